@@ -259,7 +259,7 @@ class Harness:
 def greedy_harness(memory: KVCacheManager | None = None, **more: Any) -> Harness:
     """Each sequence that fits now is admitted, however the others will grow: so blocks run out."""
     harness = Harness(memory, **more)
-    harness.scheduler.admission.capacity.lengths = NoGrowth()
+    harness.scheduler.admission.capacity.forecast.lengths = NoGrowth()
     return harness
 
 

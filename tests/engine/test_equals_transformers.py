@@ -10,7 +10,7 @@ from tests.engine.reference import assert_greedy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.core.sampling_params import SamplingParams
-from quire.core.scheduling.admission import CapacityCheck
+from quire.core.scheduling.growth_forecast import GrowthForecast
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.offline.llm import LLM
 
@@ -64,7 +64,7 @@ def test_greedy_tokens_equal(family: Family, setting: str, monkeypatch: pytest.M
         whole = LLM(str(folder), skip_tokenizer_init=True, **options | {"num_blocks": 1024})
         growth = whole.engine.scheduler.memory.growth
         options = options | {"num_blocks": growth.most_to_hold(options["max_model_len"]) * 5 // 4}
-        monkeypatch.setattr(CapacityCheck, "fits_later", lambda *_: True)
+        monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
     llm = LLM(str(folder), skip_tokenizer_init=True, dtype="float32", **options)
     prompts = make_prompts(len(setting))
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

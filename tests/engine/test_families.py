@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from quire.assembly import tier_identity
 from quire.cluster.identity import check_same
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
-from quire.core.scheduling.admission import CapacityCheck
+from quire.core.scheduling.growth_forecast import GrowthForecast
 from quire.engine_client.results import RequestOutput
 from quire.models.registry import load_config
 from quire.offline.llm import LLM
@@ -82,9 +82,9 @@ def make_cramped_llm(family: Family, monkeypatch: pytest.MonkeyPatch, **options:
     """With memory for a little more than one sequence of full length: some are preempted."""
     growth = make_llm(family, **CROWDED, **options).engine.scheduler.memory.growth
     num_blocks = growth.most_to_hold(MAX_MODEL_LEN) + 1
-    monkeypatch.setattr(CapacityCheck, "fits_later", lambda *_: True)
+    monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
     llm = make_llm(family, **CROWDED, **options, num_blocks=num_blocks)
-    llm.engine.scheduler.admission.capacity.lengths = NoGrowth()
+    llm.engine.scheduler.admission.capacity.forecast.lengths = NoGrowth()
     return llm
 
 

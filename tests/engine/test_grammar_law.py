@@ -80,7 +80,9 @@ def test_the_tokens_are_those_of_the_request_alone(
 ) -> None:
     """Also with so few blocks that sequences are preempted, and with a step planned ahead."""
     llm = make_llm(**options)
-    llm.engine.scheduler.admission.capacity.lengths = NoGrowth()  # so that much is preempted
+    llm.engine.scheduler.admission.capacity.forecast.lengths = (
+        NoGrowth()
+    )  # so that much is preempted
     assert answers(llm, PROMPTS, WISHES) == alone
     num_preemptions = llm.engine.stats().num_preemptions
     assert (num_preemptions > 0) is ("num_blocks" in options)

@@ -12,7 +12,7 @@ import pytest
 from tests.runtime.hybrid_family import LAYERS, registered, save_hybrid
 
 from quire.core.sampling_params import SamplingParams
-from quire.core.scheduling.admission import CapacityCheck
+from quire.core.scheduling.growth_forecast import GrowthForecast
 from quire.engine_client.results import RequestOutput
 from quire.offline.llm import LLM
 
@@ -111,7 +111,7 @@ def test_nothing_that_happens_to_memory_changes_a_token(
         options["num_blocks"] = whole.engine.scheduler.memory.growth.most_to_hold(192) * 5 // 4
     llm = make_llm(folder, **options)
     if is_tiny:  # so that much is preempted
-        monkeypatch.setattr(CapacityCheck, "fits_later", lambda *_: True)
+        monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
     prompts, params = make_crowd()
     for _ in range(2):  # the second time with a warm prefix cache
         assert results(llm.generate(prompts, params, use_tqdm=False)) == alone

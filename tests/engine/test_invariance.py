@@ -102,7 +102,7 @@ def test_equal_to_the_bit(family: str, number_format: str, folders: dict[str, Pa
     assert len({str(branches) for branches in alone}) == NUM_REQUESTS
     for name, options in ARRANGEMENTS.items():
         llm = make_llm(**options)
-        llm.engine.scheduler.admission.capacity.lengths = (
+        llm.engine.scheduler.admission.capacity.forecast.lengths = (
             NoGrowth()
         )  # or hardly anything is preempted
         assert found_by(llm.generate(prompts, params, use_tqdm=False)) == alone, name

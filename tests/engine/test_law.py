@@ -89,7 +89,9 @@ def alone() -> list[list[list[int]]]:
 )
 def test_same_tokens_in_a_crowd(options: dict[str, Any], alone: list[list[list[int]]]) -> None:
     llm = make_llm(**options)
-    llm.engine.scheduler.admission.capacity.lengths = NoGrowth()  # so that much is preempted
+    llm.engine.scheduler.admission.capacity.forecast.lengths = (
+        NoGrowth()
+    )  # so that much is preempted
     prompts, params = make_crowd()
     assert tokens(llm.generate(prompts, params, use_tqdm=False)) == alone
     # A second time, now with a warm prefix cache.

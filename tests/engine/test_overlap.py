@@ -394,7 +394,9 @@ def in_turn() -> list[Any]:
 def test_same_tokens_with_and_without_overlap(options: dict[str, Any], in_turn: list[Any]) -> None:
     llm = LLM(dtype="float32", max_model_len=256, async_scheduling=True, **options)
     assert llm.engine.overlap
-    llm.engine.scheduler.admission.capacity.lengths = NoGrowth()  # so that much is preempted
+    llm.engine.scheduler.admission.capacity.forecast.lengths = (
+        NoGrowth()
+    )  # so that much is preempted
     prompts, params = make_crowd()
     for _ in range(2):  # the second time from the prefix cache
         outputs = llm.generate(prompts, params, use_tqdm=False)

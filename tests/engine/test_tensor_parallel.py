@@ -35,7 +35,9 @@ WISHES = [
 def make_llm(folder: Path, num_ranks: int, **options: Any) -> LLM:
     options = {"dtype": "float32", "max_model_len": 192} | options
     llm = LLM(folder, skip_tokenizer_init=True, tensor_parallel_size=num_ranks, **options)
-    llm.engine.scheduler.admission.capacity.lengths = NoGrowth()  # so that much is preempted
+    llm.engine.scheduler.admission.capacity.forecast.lengths = (
+        NoGrowth()
+    )  # so that much is preempted
     return llm
 
 

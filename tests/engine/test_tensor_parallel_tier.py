@@ -37,7 +37,9 @@ def make_llm(folder: Path, num_ranks: int = 2, **options: Any) -> LLM:
     if "cache_dir" in options:
         options["cache_size"] = "16MiB"
     llm = LLM(folder, skip_tokenizer_init=True, tensor_parallel_size=num_ranks, **options)
-    llm.engine.scheduler.admission.capacity.lengths = NoGrowth()  # so that much is preempted
+    llm.engine.scheduler.admission.capacity.forecast.lengths = (
+        NoGrowth()
+    )  # so that much is preempted
     return llm
 
 

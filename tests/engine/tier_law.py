@@ -24,7 +24,7 @@ from quire.core.memory.tiers import loads, write_behind
 from quire.core.memory.tiers.contract import MoveEnd
 from quire.core.memory.tiers.load_rule import ComputeTime
 from quire.core.sampling_params import SamplingParams
-from quire.core.scheduling.admission import CapacityCheck
+from quire.core.scheduling.growth_forecast import GrowthForecast
 from quire.offline.llm import LLM
 from quire.tiers.disk.disk_tier import DiskTier
 
@@ -238,7 +238,7 @@ def check_swapped(folder: Path, case: Case, cache: Path, check: Any) -> int:
     growth = make_llm(folder, **case.options).engine.scheduler.memory.growth
     num_blocks = growth.most_to_hold(MAX_MODEL_LEN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CapacityCheck, "fits_later", lambda *_: True)  # so that much is preempted
+        patch.setattr(GrowthForecast, "fits_later", lambda *_: True)  # so that much is preempted
         engine = Engine(folder, cache, case, num_blocks=num_blocks)
         check("swapped", engine, rounds=2)
         num_preemptions = engine.llm.engine.stats().num_preemptions

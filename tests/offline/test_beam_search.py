@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.core.request import Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
-from quire.core.scheduling.admission import CapacityCheck
+from quire.core.scheduling.growth_forecast import GrowthForecast
 from quire.errors import InvalidRequestError, RequestNeverFitsError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.offline.beams import BeamSearchOutput
@@ -173,7 +173,7 @@ def test_searches_that_preempt_each_other_find_the_same(
     crowded = make_llm(folder, num_blocks=num_blocks, max_num_seqs=18, **options)
     has_windows = bool(crowded.engine.scheduler.memory.growth.windows)
     if has_windows:  # what they hold is bounded and known, so none has to go
-        monkeypatch.setattr(CapacityCheck, "fits_later", lambda *_: True)
+        monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
     assert_same(crowded.beam_search(prompts, params, use_tqdm=False), expected, prompts)
     assert crowded.engine.stats().num_held_blocks == 0
     # In small blocks, windows hold so little that four searches fit after all.

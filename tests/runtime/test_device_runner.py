@@ -113,7 +113,9 @@ def test_a_crowd_gets_the_tokens_that_it_gets_without_a_device(
 ) -> None:
     prompts, params = make_crowd()
     llm = make_llm(folders[family], num_blocks=40 if family == "qwen2" else 16)
-    llm.engine.scheduler.admission.capacity.lengths = NoGrowth()  # so that much is preempted
+    llm.engine.scheduler.admission.capacity.forecast.lengths = (
+        NoGrowth()
+    )  # so that much is preempted
     capture = CountedCalls() if static else None
     runner = move_to_device(llm.engine, overlap=overlap, capture=capture)
     assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected[family]

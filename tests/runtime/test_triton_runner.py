@@ -100,7 +100,9 @@ def test_bits_are_the_same_in_any_arrangement(family, tmp_path) -> None:
     alone = [bits(llm.generate(prompt, params, use_tqdm=False)[0]) for prompt in prompts]
     for name, options in ARRANGEMENTS.items():
         llm = make_llm(**options)
-        llm.engine.scheduler.admission.capacity.lengths = NoGrowth()  # so that much is preempted
+        llm.engine.scheduler.admission.capacity.forecast.lengths = (
+            NoGrowth()
+        )  # so that much is preempted
         crowd = llm.generate(prompts, params, use_tqdm=False)
         assert [bits(output) for output in crowd] == alone, name
         assert (llm.engine.stats().num_preemptions > 0) == (name == "preempted"), name

@@ -71,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_lookahead_blocks=num_lookahead_blocks,
         )
         if not forecasts:
-            self.harness.scheduler.admission.capacity.lengths = NoGrowth()
+            self.harness.scheduler.admission.capacity.forecast.lengths = NoGrowth()
         self.num_made = 0
 
     @rule(

@@ -8,7 +8,7 @@ from tests.core.memory.tiers.slow_tiers import SlowTiers
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.tiers.contract import SOON_S
 from quire.core.scheduling import invariants
-from quire.core.scheduling.admission import Verdict
+from quire.core.scheduling.capacity_check import Verdict
 from quire.simulation.fakes.fake_runner import Faults, InjectedFailureError
 
 PROMPT = list(range(13))
