@@ -83,6 +83,8 @@ def test_benchmarks_bring_their_own_arguments(capsys: pytest.CaptureFixture[str]
     for words, expected in [
         ("bench", "name a command: throughput (see 'quire bench --help')"),
         ("bench throughptu", "'throughptu'; did you mean throughput?"),
+        ("bench claims", "no command 'claims'; run `python -m benchmarks.claims` in a checkout"),
+        ("bench memory --help", "'memory'; run `python -m benchmarks.memory` in a checkout"),
         ("bench throughput --num-request 3", "did you mean --num-requests?"),
     ]:
         with pytest.raises(SystemExit):

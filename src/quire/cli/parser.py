@@ -42,6 +42,11 @@ BENCHMARKS = {
     "throughput": "tokens per second and latencies, beside static batches and Hugging Face",
     "perplexity": "what a dtype or a quantization costs in quality",
 }
+MOVED_BENCHMARKS = {
+    name: f"run `python -m benchmarks.{name}` in a checkout of quire"
+    for name in ("claims", "memory")
+}
+"""What to run instead of benchmarks that are not in the package."""
 CACHE_ACTIONS = {
     "inspect": "say what a cache folder holds, also while an engine uses it",
     "verify": "read all records and check every byte; exit code 1 if any is damaged",
@@ -121,7 +126,9 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
         add_debug(command, default=argparse.SUPPRESS)
     # Last, the commands with sub-commands: bench, cluster and cache.
     benchmarks = add_bench_arguments or {}
-    bench = commands.add_parser("bench", help=COMMANDS["bench"], commands=benchmarks)
+    bench = commands.add_parser(
+        "bench", help=COMMANDS["bench"], commands=benchmarks, moved=MOVED_BENCHMARKS
+    )
     if benchmarks:
         kinds = bench.add_subparsers(dest="benchmark", metavar="BENCHMARK", parser_class=Parser)
         for name, add_arguments in benchmarks.items():

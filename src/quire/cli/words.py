@@ -5,7 +5,7 @@ Independent of quire's flags. Used by the modules that add them.
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from quire.compat.flags import translate_flags
@@ -18,11 +18,19 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that takes no abbreviations and answers a mistake with the nearest name."""
 
     def __init__(
-        self, *, commands: Iterable[str] = (), takes_foreign: bool = False, **options: Any
+        self,
+        *,
+        commands: Iterable[str] = (),
+        moved: Mapping[str, str] | None = None,
+        takes_foreign: bool = False,
+        **options: Any,
     ) -> None:
+        """`moved` maps former sub-commands to the sentence that names what replaces them."""
         super().__init__(**options, allow_abbrev=False)
         #: The names of its sub-commands, if it has any.
         self._commands = tuple(commands)
+        #: Former sub-commands, each with what to run instead.
+        self._moved = moved or {}
         #: Whether it understands flags of other engines (`compat.flags`).
         self._takes_foreign = takes_foreign
         #: The origin of the words, such as a file and line, printed before errors about them.
@@ -52,7 +60,9 @@ class Parser(argparse.ArgumentParser):
                 continue
             if self._commands and not word.startswith("-"):
                 if word not in self._commands:
-                    self.error(f"there is no command {word!r}{did_you_mean(word, self._commands)}")
+                    moved = self._moved.get(word)
+                    hint = f"; {moved}" if moved else did_you_mean(word, self._commands)
+                    self.error(f"there is no command {word!r}{hint}")
                 return
             flag, equals, _ = word.partition("=")
             if _looks_like_a_flag(flag) and flag not in flags:
