@@ -1,4 +1,4 @@
-"""What benchmarks, examples, tests and tools import of quire and of each other is there.
+"""What benchmarks, examples, records, tests and tools import of quire and of each other is there.
 
 The type checker reads `src` alone, and an import within a program that no test starts would fail at
 its user's. Reads the files as text.
@@ -58,7 +58,7 @@ def _bound(tree: ast.Module) -> Iterator[str]:
                 yield text
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "examples", "tests", "tools"])
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "records", "tests", "tools"])
 def test_every_imported_name_is_there(folder: str) -> None:
     paths = sorted((ROOT / folder).rglob("*.py"))
     assert paths

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "quire"
-SCRIPTS = (SOURCE, ROOT / "benchmarks", ROOT / "tools")
+SCRIPTS = (SOURCE, ROOT / "benchmarks", ROOT / "records", ROOT / "tools")
 EXTENDING = ROOT / "docs" / "extending.md"
 
 KINDS = {
@@ -170,7 +170,7 @@ def sizes(sources: list[Source]) -> Iterator[Figure]:
     )
     mean = round(statistics.mean(lengths), 1)
     yield Figure("mean function, lines", mean, 12, "9.8", f"{len(lengths):,} in src")
-    yield Figure("longest function, lines", length, 70, "70 (259 in tools)", longest)
+    yield Figure("longest function, lines", length, 70, "70 (259 in records)", longest)
     yield Figure("largest file, lines", largest.num_lines, 500, "490", largest.path)
     how = f"{tests:,} lines of tests, {code:,} of Python and {cpp:,} of C++ in src"
     yield Figure("code per line of tests", round(code / tests, 2), 1, "0.84", how)
