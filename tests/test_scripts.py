@@ -267,7 +267,8 @@ def test_setup_knows_two_kinds(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["setup", "demo", "build", "test", "check", "lock", "models", "../.ci/run"]
+    "path",
+    ["setup", "demo", "build", "test", "check", "commit-msg", "lock", "models", "../.ci/run"],
 )
 def test_a_script_can_be_run_and_parses(path: str) -> None:
     script = ROOT / "scripts" / path
