@@ -42,7 +42,7 @@ def _describe(schema: dict[str, Any], body: type[Any]) -> None:
             properties[name] = _or_null(found)
     for name, harmless in body.not_supported.items():
         properties[name] = {"enum": [*harmless, None], "description": NOT_SUPPORTED}
-    for name in body.hints:
+    for name in sorted(body.hints):
         properties[name] = {"description": HINT}
     if body.takes_extra_body:
         properties["extra_body"] = {
