@@ -12,11 +12,9 @@ from functools import cache
 from typing import Any
 
 import httpx
-from fastapi.routing import APIRoute
 
-from quire.server.app import create_app
+from quire.server.app import ENDPOINTS
 from quire.server.http.body import Body
-from quire.server.service import Service
 
 Value = Any
 Place = tuple[Any, Any]
@@ -219,15 +217,12 @@ def deep(num_levels: int) -> Value:
 def routes() -> dict[str, type[Body]]:
     """The body's class of every path of the application that takes one. Raises LookupError for one
     without a body above."""
-    found: dict[str, type[Body]] = {}
-    rest = list(create_app(Service(None, None, None, "m")).routes)  # type: ignore[arg-type]
-    while rest:
-        route: Any = rest.pop()
-        if hasattr(route, "original_router"):
-            rest += route.original_router.routes
-        elif isinstance(route, APIRoute) and route.body_field is not None:
-            annotation: Any = route.body_field.field_info.annotation
-            found[route.path_format] = annotation
+    found = {
+        route.path_format: route.body_class
+        for each in ENDPOINTS
+        for route in each.routes
+        if route.body_class is not None
+    }
     if missing := sorted(found.keys() - BODIES.keys()):
         raise LookupError(f"mutations.BODIES has no body for {', '.join(missing)}")
     return dict(sorted(found.items()))

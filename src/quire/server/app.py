@@ -11,10 +11,10 @@ is stopped by force, after which no application code runs. Imports no torch.
 
 from collections.abc import Sequence
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
-from quire.server.http.errors import install_error_handlers
+from quire.server.http.errors import error_handlers
 from quire.server.http.guard import AccessConfig, AccessGuard, BodyLimit, RequestHead
 from quire.server.routes.admin import docs_page, health, memory, metrics, replicas, version
 from quire.server.routes.anthropic import messages
@@ -22,11 +22,10 @@ from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.ollama import chats, served_models
 from quire.server.routes.openai import chat, completions, embeddings, models
 from quire.server.routes.openai.responses import responses, stored_responses
-from quire.server.routes.unsupported import refused_routes
+from quire.server.routes.unsupported import refused_paths
 from quire.server.routes.vllm import adapters, scoring, tokenize, tokenizer_info
 from quire.server.service import Service
 from quire.server.telemetry.monitor import BugReporter, RequestIdMiddleware
-from quire.version import __version__
 
 ENDPOINTS: tuple[Endpoints, ...] = (
     docs_page.router,
@@ -59,21 +58,20 @@ OPEN = AccessConfig()
 
 def create_app(
     service: Service, access: AccessConfig = OPEN, endpoints: Sequence[Endpoints] = ENDPOINTS
-) -> FastAPI:
+) -> Starlette:
     """The application that serves `service` at `endpoints`."""
+    refused = Endpoints()  # last, since its routes match paths below those of others
+    for path in refused_paths([path for each in endpoints for path in each.paths]):
+        refused.refuse(path)
+    routes = [route for each in (*endpoints, refused) for route in each.routes]
+    suggested = [path for each in endpoints for path in each.batch_paths]
+    app = Starlette(routes=routes, exception_handlers=error_handlers(suggested))
     # A redirect would name the scheme and host that this process sees, not those of a proxy.
-    app = FastAPI(
-        title="quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
+    app.router.redirect_slashes = False
     app.state.service = service
     app.state.suggested_paths = _suggested(endpoints)
     app.state.error_forms = [form for each in endpoints for form in each.error_forms]
-    install_error_handlers(app, [path for each in endpoints for path in each.batch_paths])
     _add_middlewares(app, service, access, endpoints)
-    for each in endpoints:
-        app.include_router(each)
-    served = [path for each in endpoints for path in each.paths]
-    app.include_router(refused_routes(served))  # matches paths that no other router has
     return app
 
 
@@ -84,7 +82,7 @@ def _suggested(endpoints: Sequence[Endpoints]) -> list[str]:
 
 
 def _add_middlewares(
-    app: FastAPI, service: Service, access: AccessConfig, endpoints: Sequence[Endpoints]
+    app: Starlette, service: Service, access: AccessConfig, endpoints: Sequence[Endpoints]
 ) -> None:
     """Add the middlewares from the inside out: each encloses those that were added before it."""
     operator_paths = [path for each in endpoints for path in each.operator_paths]

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TextIO, cast
 
-import pydantic.dataclasses  # noqa: F401 - FastAPI would import it at the first /openapi.json
+import pydantic.dataclasses  # noqa: F401 - pydantic would import it at the first /openapi.json
 import uvicorn
 
 from quire.core.sampling_params import ModelLimits

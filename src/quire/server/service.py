@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 
 from quire.engine_client.engine_interface import EngineClient
 from quire.errors import InvalidRequestError, QuireError, ServerDrainingError

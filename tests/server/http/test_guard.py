@@ -7,10 +7,9 @@ import time
 import httpx
 import openai
 import pytest
-from starlette.exceptions import HTTPException
 from tests.server.asgi import JSON, call, parts_of
 
-from quire.errors import BodyTooLongError, ConfigurationError, RequestTimeoutError
+from quire.errors import BodyTooLongError, ConfigurationError, QuireError, RequestTimeoutError
 from quire.server.http import guard
 from quire.server.http.body_budget import SLOW_S, BodyBudget
 from quire.server.http.guard import (
@@ -308,7 +307,7 @@ class Reader:
                 self.body += message.get("body", b"")
                 if not message.get("more_body"):
                     break
-        except HTTPException as error:
+        except QuireError as error:
             self.error = error
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
@@ -345,8 +344,8 @@ def test_a_body_in_chunks_is_refused_as_soon_as_it_is_too_long(pieces, headers):
     reader = Reader()
     messages = parts_of(b"x" * 2000, pieces)
     answer = call(BodyLimit(reader, 1000), "/", headers=headers, messages=messages)
-    assert reader.error.status_code == 413
-    assert isinstance(reader.error.__cause__, BodyTooLongError)
+    assert reader.error.http_status == 413
+    assert isinstance(reader.error, BodyTooLongError)
     assert answer.num_received == (1 if pieces == 1 else 4)
 
 
@@ -361,9 +360,9 @@ def test_a_body_that_does_not_come_is_given_up():
     reader = Reader()
     messages = [{"type": "http.request", "body": b"x" * 10, "more_body": True}]
     call(BodyLimit(reader, 1000, timeout_s=0.05), "/", messages=messages)
-    assert reader.error.status_code == 408
-    assert isinstance(reader.error.__cause__, RequestTimeoutError)
-    assert "only 10 bytes of the body have come" in str(reader.error.__cause__)
+    assert reader.error.http_status == 408
+    assert isinstance(reader.error, RequestTimeoutError)
+    assert "only 10 bytes of the body have come" in str(reader.error)
 
 
 def test_a_long_body_has_as_long_as_its_length_needs(monkeypatch):
@@ -398,7 +397,7 @@ def test_a_fast_beginning_buys_no_time_for_a_body_that_stops():
     whole = (1 << 20) + 1
     messages = parts_of(b"x" * whole, 17)[:-1]
     call(BodyLimit(reader, 2 * whole, timeout_s=0.05), "/", messages=messages)
-    assert isinstance(reader.error.__cause__, RequestTimeoutError)
+    assert isinstance(reader.error, RequestTimeoutError)
 
 
 def test_a_body_that_stops_is_ended_when_another_needs_its_room():
@@ -427,7 +426,7 @@ def test_a_body_that_stops_is_ended_when_another_needs_its_room():
         await asyncio.wait_for(task, 10)
         return reader.error
 
-    assert isinstance(asyncio.run(play()).__cause__, RequestTimeoutError)
+    assert isinstance(asyncio.run(play()), RequestTimeoutError)
     assert budget.num_bytes == 0
 
 

@@ -6,9 +6,10 @@ import math
 import re
 
 import pytest
-from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.requests import Request
 from tests.server.generation.test_http_generation import FakeEngine
 from tests.server.working import StepClock, finished
 
@@ -21,7 +22,7 @@ from quire.server.http.json_body import (
     unique_fields,
 )
 from quire.server.http.long_work import WorkPieces
-from quire.server.routes.endpoint import JSONRequest
+from quire.server.routes.endpoint import read_json
 from quire.server.service import Service
 
 
@@ -129,15 +130,12 @@ def test_a_long_body_delays_no_other_call(tokenizer):
     """Between two pieces of the work the loop does other things."""
     body = b"[" + b",".join([b'{"a":"\\ud83d\\ude00"}'] * 60_000) + b"]"
     service = Service(FakeEngine(), tokenizer, None, "model", work=WorkPieces(StepClock()))
-    app = FastAPI()
+    app = Starlette()
     app.state.service = service
 
-    async def receive():
-        return {"type": "http.request", "body": body, "more_body": False}
-
     async def play():
-        request = JSONRequest({"type": "http", "headers": [], "app": app}, receive)
-        parsing = asyncio.create_task(request.json())
+        request = Request({"type": "http", "headers": [], "app": app})
+        parsing = asyncio.create_task(read_json(request, body, None))
         num_turns = 0
         while not parsing.done():
             await asyncio.sleep(0)

@@ -20,6 +20,7 @@ from quire.server.http.body import Body
 from quire.server.http.guard import AccessConfig
 from quire.server.limits import CallLimits
 from quire.server.routes.endpoint import MAX_FIELDS, Endpoints, check_parsed
+from quire.server.routes.openapi import api_document
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import TenantBook
@@ -190,6 +191,27 @@ def test_its_form_of_errors_holds_on_paths_with_parameters_too(service):
     for body, headers, status in (({}, ALICE, 400), ({"name": "b"}, {}, 401)):
         answer = post(body, headers)
         assert (answer.status_code, answer.json()["type"]) == (status, "error")
+
+
+def test_fields_of_the_query_are_validated_and_named(service):
+    mine = Endpoints()
+
+    @mine.get("/v1/items/{name}")
+    async def list_items(name: str, limit: int, after: str | None = None) -> dict[str, object]:
+        return {"name": name, "limit": limit, "after": after}
+
+    app = create_app(service, AccessConfig(), endpoints=[mine])
+
+    def get(query):
+        return asyncio.run(send(app, "GET", f"/v1/items/a{query}", None, {}))
+
+    assert get("?limit=3&other=1").json() == {"name": "a", "limit": 3, "after": None}
+    assert get("?limit=3&after=b").json()["after"] == "b"
+    for query, message in (("", "limit is missing"), ("?limit=x", "query.limit should be a valid")):
+        answer = get(query)
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+    path, limit, after = api_document(app.routes)["paths"]["/v1/items/{name}"]["get"]["parameters"]
+    assert [path["required"], limit["required"], after["required"]] == [True, True, False]
 
 
 @pytest.mark.parametrize("which", ["open_paths", "operator_paths"])

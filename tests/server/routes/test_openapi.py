@@ -2,14 +2,15 @@
 
 import msgspec
 import pytest
-from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
+from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
 from quire.server.app import create_app
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
-from quire.server.routes.openapi import answers, json_schema
+from quire.server.routes.openapi import answers, api_document, json_schema
 from quire.server.service import Service
 from quire.text.chat_messages import check_messages
 
@@ -30,7 +31,7 @@ class Outer(msgspec.Struct):
 
 @pytest.fixture(scope="module")
 def document():
-    return create_app(Service(None, None, None, "mine")).openapi()
+    return api_document(create_app(Service(None, None, None, "mine")).routes)
 
 
 def test_a_schema_is_in_one_piece():
@@ -43,9 +44,12 @@ def test_a_schema_is_in_one_piece():
 
 
 def test_a_route_tells_its_answer_its_stream_and_its_errors():
-    app = FastAPI()
-    app.add_api_route("/x", lambda: None, responses=answers(Outer, streams=True))
-    responses = app.openapi()["paths"]["/x"]["get"]["responses"]
+    router = Endpoints()
+
+    @router.get("/x", answers(Outer, streams=True))
+    async def find() -> Response: ...
+
+    responses = api_document(router.routes)["paths"]["/x"]["get"]["responses"]
     assert set(responses) == {"200", "4XX", "5XX"}
     schema = responses["200"]["content"]["application/json"]["schema"]
     assert (schema["title"], set(schema["properties"])) == ("Outer", {"inner", "other", "maybe"})
@@ -71,8 +75,34 @@ def test_the_document_tells_the_answers_of_every_family(document):
         assert set(route["responses"]) == {"200", "4XX", "5XX"}
 
 
-def test_no_route_promises_fastapis_own_errors(document):
-    assert "HTTPValidationError" not in document["components"]["schemas"]
+def test_every_body_is_described_once(document):
+    schemas = document["components"]["schemas"]
+    assert list(schemas) == sorted(schemas)
+    bodies = {
+        method["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        for methods in document["paths"].values()
+        for method in methods.values()
+        if "requestBody" in method
+    }
+    assert bodies < {f"#/components/schemas/{name}" for name in schemas}
+    assert schemas["CompletionRequest"]["properties"]["seed"]["maximum"] == 2**64 - 1
+
+
+def test_names_of_the_path_and_fields_of_the_query_are_described(document):
+    items = document["paths"]["/v1/responses/{response_id}/input_items"]["get"]
+    path, *query = items["parameters"]
+    assert (path["name"], path["in"], path["required"]) == ("response_id", "path", True)
+    assert {field["name"] for field in query} == {"after", "limit", "order"}
+    schemas = {field["name"]: field["schema"] for field in query}
+    assert schemas["order"]["enum"] == ["asc", "desc"]
+    assert (schemas["limit"]["maximum"], schemas["limit"]["default"]) == (100, 20)
+    assert not any(field["required"] for field in query)
+
+
+def test_operations_have_names_of_their_own_and_no_head(document):
+    calls = [call for methods in document["paths"].values() for call in methods.values()]
+    assert len({call["operationId"] for call in calls}) == len(calls)
+    assert set(document["paths"]["/health"]) == {"get"}
 
 
 NUMBERS = [

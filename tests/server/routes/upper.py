@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import msgspec
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.engine_client.results import Delta

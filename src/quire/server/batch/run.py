@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tqdm import tqdm
 
 from quire.engine_client.engine_interface import EngineClient
@@ -121,7 +121,7 @@ class _Batch:
     """The open calls of a batch. Invariant: each call is answered once, or left for a later run."""
 
     def __init__(
-        self, app: FastAPI, engine: EngineClient, calls: BatchInput, output: BatchOutput
+        self, app: Starlette, engine: EngineClient, calls: BatchInput, output: BatchOutput
     ) -> None:
         self._app = app
         self._engine = engine

@@ -11,8 +11,8 @@ from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
-from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import Receive
 

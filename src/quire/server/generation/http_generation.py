@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self, cast
 
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 
 from quire.core.adapters import AdapterRef
 from quire.core.request import Request, SequenceOutput

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.core.request import Request

@@ -5,15 +5,14 @@ mistake is named; a failure of the server is logged, and answered without a trac
 """
 
 import errno
+import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
@@ -39,7 +38,8 @@ _TYPES = {
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 """Codes of errors that the HTTP framework raises, by status."""
 
-_CLIENT_GONE = 499
+CLIENT_GONE_STATUS = 499
+"""Status in the log of a call whose client left before its answer began."""
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of the operating system that pass once other work has ended."""
@@ -89,28 +89,16 @@ def error_response(scope: Scope, error: QuireError) -> Response:
     return JSONResponse(body, shown.http_status, _headers(shown))
 
 
-def install_error_handlers(app: FastAPI, suggested: Sequence[str] = ()) -> None:
-    """Make `app` answer every error in the form of its path. The error for an unknown path suggests
-    the paths in `suggested`."""
+def error_handlers(
+    suggested: Sequence[str] = (),
+) -> dict[type[Exception], Callable[[HTTPRequest, Any], Awaitable[Response]]]:
+    """The functions of an application that answer each error in the form of its path. The error for
+    an unknown path suggests the paths in `suggested`."""
 
-    @app.exception_handler(QuireError)
     async def on_quire_error(request: HTTPRequest, error: QuireError) -> Response:
         return error_response(request.scope, error)
 
-    @app.exception_handler(RequestValidationError)
-    async def on_bad_body(request: HTTPRequest, error: RequestValidationError) -> Response:
-        return error_response(request.scope, _first_mistake(request, error.errors()))
-
-    @app.exception_handler(HTTPException)
     async def on_http_error(request: HTTPRequest, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, ClientDisconnect):  # the client left while it sent its body
-            return Response(status_code=_CLIENT_GONE)
-        if (mistake := _body_mistake(error)) is not None:
-            return error_response(request.scope, mistake)
-        if error.status_code == 400 and isinstance(error.__cause__, Exception):
-            # FastAPI answers 400 to any exception while it reads a body, even to a bug of ours.
-            logger.error("a bug while a body was read", exc_info=error.__cause__)
-            return bug_response(request.scope, error.__cause__)
         code = _CODES.get(error.status_code)
         _mark(request.scope, code)
         message = _http_message(request, error, suggested)
@@ -118,15 +106,20 @@ def install_error_handlers(app: FastAPI, suggested: Sequence[str] = ()) -> None:
         body = _body(form, error.status_code, message, code=code)
         return JSONResponse(body, error.status_code, error.headers)
 
-    @app.exception_handler(RecursionError)
     async def on_deep_nesting(request: HTTPRequest, error: RecursionError) -> Response:
         # Normally a client's nested JSON causes this; if it is a bug of ours, the log shows it.
         logger.warning("a request was too deeply nested", exc_info=error)
         return error_response(request.scope, _too_deep())
 
-    @app.exception_handler(Exception)
     async def on_bug(request: HTTPRequest, error: Exception) -> Response:
         return bug_response(request.scope, error)
+
+    return {
+        QuireError: on_quire_error,
+        HTTPException: on_http_error,
+        RecursionError: on_deep_nesting,
+        Exception: on_bug,
+    }
 
 
 def _for_clients(error: QuireError) -> QuireError:
@@ -193,47 +186,35 @@ def _http_message(request: HTTPRequest, error: HTTPException, suggested: Sequenc
     return str(error.detail)
 
 
-def _body_mistake(error: HTTPException) -> QuireError | None:
-    """The mistake in a body that could not be read or parsed, by the exception's cause. None means
-    that the body was not the cause."""
-    cause = error.__cause__
-    if isinstance(cause, QuireError):
-        return cause
-    if error.status_code != 400 or cause is None:
-        return None
-    if isinstance(cause, RecursionError):
+def unreadable_body(error: Exception) -> QuireError:
+    """The mistake in a body at whose parsing `error` was raised."""
+    if isinstance(error, QuireError):
+        return error
+    if isinstance(error, RecursionError):
         return _too_deep()
-    if isinstance(cause, UnicodeDecodeError):
-        return InvalidRequestError(f"the body is not UTF-8: {cause.reason} at byte {cause.start}")
-    if isinstance(cause, ValueError):
-        return InvalidRequestError("the body can't be read as JSON")
-    return None
+    if isinstance(error, UnicodeDecodeError):
+        return InvalidRequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}")
+    if isinstance(error, json.JSONDecodeError):
+        return InvalidRequestError(f"the body is not valid JSON: {error.msg} (at {error.pos})")
+    return InvalidRequestError("the body can't be read as JSON")
 
 
 def _too_deep() -> InvalidRequestError:
     return InvalidRequestError("the body's JSON is nested too deeply")
 
 
-def _first_mistake(
-    request: HTTPRequest, mistakes: Sequence[Mapping[str, Any]]
-) -> InvalidRequestError:
-    """The first mistake in a body, with all types that the field could have had."""
-    first = mistakes[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return InvalidRequestError(f"the body is not valid JSON: {reason} (at {first['loc'][-1]})")
-    path = [part for part in first["loc"] if part != "body"]
+def first_mistake(error: ValidationError, place: Sequence[str] = ()) -> InvalidRequestError:
+    """The first mistake in a body or a query, with all types that the field could have had. The
+    error's param begins with `place`."""
+    mistakes = error.errors(include_url=False)
+    first, path = mistakes[0], [*place, *mistakes[0]["loc"]]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidRequestError):
         return InvalidRequestError(str(cause), ".".join([*map(str, path), str(cause.param)]))
     if not path:
-        kind = request.headers.get("content-type", "")
-        if "json" not in kind.lower():
-            return InvalidRequestError(
-                f"the Content-Type is {kind!r:.80}, but must be application/json"
-            )
         return InvalidRequestError(f"the body must be a JSON object: {first['msg']}")
-    return _wrong_type(path, [m for m in mistakes if path[0] in m["loc"]])
+    field = first["loc"][0]
+    return _wrong_type(path, [mistake for mistake in mistakes if field in mistake["loc"]])
 
 
 def _wrong_type(

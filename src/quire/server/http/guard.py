@@ -19,10 +19,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import NoReturn
 from urllib.parse import unquote
 
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import (
@@ -408,8 +406,7 @@ class _Body:
         self._is_whole = False
 
     async def receive(self) -> Message:
-        """Raises HTTPException, the only exception that FastAPI lets through while it reads a
-        body."""
+        """Raises RequestTimeoutError, BodyTooLongError, TenantBusyError, UploadsFullError."""
         if self._is_whole:
             return await self._receive()
         loop, upload = asyncio.get_running_loop(), self._upload
@@ -422,23 +419,18 @@ class _Body:
                 upload.on_cut = lambda: _expire(timeout)
                 message = await self._receive()
         except TimeoutError:
-            _refuse(
-                RequestTimeoutError(
-                    f"after {loop.time() - self._began_s:.0f} seconds only {self._num_bytes} bytes "
-                    "of the body have come; send it faster"
-                )
-            )
+            raise RequestTimeoutError(
+                f"after {loop.time() - self._began_s:.0f} seconds only {self._num_bytes} bytes of "
+                "the body have come; send it faster"
+            ) from None
         finally:
             upload.on_cut = None
         # Count the bytes that have arrived, and refuse a body that is too long or has no room.
         num_bytes = len(message.get("body", b""))
         self._num_bytes += num_bytes
         if self._num_bytes > self._max_bytes:
-            _refuse(_body_too_long(self._max_bytes))
-        try:
-            upload.take(num_bytes)
-        except (TenantBusyError, UploadsFullError) as error:
-            _refuse(error)
+            raise _body_too_long(self._max_bytes)
+        upload.take(num_bytes)
         if not message.get("more_body", False):
             self._is_whole = True
             upload.end()
@@ -462,8 +454,3 @@ def _announced_bytes(scope: Scope) -> int:
 
 def _body_too_long(max_bytes: int) -> BodyTooLongError:
     return BodyTooLongError(f"the body is longer than {max_bytes} bytes; send less in one request")
-
-
-def _refuse(error: QuireError) -> NoReturn:
-    """Raise `error` as the cause of an HTTPException, which `errors` unwraps."""
-    raise HTTPException(error.http_status, str(error)) from error

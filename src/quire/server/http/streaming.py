@@ -5,7 +5,7 @@ Called by `generation` and the routes. Knows no engine: cancelling the work abor
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ class ClientGoneError(Exception):
     """The client has closed the connection and waits for no answer."""
 
 
-def json_response(content: msgspec.Struct) -> Response:
+def json_response(content: msgspec.Struct | Mapping[str, Any]) -> Response:
     """A short answer in JSON."""
     return Response(_encode_json(content), media_type="application/json")
 

@@ -5,20 +5,31 @@ them who may call, which errors have another form, and which paths to suggest. A
 declares its fields, refused fields, notes and bounds (`http.body`).
 """
 
+import inspect
 import re
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from fastapi import APIRouter, Request
-from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError, create_model
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
+from starlette.routing import Route, get_name
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import InvalidRequestError
 from quire.server.http.body import Body
-from quire.server.http.errors import ErrorForm, PathForm, openai_error
+from quire.server.http.errors import (
+    CLIENT_GONE_STATUS,
+    ErrorForm,
+    PathForm,
+    first_mistake,
+    openai_error,
+    unreadable_body,
+)
 from quire.server.http.json_body import LONG_BODY_BYTES, MAX_VALUES, parse
+from quire.server.http.streaming import json_response
 from quire.server.limits import CallLimits
 from quire.server.routes.unsupported import METHODS, refuse
 from quire.server.service import note_ignored, service_of
@@ -31,38 +42,43 @@ MAX_IGNORED_CHARACTERS = 1000
 MAX_NAME_CHARACTERS = 80
 """The bounds of the header and of one name in it."""
 
+Handler: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
+"""A function that answers calls with a Response, or with a mapping that becomes JSON."""
+
+H = TypeVar("H", bound=Handler)
+
+Responses: TypeAlias = Mapping[int | str, Any]
+"""Descriptions of a route's answers by status, for the OpenAPI document."""
+
+_JSON_TYPE = re.compile(r" *application/([^/;,]*\+)?json *(;|$)", re.IGNORECASE)
 _NOT_PRINTABLE = re.compile(r"[^!-~ ]|,")
 
 
-class JSONRequest(Request):
-    """A request whose `json` parses the body within the server's bounds.
+async def read_json(http: HTTPRequest, content: bytes, body_class: type[Body] | None) -> Any:
+    """The JSON of a call's body within the server's bounds, without the fields that are ignored.
 
-    If parsing fails, FastAPI answers with the cause, in the form that `http.errors` gives it.
+    Raises InvalidRequestError, PromptTooLongError, OverloadedError.
     """
-
-    #: Class that the route makes from the JSON; None if it takes no body.
-    body_class: type[Body] | None = None
-
-    async def json(self) -> Any:
-        service = service_of(self)
-        max_values = MAX_VALUES if self.body_class is None else self.body_class.max_values
-        content = await self.body()
-        is_long = len(content) > LONG_BODY_BYTES
-        # Parse the body, waiting for a turn if it is long.
+    service = service_of(http)
+    max_values = MAX_VALUES if body_class is None else body_class.max_values
+    is_long = len(content) > LONG_BODY_BYTES
+    # Parse the body, waiting for a turn if it is long.
+    try:
         async with service.parsing.turn(len(content)):
             value = await service.work.run(parse(content, max_values), is_long=is_long)
-        # Check its sizes, and take out unknown fields that are to be ignored.
-        if self.body_class is not None:
-            max_model_len = service.engine.limits.max_model_len
-            check_parsed(value, self.body_class, service.limits, max_model_len)
-            rule = service.unknown_fields or self.body_class.unknown_fields
-            if rule == "ignore" and isinstance(value, dict):
-                value, unknown = self.body_class.without_unknown(value)
-                note_ignored(self, unknown)
-            if service.unknown_fields != "refuse" and isinstance(value, dict):
-                value, unknown = self.body_class.without_unknown_inside(value)
-                note_ignored(self, unknown)
-        return value
+    except (ValueError, RecursionError) as error:
+        raise unreadable_body(error) from error
+    # Check its sizes, and take out unknown fields that are to be ignored.
+    if body_class is not None:
+        check_parsed(value, body_class, service.limits, service.engine.limits.max_model_len)
+        rule = service.unknown_fields or body_class.unknown_fields
+        if rule == "ignore" and isinstance(value, dict):
+            value, unknown = body_class.without_unknown(value)
+            note_ignored(http, unknown)
+        if service.unknown_fields != "refuse" and isinstance(value, dict):
+            value, unknown = body_class.without_unknown_inside(value)
+            note_ignored(http, unknown)
+    return value
 
 
 def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len: int) -> None:
@@ -100,32 +116,110 @@ class _NamingIgnored(Response):
         await self._answer(scope, receive, send_named)
 
 
-class JSONRoute(APIRoute):
-    """A route whose body is read by `JSONRequest`."""
+class JSONRoute(Route):
+    """A route whose handler gets the arguments that its parameters name.
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-        body_class: type[Body] | None = None
-        if self.body_field is not None:
-            annotation: Any = self.body_field.field_info.annotation
-            is_body = isinstance(annotation, type) and issubclass(annotation, Body)
-            body_class = annotation if is_body else None
+    `body` is the validated JSON of the call's body, and a parameter of type Request is the call. A
+    name in the path is that part of the path, and every other name is a field of the query.
+    """
 
-        async def handle_json(request: Request) -> Response:
-            json_request = JSONRequest(request.scope, request.receive)
-            json_request.body_class = body_class
-            response = await handle(json_request)
-            ignored = request.scope.get("state", {}).get("ignored_fields")
-            return _NamingIgnored(response, ignored) if ignored else response
+    def __init__(
+        self,
+        path: str,
+        handler: Handler,
+        methods: Collection[str],
+        *,
+        responses: Responses,
+        include_in_schema: bool = True,
+    ) -> None:
+        name = get_name(handler)
+        super().__init__(path, self._answer, name=name, include_in_schema=include_in_schema)
+        self.methods = set(methods)
+        self.handler = handler
+        self.responses = responses
+        signature = inspect.signature(handler, eval_str=True)
+        #: Type of the handler's result.
+        self.result_type = signature.return_annotation
+        #: Validator of the body. None if the route takes no body.
+        self.body: TypeAdapter[Any] | None = None
+        #: Class of the body. None if the route takes no body, or one of several classes.
+        self.body_class: type[Body] | None = None
+        self._call_names: list[str] = []
+        self._path_names: list[str] = []
+        query: dict[str, Any] = {}
+        for name, parameter in signature.parameters.items():
+            kind, default = parameter.annotation, parameter.default
+            if name == "body":
+                self.body = TypeAdapter(kind)
+                if inspect.isclass(kind) and issubclass(kind, Body):
+                    self.body_class = kind
+            elif kind is HTTPRequest:
+                self._call_names.append(name)
+            elif name in self.param_convertors:
+                self._path_names.append(name)
+            else:
+                query[name] = (kind, ... if default is parameter.empty else default)
+        #: Model of the query's fields. None if the handler takes none.
+        self.query_class = create_model("Query", **query) if query else None
 
-        return handle_json
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = self  # calls are counted by their route
+        await super().handle(scope, receive, send)
+
+    async def _answer(self, http: HTTPRequest) -> Response:
+        try:
+            arguments = await self._arguments(http)
+        except ClientDisconnect:  # the client left while it sent its body
+            return Response(status_code=CLIENT_GONE_STATUS)
+        result = await self.handler(**arguments)
+        response = result if isinstance(result, Response) else json_response(result)
+        ignored = http.scope.get("state", {}).get("ignored_fields")
+        return _NamingIgnored(response, ignored) if ignored else response
+
+    async def _arguments(self, http: HTTPRequest) -> dict[str, Any]:
+        """The handler's arguments by name. Raises InvalidRequestError if one does not validate."""
+        arguments: dict[str, Any] = dict.fromkeys(self._call_names, http)
+        arguments |= {name: http.path_params[name] for name in self._path_names}
+        if self.query_class is not None:
+            fields = dict(http.query_params)
+            arguments |= dict(_validated(self.query_class.model_validate, fields, "query"))
+        if self.body is not None:
+            value = await self._read_body(http)
+            arguments["body"] = _validated(self.body.validate_python, value)
+        return arguments
+
+    async def _read_body(self, http: HTTPRequest) -> Any:
+        content = await http.body()
+        if not self.has_json(http):
+            kind = http.headers.get("content-type", "")
+            raise InvalidRequestError(
+                f"the Content-Type is {kind!r:.80}, but must be application/json"
+            )
+        if not content:
+            raise InvalidRequestError("the body must be a JSON object: Field required")
+        return await read_json(http, content, self.body_class)
+
+    def has_json(self, http: HTTPRequest) -> bool:
+        """Whether the body is to be read as JSON, by its Content-Type."""
+        return _JSON_TYPE.match(http.headers.get("content-type", "")) is not None
 
 
-class Endpoints(APIRouter):
+def _validated(validate: Callable[..., Any], value: Any, *place: str) -> Any:
+    """The value as pydantic's `validate` returns it. Raises InvalidRequestError."""
+    try:
+        return validate(value, from_attributes=True)
+    except ValidationError as error:
+        raise first_mistake(error, place) from error
+
+
+class Endpoints:
     """The routes of one file.
 
     Where the server has keys, every path needs one unless it is declared open here.
     """
+
+    #: Class of the routes.
+    route_class: ClassVar[type[JSONRoute]] = JSONRoute
 
     def __init__(
         self,
@@ -136,15 +230,17 @@ class Endpoints(APIRouter):
         is_suggested: bool = True,
         error_form: ErrorForm = openai_error,
         generating_paths: Iterable[str] = (),
-        responses: dict[int | str, dict[str, Any]] | None = None,
+        responses: Responses | None = None,
     ) -> None:
-        """`responses` describes, in the OpenAPI document, the answers of routes that do not
-        describe their own.
+        """`responses` describes, in the OpenAPI document, answers of all these routes. Each route
+        may add to them.
 
         Raises ValueError for an open or an operator's path with a parameter, since access is
         decided by the call's path before its route is known.
         """
-        super().__init__(route_class=JSONRoute, responses=responses)
+        #: Routes in the order in which a call's path is compared with theirs.
+        self.routes: list[JSONRoute] = []
+        self._responses = responses or {}
         #: Paths that are served without a key.
         self.open_paths = frozenset(open_paths)
         #: Paths that only the operator may call, with all paths below them.
@@ -161,17 +257,45 @@ class Endpoints(APIRouter):
         #: Paths that generate text; a recording includes their refused calls.
         self.generating_paths = frozenset(generating_paths)
 
+    def route(
+        self,
+        path: str,
+        *methods: str,
+        responses: Responses | None = None,
+        include_in_schema: bool = True,
+    ) -> Callable[[H], H]:
+        """Decorate the function that answers calls of `methods` to `path`."""
+        described = {**self._responses, **(responses or {})}
+
+        def add(handler: H) -> H:
+            route = self.route_class(
+                path, handler, methods, responses=described, include_in_schema=include_in_schema
+            )
+            self.routes.append(route)
+            return handler
+
+        return add
+
+    def get(self, path: str, responses: Responses | None = None) -> Callable[[H], H]:
+        """Decorate the function that answers GET, but not HEAD."""
+        return self.route(path, "GET", responses=responses)
+
+    def post(self, path: str, responses: Responses | None = None) -> Callable[[H], H]:
+        """Decorate the function that answers POST."""
+        return self.route(path, "POST", responses=responses)
+
+    def delete(self, path: str, responses: Responses | None = None) -> Callable[[H], H]:
+        """Decorate the function that answers DELETE."""
+        return self.route(path, "DELETE", responses=responses)
+
     def refuse(self, path: str) -> None:
         """Answer every call to `path`, which other servers' APIs have, with NotSupportedError."""
-        self.add_api_route(
-            path, refuse, methods=list(METHODS), response_model=None, include_in_schema=False
-        )
+        self.route(path, *METHODS, include_in_schema=False)(refuse)
 
     @property
-    def own_routes(self) -> list[APIRoute]:
+    def own_routes(self) -> list[JSONRoute]:
         """The routes that are served, without refused ones."""
-        routes = (route for route in self.routes if isinstance(route, APIRoute))
-        return [route for route in routes if route.endpoint is not refuse]
+        return [route for route in self.routes if route.handler is not refuse]
 
     @property
     def paths(self) -> list[str]:
@@ -188,5 +312,7 @@ class Endpoints(APIRouter):
     @property
     def batch_paths(self) -> list[str]:
         """The suggested paths below /v1/ that take a body."""
-        routes = [route for route in self.own_routes if self.is_suggested and route.body_field]
+        routes = [
+            route for route in self.own_routes if self.is_suggested and route.body is not None
+        ]
         return [route.path for route in routes if route.path.startswith("/v1/")]

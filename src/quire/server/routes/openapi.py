@@ -1,15 +1,22 @@
-"""Schemas of routes' answers for the OpenAPI document, /openapi.json.
+"""The OpenAPI document, /openapi.json, and the schemas of answers that routes give to it.
 
-msgspec encodes the answers, without models of FastAPI, so their schemas are made here. Called by
-the files that define routes. Knows no route.
+pydantic describes the bodies and queries, and msgspec the answers that it encodes. Called by the
+files that define routes, and by `docs_page`. Knows no single route.
 """
 
-from collections.abc import Mapping
+import inspect
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+from pydantic import TypeAdapter
+from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from quire.server.http.streaming import SSE
+from quire.server.routes.endpoint import JSONRoute
+from quire.version import __version__
 
 _ERROR_BODY: dict[str, Any] = {
     "type": "object",
@@ -83,3 +90,72 @@ def _resolved(value: Any, parts: Mapping[str, Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_resolved(part, parts) for part in value]
     return value
+
+
+def api_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+    """The OpenAPI document of all routes that belong into it."""
+    shown = [route for route in routes if isinstance(route, JSONRoute) and route.include_in_schema]
+    bodies, shared = TypeAdapter.json_schemas(
+        [
+            (at, "validation", route.body)
+            for at, route in enumerate(shown)
+            if route.body is not None
+        ],
+        ref_template="#/components/schemas/{model}",
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for at, route in enumerate(shown):
+        body = bodies.get((at, "validation"))
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            paths.setdefault(route.path_format, {})[method.lower()] = _call(route, method, body)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "quire", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": dict(sorted(shared.get("$defs", {}).items()))},
+    }
+
+
+def _call(route: JSONRoute, method: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The description of one method of a route, whose body has the schema `body`."""
+    found: dict[str, Any] = {
+        "summary": _title(route.name),
+        "description": inspect.getdoc(route.handler) or "",
+        "operationId": re.sub(r"\W", "_", f"{route.name}{route.path_format}_{method.lower()}"),
+    }
+    if parameters := _parameters(route):
+        found["parameters"] = parameters
+    if body is not None:
+        content = {"application/json": {"schema": body}}
+        found["requestBody"] = {"content": content, "required": True}
+    success: dict[str, Any] = {"description": "Successful Response"}
+    if not (inspect.isclass(route.result_type) and issubclass(route.result_type, Response)):
+        schema = TypeAdapter(route.result_type).json_schema()
+        success["content"] = {"application/json": {"schema": schema}}
+    answers = {200: success, **route.responses}
+    return found | {"responses": {str(status): answer for status, answer in answers.items()}}
+
+
+def _parameters(route: JSONRoute) -> list[dict[str, Any]]:
+    """The names in a route's path, then the fields of its query."""
+    found: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string", "title": _title(name)},
+        }
+        for name in route.param_convertors
+    ]
+    if route.query_class is not None:
+        schemas = route.query_class.model_json_schema()["properties"]
+        for name, field in route.query_class.model_fields.items():
+            required = field.is_required()
+            found.append(
+                {"name": name, "in": "query", "required": required, "schema": schemas[name]}
+            )
+    return found
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ").title()

@@ -7,8 +7,7 @@ other servers. The OpenAPI document does not have them. Included last by `app`.
 from collections.abc import Collection
 from typing import NoReturn
 
-from fastapi import APIRouter
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 
 from quire.errors import QuireError
 
@@ -62,13 +61,11 @@ async def refuse(http: HTTPRequest) -> NoReturn:
     )
 
 
-def refused_routes(served: Collection[str]) -> APIRouter:
-    """Routes that refuse every family of paths (such as /v1/files) of which no path is in
-    `served`."""
-    router = APIRouter(include_in_schema=False)
+def refused_paths(served: Collection[str]) -> list[str]:
+    """The paths of every family (such as /v1/files) of which no path is in `served`."""
+    found = []
     for family in FAMILIES:
         path = f"/v1/{family}"
         if not any(known == path or known.startswith(f"{path}/") for known in served):
-            for each in (path, f"{path}/{{rest:path}}"):
-                router.add_api_route(each, refuse, methods=list(METHODS), response_model=None)
-    return router
+            found += [path, f"{path}/{{rest:path}}"]
+    return found

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tests.engine_client.fake_engine_process import COMMAND
 from tests.server.launching import WAIT_S, launched
 
 from quire.engine_client.recovery import EngineState
 from quire.errors import EngineDeadError
-from quire.server.http.errors import install_error_handlers
+from quire.server.http.errors import error_handlers
 from quire.server.routes.admin import health
 
 STATS = {"num_running": 3, "num_held_blocks": 7, "times": {"queue_s": {}}}
@@ -41,10 +41,8 @@ def get(path, engine, *, draining=False, is_operator=True):
     """The answer of an application with nothing else in it."""
 
     async def ask():
-        app = FastAPI()
+        app = Starlette(routes=health.router.routes, exception_handlers=error_handlers())
         app.state.service = SimpleNamespace(engine=engine, drain=SimpleNamespace(is_on=draining))
-        app.include_router(health.router)
-        install_error_handlers(app)
 
         async def guarded(scope, receive, send):
             scope.setdefault("state", {})["is_operator"] = is_operator

@@ -1,4 +1,4 @@
-"""GET /docs: the API's OpenAPI document as one HTML page.
+"""GET /openapi.json and /docs: the API's OpenAPI document, also as one HTML page.
 
 The page is self-contained, without scripts or pictures, and its own policy lets a browser load
 nothing. It is made from the plain document; knows no route. Served by `app`.
@@ -6,18 +6,19 @@ nothing. It is made from the plain document; knows no route. Served by `app`.
 
 import hashlib
 import json
-import math
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from fastapi import Request as HTTPRequest
-from starlette.responses import HTMLResponse
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import HTMLResponse, Response
 
 from quire.errors import ConfigurationError, QuireError, SchedulerStalledError
 from quire.server.http.body import NOT_SUPPORTED
+from quire.server.http.streaming import json_response
 from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.openapi import api_document
 
 Schema = Mapping[str, Any]
 
@@ -78,13 +79,27 @@ class Row(NamedTuple):
     note: str = ""
 
 
-@router.api_route(PATH, methods=["GET", "HEAD"], include_in_schema=False)
+@router.route("/openapi.json", "GET", "HEAD", include_in_schema=False)
+async def openapi(http: HTTPRequest) -> Response:
+    """The document of the application, made at the first request."""
+    return json_response(_document(http))
+
+
+@router.route(PATH, "GET", "HEAD", include_in_schema=False)
 async def docs_page(http: HTTPRequest) -> HTMLResponse:
-    """The page of the application's own document, made at the first request."""
+    """The page of the application's document, made at the first request."""
+    state = http.app.state
+    if not hasattr(state, "docs_page"):
+        state.docs_page = api_page(_document(http))
+    return HTMLResponse(state.docs_page, headers={"Content-Security-Policy": POLICY})
+
+
+def _document(http: HTTPRequest) -> Mapping[str, Any]:
     app = http.app
-    if not hasattr(app.state, "docs_page"):
-        app.state.docs_page = api_page(app.openapi())
-    return HTMLResponse(app.state.docs_page, headers={"Content-Security-Policy": POLICY})
+    if not hasattr(app.state, "api_document"):
+        app.state.api_document = api_document(app.routes)
+    document: Mapping[str, Any] = app.state.api_document
+    return document
 
 
 def api_page(document: Mapping[str, Any]) -> str:
@@ -328,11 +343,13 @@ def _range(schema: Schema) -> str:
 
 
 def _number(value: float) -> str:
-    """The number as text. Large powers of two are written as such, since FastAPI's document rounds
-    them to floats."""
-    exponent = math.frexp(value)[1] - 1
-    if abs(value) >= 1 << 31 and abs(value) == 2.0**exponent:
-        return f"{'-' if value < 0 else ''}2^{exponent}"
+    """The number as text. Large powers of two, and those less 1, are written as such."""
+    size = abs(int(value))
+    if size >= 1 << 31:
+        if size.bit_count() == 1:
+            return f"{'-' if value < 0 else ''}2^{size.bit_length() - 1}"
+        if value > 0 and (size + 1).bit_count() == 1:
+            return f"2^{size.bit_length()}-1"
     return str(int(value) if value == int(value) else value)
 
 

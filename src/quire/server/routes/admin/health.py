@@ -8,7 +8,7 @@ engine takes steps and new requests are accepted. Both give all callers the same
 
 from typing import Any
 
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 
 from quire.engine_client.engine_interface import EngineHandle
 from quire.engine_client.recovery import EngineState
@@ -46,8 +46,7 @@ class NotReadyError(QuireError):
     retry_after_s = 1.0
 
 
-@router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.route("/health", "GET", "HEAD")
 async def health(http: HTTPRequest) -> dict[str, Any]:
     """Whether the server lives. Raises EngineDeadError, which is 503, once the engine has failed
     for good.
@@ -74,8 +73,7 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
     return found
 
 
-@router.head("/ready", include_in_schema=False)
-@router.get("/ready")
+@router.route("/ready", "GET", "HEAD")
 async def ready(http: HTTPRequest) -> dict[str, str]:
     """Whether to send requests here. Raises NotReadyError, which is 503, with the reason."""
     reason = why_not_ready(service_of(http))

@@ -7,7 +7,7 @@ other callers.
 from collections.abc import Iterable
 from typing import Any
 
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 
 from quire.engine_client.device_ledger import ledger_parts
 from quire.engine_client.engine_interface import EngineHandle

@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastapi import Request as HTTPRequest
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.cluster.fleet import EngineFleet
@@ -57,7 +57,7 @@ class _Snapshot(Collector):
         return self._families
 
 
-@router.get("/metrics", response_class=Response)
+@router.get("/metrics")
 async def metrics(http: HTTPRequest) -> Response:
     """The metrics in the text format, or in OpenMetrics for clients that accept it.
 

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 
 from quire.cluster.fleet import EngineFleet
 from quire.engine_client.recovery import EngineState

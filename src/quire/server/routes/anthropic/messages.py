@@ -7,7 +7,7 @@ reason of the end; the message's stop. Joined, they are equal to the whole answe
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.core.request import FinishReason

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.core.request import FinishReason

@@ -1,11 +1,9 @@
 """How Ollama's endpoints are declared: bodies are JSON whatever their Content-Type."""
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from fastapi import Request
-from starlette.datastructures import MutableHeaders
-from starlette.responses import Response
+from starlette.requests import Request as HTTPRequest
 
 from quire.server.routes.endpoint import Endpoints, JSONRoute
 
@@ -23,20 +21,14 @@ class OllamaRoute(JSONRoute):
     server without keys, without being allowed to.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_any_type(request: Request) -> Response:
-            if "origin" not in request.headers:
-                MutableHeaders(scope=request.scope)["content-type"] = "application/json"
-            return await handle(request)
-
-        return handle_any_type
+    def has_json(self, http: HTTPRequest) -> bool:
+        return "origin" not in http.headers or super().has_json(http)
 
 
 class OllamaEndpoints(Endpoints):
     """The routes of one file, with errors in Ollama's form."""
 
+    route_class = OllamaRoute
+
     def __init__(self, generating_paths: Iterable[str] = ()) -> None:
         super().__init__(error_form=ollama_error, generating_paths=generating_paths)
-        self.route_class = OllamaRoute

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 import msgspec
-from fastapi import Request as HTTPRequest
 from pydantic import field_validator
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.server.generation.chat_call import ReasoningOptions

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import msgspec
-from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.engine_client.results import Delta

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
 from pydantic import Field
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.core.request import prompt_too_long

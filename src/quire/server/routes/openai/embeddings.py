@@ -5,8 +5,8 @@ from collections.abc import Generator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from fastapi import Request as HTTPRequest
 from pydantic import Field
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.core.request import prompt_too_long

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.server.http.streaming import json_response

@@ -6,17 +6,20 @@ The endpoints are vLLM's and for the operator, since they read folders of the se
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import PlainTextResponse, Response
 
 from quire.server.http.body import Body
-from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.endpoint import Endpoints, Responses
 from quire.server.routes.openapi import ERROR_RESPONSES
 from quire.server.service import service_of
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 router = Endpoints(is_suggested=False, operator_paths=(LOAD, UNLOAD), responses=ERROR_RESPONSES)
+
+TEXT = {"text/plain": {"schema": {"type": "string"}}}
+ANSWERS: Responses = {200: {"description": "Successful Response", "content": TEXT}}
 
 
 class LoadAdapterRequest(Body):
@@ -46,7 +49,7 @@ class UnloadAdapterRequest(Body):
     lora_int_id: int | None = None
 
 
-@router.post(LOAD, response_class=PlainTextResponse)
+@router.post(LOAD, ANSWERS)
 async def load_lora_adapter(body: LoadAdapterRequest, http: HTTPRequest) -> Response:
     """Read an adapter and serve it under a name."""
     adapters = service_of(http).adapters
@@ -54,7 +57,7 @@ async def load_lora_adapter(body: LoadAdapterRequest, http: HTTPRequest) -> Resp
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post(UNLOAD, response_class=PlainTextResponse)
+@router.post(UNLOAD, ANSWERS)
 async def unload_lora_adapter(body: UnloadAdapterRequest, http: HTTPRequest) -> Response:
     """Remove an adapter's name."""
     service_of(http).adapters.unload(body.lora_name)

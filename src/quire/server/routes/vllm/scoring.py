@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
-from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
 from pydantic import Field
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.engine_client.pooling_inputs import PoolingInput, numbers_of, score_of, similarity

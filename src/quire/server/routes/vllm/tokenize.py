@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import msgspec
-from fastapi import Request as HTTPRequest
 from pydantic import Field
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
 from quire.server.routes.endpoint import Endpoints

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 
 from quire.errors import InvalidRequestError
 from quire.server.generation.answer_store import AnswerStore, Owner, StoredAnswer, StoredItems

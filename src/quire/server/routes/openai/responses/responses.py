@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import msgspec
-from fastapi import Request as HTTPRequest
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.core.request import FinishReason

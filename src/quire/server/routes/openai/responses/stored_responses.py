@@ -1,10 +1,10 @@
 """/v1/responses/...: stored responses, and the number of an input's tokens."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import Query
-from fastapi import Request as HTTPRequest
+from pydantic import Field
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, QuireError
@@ -103,7 +103,7 @@ async def list_input_items(
     response_id: str,
     http: HTTPRequest,
     after: str | None = None,
-    limit: int = Query(20, ge=1, le=MAX_LISTED),
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The items before a response, the last one first."""
