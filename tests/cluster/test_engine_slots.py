@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.cluster.machines.cluster_keys import KEY
 from tests.numa.trees import SMT
 
 from quire.cluster import engine_slots
@@ -10,8 +11,6 @@ from quire.cluster.engine_slots import AgentSlots, LocalSlots
 from quire.errors import ConfigurationError
 from quire.numa import binding
 from quire.numa.topology import read_topology
-
-KEY = b"0123456789abcdef0123456789abcdef"
 
 
 def test_each_of_the_first_engines_has_processors_and_its_share_of_the_memory(monkeypatch) -> None:

@@ -5,6 +5,7 @@
 
 import os
 import secrets
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from quire.cluster.machines.cluster_key import tls_context
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.engine_client.process.link import OpenLink
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
@@ -147,8 +149,9 @@ class AgentSlots:
     """Slots behind agents at given addresses."""
 
     def __init__(self, addresses: Sequence[str], key: bytes, heartbeat_s: float) -> None:
-        """Each address is HOST:PORT. Raises ConfigurationError."""
-        self._key = key
+        """Each address is HOST:PORT. `key` is the content of the cluster's key file. Raises
+        ConfigurationError."""
+        self._tls = tls_context(key, ssl.PROTOCOL_TLS_CLIENT)
         self._heartbeat_s = heartbeat_s
         self._front_id = new_front_id()
         self._free = {address: _parsed(address) for address in addresses}
@@ -185,7 +188,7 @@ class AgentSlots:
         # The address is part of the id, so that an agent that was named twice notices its second
         # front.
         front_id = f"{self._front_id}/{address}"
-        access = AgentAccess(find, self._key, front_id, self._heartbeat_s)
+        access = AgentAccess(find, self._tls, front_id, self._heartbeat_s)
         return EngineSlot(address, partial(RemoteLink, access=access))
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from quire.cluster.engine_slots import AgentSlots, EngineSlots, LocalSlots, new_front_id
 from quire.cluster.fleet import EngineFleet
+from quire.cluster.machines.cluster_key import new_key, read_key
 from quire.cluster.machines.ray_agents import RayAgents
-from quire.cluster.machines.secure_frames import new_key, read_key
 from quire.cluster.placement import RoutedPlacement
 from quire.cluster.scaling import ScalingConfig
 from quire.engine_client.async_engine import AsyncEngine

@@ -3,15 +3,16 @@
 import asyncio
 import os
 import signal
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from tests.cluster.fleet_world import GivenSlots, LeastOpen
+from tests.cluster.machines.cluster_keys import KEY, OTHER_KEY
 from tests.cluster.test_fleet import generate, tokens, until
 from tests.engine_client.async_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
@@ -20,20 +21,11 @@ from quire.cluster.engine_slots import AgentSlots, EngineSlot
 from quire.cluster.fleet import EngineFleet
 from quire.cluster.machines import agent_main, remote_link
 from quire.cluster.machines.agent import Agent
+from quire.cluster.machines.cluster_key import tls_context
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
-from quire.cluster.machines.secure_frames import (
-    VERSION,
-    AgentHello,
-    Refused,
-    new_key,
-    new_nonce,
-    read_key,
-)
 from quire.engine_client.recovery import EngineState, RecoveryConfig
-from quire.errors import ConfigurationError, EngineDeadError, RequestKillsEngineError
-from quire.ipc import encode
+from quire.errors import EngineDeadError, RequestKillsEngineError
 
-KEY = b"0123456789abcdef0123456789abcdef"
 HEARTBEAT_S = 0.4
 PATIENT = RecoveryConfig(max_restarts=1000, first_backoff_s=0.02, max_backoff_s=0.2)
 SLOW = {"step_s": 0.01}
@@ -106,7 +98,8 @@ class Machines:
         async def find() -> tuple[str, int]:
             return "127.0.0.1", self.links[number].port
 
-        access = AgentAccess(find, key, front, HEARTBEAT_S)
+        tls = tls_context(key, ssl.PROTOCOL_TLS_CLIENT)
+        access = AgentAccess(find, tls, front, HEARTBEAT_S)
         return EngineSlot(f"r{number}", partial(RemoteLink, access=access), options)
 
     async def close(self) -> None:
@@ -219,10 +212,10 @@ def test_an_agent_that_ends_is_a_machine_that_is_lost() -> None:
     with_machines(test, SLOW, SLOW)
 
 
-def test_peers_without_the_key_are_refused() -> None:
+def test_peers_without_the_key_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     async def test(machines: Machines) -> None:
-        with pytest.raises(OSError, match="can't be used"):
-            await machines.add(SLOW, key=b"another key of at least 16 bytes")
+        with pytest.raises(OSError, match="does not have the cluster's key"):
+            await machines.add(SLOW, key=OTHER_KEY)
         port = machines.links[0].port
         for first in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\0\0\0\2\x90\x00"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -233,6 +226,7 @@ def test_peers_without_the_key_are_refused() -> None:
         assert await tokens(generate(machines.fleet, "q", max_tokens=3)) == [11, 12, 13]
 
     with_machines(test, SLOW)
+    assert "it did not prove that it has the cluster's key" in caplog.text
 
 
 def test_an_agent_serves_one_front_at_a_time() -> None:
@@ -271,7 +265,8 @@ def test_finding_an_agent_may_take_longer_than_connecting_to_it(
             await asyncio.sleep(0.5)  # as long as Ray takes to start an actor
             return "127.0.0.1", port
 
-        access = AgentAccess(find, KEY, "f", HEARTBEAT_S)
+        tls = tls_context(KEY, ssl.PROTOCOL_TLS_CLIENT)
+        access = AgentAccess(find, tls, "f", HEARTBEAT_S)
         machines.fleet.engines.all["r0"].supervisor._new_link = partial(RemoteLink, access=access)
         await machines.fleet.engines.restart("r0")
         assert await tokens(generate(machines.fleet, "q", max_tokens=3)) == [11, 12, 13]
@@ -295,8 +290,7 @@ def test_an_agent_that_is_named_twice_is_refused_the_second_time() -> None:
 def test_a_stranger_can_not_forge_a_line_of_the_log() -> None:
     async def test() -> None:
         async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(encode(AgentHello(VERSION, new_nonce())))
-            writer.write(encode(Refused("no\n2026-11-26 ERROR quire: forged" + "x" * 999)))
+            writer.write(b"no\n2026-11-26 ERROR quire: forged" + b"x" * 999)
             await reader.read()
             writer.close()
 
@@ -304,35 +298,12 @@ def test_a_stranger_can_not_forge_a_line_of_the_log() -> None:
         port = server.sockets[0].getsockname()[1]
         given = AgentSlots([f"127.0.0.1:{port}"], KEY, HEARTBEAT_S)
         fleet = EngineFleet({}, LeastOpen(), given, max_queued_requests=9, recovery=PATIENT)
-        with pytest.raises(OSError, match=r"no\?2026") as caught:
+        with pytest.raises(OSError, match=r"does not speak TLS 1\.3") as caught:
             await fleet.start()
-        assert len(str(caught.value)) < 300
+        assert "forged" not in str(caught.value) and "\n" not in str(caught.value)
         server.close()
 
     asyncio.run(test())
-
-
-def test_a_key_that_was_made_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    for _ in range(100):  # bytes at random would begin or end with a space now and then
-        key = new_key()
-        path.write_bytes(key)
-        assert read_key(path) == key and not set(key) & set(b" \t\n\r\v\f")
-
-
-def test_keys_come_from_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "key"
-    with pytest.raises(ConfigurationError, match="can't be read"):
-        read_key(path)
-    path.write_text("short")
-    with pytest.raises(ConfigurationError, match="at least 16"):
-        read_key(path)
-    path.write_bytes(KEY + b"\n")
-    path.chmod(0o640)
-    assert read_key(path) == KEY and "mode 640" in caplog.text
-    caplog.clear()
-    path.chmod(0o400)
-    assert read_key(path) == KEY and not caplog.text
 
 
 @pytest.mark.parametrize(

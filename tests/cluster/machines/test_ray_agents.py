@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.cluster.fleet_world import LeastOpen
+from tests.cluster.machines.cluster_keys import KEY
 from tests.cluster.machines.test_agent import PATIENT
 from tests.cluster.test_fleet import generate, tokens
 
@@ -17,8 +18,6 @@ from quire.cluster.fleet import EngineFleet
 from quire.cluster.machines import ray_agents
 from quire.cluster.machines.ray_agents import AgentActor, RayAgents
 from quire.errors import ConfigurationError
-
-KEY = b"0123456789abcdef0123456789abcdef"
 
 
 class FakeRay:

@@ -8,23 +8,26 @@ An agent serves one front at a time and knows no requests. Run by `agent_main`.
 """
 
 import asyncio
-import contextlib
 import secrets
 import socket
+import ssl
 from collections.abc import Sequence
 from typing import Any
 
 from quire.cluster.machines.agent_messages import (
+    VERSION,
     Beat,
     EngineDied,
     KillEngine,
     OpenEngine,
+    Refused,
     StepLimit,
+    Welcome,
     decode_to_agent,
 )
-from quire.cluster.machines.channel import SecureChannel, greet_front
+from quire.cluster.machines.channel import AgentChannel, FrameKind, accept
+from quire.cluster.machines.cluster_key import refusal, tls_context
 from quire.cluster.machines.remote_link import with_engine_id
-from quire.cluster.machines.secure_frames import FrameKind, FrontHello, Welcome
 from quire.engine_client.messages import (
     AbortAll,
     Fatal,
@@ -39,7 +42,7 @@ from quire.engine_client.messages import (
 )
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
 from quire.engine_client.recovery import Death
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import QuireError
 from quire.ipc import MessageError, encode
 from quire.observability.log import get_logger
 
@@ -143,12 +146,24 @@ class HostedEngine(ProcessLink):
             self._agent.on_body(self, body)
 
 
+class AcceptedConnection(asyncio.Protocol):
+    """A new TCP connection to an agent. Nothing is read from it before its TLS handshake."""
+
+    def __init__(self, agent: "Agent") -> None:
+        self._agent = agent
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        self._agent.on_connection(transport)
+
+
 class Session:
     """The connection of one front, and the `FrameHandler` of its channel."""
 
-    def __init__(self, agent: "Agent") -> None:
-        self.channel: SecureChannel | None = None
-        self.front_id = ""
+    def __init__(self, agent: "Agent", channel: AgentChannel, front_id: str) -> None:
+        self.channel = channel
+        self.front_id = front_id
         #: Body of the `Start` message for the engine that the front wants; None until the front has
         #: sent it.
         self.start: bytes | None = None
@@ -158,14 +173,13 @@ class Session:
         self.is_served = False
         self._agent = agent
 
-    def on_frame(self, channel: FrameKind, body: bytes) -> None:
+    def on_frame(self, kind: FrameKind, body: bytes) -> None:
         """See `FrameHandler`."""
-        if channel is FrameKind.ENGINE:
+        if kind is FrameKind.ENGINE:
             self._agent.on_front_body(self, body)
             return
         match decode_to_agent(body):
             case OpenEngine(start, heartbeat_s):
-                assert self.channel is not None
                 if self.start is not None or not heartbeat_s > 0:
                     raise MessageError("a front opens one engine, with a heartbeat above 0")
                 _options(start)
@@ -195,9 +209,9 @@ class Agent:
     """
 
     def __init__(self, key: bytes, command: Sequence[str] = ENGINE_COMMAND) -> None:
-        """`key` is the key of the cluster. `command` starts the engine; see `ProcessLink`."""
-        self.agent_id = secrets.token_hex(8)
-        self._key = key
+        """`key` is the content of the cluster's key file. `command` starts the engine; see
+        `ProcessLink`."""
+        self._tls = tls_context(key, ssl.PROTOCOL_TLS_SERVER)
         self._command = command
         self._loop = asyncio.get_running_loop()
         self._session: Session | None = None
@@ -206,8 +220,8 @@ class Agent:
         #: The timer that ends an engine without a front.
         self._cooling: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
-        #: Connections that have not yet proved to hold the key, oldest first.
-        self._greetings: dict[asyncio.Task[Any], None] = {}
+        #: The greetings of connections that have not yet proved to hold the key, oldest first.
+        self._greetings: dict[asyncio.Task[None], asyncio.Transport] = {}
         self._num_refused, self._next_refusal_s = 0, 0.0
 
     async def listen(self, host: str, port: int) -> int:
@@ -215,20 +229,21 @@ class Agent:
         if not port:  # a name may have several addresses, which would get different ports
             found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             host = str(found[0][4][0])
-        self._server = await asyncio.start_server(self._greet, host, port)
+        self._server = await self._loop.create_server(lambda: AcceptedConnection(self), host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         """Close all connections and the engine."""
         if self._server is not None:
             self._server.close()
-        for greeting in self._greetings:
+        for greeting, transport in self._greetings.items():
+            transport.abort()
             greeting.cancel()
         await asyncio.gather(*self._greetings, return_exceptions=True)
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
-        if self._session is not None and self._session.channel is not None:
+        if self._session is not None:
             self._session.channel.close()
         if self._cooling is not None:
             self._cooling.cancel()
@@ -237,39 +252,46 @@ class Agent:
 
     # ---- fronts -----------------------------------------------------------------------------
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        session, task = Session(self), asyncio.current_task()
-        assert task is not None
-        # First, make room among the connections that have not proved anything yet.
+    def on_connection(self, transport: asyncio.Transport) -> None:
+        """Greet a new connection. Above MAX_GREETINGS, the oldest unproved connection is closed."""
         if len(self._greetings) >= MAX_GREETINGS:
             oldest = next(iter(self._greetings))
-            # Remove it at once, since many may connect before the cancelled task runs.
-            del self._greetings[oldest]
+            # Remove and close it at once, since its task may not even have begun.
+            self._greetings.pop(oldest).abort()
             oldest.cancel()
-        self._greetings[task] = None
+        task = self._loop.create_task(self._greet(transport))
+        self._greetings[task] = transport
         task.add_done_callback(lambda ended: self._greetings.pop(ended, None))
-        # Then do the handshake. A connection without the key is closed.
+
+    async def _greet(self, transport: asyncio.Transport) -> None:
+        # First, do the handshake. A connection without the key is closed.
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
-                session.channel, hello = await greet_front(
-                    reader, writer, self._key, self._welcome, session
-                )
-        except (QuireError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            self._note_refusal(str(error) or type(error).__name__)
-            await self._dismiss(writer)
+                channel, hello = await accept(transport, self._tls)
+        except (QuireError, OSError) as error:  # TimeoutError is an OSError
+            why = refusal(error) if isinstance(error, ssl.SSLError) else str(error)
+            unproved = f"it did not prove that it has the cluster's key: {type(error).__name__}"
+            self._note_refusal(why or unproved)
             return
-        except asyncio.CancelledError:
-            # If raised further, the cancellation would reach only asyncio's server, which would log
-            # it.
-            writer.transport.abort()
+        # Then refuse a front of another version, and one beside the present front.
+        present, why = self._session, ""
+        if hello.version != VERSION:
+            why = f"the front has version {hello.version} of the messages, and the agent {VERSION}"
+        elif present is not None and present.front_id != hello.front_id:
+            why = f"the agent serves another front, {present.front_id}"
+        if why:
+            self._note_refusal(why)
+            channel.send_message(Refused(why))
+            channel.close()
             return
         # Last, replace the present session: it belongs to the same front, and its connection is
         # dead.
-        before = self._session
-        if before is not None and before.channel is not None:  # the same front's, by then gone
-            self.on_session_end(before)
-            before.channel.abort()
-        session.front_id, self._session = hello.front_id, session
+        if present is not None:
+            self.on_session_end(present)
+            present.channel.abort()
+        session = self._session = Session(self, channel, hello.front_id)
+        channel.send_message(Welcome())
+        channel.start(session)
         logger.info("front %s is connected", hello.front_id)
         self._loop.call_later(GREETING_TIMEOUT_S, self._expect_open, session)
 
@@ -287,26 +309,8 @@ class Agent:
 
     def _expect_open(self, session: Session) -> None:
         """Drop a front that has opened no engine, because no heartbeat would notice its loss."""
-        if session.start is None and session.channel is not None:
+        if session.start is None:
             session.channel.abort()
-
-    async def _dismiss(self, writer: asyncio.StreamWriter) -> None:
-        """Close a connection after its last bytes were sent, by force if the other end does not
-        read."""
-        try:
-            with contextlib.suppress(OSError, TimeoutError):
-                writer.close()
-                async with asyncio.timeout(GREETING_TIMEOUT_S):
-                    await writer.wait_closed()
-        finally:
-            writer.transport.abort()
-
-    def _welcome(self, hello: FrontHello, proof: bytes) -> Welcome:
-        present = self._session
-        if present is not None and present.front_id not in ("", hello.front_id):
-            raise EngineDeadError(f"the agent serves another front, {present.front_id}")
-        engine_id = "" if self._engine is None else self._engine.engine_id
-        return Welcome(proof, self.agent_id, engine_id)
 
     def on_open(self, session: Session) -> None:
         """Serve the engine that the front wants, or start it."""
@@ -338,8 +342,7 @@ class Agent:
             except OSError as error:
                 self._engine = None
                 logger.error("the engine's process can't be started: %s", error)
-                if session.channel is not None:
-                    session.channel.close()
+                session.channel.close()
                 return
 
     def _serve(self, session: Session, engine: HostedEngine) -> None:
@@ -347,7 +350,7 @@ class Agent:
         if session.is_served:
             return
         session.is_served = True
-        if engine.ready is not None and session.channel is not None:
+        if engine.ready is not None:
             session.channel.send(FrameKind.ENGINE, encode(engine.ready)[_LENGTH_BYTES:])
 
     def on_front_body(self, session: Session, body: bytes) -> None:
@@ -380,7 +383,7 @@ class Agent:
     def on_body(self, engine: HostedEngine, body: bytes) -> None:
         """Pass a message of the engine to the front."""
         session = self._session
-        if session is not None and session.is_served and session.channel is not None:
+        if session is not None and session.is_served:
             session.channel.send(FrameKind.ENGINE, body)
 
     def on_flushed(self, engine: HostedEngine) -> None:
@@ -399,7 +402,7 @@ class Agent:
         self._engine = None
         logger.error("%s", error)
         session = self._session
-        if session is not None and session.channel is not None and session.is_served:
+        if session is not None and session.is_served:
             session.is_served = False
             session.channel.send_message(EngineDied(death, error.code, str(error)))
             session.channel.close()

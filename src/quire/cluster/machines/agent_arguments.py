@@ -4,6 +4,8 @@ import argparse
 import os
 from pathlib import Path
 
+from quire.cluster.machines.cluster_key import NEW_KEY
+
 DEFAULT_PORT = 8100
 
 
@@ -18,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="the key that the cluster's machines share: openssl rand -hex 32 > FILE",
+        help=f"the key that the cluster's machines share: {NEW_KEY} -keyout FILE -out FILE",
     )
     parser.add_argument(
         "--cpus", type=_cpus, metavar="LIST", help="processors for the engine, such as 0,1 (all)"

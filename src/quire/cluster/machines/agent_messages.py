@@ -1,7 +1,7 @@
 """Messages between an API server (front) and an agent, besides the engine's messages.
 
-front -> agent    OpenEngine first, then StepLimit, KillEngine
-agent -> front    EngineDied, last
+front -> agent    FrontHello first, then OpenEngine, StepLimit, KillEngine
+agent -> front    Welcome or Refused first; EngineDied, last
 both              Beat, several times within a heartbeat
 """
 
@@ -12,6 +12,28 @@ import msgspec
 
 from quire.engine_client.recovery import Death
 from quire.ipc import decoder
+
+VERSION = 3
+"""Version of the messages, and of how they are sent."""
+
+
+class FrontHello(msgspec.Struct, tag="front_hello", array_like=True, frozen=True):
+    """The front's first message of a connection."""
+
+    version: int
+    #: The id of the front's process and its replica, the same in all connections for that replica.
+    front_id: str
+
+
+class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
+    """The agent accepts the front."""
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    """The agent refuses the front and closes the connection."""
+
+    #: The reason, for people.
+    message: str
 
 
 class OpenEngine(msgspec.Struct, tag="open_engine", array_like=True, frozen=True):
@@ -52,6 +74,10 @@ class EngineDied(msgspec.Struct, tag="engine_died", array_like=True, frozen=True
 ToAgent: TypeAlias = OpenEngine | StepLimit | KillEngine | Beat
 FromAgent: TypeAlias = EngineDied | Beat
 
+decode_hello: Callable[[bytes], FrontHello] = decoder(FrontHello, "a front")
+"""Decodes the first message from a front. Raises MessageError."""
+decode_answer: Callable[[bytes], Welcome | Refused] = decoder(Welcome | Refused, "an agent")
+"""Decodes the first message from an agent. Raises MessageError."""
 decode_to_agent: Callable[[bytes], ToAgent] = decoder(ToAgent, "the front")
 """Decodes a message from a front. Raises MessageError."""
 decode_from_agent: Callable[[bytes], FromAgent] = decoder(FromAgent, "the agent")

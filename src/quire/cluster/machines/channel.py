@@ -1,50 +1,56 @@
-"""Authenticated connection between an API server (front) and an agent that hold the same key.
+"""TLS connection between an API server (front) and an agent: greeting, messages and heartbeats.
 
-It sends and receives sealed frames and heartbeats. If one end sends nothing for `heartbeat_s`, the
-other end closes the connection, even if TCP still considers it connected. Used by `remote_link` and
-`agent`, which first do the handshake on streams.
+    front  -> agent    FrontHello
+    agent  -> front    Welcome or Refused
+    then both ways     [bytes after these four | kind of the message | message]
+
+TLS encrypts everything, and each end has proved that it has the cluster's key before it can send a
+message. If one end sends nothing for `heartbeat_s`, the other end closes the connection, even if
+TCP still considers it connected. Used by `remote_link` and `agent`.
 """
 
 import asyncio
-import socket
-from collections.abc import Callable
-from typing import Any, Protocol
+import ssl
+import struct
+from enum import IntEnum
+from typing import Protocol
 
 import msgspec
 
-from quire.cluster.machines.agent_messages import Beat
-from quire.cluster.machines.secure_frames import (
+from quire.cluster.machines.agent_messages import (
     VERSION,
-    AgentHello,
-    FrameKind,
+    Beat,
     FrontHello,
-    Keys,
-    Opener,
     Refused,
-    Sealer,
-    Welcome,
-    new_nonce,
+    decode_answer,
+    decode_hello,
 )
-from quire.errors import AuthenticationError, EngineDeadError
-from quire.ipc import FrameSplitter, MessageError, decoder, encode
+from quire.cluster.machines.cluster_key import refusal
+from quire.ipc import MAX_MESSAGE_BYTES, FrameSplitter, MessageError, encode
 
 BEATS_PER_HEARTBEAT = 4
-MAX_HELLO_BYTES = 4096
-MAX_FRAME_S = 30.0
-"""Seconds for which the bytes of an unfinished frame count as a sign of life."""
+CLOSE_TIMEOUT_S = 5.0
+"""Seconds that the other end has to confirm the end of a connection."""
 MAX_UNREAD_BYTES = 256 << 20
 """Maximum number of sent bytes that the other end has not read. It is above the size of a full
 queue of requests, since a front sends prompts as fast as they come."""
 _LENGTH_BYTES = 4
+_HEAD = struct.Struct(">IB")  # bytes after the length, kind
 
-_decode_by_front = decoder(AgentHello | Welcome | Refused, "an agent")
-_decode_by_agent = decoder(FrontHello, "a front")
+
+class FrameKind(IntEnum):
+    """The kind of message in a frame."""
+
+    #: A message between front and agent.
+    AGENT = 0
+    #: A message between front and engine, which the agent passes on undecoded.
+    ENGINE = 1
 
 
 class FrameHandler(Protocol):
     """Receives the frames of a channel."""
 
-    def on_frame(self, channel: FrameKind, body: bytes) -> None:
+    def on_frame(self, kind: FrameKind, body: bytes) -> None:
         """Handle the next message. Raises MessageError, which ends the connection."""
         ...
 
@@ -53,37 +59,40 @@ class FrameHandler(Protocol):
         ...
 
 
-class SecureChannel(asyncio.Protocol):
-    """A connection after its handshake. Invariant: after `on_closed` nothing is sent or passed
-    on."""
+class AgentChannel(asyncio.Protocol):
+    """One end of a connection. Its first message is the greeting; `start` gives it a handler for
+    all others.
 
-    def __init__(self, handler: FrameHandler, sealer: Sealer, opener: Opener) -> None:
-        """Create the channel without a connection; `take_over` gives it one."""
-        self._handler = handler
-        self._sealer = sealer
-        self._opener = opener
+    Invariant: after `on_closed` nothing is sent or passed on.
+    """
+
+    def __init__(self) -> None:
+        """Create the channel without a connection; `connect` and `accept` give it one."""
+        self._loop = asyncio.get_running_loop()
         self._splitter = FrameSplitter()
         self._transport: asyncio.Transport | None = None
-        #: Kept because a stream writer closes its connection when it is deleted.
-        self._writer: asyncio.StreamWriter | None = None
-        self._loop = asyncio.get_running_loop()
+        #: The other end's first message; None if the connection has ended before.
+        self._greeting: asyncio.Future[bytes | None] = self._loop.create_future()
+        self._handler: FrameHandler | None = None
         self._beat: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self.last_heard_s = self._opened_s = self._loop.time()
+        self.last_heard_s = self._loop.time()
 
-    def take_over(self, writer: asyncio.StreamWriter) -> None:
-        """Receive frames from now on, since the handshake is done."""
-        transport = writer.transport
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self._writer = transport, writer
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        transport.set_protocol(self)
-        transport.resume_reading()
+    async def greeting(self) -> bytes:
+        """Wait for the other end's first message. Raises ConnectionResetError."""
+        body = await self._greeting
+        if body is None:
+            raise ConnectionResetError("the other end closed the connection")
+        return body
+
+    def start(self, handler: FrameHandler) -> None:
+        """Pass messages to `handler` from now on, since the greeting is over."""
+        self._handler = handler
+        if self._is_closed:
+            self._loop.call_soon(handler.on_closed)
 
     def beat(self, heartbeat_s: float) -> None:
-        """Send beats from now on, and give up the other end when it says nothing for
+        """Send beats from now on, and close the connection when the other end says nothing for
         `heartbeat_s`."""
         if self._is_closed:
             return
@@ -94,17 +103,20 @@ class SecureChannel(asyncio.Protocol):
         if now_s - self.last_heard_s >= heartbeat_s and not was_away:
             self.abort()
             return
-        self.send(FrameKind.AGENT, encode(Beat())[_LENGTH_BYTES:])
+        self.send_message(Beat())
         left_s = self.last_heard_s + heartbeat_s - now_s
         pause_s = min(interval_s, left_s) if left_s > 0 else interval_s
         self._beat = self._loop.call_later(pause_s, self.beat, heartbeat_s)
 
-    def send(self, channel: FrameKind, body: bytes) -> None:
-        """Send a message, given without its length. The connection is given up when more than
-        MAX_UNREAD_BYTES are unread, even if beats arrive, so that the buffer stays bounded."""
+    def send(self, kind: FrameKind, body: bytes) -> None:
+        """Send a message, given without its length. When more than MAX_UNREAD_BYTES are unread, the
+        connection is closed even if beats arrive, so that the buffer stays bounded. Raises
+        MessageError if the message is too long."""
+        if len(body) >= MAX_MESSAGE_BYTES:
+            raise MessageError(f"a message of {len(body)} bytes is above {MAX_MESSAGE_BYTES - 1}")
         if self._transport is None or self._transport.is_closing():
             return
-        self._transport.write(self._sealer.seal(channel, body))
+        self._transport.write(_HEAD.pack(1 + len(body), kind) + body)
         if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self.abort()
 
@@ -124,19 +136,28 @@ class SecureChannel(asyncio.Protocol):
 
     # ---- asyncio.Protocol -------------------------------------------------------------------
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
     def data_received(self, data: bytes) -> None:
-        now_s = self._loop.time()
-        # Bytes of an unfinished frame count only for a while, since they are not authenticated yet.
-        if now_s - self._opened_s < MAX_FRAME_S:
-            self.last_heard_s = now_s
+        # TLS has checked these bytes, so even a part of a message is a sign of life.
+        self.last_heard_s = self._loop.time()
         try:
             for frame in self._splitter.feed(data):
-                opened = self._opener.open(frame)
-                if opened is not None:
-                    self.last_heard_s = self._opened_s = now_s
-                    self._handler.on_frame(*opened)
+                self._take(frame)
         except MessageError:
             self.abort()
+
+    def _take(self, frame: bytes) -> None:
+        if not frame or frame[0] not in (FrameKind.AGENT, FrameKind.ENGINE):
+            raise MessageError("a frame has no kind, or an unknown one")
+        if self._handler is not None:
+            self._handler.on_frame(FrameKind(frame[0]), frame[1:])
+        elif not self._greeting.done():
+            self._greeting.set_result(frame[1:])
+        else:
+            raise MessageError("the other end has sent a message before the greeting was over")
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._is_closed:
@@ -144,71 +165,58 @@ class SecureChannel(asyncio.Protocol):
         self._is_closed = True
         if self._beat is not None:
             self._beat.cancel()
-        self._handler.on_closed()
+        if not self._greeting.done():
+            self._greeting.set_result(None)
+        if self._handler is not None:
+            self._handler.on_closed()
 
 
-async def greet_agent(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    key: bytes,
-    front_id: str,
-    handler: FrameHandler,
-) -> tuple[SecureChannel, Welcome]:
-    """The front's part of the handshake. Raises OSError if there is no agent, or if the agent lacks
-    the key or refuses."""
+async def connect(
+    host: str, port: int, tls: ssl.SSLContext, front_id: str, handler: FrameHandler
+) -> AgentChannel:
+    """Connect a front to an agent and greet it. Raises OSError if there is no agent, or if it has
+    another key or refuses."""
+    channel = AgentChannel()
+    loop = asyncio.get_running_loop()
     try:
-        hello = await _read(reader, _decode_by_front)
-        if not isinstance(hello, AgentHello) or hello.version != VERSION:
-            raise MessageError("it is no agent, or one of another version of quire")
-        nonce = new_nonce()
-        keys = Keys(key, hello.nonce, nonce)
-        writer.write(encode(FrontHello(VERSION, nonce, front_id, keys.made("front"))))
-        answer = await _read(reader, _decode_by_front)
-        if not isinstance(answer, Welcome):
-            # The agent has not proved that it has the key, so its text is made harmless for the
-            # log.
-            said = answer.message if isinstance(answer, Refused) else "no answer"
-            raise MessageError("".join(each if each.isprintable() else "?" for each in said[:200]))
-        keys.check("agent", answer.proof)
-    except (MessageError, AuthenticationError, asyncio.IncompleteReadError, EOFError) as error:
-        raise ConnectionRefusedError(f"the agent can't be used: {error}") from error
-    channel = SecureChannel(handler, Sealer(keys.made("to agent")), Opener(keys.made("to front")))
-    channel.take_over(writer)
-    return channel, answer
-
-
-async def greet_front(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    key: bytes,
-    welcome: Callable[[FrontHello, bytes], Welcome],
-    handler: FrameHandler,
-) -> tuple[SecureChannel, FrontHello]:
-    """The agent's part of the handshake.
-
-    `welcome` makes the answer from the front's hello and our proof, and raises EngineDeadError to
-    refuse. Raises MessageError, AuthenticationError, EngineDeadError or OSError.
-    """
-    nonce = new_nonce()
-    writer.write(encode(AgentHello(VERSION, nonce)))
-    hello: FrontHello = await _read(reader, _decode_by_agent)
-    if hello.version != VERSION:
-        raise MessageError(f"the front has version {hello.version} of the protocol, not {VERSION}")
-    keys = Keys(key, nonce, hello.nonce)
-    keys.check("front", hello.proof)
-    try:
-        answer = welcome(hello, keys.made("agent"))
-    except EngineDeadError as error:
-        writer.write(encode(Refused(str(error))))
+        await loop.create_connection(
+            lambda: channel, host, port, ssl=tls, ssl_shutdown_timeout=CLOSE_TIMEOUT_S
+        )
+        channel.send_message(FrontHello(VERSION, front_id))
+        answer = decode_answer(await channel.greeting())
+        if isinstance(answer, Refused):
+            raise MessageError(answer.message)
+    except BaseException as error:
+        channel.abort()
+        if isinstance(error, ssl.SSLError):
+            raise ConnectionRefusedError(f"the agent can't be used: {refusal(error)}") from error
+        if isinstance(error, (MessageError, ConnectionResetError)):
+            raise ConnectionRefusedError(f"the agent can't be used: {error}") from error
         raise
-    writer.write(encode(answer))
-    channel = SecureChannel(handler, Sealer(keys.made("to front")), Opener(keys.made("to agent")))
-    channel.take_over(writer)
+    channel.start(handler)
+    return channel
+
+
+async def accept(
+    transport: asyncio.Transport, tls: ssl.SSLContext
+) -> tuple[AgentChannel, FrontHello]:
+    """Make a channel of a TCP connection from which nothing was read, and receive the greeting of
+    the front.
+
+    Raises OSError or MessageError if the other end is no front or has another key. The connection
+    is then closed.
+    """
+    channel = AgentChannel()
+    loop = asyncio.get_running_loop()
+    try:
+        secured = await loop.start_tls(
+            transport, channel, tls, server_side=True, ssl_shutdown_timeout=CLOSE_TIMEOUT_S
+        )
+        if secured is None:  # the connection was lost just then
+            raise ConnectionResetError("the other end closed the connection")
+        channel.connection_made(secured)
+        hello = decode_hello(await channel.greeting())
+    except BaseException:
+        transport.abort()
+        raise
     return channel, hello
-
-
-async def _read(reader: asyncio.StreamReader, decode: Callable[[bytes], Any]) -> Any:
-    num_bytes = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-    if num_bytes > MAX_HELLO_BYTES:
-        raise MessageError(f"a greeting announces {num_bytes} bytes")
-    return decode(await reader.readexactly(num_bytes))

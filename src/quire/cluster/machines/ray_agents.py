@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import ssl
 import subprocess
 import tempfile
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 
 from quire.child_process import StartText, last_line, python_command, working_folder
 from quire.cluster.engine_slots import EngineSlot
+from quire.cluster.machines.cluster_key import tls_context
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.errors import ConfigurationError
 
@@ -100,6 +102,7 @@ class RayAgents:
         self._ray = load_ray()
         logging.getLogger("ray").setLevel(logging.ERROR)  # hides warnings of threads and retries
         self._key = key
+        self._tls = tls_context(key, ssl.PROTOCOL_TLS_CLIENT)
         self._front_id = front_id
         self._num_engines = num_engines
         self._heartbeat_s = heartbeat_s
@@ -129,7 +132,7 @@ class RayAgents:
     def allocate(self, name: str) -> EngineSlot:
         """See `EngineSlots`. Ray chooses the node."""
         access = AgentAccess(
-            partial(self._find, name), self._key, self._front_id, self._heartbeat_s
+            partial(self._find, name), self._tls, self._front_id, self._heartbeat_s
         )
         return EngineSlot(name, partial(RemoteLink, access=access))
 

@@ -6,6 +6,7 @@ that is off or a link that is cut is only silent. Made by `supervisor`.
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -17,8 +18,7 @@ from quire.cluster.machines.agent_messages import (
     StepLimit,
     decode_from_agent,
 )
-from quire.cluster.machines.channel import SecureChannel, greet_agent
-from quire.cluster.machines.secure_frames import FrameKind
+from quire.cluster.machines.channel import AgentChannel, FrameKind, connect
 from quire.engine_client.messages import Fatal, Ready, decode_to_server, start_error_from
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
@@ -40,8 +40,8 @@ class AgentAccess:
 
     #: Finds the agent's address.
     find: FindAgent
-    #: The key of the cluster.
-    key: bytes
+    #: The TLS settings of the cluster's key.
+    tls: ssl.SSLContext
     #: Id of this API server's process and the replica, the same in all their connections.
     front_id: str
     #: An agent that says nothing for this many seconds is lost.
@@ -55,7 +55,7 @@ class RemoteLink(EngineLink):
     def __init__(self, owner: LinkOwner, listener: OutputListener, access: AgentAccess) -> None:
         super().__init__(owner, listener)
         self._access = access
-        self._channel: SecureChannel | None = None
+        self._channel: AgentChannel | None = None
         self._died: EngineDied | None = None
 
     @property
@@ -69,25 +69,17 @@ class RemoteLink(EngineLink):
 
     async def open(self, start_frame: bytes) -> None:
         """See `EngineLink`."""
-        writer: asyncio.StreamWriter | None = None
-        host, port = await self._access.find()  # this has a time limit of its own
+        access = self._access
+        host, port = await access.find()  # this has a time limit of its own
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(host, port)
-                self._channel, _ = await greet_agent(
-                    reader, writer, self._access.key, self._access.front_id, self
-                )
-        except BaseException as error:
-            if writer is not None:
-                writer.transport.abort()
-            if isinstance(error, TimeoutError):
-                raise ConnectionRefusedError(
-                    f"the agent did not answer within {CONNECT_TIMEOUT_S:g} s"
-                ) from error
-            raise
-        heartbeat_s = self._access.heartbeat_s
-        self._channel.send_message(OpenEngine(start_frame[_LENGTH_BYTES:], heartbeat_s))
-        self._channel.beat(heartbeat_s)
+                self._channel = await connect(host, port, access.tls, access.front_id, self)
+        except TimeoutError as error:
+            raise ConnectionRefusedError(
+                f"the agent did not answer within {CONNECT_TIMEOUT_S:g} s"
+            ) from error
+        self._channel.send_message(OpenEngine(start_frame[_LENGTH_BYTES:], access.heartbeat_s))
+        self._channel.beat(access.heartbeat_s)
 
     def send(self, frame: bytes) -> None:
         """See `EngineLink`."""
@@ -126,10 +118,10 @@ class RemoteLink(EngineLink):
 
     # ---- for the channel --------------------------------------------------------------------
 
-    def on_frame(self, channel: FrameKind, body: bytes) -> None:
+    def on_frame(self, kind: FrameKind, body: bytes) -> None:
         """See `FrameHandler`."""
         self.last_heard_s = self._loop.time()
-        if channel is FrameKind.ENGINE:
+        if kind is FrameKind.ENGINE:
             self._receive(decode_to_server(body))
             return
         message = decode_from_agent(body)
