@@ -1,4 +1,4 @@
-"""The process of a rank as its parent sees it; what it does is `runtime.worker`'s."""
+"""The process of a rank as its parent sees it."""
 
 import socket
 import subprocess
@@ -35,7 +35,7 @@ def start(options: dict[str, str]) -> tuple[socket.socket, subprocess.Popen[byte
     return ours, process
 
 
-def test_a_rank_that_is_deep_in_something_ends_with_its_socket() -> None:
+def test_a_rank_that_builds_its_runner_ends_with_its_parents_socket() -> None:
     sock, process = start({})
     receive_news(sock)
     sock.close()

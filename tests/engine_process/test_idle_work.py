@@ -1,4 +1,4 @@
-"""What an engine's loop, and a rank's, leave to others while there is no work."""
+"""Background work that an engine's loop and a rank's loop do while they are idle."""
 
 import socket
 import threading
@@ -19,8 +19,8 @@ from quire.runtime.worker import Execute, WorkerReady, receive_news, serve_calls
 WAIT_S = 20.0
 
 
-class Turns:
-    """Counts the calls, and lets others wait until there were so many."""
+class IdleWork:
+    """Records its calls, and lets tests wait for a number of them."""
 
     def __init__(self, wait_s: float | None) -> None:
         self.wait_s = wait_s
@@ -38,31 +38,31 @@ class Turns:
             assert self._changed.wait_for(lambda: is_there(self.idle_s), WAIT_S)
 
 
-def test_an_idle_engine_gives_turns_and_counts_anew_after_a_step() -> None:
+def test_an_idle_engine_calls_on_idle_and_counts_anew_after_a_step() -> None:
     ours, theirs = socket.socketpair()
-    engine, turns = fake.FakeEngine({}), Turns(0.001)
-    engine.on_idle = turns
+    engine, work = fake.FakeEngine({}), IdleWork(0.001)
+    engine.on_idle = work
     loop = EngineLoop(engine, Channel(theirs))
     thread = threading.Thread(target=loop.run)
     thread.start()
     with ours, theirs:
-        turns.wait_for(lambda idle_s: len(idle_s) > 4)
+        work.wait_for(lambda idle_s: len(idle_s) > 4)
         ours.sendall(encode(AddRequest(Request("a", [10], DecodingParams(max_tokens=3)))))
-        turns.wait_for(lambda idle_s: idle_s.count(0.0) > 1)
+        work.wait_for(lambda idle_s: idle_s.count(0.0) > 1)
         ours.sendall(encode(Shutdown(drain=True)))
         thread.join(WAIT_S)
     assert not thread.is_alive()
-    again = turns.idle_s.index(0.0, 1)
-    assert turns.idle_s[0] == 0.0
-    assert turns.idle_s[:again] == sorted(turns.idle_s[:again])
-    assert turns.idle_s[again:] == sorted(turns.idle_s[again:])
+    again = work.idle_s.index(0.0, 1)
+    assert work.idle_s[0] == 0.0
+    assert work.idle_s[:again] == sorted(work.idle_s[:again])
+    assert work.idle_s[again:] == sorted(work.idle_s[again:])
     assert engine.num_steps == 3
 
 
-def test_an_idle_task_without_requests_runs_at_most_once_per_message() -> None:
+def test_an_idle_engine_calls_on_idle_once_per_message_if_it_returns_none() -> None:
     ours, theirs = socket.socketpair()
-    engine, turns = fake.FakeEngine({}), Turns(None)
-    engine.on_idle = turns
+    engine, work = fake.FakeEngine({}), IdleWork(None)
+    engine.on_idle = work
     loop = EngineLoop(engine, Channel(theirs))
     thread = threading.Thread(target=loop.run)
     thread.start()
@@ -70,26 +70,26 @@ def test_an_idle_task_without_requests_runs_at_most_once_per_message() -> None:
         receive(ours)
         ours.sendall(encode(Shutdown(drain=False)))
         thread.join(WAIT_S)
-    assert len(turns.idle_s) <= 2
+    assert len(work.idle_s) <= 2
 
 
-def test_a_rank_without_calls_gives_turns_and_takes_the_next_call() -> None:
+def test_an_idle_rank_calls_on_idle_and_takes_the_next_call() -> None:
     ours, theirs = socket.socketpair()
-    runner, turns, codes = RecordingRunner(), Turns(0.001), []
+    runner, work, codes = RecordingRunner(), IdleWork(0.001), []
 
     def serve() -> None:
-        codes.append(serve_calls(theirs, lambda *_: runner, on_idle=turns))
+        codes.append(serve_calls(theirs, lambda *_: runner, on_idle=work))
 
     thread = threading.Thread(target=serve)
     thread.start()
     with ours, theirs:
         send(ours, JOIN)
         assert receive_news(ours) == WorkerReady()
-        turns.wait_for(lambda idle_s: len(idle_s) > 4)
+        work.wait_for(lambda idle_s: len(idle_s) > 4)
         plan = StepPlan(1, 1, 1)
         send(ours, Execute(plan))
-        num_before = len(turns.idle_s)
-        turns.wait_for(lambda idle_s: len(idle_s) > num_before + 4)
+        num_before = len(work.idle_s)
+        work.wait_for(lambda idle_s: len(idle_s) > num_before + 4)
         assert runner.calls == [f"execute {plan}"]
         ours.shutdown(socket.SHUT_RDWR)
         thread.join(WAIT_S)
