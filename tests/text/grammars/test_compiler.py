@@ -150,14 +150,6 @@ def test_without_end_tokens_the_mask_of_a_finished_answer_is_empty(byte_level: T
     assert state.mask() == bytes(compiler.vocabulary.mask_bytes)
 
 
-def test_fill_mask_equals_mask(compiler: GrammarCompiler) -> None:
-    state = compiler.compile(regex("[a-z]+")).start()
-    row = bytearray(compiler.vocabulary.mask_bytes)
-    state.fill_mask(memoryview(row))
-    assert bytes(row) == state.mask()
-    assert len(row) == 64
-
-
 def test_copies_go_their_own_ways(compiler: GrammarCompiler) -> None:
     state = compiler.compile(regex("ab|cd")).start()
     other = state.copy()

@@ -49,7 +49,7 @@ def test_reasoning_may_be_of_another_dialect() -> None:
     dialect = find_dialect(TEMPLATES["hermes"], None, "mistral")
     assert dialect.name == "hermes"
     assert dialect.reasoning is not None and dialect.reasoning.begin == ("[THINK]",)
-    assert "[THINK]" in dialect.kept_special_tokens
+    assert "[THINK]" in dialect.special_tokens
     assert find_dialect(None, "openai", "openai_gptoss") == dialects()["harmony"]
     with pytest.raises(ConfigurationError, match="can't be combined"):
         find_dialect(None, "hermes", "openai_gptoss")

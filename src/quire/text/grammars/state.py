@@ -61,10 +61,6 @@ class GrammarState:
         cut = int.from_bytes(mask, "little") & ((1 << vocabulary.vocab_size) - 1)
         return cut.to_bytes(vocabulary.mask_bytes, "little")
 
-    def fill_mask(self, row: memoryview) -> None:
-        """Write `mask` to `row`, a writable and contiguous buffer of `mask_bytes` bytes."""
-        row.cast("B")[:] = self.mask()
-
     @property
     def can_end(self) -> bool:
         """Whether the answer is complete so far: an end token may follow."""

@@ -92,15 +92,10 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     #: The harmony format, whose answers consist of several messages. If set, it replaces
     #: `reasoning`, `answer` and `calls`.
     channels: ChannelForm | None = None
-    #: Special tokens that the parser must see in the text, if the tokenizer has them.
+    #: Special tokens that must stay in the text for the parser, if the tokenizer has them.
     special_tokens: frozenset[str] = frozenset()
     #: "short" ids have nine letters and digits, as Mistral's templates require.
     call_ids: Literal["long", "short"] = "long"
-
-    @property
-    def kept_special_tokens(self) -> frozenset[str]:
-        """Special tokens that must stay in the text for the parser, even if others are skipped."""
-        return self.special_tokens
 
     def tokens_kept_for(self, tool_use: ToolUse) -> frozenset[str]:
         """The special tokens to keep for one message. If no tool may be called, marks of calls are
