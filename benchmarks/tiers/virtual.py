@@ -114,7 +114,7 @@ class VirtualDisk:
             num_records * record_bytes(len(PAYLOAD)),
             segment_bytes=max(1 << 14, num_records * record_bytes(len(PAYLOAD)) // 64),
         )
-        self.store.settle()
+        self.store.prepare_to_write()
         self.reads = True
         self.written_bytes = 0
         self._disk, self._block_bytes, self._now = disk, block_bytes, now

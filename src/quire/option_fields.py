@@ -43,11 +43,11 @@ class Kind(ABC):
 
     #: Stands for a value in the help of the flag.
     metavar: ClassVar[str | None] = None
-    #: The type of number that the flag is parsed as; None leaves it as text for `settle`.
+    #: The type of number that the flag is parsed as; None leaves it as text for `validate`.
     number: ClassVar[type[int] | type[float] | None] = None
 
     @abstractmethod
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> Any:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> Any:
         """Check a value and convert it to the field's type.
 
         is_optional says that the option may be None, but None is never passed here. Raises
@@ -66,7 +66,7 @@ class Switch(Kind):
     #: Whether the flag has no opposite (--no-...).
     is_one_way: bool = False
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> bool:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> bool:
         if isinstance(value, bool):
             return value
         allowed = "True, False or None" if is_optional else "True or False"
@@ -82,7 +82,7 @@ class Whole(Kind):
     metavar: ClassVar[str | None] = "N"
     number: ClassVar[type[int] | type[float] | None] = int
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> int:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigurationError(f"{name} is {value!r}, but must be a whole number")
         if value < self.minimum:
@@ -96,7 +96,7 @@ class Tokens(Whole):
     """A number of tokens, which may be written as 4k. If the option may be None, "auto" and -1 mean
     None."""
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> Any:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> Any:
         if is_optional and value in ("auto", -1):
             return None
         if isinstance(value, str):
@@ -104,7 +104,7 @@ class Tokens(Whole):
                 value = token_count(value)
             except ValueError as error:
                 raise ConfigurationError(f"{name}: {error}") from error
-        return Whole.settle(self, name, value, is_optional=is_optional)
+        return Whole.validate(self, name, value, is_optional=is_optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ class PowerOfTwo(Kind):
     metavar: ClassVar[str | None] = "N"
     number: ClassVar[type[int] | type[float] | None] = int
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> int:
-        number = Whole(self.minimum).settle(name, value, is_optional=is_optional)
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> int:
+        number = Whole(self.minimum).validate(name, value, is_optional=is_optional)
         if number > self.maximum or number & (number - 1):
             raise ConfigurationError(
                 f"{name} is {number}, but must be a power of two from {self.minimum} to"
@@ -133,9 +133,9 @@ class Bytes(Kind):
     minimum: int = 1
     metavar: ClassVar[str | None] = "SIZE"
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> int:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> int:
         size = parse_bytes(name, value)
-        return Whole(self.minimum).settle(name, size, is_optional=is_optional)
+        return Whole(self.minimum).validate(name, size, is_optional=is_optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Share(Kind):
     metavar: ClassVar[str | None] = "X"
     number: ClassVar[type[int] | type[float] | None] = float
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> float:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and 0 < value <= 1:
             return value  # type: ignore[no-any-return]
@@ -159,7 +159,7 @@ class Seconds(Kind):
     metavar: ClassVar[str | None] = "S"
     number: ClassVar[type[int] | type[float] | None] = float
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> float:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigurationError(f"{name} is {value!r}, but must be a number of seconds")
         if not 0 < value < math.inf:
@@ -176,7 +176,7 @@ class Text(Kind):
     #: Whether a `pathlib.Path` is accepted as well.
     is_path: bool = False
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> str:
         if self.is_path and isinstance(value, os.PathLike):
             value = os.fspath(value)
         if isinstance(value, str) and (value or not self.what):
@@ -192,7 +192,7 @@ class Pattern(Kind):
     #: Describes the text in errors.
     what: str
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> str:
         if isinstance(value, str) and re.fullmatch(self.pattern, value):
             return value
         raise ConfigurationError(f"{name} is {value!r}, but must be {self.what}")
@@ -210,7 +210,7 @@ class OneOf(Kind):
     listed: Callable[[tuple[str, ...]], str] = str
     metavar: ClassVar[str | None] = "NAME"
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> str:
         known = self.names()
         meant = dict(self.others).get(value, value) if isinstance(value, str) else value
         if isinstance(meant, str) and meant in known:
@@ -237,7 +237,7 @@ class Texts(Kind):
     #: Whether a flag accepts several texts at once.
     is_list: bool = False
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> tuple[str, ...]:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> tuple[str, ...]:
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
             raise ConfigurationError(f"{name} must be a list of texts")
@@ -265,7 +265,7 @@ class JsonObject(Kind):
 
     metavar: ClassVar[str | None] = "JSON"
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> dict[str, Any]:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> dict[str, Any]:
         try:
             found = json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError:
@@ -331,7 +331,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for each, declared in declared_options(type(self)):
-            value = _settled(each, declared, getattr(self, each.name))
+            value = _validated(each, declared, getattr(self, each.name))
             object.__setattr__(self, each.name, value)  # as frozen dataclasses do themselves
         self._check_together()
 
@@ -357,14 +357,14 @@ def check_each(options: type[Options], given: Mapping[str, Any]) -> None:
     """Check each value by itself, independently of the others. Raises ConfigurationError."""
     for each, declared in declared_options(options):
         if each.name in given:
-            _settled(each, declared, given[each.name])
+            _validated(each, declared, given[each.name])
 
 
-def _settled(each: Field[Any], declared: Option, value: Any) -> Any:
+def _validated(each: Field[Any], declared: Option, value: Any) -> Any:
     is_optional = type(None) in get_args(each.type)
     if value is None and is_optional:
         return None
-    return declared.kind.settle(each.name, value, is_optional=is_optional)
+    return declared.kind.validate(each.name, value, is_optional=is_optional)
 
 
 class TakesArguments(Protocol[P]):

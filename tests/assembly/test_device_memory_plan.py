@@ -55,7 +55,7 @@ class Device:
     def peak_bytes(self) -> int:
         return self.peak
 
-    def settle(self) -> None:
+    def release_and_reset_peak(self) -> None:
         self.peak = self.held_bytes()
 
 

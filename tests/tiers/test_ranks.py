@@ -290,7 +290,7 @@ def test_ranks_never_remove_what_another_one_counts(tmp_path: Path) -> None:
         folder.part = RankPart(rank, 2, frozenset(FINGERPRINTS))
         store = SegmentStore(folder, FINGERPRINTS[rank], budget_bytes // 2, segment_bytes)
         stores.append(store)
-        store.settle()
+        store.prepare_to_write()
     assert sum(store.used_bytes for store in stores) == num_old
     for turn in range(120):
         for store in stores:

@@ -15,7 +15,7 @@ _TWO_TOKENS = "from_2_way_softmax"
 _OF_TWO_TOKENS = ("classifier_from_token", "method", "is_original_qwen3_reranker")
 
 
-def settle_overrides(options: EngineOptions) -> EngineOptions:
+def move_overrides_to_options(options: EngineOptions) -> EngineOptions:
     """Move those overrides that are options here into the options.
 
     hf_overrides keeps the fields of config.json. Raises ConfigurationError for contradictions and

@@ -139,11 +139,11 @@ def plan_on_device(
     never while an earlier runner is in use. `agree` returns the least number of blocks of all
     ranks, which call this function at the same time. Raises InsufficientMemoryError.
     """
-    memory.settle()
+    memory.release_and_reset_peak()
     measured = _measure(needs, memory, make_runner)
     if measured is None:
         raise InsufficientMemoryError(_too_large_a_step(needs, memory, make_runner))
-    memory.settle()
+    memory.release_and_reset_peak()
     memory_plan = _choose(needs, measured, agree)
     ledger = _ledger(needs, measured, memory_plan)
     runner = _final_runner(needs, memory_plan, make_runner)
@@ -192,7 +192,7 @@ def _too_large_a_step(
         f" {format_bytes(memory.total_bytes)} beside {format_bytes(memory.held_bytes())} of weights"
     )
     for divisors in SMALLER:
-        memory.settle()
+        memory.release_and_reset_peak()
         if _measure(needs, memory, make_runner, divisors) is not None:
             shape = needs.profile_run(MemoryPlan(0, needs.model_len), *divisors).shape
             return (

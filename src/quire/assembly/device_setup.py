@@ -20,7 +20,7 @@ from quire.formats.coded import CodedMethods
 from quire.formats.registry import load_weight_format
 from quire.formats.weight_format import TritonLinears
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
+from quire.kernels.cpu.selection import select_kernels, set_torch_threads
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.layers.sharded import LinearMethods
 from quire.models.config import ModelConfig
@@ -149,7 +149,7 @@ def choose_setup(
         kernels = select_kernels(
             options.kernels, num_threads, dtype, takes_fewer=options.num_threads is None
         )
-    settle_torch_threads(kernels, num_threads)
+    set_torch_threads(kernels, num_threads)
     linears = _triton_linears(options) if is_triton else None
     # Then check that the weight format suits the model, the dtype and the device.
     weight_format = load_weight_format(options.quantization)

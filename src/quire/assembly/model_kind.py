@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from quire.assembly.config_overrides import settle_overrides
+from quire.assembly.config_overrides import move_overrides_to_options
 from quire.assembly.reports.block_size import with_block_size
 from quire.core.pooling import Activation, ModelPooling, PairForm
 from quire.errors import ConfigurationError
@@ -65,7 +65,7 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     `on_progress` is called while files are fetched; None shows a bar on stderr. Raises
     ConfigurationError and its subclasses before weights are fetched.
     """
-    options = settle_overrides(options)
+    options = move_overrides_to_options(options)
     overrides = options.hf_overrides
     from_transformers = _FROM_TRANSFORMERS[options.model_impl]
     read = partial(load_config, overrides=overrides, from_transformers=from_transformers)

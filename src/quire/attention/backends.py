@@ -106,11 +106,11 @@ _REFUSED_KV_FORMATS = {
 class _KVFormat(OneOf):
     """Refuses each format in `_REFUSED_KV_FORMATS` with a message that says why."""
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> str:
         reason = _REFUSED_KV_FORMATS.get(value) if isinstance(value, str) else None
         if reason is not None:
             raise ConfigurationError(f"{name} is {value!r}, but {reason}")
-        return OneOf.settle(self, name, value, is_optional=is_optional)
+        return OneOf.validate(self, name, value, is_optional=is_optional)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
     kinds = {each.name: declared.kind for each, declared in declared_options(ServerConfig)}
     for name, value in given.items():
         if isinstance(value, list):
-            given[name] = kinds[name].settle(name, value, is_optional=False)
+            given[name] = kinds[name].validate(name, value, is_optional=False)
     return given
 
 

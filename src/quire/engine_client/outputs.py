@@ -42,7 +42,7 @@ class _Branch:
         kept_special_token_ids: frozenset[int],
     ) -> None:
         #: The result. Texts and log-probabilities that are collected in lists are missing until
-        #: `settle`.
+        #: `collect_output`.
         self.output = CompletionOutput(index)
         self._params = params
         self._tokenizer = tok
@@ -67,7 +67,7 @@ class _Branch:
         self._new_entries = LogprobEntries()
         self._num_taken_tokens = 0
         self._has_taken_end = False
-        # New since the last `settle`.
+        # New since the last `collect_output`.
         self._kept_texts: list[str] = []
         self._kept_entries: list[TokenLogprobs] = []
 
@@ -149,7 +149,7 @@ class _Branch:
             delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         return delta
 
-    def settle(self) -> CompletionOutput:
+    def collect_output(self) -> CompletionOutput:
         """The output with all tokens received so far."""
         if self._kept_texts:
             self.output.text += "".join(self._kept_texts)
@@ -230,7 +230,7 @@ class RequestAssembler:
     def output(self) -> RequestOutput:
         """The results so far."""
         for branch in self._branches:
-            branch.settle()
+            branch.collect_output()
         return self._output
 
     @property
@@ -269,7 +269,7 @@ class RequestAssembler:
 
     def add_branch(self, parent_index: int, params: SamplingParams) -> int:
         """Fork a new branch from another, which continues. Returns its index."""
-        parent = self._branches[parent_index].settle()
+        parent = self._branches[parent_index].collect_output()
         branch = self._add(params)
         branch.inherit(parent)
         return branch.output.index

@@ -19,7 +19,7 @@ class Nodes(Kind):
 
     metavar = "NODES"
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> str:
         if value is False:  # YAML reads a bare off as false
             return OFF
         if value in (AUTO, OFF):

@@ -84,7 +84,7 @@ class PoolingEngine(LocalEngine):
         Raises InvalidRequestError, and StepFailedError if a prompt's computation fails.
         """
         _check_others("embed", others)
-        given = _settled(pooling_params, dimensions=dimensions, use_activation=normalize)
+        given = _joined_params(pooling_params, dimensions=dimensions, use_activation=normalize)
         return self._pooling.embed(
             read_prompts(prompts),
             dimensions=given.dimensions,
@@ -105,7 +105,7 @@ class PoolingEngine(LocalEngine):
         Other arguments and errors are those of `embed`.
         """
         _check_others("classify", others)
-        given = _without_dimensions(_settled(pooling_params))
+        given = _without_dimensions(_joined_params(pooling_params))
         return self._pooling.classify(
             read_prompts(prompts),
             activates=given.use_activation,
@@ -134,7 +134,7 @@ class PoolingEngine(LocalEngine):
                 f"pooling_task is {shown(task)}, but must be one of {', '.join(TASKS)}",
                 "pooling_task",
             )
-        given = _settled(pooling_params)
+        given = _joined_params(pooling_params)
         how: dict[str, Any] = {"truncation": Truncation(truncate_prompt_tokens)}
         if task in _EMBEDS:
             how |= {"dimensions": given.dimensions, "normalize": given.use_activation}
@@ -204,7 +204,7 @@ class PoolingEngine(LocalEngine):
         ).token_ids
 
 
-def _settled(given: PoolingArguments | None, **ours: Any) -> PoolingArguments:
+def _joined_params(given: PoolingArguments | None, **ours: Any) -> PoolingArguments:
     """The argument pooling_params, or else parameters made of the call's other arguments.
 
     Raises InvalidRequestError if both pooling_params and other arguments are given.

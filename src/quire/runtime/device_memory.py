@@ -30,10 +30,10 @@ class CudaMemory:
         return torch.cuda.memory_reserved(self._device)
 
     def peak_bytes(self) -> int:
-        """The most memory that the allocator has held since `settle`."""
+        """The most memory that the allocator has held since `release_and_reset_peak`."""
         return torch.cuda.max_memory_reserved(self._device)
 
-    def settle(self) -> None:
+    def release_and_reset_peak(self) -> None:
         """Wait for the device, return unused memory to the driver, and reset the peak."""
         torch.cuda.synchronize(self._device)
         gc.collect()  # tensors in cycles

@@ -41,7 +41,7 @@ class Port(Whole):
 
     metavar: ClassVar[str | None] = "PORT"
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> int:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 16:
             raise ConfigurationError(f"{name} is {value}, but must be from 0 (any) to 65535")
         return value
@@ -51,10 +51,10 @@ class Port(Whole):
 class Restarts(Whole):
     """A number of restarts; 0 means never."""
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> int:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> int:
         if isinstance(value, int) and value < 0:
             raise ConfigurationError(f"{name} is {value}, but must be 0 (never) or more")
-        return Whole.settle(self, name, value, is_optional=is_optional)
+        return Whole.validate(self, name, value, is_optional=is_optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Amount(Kind):
     metavar: ClassVar[str | None] = "N"
     number: ClassVar[type[int] | type[float] | None] = float
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> float:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
             raise ConfigurationError(f"{name} is {value!r:.80}, but must be a number above 0")
         return value

@@ -83,7 +83,7 @@ class TierOptions(Options):
     def host_cache_bytes(self) -> int:
         """host_cache_size after its check, or the default size for a GPU's cache_dir."""
         if self.host_cache_size is None:
-            size = Bytes(LEAST_BYTES).settle("host_cache_size", DEFAULT_STAGING, is_optional=True)
+            size = Bytes(LEAST_BYTES).validate("host_cache_size", DEFAULT_STAGING, is_optional=True)
             assert isinstance(size, int)
             return size
         assert isinstance(self.host_cache_size, int)
@@ -107,7 +107,7 @@ class TierOptions(Options):
             self._check_unused()
             return
         if self.cache_size is None:  # set this way since the class is frozen
-            size = Bytes(LEAST_BYTES).settle("cache_size", DEFAULT_SIZE, is_optional=True)
+            size = Bytes(LEAST_BYTES).validate("cache_size", DEFAULT_SIZE, is_optional=True)
             object.__setattr__(self, "cache_size", size)
         if self.cache_writes_per_day is None:
             object.__setattr__(self, "cache_writes_per_day", DAYS_REWRITES * self.cache_bytes)

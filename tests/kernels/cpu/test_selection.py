@@ -10,7 +10,7 @@ import torch
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import selection
 from quire.kernels.cpu.library import NativeLibrary, NativeUnavailableError
-from quire.kernels.cpu.selection import describe_kernels, select_kernels, settle_torch_threads
+from quire.kernels.cpu.selection import describe_kernels, select_kernels, set_torch_threads
 from quire.observability.machine_processors import usable_processors
 
 Log = pytest.LogCaptureFixture
@@ -77,11 +77,11 @@ def test_torch_has_one_thread_beside_native_kernels_and_its_own_without(
 ) -> None:
     own = min(selection._torch_threads_at_start(), usable_processors())
     kernels = select_kernels("portable", 2)
-    settle_torch_threads(None, 3)
+    set_torch_threads(None, 3)
     assert torch.get_num_threads() == 3
-    settle_torch_threads(kernels, 2)
+    set_torch_threads(kernels, 2)
     assert torch.get_num_threads() == 1
-    settle_torch_threads(None, None)
+    set_torch_threads(None, None)
     assert torch.get_num_threads() == own
 
 
@@ -109,7 +109,7 @@ def test_torch_has_no_more_threads_than_its_control_group_allows(
 ) -> None:
     monkeypatch.setattr(selection, "_torch_threads_at_start", lambda: 8)
     monkeypatch.setattr(selection, "usable_processors", lambda: 2)
-    settle_torch_threads(None, None)
+    set_torch_threads(None, None)
     assert torch.get_num_threads() == 2
 
 

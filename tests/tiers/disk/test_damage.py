@@ -63,7 +63,7 @@ def found_after(path: Path, content: bytes) -> tuple[list[bytes], list[bytes]]:
     came = [name for name, done in zip(found, read(opened.store, found), strict=True) if done]
     assert names_in(opened.store, NUMBERS) == came, "what did not come is forgotten"
     check_tails(opened.store, NUMBERS)
-    opened.store.settle()  # what lies there can be gone on with
+    opened.store.prepare_to_write()  # what lies there can be gone on with
     write(opened.store, [77])
     assert read(opened.store, [name_of(77)]) == [True]
     opened.close()
@@ -170,7 +170,7 @@ def test_a_segment_of_another_namespace_or_number_is_not_read(tmp_path: Path, se
     opened = Opened(tmp_path / "own", files=FaultyFiles())
     assert names_in(opened.store, NUMBERS) == NAMES and len(opened.store.index) == len(NAMES)
     assert all(read(opened.store, NAMES))
-    opened.store.settle()
+    opened.store.prepare_to_write()
     write(opened.store, [50])
     assert (own.parent / "00000004.seg").exists(), "no number is used twice"
     opened.close()

@@ -128,7 +128,7 @@ def test_a_read_only_folder_can_be_read(tmp_path: Path, caplog: pytest.LogCaptur
     assert opened.folder.secret == before.folder.secret
     assert all(read(opened.store, names_in(opened.store, range(1, 5))))
     with pytest.raises(OSError, match="Read-only"):
-        opened.store.settle()
+        opened.store.prepare_to_write()
     opened.close()
 
 
@@ -188,7 +188,7 @@ def test_files_that_only_have_a_segment_name_are_left_alone(
     make(stranger)
     opened = Opened(path, budget_bytes=20_000, segment_bytes=4000)
     assert len(opened.store.index) == 3
-    opened.store.settle()
+    opened.store.prepare_to_write()
     for number in range(10, 50):
         write(opened.store, [number])
     assert disk_bytes(path / FINGERPRINT.hex()) < 24_000

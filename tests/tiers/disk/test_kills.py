@@ -36,12 +36,12 @@ def history(path: Path, files: FaultyFiles) -> list[Opened]:
     opened: list[Opened] = []
     try:
         opened.append(Opened(path, BUDGET, SEGMENT, files))
-        opened[-1].store.settle()
+        opened[-1].store.prepare_to_write()
         write(opened[-1].store, range(10))
         opened[-1].close(seals=False)
         opened.append(Opened(path, BUDGET, SEGMENT, files))
         store = opened[-1].store
-        store.settle()
+        store.prepare_to_write()
         for begin in range(10, 60, 5):
             write(store, range(begin, begin + 5))
             read(store, names_in(store, (3, 11, 12, begin)))
@@ -78,7 +78,7 @@ def test_a_kill_at_any_call_loses_only_what_was_not_written(quick_path: Path) ->
         assert set(known) <= set(found), kill_at
         assert all(read(store, found)), kill_at
         check_tails(store, NUMBERS)
-        store.settle()
+        store.prepare_to_write()
         write(store, range(100, 130))
         assert all(read(store, names_in(store, range(100, 130))))
         after_death.close()
@@ -103,7 +103,7 @@ def test_a_smaller_budget_than_before_is_kept_from_the_first_write_on(tmp_path: 
     opened.close()
     assert disk_bytes(tmp_path) > 20_000
     smaller = Opened(tmp_path, 20_000, 4_000)
-    smaller.store.settle()
+    smaller.store.prepare_to_write()
     assert 0 < disk_bytes(tmp_path) <= 20_000
     kept = names_in(smaller.store, range(20))
     assert kept == [payload for payload in kept if read(smaller.store, [payload])[0]]
@@ -130,7 +130,7 @@ class Ending(Files):
 import hashlib
 folder = CacheFolder.open(Path(sys.argv[1]), Ending())
 store = SegmentStore(folder, b"namespace of one", 40000, 8000)
-store.settle()
+store.prepare_to_write()
 for number in range(30):
     name = number.to_bytes(16, "big")
     payload = hashlib.shake_128(name + bytes([0])).digest(1000)
@@ -150,7 +150,7 @@ def test_a_process_that_is_gone_has_let_go_of_the_folder(tmp_path: Path, num_wri
     written = [name_of(int(line)) for line in ended.stdout.split()]
     opened = Opened(tmp_path, BUDGET, SEGMENT)
     assert written and all(read(opened.store, written))
-    opened.store.settle()
+    opened.store.prepare_to_write()
     opened.close()
 
 

@@ -36,7 +36,7 @@ def test_written_blocks_are_found_by_the_next_process(tmp_path: Path) -> None:
     for number in range(2):  # sealed, then continued
         opened = Opened(tmp_path)
         sealed_bytes = disk_bytes(tmp_path)
-        opened.store.settle()
+        opened.store.prepare_to_write()
         assert number == 0 or disk_bytes(tmp_path) < sealed_bytes - 64, "the footer is cut off"
         write(opened.store, range(len(opened.store.index), len(opened.store.index) + 20))
         opened.close()
@@ -199,7 +199,7 @@ def test_a_segment_that_cannot_be_cut_off_is_left_for_another(tmp_path: Path) ->
     assert len(segments(tmp_path)) == 2
     again = Opened(tmp_path)
     assert all(read(again.store, [name_of(1), name_of(3)]))
-    again.store.settle()
+    again.store.prepare_to_write()
     again.close()
 
 
@@ -235,8 +235,8 @@ def test_a_segment_that_cannot_be_gone_on_with_is_left_as_it_is(tmp_path: Path) 
     )
     opened = Opened(tmp_path, files=files)
     with pytest.raises(OSError, match="Input/output"):
-        opened.store.settle()
-    opened.store.settle()
+        opened.store.prepare_to_write()
+    opened.store.prepare_to_write()
     write(opened.store, [20])
     names = names_in(opened.store, range(1, 21))
     assert len(names) == 9 and all(read(opened.store, names))
@@ -309,6 +309,6 @@ def test_entries_of_a_footer_come_back() -> None:
 
 def test_a_store_that_nothing_was_written_to_leaves_nothing(tmp_path: Path) -> None:
     opened = Opened(tmp_path)
-    opened.store.settle()
+    opened.store.prepare_to_write()
     opened.close()
     assert not (tmp_path / FINGERPRINT.hex()).exists()

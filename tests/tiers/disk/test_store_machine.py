@@ -50,7 +50,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.files = FaultyFiles()
         self.files.after = self.check_budget
         self.opened = Opened(self.path, BUDGET, SEGMENT, self.files)
-        self.opened.store.settle()
+        self.opened.store.prepare_to_write()
         for name in self.found():
             read(self.opened.store, [name])  # what was damaged is forgotten
 

@@ -342,7 +342,7 @@ def check_weights(
     except (CheckpointError, OSError) as error:
         logger.warning("what %s costs this model can't be measured: %s", rounding.name, error)
         return
-    _tell(found, rounding, setup.folder, time.perf_counter() - began_s)
+    _log_result(found, rounding, setup.folder, time.perf_counter() - began_s)
 
 
 def _why_not(model: TextModel, setup: CheckedSetup) -> str | None:
@@ -356,7 +356,7 @@ def _why_not(model: TextModel, setup: CheckedSetup) -> str | None:
     return None if isinstance(model, CausalLM) else "it predicts no tokens"
 
 
-def _tell(found: WeightNoise, rounding: ModelRounding, folder: Path, took_s: float) -> None:
+def _log_result(found: WeightNoise, rounding: ModelRounding, folder: Path, took_s: float) -> None:
     if not found.errors:
         logger.info(
             "what %s costs this model is not measured, as its linears' weights are no tensors of"

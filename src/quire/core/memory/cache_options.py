@@ -19,11 +19,11 @@ class BlockSize(Kind):
 
     metavar: ClassVar[str | None] = "N"
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> int:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> int:
         if value == AUTO or (value == AUTO_BLOCK_SIZE and not isinstance(value, bool)):
             return AUTO_BLOCK_SIZE
         kind = PowerOfTwo(LEAST_BLOCK_SIZE, MOST_BLOCK_SIZE)
-        return kind.settle(name, value, is_optional=is_optional)
+        return kind.validate(name, value, is_optional=is_optional)
 
 
 @dataclass(frozen=True)

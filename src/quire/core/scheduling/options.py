@@ -24,7 +24,7 @@ class StepRatio(Kind):
     metavar: ClassVar[str | None] = "X"
     number: ClassVar[type[int] | type[float] | None] = float
 
-    def settle(self, name: str, value: Any, *, is_optional: bool) -> float:
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and (value == 0 or LEAST_MAX_ITL_RATIO <= value < math.inf):
             return value  # type: ignore[no-any-return]

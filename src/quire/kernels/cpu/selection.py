@@ -81,7 +81,7 @@ def describe_kernels() -> str:
     return f"{versions}\nkernels: {best}, {usable_processors()} threads{beside}"
 
 
-def settle_torch_threads(kernels: NativeKernels | None, num_threads: int | None) -> None:
+def set_torch_threads(kernels: NativeKernels | None, num_threads: int | None) -> None:
     """Set torch's number of threads: one if there are native kernels, whose threads would compete.
 
     Otherwise it is `num_threads`. The default is the number that torch started with, limited to the

@@ -155,9 +155,9 @@ class ConvertedCheckpoint(CheckpointSource):
                 group = groups.setdefault(target, _Group(by_pattern[pattern], target))
                 group.sources.setdefault(pattern, []).append(name)
         for group in groups.values():
-            self._settle(group)
+            self._find_shapes(group)
 
-    def _settle(self, group: _Group) -> None:
+    def _find_shapes(self, group: _Group) -> None:
         """Find the shapes of a group's converted tensors by a conversion on the meta device."""
         from transformers import core_model_loading as loading  # is not always installed
 

@@ -72,7 +72,7 @@ class StoreWriter:
         #: When the running write began; None while there is none.
         self._since_s: float | None = None
         self._is_hung = self._is_closed = self._must_clear = False
-        self._is_settled, self._is_removed = False, True  # used by the thread alone
+        self._is_prepared, self._is_removed = False, True  # used by the thread alone
         self._give_up_s = float("-inf")
         self._out_of_budget_until_s = clock() + day_budget.wait_s(1)
         self._thread = threading.Thread(
@@ -175,14 +175,14 @@ class StoreWriter:
 
     def _write_on(self) -> None:
         if not self._day_budget.is_none:  # a folder that is only read is not changed
-            self._try(self._settle)
+            self._try(self._prepare_store)
         is_open = True
         while is_open:
             orders, is_open = self._take()
             # After `clear`, remove the files. Orders that were taken before it fail.
             if self._must_clear:
                 self._must_clear = self._is_removed = False
-                self._try(self._settle)
+                self._try(self._prepare_store)
                 # Later orders are still in the queue behind the None of `clear`.
                 self.num_failed += len(orders)
                 self._end([MoveEnd(order.order_id, False) for order in orders])
@@ -194,19 +194,19 @@ class StoreWriter:
                 self._pace.used(time.thread_time() - began_s, set_aside_s)
         # At the end, finish a removal, seal the segment and save the spent bytes.
         if not self._is_removed:
-            self._try(self._settle)
+            self._try(self._prepare_store)
         self._try(self._store.seal)
         self._try(self._day_budget.close)
 
-    def _settle(self) -> None:
+    def _prepare_store(self) -> None:
         """Prepare the store for writing, repeated until it works: first a pending removal, then
-        `settle`."""
+        `prepare_to_write`."""
         if not self._is_removed:
             self._store.remove_all()
             self._is_removed = True
-        if not (self._is_settled or self._day_budget.is_none):
-            self._store.settle()
-            self._is_settled = True
+        if not (self._is_prepared or self._day_budget.is_none):
+            self._store.prepare_to_write()
+            self._is_prepared = True
 
     def _take(self) -> tuple[list[StoreOrder], bool]:
         """Wait for orders, and take as many as fit into a write, without cancelled ones. Also
@@ -242,7 +242,7 @@ class StoreWriter:
         if written:
             payloads = self._pages.views(written)
             before_s = self._clock()
-            self._try(self._settle, lambda: self._store.append(written, payloads))
+            self._try(self._prepare_store, lambda: self._store.append(written, payloads))
             self.seconds += self._clock() - before_s
             if self._must_clear:  # `clear` was called meanwhile
                 self._index.forget_all()
