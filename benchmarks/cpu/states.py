@@ -32,9 +32,10 @@ from torch.nn import functional as F
 from quire.bench.machine import NoiseMeter
 from quire.kernels.cpu.library import NativeKernels, load_library
 from quire.kernels.cpu.memory import allocate
+from quire.kernels.state_calls import GatedDeltaInputs, Mamba2Inputs, Mamba2Weights
 from quire.recurrence.cpu_states import CpuStates
 from quire.recurrence.state_backend import LayerStates, StateBatch
-from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 UNCACHED_BYTES = 160 << 20
 """Of all layers together: several times the last cache of this class of machine."""
@@ -96,9 +97,9 @@ class Shape:
     def run(self, backend: CpuStates, layer: int, given: Tensors, weights: object) -> torch.Tensor:
         """quire's run of a layer."""
         if isinstance(self.spec, GatedDeltaSpec):
-            return backend.gated_delta(layer, *given)
+            return backend.gated_delta(layer, GatedDeltaInputs(*given))
         if isinstance(weights, Mamba2Weights):
-            return backend.mamba2(layer, *given, weights)
+            return backend.mamba2(layer, Mamba2Inputs(*given), weights)
         assert isinstance(weights, tuple)
         return backend.short_conv(layer, *given, *weights)
 

@@ -12,13 +12,13 @@ import torch
 
 from benchmarks.gpu.attention import BOUNDS, relative_error
 from benchmarks.gpu.harness import Bench
+from quire.kernels.state_calls import GatedDeltaInputs, Mamba2Inputs, Mamba2Weights
 from quire.recurrence import reference
 from quire.recurrence.backends import select
 from quire.recurrence.state_backend import LayerStates, StateBackend, StateBatch
 from quire.recurrence.state_specs import (
     GatedDeltaSpec,
     Mamba2Spec,
-    Mamba2Weights,
     ShortConvSpec,
 )
 
@@ -99,9 +99,9 @@ class Sequences:
 
     def run(self, given: list[torch.Tensor], layer: int = 0) -> torch.Tensor:
         if isinstance(self.spec, GatedDeltaSpec):
-            return self.backend.gated_delta(layer, *given)
+            return self.backend.gated_delta(layer, GatedDeltaInputs(*given))
         if isinstance(self.spec, Mamba2Spec):
-            return self.backend.mamba2(layer, *given, *self.learned)
+            return self.backend.mamba2(layer, Mamba2Inputs(*given), *self.learned)
         return self.backend.short_conv(layer, *given, *self.learned)
 
 
@@ -143,12 +143,11 @@ def exact(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor:
     where = {"dtype": torch.double, "device": given[0].device}
     if isinstance(spec, GatedDeltaSpec):
         state = torch.zeros(spec.num_v_heads, spec.key_dim, spec.value_dim, **where)
-        q, k, *rest = given
-        return reference.gated_delta(spec, state, (q, k), *rest)[0]
+        return reference.gated_delta(spec, state, GatedDeltaInputs(*given))[0]
     if isinstance(spec, Mamba2Spec):
         state = torch.zeros(spec.num_heads, spec.state_size, spec.head_dim, **where)
-        x, dt, b, c = given
-        return reference.mamba2(spec, state, x, dt, (b, c), *learned_of(spec, x.device))[0]
+        learned = learned_of(spec, given[0].device)
+        return reference.mamba2(spec, state, Mamba2Inputs(*given), *learned)[0]
     state = torch.zeros(spec.width - 1, spec.num_channels, **where)
     return reference.short_conv(spec, state, given[0], *learned_of(spec, given[0].device))[0]
 

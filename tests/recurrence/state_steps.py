@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quire.kernels.state_calls import GatedDeltaInputs, Mamba2Inputs, Mamba2Weights
 from quire.recurrence import reference
 from quire.recurrence.state_backend import LayerStates, StateBackend, StateBatch
 from quire.recurrence.state_specs import (
     GatedDeltaSpec,
     Mamba2Spec,
-    Mamba2Weights,
     ShortConvSpec,
 )
 
@@ -30,7 +30,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 
 def inputs(spec: Spec, num_tokens: int, seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What one sequence's tokens bring, in the order of the backend's arguments."""
+    """The inputs of one sequence's tokens, in the order of the call's inputs."""
     if isinstance(spec, GatedDeltaSpec):
         keys = (num_tokens, spec.num_k_heads, spec.key_dim)
         gates = (num_tokens, spec.num_v_heads)
@@ -57,9 +57,9 @@ def conv_weights(spec: ShortConvSpec) -> tuple[torch.Tensor, torch.Tensor | None
 
 def call(backend: StateBackend, spec: Spec, given: list[torch.Tensor]) -> torch.Tensor:
     if isinstance(spec, GatedDeltaSpec):
-        return backend.gated_delta(0, *given)
+        return backend.gated_delta(0, GatedDeltaInputs(*given))
     if isinstance(spec, Mamba2Spec):
-        return backend.mamba2(0, *given, mamba_weights(spec))
+        return backend.mamba2(0, Mamba2Inputs(*given), mamba_weights(spec))
     return backend.short_conv(0, *given, *conv_weights(spec))
 
 
@@ -67,12 +67,10 @@ def exact(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor:
     """The results of a sequence from its first token on, in float64."""
     if isinstance(spec, GatedDeltaSpec):
         state = torch.zeros(spec.num_v_heads, spec.key_dim, spec.value_dim, dtype=torch.double)
-        q, k, *rest = given
-        return reference.gated_delta(spec, state, (q, k), *rest)[0]
+        return reference.gated_delta(spec, state, GatedDeltaInputs(*given))[0]
     if isinstance(spec, Mamba2Spec):
         state = torch.zeros(spec.num_heads, spec.state_size, spec.head_dim, dtype=torch.double)
-        x, dt, b, c = given
-        return reference.mamba2(spec, state, x, dt, (b, c), mamba_weights(spec))[0]
+        return reference.mamba2(spec, state, Mamba2Inputs(*given), mamba_weights(spec))[0]
     state = torch.zeros(spec.width - 1, spec.num_channels, dtype=torch.double)
     return reference.short_conv(spec, state, given[0], *conv_weights(spec))[0]
 

@@ -6,8 +6,9 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from quire.errors import ConfigurationError
+from quire.kernels.state_calls import GatedDeltaInputs, Mamba2Inputs, Mamba2Weights
 from quire.recurrence import reference
-from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -22,7 +23,7 @@ def test_gated_delta(heads: tuple[int, int]) -> None:
     v, g = random(num_tokens, hv, 32, seed=2), -random(num_tokens, hv, seed=3).abs()
     beta = random(num_tokens, hv, seed=4).sigmoid()
     state = random(hv, 24, 32, seed=5)
-    ours, last = reference.gated_delta(spec, state.double(), (q, k), v, g, beta)
+    ours, last = reference.gated_delta(spec, state.double(), GatedDeltaInputs(q, k, v, g, beta))
     for theirs in (
         modeling_qwen3_next.torch_recurrent_gated_delta_rule,
         modeling_qwen3_next.torch_chunk_gated_delta_rule,
@@ -45,7 +46,7 @@ def test_mamba2() -> None:
     b, c = (random(70, 2, 24, seed=seed) for seed in (2, 3))
     weights = Mamba2Weights(-random(4, seed=4).exp(), random(4, seed=5), random(4, seed=6))
     state = random(4, 24, 16, seed=7)
-    ours, last = reference.mamba2(spec, state.double(), x, dt, (b, c), weights)
+    ours, last = reference.mamba2(spec, state.double(), Mamba2Inputs(x, dt, b, c), weights)
     out, end = modeling_mamba2.mamba2_chunk_scan(
         *(part[None] for part in (x, dt)),
         weights.a,

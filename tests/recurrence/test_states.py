@@ -21,11 +21,11 @@ from torch.nn.functional import silu
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.options import NATIVE_KERNELS
+from quire.kernels.state_calls import Mamba2Inputs, Mamba2Weights
 from quire.recurrence.cpu_states import CpuStates
 from quire.recurrence.state_backend import StateBackend
 from quire.recurrence.state_specs import (
     Mamba2Spec,
-    Mamba2Weights,
     ShortConvSpec,
 )
 from quire.recurrence.torch_states import TorchStates
@@ -127,8 +127,8 @@ def test_missing_mamba2_weights_count_as_zeros(backend: StateBackend) -> None:
     given = inputs(spec, 6, 10, torch.float32)
     World(backend, spec).step({0: given})
     a, zeros = mamba_weights(spec).a, torch.zeros(2)
-    plain = backend.mamba2(0, *given, Mamba2Weights(a, zeros, zeros))
-    assert torch.equal(backend.mamba2(0, *given, Mamba2Weights(a)), plain)
+    plain = backend.mamba2(0, Mamba2Inputs(*given), Mamba2Weights(a, zeros, zeros))
+    assert torch.equal(backend.mamba2(0, Mamba2Inputs(*given), Mamba2Weights(a)), plain)
 
 
 def test_another_kind_is_refused(backend: StateBackend) -> None:

@@ -11,6 +11,7 @@ from tests.recurrence.state_steps import Spec, World, call, cut, exact, inputs
 pytest.importorskip("triton")
 
 from quire.errors import ConfigurationError
+from quire.kernels.state_calls import GatedDeltaInputs
 from quire.kernels.triton.recurrence import causal_conv, units
 from quire.recurrence.backends import select
 from quire.recurrence.state_backend import StateBatch
@@ -173,9 +174,9 @@ def test_tensors_of_other_shapes_are_refused(backend: TritonStates) -> None:
     world.step({0: [q, k, v, g, beta]})
     for wrong in ((q, k[:2], v, g, beta), (q, k, v[..., :8], g, beta)):
         with pytest.raises(ValueError, match="Hv a multiple of Hk"):
-            backend.gated_delta(0, *wrong)
+            backend.gated_delta(0, GatedDeltaInputs(*wrong))
     with pytest.raises(ValueError, match="g is"):
-        backend.gated_delta(0, q, k, v, g[:, :1], beta)
+        backend.gated_delta(0, GatedDeltaInputs(q, k, v, g[:, :1], beta))
 
 
 def test_states_of_too_many_rows_are_refused(backend: TritonStates) -> None:

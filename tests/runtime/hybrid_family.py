@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.kernels.state_calls import GatedDeltaInputs
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.mlp import MLP
@@ -134,9 +135,9 @@ class HybridDelta(RecurrentModule):
         qk = self.qk_proj(x).unflatten(-1, (2, self.spec.num_k_heads, self.spec.key_dim))
         v = self.v_proj(x).unflatten(-1, (self.spec.num_v_heads, self.spec.value_dim))
         decay, beta = self.gate_proj(x).unflatten(-1, (2, self.spec.num_v_heads)).unbind(-2)
-        q, k = qk.unbind(-3)
         gates = torch.nn.functional.logsigmoid(decay), beta.sigmoid()
-        return self.o_proj(self.states.gated_delta(self.layer, q, k, v, *gates).flatten(-2))
+        inputs = GatedDeltaInputs(*qk.unbind(-3), v, *gates)
+        return self.o_proj(self.states.gated_delta(self.layer, inputs).flatten(-2))
 
 
 class HybridConv(RecurrentModule):

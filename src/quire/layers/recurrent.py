@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from quire.recurrence.state_backend import StateCalls
+from quire.kernels.state_calls import StateCalls
 
 
 class RecurrentModule(nn.Module):

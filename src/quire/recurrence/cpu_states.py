@@ -15,8 +15,9 @@ from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.states import state_abi
 from quire.kernels.cpu.states.state_recorder import NativeStates
+from quire.kernels.state_calls import GatedDeltaInputs, Mamba2Inputs, Mamba2Weights
 from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBackend, StateBatch
-from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 _Call = state_abi.GatedDelta | state_abi.Mamba2 | state_abi.ShortConv
 
@@ -59,30 +60,16 @@ class CpuStates(StateBackend):
         step.rows = batch.rows.data_ptr()
         step.tables = ctypes.addressof(self._tables)
 
-    def gated_delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> torch.Tensor:
+    def gated_delta(self, layer: int, inputs: GatedDeltaInputs) -> torch.Tensor:
+        q, k, v, g, beta = inputs
         q, k, v = (_with_dense_tokens(part.to(v.dtype)) for part in (q, k, v))
         dense = {"g": _as_fp32(g), "beta": _as_fp32(beta)}
         out = torch.empty(v.shape, dtype=v.dtype)
         self._run("gated_delta", layer, {"q": q, "k": k, "v": v}, dense, out)
         return out
 
-    def mamba2(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        weights: Mamba2Weights,
-    ) -> torch.Tensor:
+    def mamba2(self, layer: int, inputs: Mamba2Inputs, weights: Mamba2Weights) -> torch.Tensor:
+        x, dt, b, c = inputs
         x, b, c = (_with_dense_tokens(part.to(x.dtype)) for part in (x, b, c))
         dense = {
             "dt": _as_fp32(dt),

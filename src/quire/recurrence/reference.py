@@ -9,7 +9,8 @@ Shapes are as in `state_specs.py`; all tokens are of one sequence. States are [H
 import torch
 from torch.nn.functional import silu, softplus
 
-from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
+from quire.kernels.state_calls import GatedDeltaInputs, Mamba2Inputs, Mamba2Weights
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 NORM_EPS = 1e-6
 """Added to the sums of squares when q and k are normalized."""
@@ -20,19 +21,16 @@ Moved = tuple[torch.Tensor, torch.Tensor]
 def gated_delta(
     spec: GatedDeltaSpec,
     state: torch.Tensor,
-    qk: tuple[torch.Tensor, torch.Tensor],
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    inputs: GatedDeltaInputs,
 ) -> Moved:
     """See GatedDeltaSpec; `torch_recurrent_gated_delta_rule` of transformers computes the same."""
-    q, k = (part.to(state.dtype) for part in qk)
+    q, k, v, g, beta = (part.to(state.dtype) for part in inputs)
     if spec.normalizes:
         q, k = (x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for x in (q, k))
     q = q * spec.key_dim**-0.5
     repeats = spec.num_v_heads // spec.num_k_heads
     q, k = (x.repeat_interleave(repeats, 1) for x in (q, k))
-    v, decay, beta = v.to(state.dtype), g.to(state.dtype).exp(), beta.to(state.dtype)
+    decay = g.exp()
     out = torch.empty_like(v)
     for t in range(len(v)):
         state = state * decay[t, :, None, None]
@@ -46,19 +44,17 @@ def gated_delta(
 def mamba2(
     spec: Mamba2Spec,
     state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    bc: tuple[torch.Tensor, torch.Tensor],
+    inputs: Mamba2Inputs,
     weights: Mamba2Weights,
 ) -> Moved:
     """See Mamba2Spec; `mamba2_selective_state_update` of transformers computes the same."""
-    x, dt = x.to(state.dtype), dt.to(state.dtype)
+    x, dt, b, c = (part.to(state.dtype) for part in inputs)
     if weights.dt_bias is not None:
         dt = dt + weights.dt_bias.to(state.dtype)
     dt = softplus(dt).clamp(spec.min_step, spec.max_step)
     decay = (dt * weights.a.to(state.dtype)).exp()
     repeats = spec.num_heads // spec.num_groups
-    b, c = (part.to(state.dtype).repeat_interleave(repeats, 1) for part in bc)
+    b, c = (part.repeat_interleave(repeats, 1) for part in (b, c))
     out = torch.empty_like(x)
     for t in range(len(x)):
         step = dt[t, :, None] * x[t]

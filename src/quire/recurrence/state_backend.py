@@ -14,12 +14,10 @@ sequences or on the number of threads.
 
 To add a backend, add a file here that implements `StateBackend`, and a line in `backends.py`.
 
-Shapes: T tokens of the step, S sequences of the step, R rows of the tables, N blocks. Gated delta
-rule: Hk key heads, Hv value heads, dk and dv their sizes. Mamba-2: H heads, P their size, N the
-state size, G groups. Convolutions: C channels, W width.
+Shapes: T tokens of the step, S sequences of the step, R rows of the tables, N blocks;
+`kernels.state_calls` has those of the calls.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +26,8 @@ import torch
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.states.state_recorder import NativeStates
-from quire.recurrence.state_specs import KINDS, Mamba2Weights
+from quire.kernels.state_calls import StateCalls
+from quire.recurrence.state_specs import KINDS
 
 
 class RecurrentSpec(Protocol):
@@ -83,39 +82,10 @@ class StateBatch:
     tables: tuple[torch.Tensor, ...]
 
 
-class StateCalls(Protocol):
-    """The methods of `StateBackend` that recurrent layers call in a planned step."""
-
-    def gated_delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-    def mamba2(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        weights: Mamba2Weights,
-    ) -> torch.Tensor: ...
-
-    def short_conv(
-        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor: ...
-
-
-class StateBackend(ABC):
+class StateBackend(StateCalls):
     """Updates the states of all recurrent layers of a model, in place in their pages.
 
-    `layer` is an index into the bound specs. Tokens after those of the batch's sequences are
-    padding: they are not read, and their results are undefined.
+    A layer's index is that of its spec among the bound ones.
     """
 
     #: Whether steps with only decoding sequences can be captured once and replayed: the backend
@@ -155,39 +125,3 @@ class StateBackend(ABC):
     def plan(self, batch: StateBatch) -> None:
         """Prepare for a step. The batch must not change until the step's last layer ran."""
         self._batch = batch
-
-    @abstractmethod
-    def gated_delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> torch.Tensor:
-        """q, k [T, Hk, dk], v [T, Hv, dv], g (log of the decay) and beta [T, Hv] -> [T, Hv, dv].
-
-        The result has v's dtype. See GatedDeltaSpec.
-        """
-
-    @abstractmethod
-    def mamba2(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        weights: Mamba2Weights,
-    ) -> torch.Tensor:
-        """x [T, H, P], dt [T, H] before bias and softplus, b, c [T, G, N] -> [T, H, P].
-
-        The result has x's dtype. See Mamba2Spec.
-        """
-
-    @abstractmethod
-    def short_conv(
-        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """x [T, C], weight [C, W], bias [C] -> [T, C] in x's dtype. See ShortConvSpec."""

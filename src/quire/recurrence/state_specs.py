@@ -9,8 +9,6 @@ size, C channels.
 
 from dataclasses import dataclass
 
-import torch
-
 from quire.errors import ConfigurationError
 
 UNIT_COLUMNS = 16
@@ -136,18 +134,6 @@ class ShortConvSpec:
     @property
     def unit_bytes(self) -> int:
         return (self.width - 1) * UNIT_CHANNELS * 4
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Weights:
-    """The weights of a Mamba-2 layer's state updates, each [H]."""
-
-    #: The negative decay rates, -exp(A_log).
-    a: torch.Tensor
-    #: The factor D of the input x in the output y; None means zeros.
-    d: torch.Tensor | None = None
-    #: Added to dt before the softplus; None means zeros.
-    dt_bias: torch.Tensor | None = None
 
 
 KINDS = GatedDeltaSpec, Mamba2Spec, ShortConvSpec

@@ -7,6 +7,7 @@ and results must not depend on chunks.
 
 import torch
 
+from quire.kernels.state_calls import GatedDeltaInputs, Mamba2Inputs, Mamba2Weights
 from quire.recurrence import reference
 from quire.recurrence.state_backend import StateBackend
 from quire.recurrence.state_specs import (
@@ -14,7 +15,6 @@ from quire.recurrence.state_specs import (
     UNIT_COLUMNS,
     GatedDeltaSpec,
     Mamba2Spec,
-    Mamba2Weights,
     ShortConvSpec,
 )
 
@@ -22,43 +22,27 @@ from quire.recurrence.state_specs import (
 class TorchStates(StateBackend):
     """The backend in torch. The planned batch must not change until the step's last layer ran."""
 
-    def gated_delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> torch.Tensor:
+    def gated_delta(self, layer: int, inputs: GatedDeltaInputs) -> torch.Tensor:
         spec = self._specs[layer]
         assert isinstance(spec, GatedDeltaSpec)
-        out = torch.empty_like(v)
+        out = torch.empty_like(inputs.v)
         for s, tokens in self._sequences():
             state = _joined(self._read(layer, s), spec.num_v_heads, spec.key_dim)
             for at in tokens:
-                qk = q[at], k[at]
-                out[at], state = reference.gated_delta(spec, state, qk, v[at], g[at], beta[at])
+                token = GatedDeltaInputs(*(part[at] for part in inputs))
+                out[at], state = reference.gated_delta(spec, state, token)
             self._write(layer, s, _cut(state))
         return out
 
-    def mamba2(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        weights: Mamba2Weights,
-    ) -> torch.Tensor:
+    def mamba2(self, layer: int, inputs: Mamba2Inputs, weights: Mamba2Weights) -> torch.Tensor:
         spec = self._specs[layer]
         assert isinstance(spec, Mamba2Spec)
-        out = torch.empty_like(x)
+        out = torch.empty_like(inputs.x)
         for s, tokens in self._sequences():
             state = _joined(self._read(layer, s), spec.num_heads, spec.state_size)
             for at in tokens:
-                bc = b[at], c[at]
-                out[at], state = reference.mamba2(spec, state, x[at], dt[at], bc, weights)
+                token = Mamba2Inputs(*(part[at] for part in inputs))
+                out[at], state = reference.mamba2(spec, state, token, weights)
             self._write(layer, s, _cut(state))
         return out
 

@@ -2,19 +2,20 @@
 
 A call is one launch for all sequences of a step. Decode and prefill use the same arithmetic, so
 results don't depend on chunks or on other sequences (see `kernels/triton/recurrence/units.py`).
-Shapes as in `state_backend.py`.
+Shapes as in `kernels.state_calls`.
 """
 
 import torch
 
 from quire.errors import ConfigurationError
+from quire.kernels.state_calls import GatedDeltaInputs, Mamba2Inputs, Mamba2Weights
 from quire.kernels.triton.recurrence.causal_conv import causal_conv
 from quire.kernels.triton.recurrence.gated_delta_rule import gated_delta_rule
-from quire.kernels.triton.recurrence.mamba2_scan import ScanWeights, mamba2_scan
+from quire.kernels.triton.recurrence.mamba2_scan import mamba2_scan
 from quire.kernels.triton.recurrence.units import MAX_ROWS, UNIT_COLUMNS, StepStates
 from quire.recurrence.reference import NORM_EPS
 from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBackend
-from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 
 class TritonStates(StateBackend):
@@ -37,33 +38,16 @@ class TritonStates(StateBackend):
                 )
         self._pages = tuple(layer.pages.view(torch.float32) for layer in layers)
 
-    def gated_delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> torch.Tensor:
+    def gated_delta(self, layer: int, inputs: GatedDeltaInputs) -> torch.Tensor:
         spec = self._specs[layer]
         assert isinstance(spec, GatedDeltaSpec)
         eps = NORM_EPS if spec.normalizes else None
-        return gated_delta_rule(self._states(layer), (q, k), v, g, beta, eps=eps)
+        return gated_delta_rule(self._states(layer), inputs, eps=eps)
 
-    def mamba2(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        weights: Mamba2Weights,
-    ) -> torch.Tensor:
+    def mamba2(self, layer: int, inputs: Mamba2Inputs, weights: Mamba2Weights) -> torch.Tensor:
         spec = self._specs[layer]
         assert isinstance(spec, Mamba2Spec)
-        learned = ScanWeights(weights.a, weights.d, weights.dt_bias, spec.min_step, spec.max_step)
-        return mamba2_scan(self._states(layer), x, dt, (b, c), learned)
+        return mamba2_scan(self._states(layer), inputs, weights, spec.min_step, spec.max_step)
 
     def short_conv(
         self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.formats.weight_format import empty_parameter
+from quire.kernels.state_calls import GatedDeltaInputs
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.mixers.causal_conv import CausalConv
 from quire.layers.norm import RMSNorm
@@ -92,7 +93,7 @@ class GatedDeltaNet(RecurrentModule, OperatorModule):
         q, k = (part.unflatten(-1, (-1, spec.key_dim)) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, spec.value_dim)) for part in (v, z))
         g, beta = self.operators.delta_gates(a, b, self.A_log, self.dt_bias)
-        read = self.states.gated_delta(self.layer, q, k, v, g, beta)
+        read = self.states.gated_delta(self.layer, GatedDeltaInputs(q, k, v, g, beta))
         gated = self.operators.gated_rms_norm(read, z, self.norm.weight, self.norm.eps)
         output: torch.Tensor = self.out_proj(gated.flatten(-2))
         return output

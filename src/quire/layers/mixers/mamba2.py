@@ -14,12 +14,13 @@ import torch
 
 from quire.formats.weight_format import empty_parameter
 from quire.kernels.activations import ActivationFunction
+from quire.kernels.state_calls import Mamba2Inputs, Mamba2Weights
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.mixers.causal_conv import CausalConv
 from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import OperatorModule
 from quire.layers.recurrent import RecurrentModule
-from quire.recurrence.state_specs import Mamba2Spec, Mamba2Weights, ShortConvSpec
+from quire.recurrence.state_specs import Mamba2Spec, ShortConvSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +132,8 @@ class Mamba2Mixer(RecurrentModule, OperatorModule):
         x, b, c = self.conv(xbc).split((inner, grouped, grouped), dim=-1)
         b, c = (part.unflatten(-1, (scan.num_groups, -1)) for part in (b, c))
         weights = Mamba2Weights(-self.A_log.float().exp(), self.D, self.dt_bias)
-        heads_of_x = x.unflatten(-1, (-1, scan.head_dim))
-        scanned = self.states.mamba2(self.layer, heads_of_x, dt, b, c, weights).flatten(-2)
+        inputs = Mamba2Inputs(x.unflatten(-1, (-1, scan.head_dim)), dt, b, c)
+        scanned = self.states.mamba2(self.layer, inputs, weights).flatten(-2)
         output: torch.Tensor = self.out_proj(self._gated(scanned, z))
         return output
 

@@ -17,7 +17,7 @@ from quire.kernels.cpu.states.state_recorder import NativeStates
 from quire.kernels.operators import TORCH_OPERATORS
 from quire.kernels.options import NATIVE_KERNELS
 from quire.kernels.rotary import Angles
-from quire.recurrence.state_specs import Mamba2Weights
+from quire.kernels.state_calls import Mamba2Inputs, Mamba2Weights
 
 NUM_TOKENS, VOCAB = 5, 60
 NO_LAYERS = (abi.AttentionLayer * 0)()
@@ -117,7 +117,7 @@ def test_refuses_what_has_no_operation(kernels: NativeKernels) -> None:
         with pytest.raises(UnrecordableError, match="another backend than the native one"):
             recorder.short_conv(0, rows, random(48, 4), None)
         with pytest.raises(UnrecordableError, match="not a row for each token"):
-            recorder.mamba2(0, x, x, x, x, Mamba2Weights(random(2)))
+            recorder.mamba2(0, Mamba2Inputs(x, x, x, x), Mamba2Weights(random(2)))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -10,7 +10,7 @@ import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recording import address_of
 from quire.kernels.cpu.states import state_abi
 from quire.kernels.rotary import Angles
+from quire.kernels.state_calls import GatedDeltaInputs, Mamba2Inputs, Mamba2Weights, StateCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +40,8 @@ class NativeStates:
     calls: Sequence[ctypes.Structure]
 
 
-class LearnedScan(Protocol):
-    """The learned parameters of a Mamba-2 layer's recurrence."""
-
-    @property
-    def a(self) -> torch.Tensor: ...
-
-    @property
-    def d(self) -> torch.Tensor | None: ...
-
-    @property
-    def dt_bias(self) -> torch.Tensor | None: ...
-
-
-class StateRecorder(OperatorRecorder):
-    """Records the remaining methods of `Operators`, and calls of a state backend."""
+class StateRecorder(OperatorRecorder, StateCalls):
+    """Records the remaining methods of `Operators`, and the calls of recurrent layers."""
 
     def __init__(self, dtype: torch.dtype, states: NativeStates | None = None) -> None:
         """`dtype` is the model's. `states` is None if no layer has states."""
@@ -109,29 +97,13 @@ class StateRecorder(OperatorRecorder):
         self._compute(OpKind.JOIN_TURNED, operand, out, fields, turned, (rotary, angles))
         return out
 
-    def gated_delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> torch.Tensor:
-        """Records the method of `StateBackend`."""
-        gates = tuple(self._wide_operand(part) for part in (g, beta))
-        return self._move(OpKind.GATED_DELTA, layer, (q, k, v), v.shape, gates)
+    def gated_delta(self, layer: int, inputs: GatedDeltaInputs) -> torch.Tensor:
+        q, k, v, *gates = inputs
+        wide = tuple(self._wide_operand(part) for part in gates)
+        return self._move(OpKind.GATED_DELTA, layer, (q, k, v), v.shape, wide)
 
-    def mamba2(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        weights: LearnedScan,
-    ) -> torch.Tensor:
-        """Records the method of `StateBackend`."""
+    def mamba2(self, layer: int, inputs: Mamba2Inputs, weights: Mamba2Weights) -> torch.Tensor:
+        x, dt, b, c = inputs
         step = self._wide_operand(self._wide(OpKind.WIDEN, dt, {}, None))
         learned = {"a": weights.a, "d": weights.d, "dt_bias": weights.dt_bias}
         wide = {
@@ -143,7 +115,6 @@ class StateRecorder(OperatorRecorder):
     def short_conv(
         self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Records the method of `StateBackend`."""
         dense = {"weight": weight.contiguous(), "bias": None if bias is None else bias.contiguous()}
         if any(part is not None and part.dtype != self._dtype for part in dense.values()):
             raise UnrecordableError("a convolution has weights of another dtype than the model")

@@ -32,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.state_calls import GatedDeltaInputs
 from quire.kernels.triton.recurrence.units import (
     StepStates,
     dense_tokens,
@@ -46,23 +47,18 @@ _NARROW_WORDS = 1024
 
 
 def gated_delta_rule(
-    states: StepStates,
-    qk: tuple[torch.Tensor, torch.Tensor],
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    eps: float | None,
+    states: StepStates, inputs: GatedDeltaInputs, *, eps: float | None
 ) -> torch.Tensor:
-    """qk = (q, k), both [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] -> o [T, Hv, dv], v's dtype.
+    """Return o [T, Hv, dv] in v's dtype, and update the states in place.
 
-    The states are updated in place. g is the log of the decay; dv is a multiple of 16. `eps` is
-    added to sums of squares; None means that q and k are not normalized here. Views of fused
-    tensors are read without a copy. Raises ValueError for other shapes.
+    dv is a multiple of 16. `eps` is added to sums of squares; None means that q and k are not
+    normalized here. Views of fused tensors are read without a copy. Raises ValueError for other
+    shapes.
     """
     # First, check the shapes, and copy the tensors that the kernel can't read in place.
-    _check(*qk, v, g, beta)
-    q, k, v = map(dense_tokens, (*qk, v))
+    _check(*inputs)
+    q, k, v, g, beta = inputs
+    q, k, v = map(dense_tokens, (q, k, v))
     g, beta = (x if x.stride(1) == 1 else x.contiguous() for x in (g, beta))
     # Then choose the number of columns for each program, and launch one program for each sequence.
     num_k_heads, key_dim = q.shape[1:]

@@ -15,12 +15,11 @@ Shapes: T tokens, H heads, P their size, N state size, G groups. dtypes: x, b, c
 dt and the weights any of these; states fp32. Called by `recurrence/triton_states`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.state_calls import Mamba2Inputs, Mamba2Weights
 from quire.kernels.triton.recurrence.units import (
     StepStates,
     dense_tokens,
@@ -31,36 +30,22 @@ from quire.kernels.triton.recurrence.units import (
 from quire.kernels.triton.support import next_power_of_two
 
 
-@dataclass(frozen=True, slots=True)
-class ScanWeights:
-    """The weights of a layer, each [H], and the bounds of its steps."""
-
-    #: A of the formula, negative.
-    a: torch.Tensor
-    #: D of the formula; None means zeros.
-    d: torch.Tensor | None
-    #: The bias is added to dt before softplus; None means zeros.
-    dt_bias: torch.Tensor | None
-    #: The bounds to which dt is clamped after the softplus.
-    min_step: float
-    max_step: float
-
-
 def mamba2_scan(
     states: StepStates,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    bc: tuple[torch.Tensor, torch.Tensor],
-    weights: ScanWeights,
+    inputs: Mamba2Inputs,
+    weights: Mamba2Weights,
+    min_step: float,
+    max_step: float,
 ) -> torch.Tensor:
-    """x [T, H, P], dt [T, H] before bias and softplus, b and c [T, G, N] -> [T, H, P] in x's dtype.
+    """Return [T, H, P] in x's dtype, and update the states in place.
 
-    The states are updated in place. P is a multiple of 16. Views of fused tensors are read without
-    a copy. Raises ValueError for other shapes.
+    dt is clamped to [min_step, max_step] after the softplus. P is a multiple of 16. Views of fused
+    tensors are read without a copy. Raises ValueError for other shapes.
     """
     # First, check the shapes, and copy the tensors that the kernel can't read in place.
-    _check(x, dt, *bc, weights)
-    x, b, c = map(dense_tokens, (x, *bc))
+    _check(*inputs, weights)
+    x, dt, b, c = inputs
+    x, b, c = map(dense_tokens, (x, b, c))
     dt = dt if dt.stride(1) == 1 else dt.contiguous()
     # Then choose the number of columns for each program, and launch one program for each sequence.
     num_heads, head_dim = x.shape[1:]
@@ -81,8 +66,8 @@ def mamba2_scan(
         b.stride(0),
         c.stride(0),
         *states.arguments,
-        MIN_STEP=weights.min_step,
-        MAX_STEP=weights.max_step,
+        MIN_STEP=min_step,
+        MAX_STEP=max_step,
         H=num_heads,
         P=head_dim,
         G=num_groups,
@@ -96,7 +81,7 @@ def mamba2_scan(
 
 
 def _check(
-    x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, weights: ScanWeights
+    x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, weights: Mamba2Weights
 ) -> None:
     num_tokens, num_heads, head_dim = x.shape
     if b.shape != c.shape or len(b) != num_tokens or num_heads % b.shape[1] or head_dim % 16:
