@@ -8,10 +8,9 @@ moment without changing its output.
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.core.adapters import BASE_MODEL, NO_SLOT
-from quire.core.constraint import Constraint
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenLogprobs
@@ -95,6 +94,30 @@ class Snapshot(NamedTuple):
 
     num_tokens: int = 0
     digest: bytes = b""
+
+
+class Constraint(Protocol):
+    """Follows a sequence's tokens in its grammar, and says when the sequence ends.
+
+    A pure function of the sequence's parameters and tokens. The engine gives one to each sequence
+    whose request has a grammar; `engine.token_masks` has the implementation.
+    """
+
+    #: An error message if the grammar can't follow the tokens any further, which ends this sequence
+    #: only; else None.
+    error: str | None
+    #: Whether the last token completed the grammar without being an end token.
+    ends_with_text: bool
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next step may be planned, because the next mask will be ready in time."""
+        ...
+
+    def take(self, token_id: int) -> bool:
+        """Follow the sequence's next token. Returns whether the sequence ends with it: because the
+        grammar is complete, the token is an end token, or an error occurred."""
+        ...
 
 
 class Sequence:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
-from quire.core.constraint import Constraint
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.scheduling.step_results import failure
-from quire.core.sequence import Sequence, SequenceState
+from quire.core.sequence import Constraint, Sequence, SequenceState
 from quire.engine.token_masks import (
     NO_MASKS,
     FollowedGrammar,

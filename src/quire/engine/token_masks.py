@@ -40,7 +40,7 @@ class FollowedGrammar(Protocol):
 
 
 class GrammarConstraint:
-    """Follows one sequence's tokens in its grammar; implements `core.constraint.Constraint`.
+    """Follows one sequence's tokens in its grammar; implements `core.sequence.Constraint`.
 
     Invariant: `_early`, if not None, computes the mask after all present tokens.
     """
