@@ -19,7 +19,7 @@ from tests.engine.test_hybrid_law import (
 from tests.engine.tier_law import eager
 
 from quire.assembly import build
-from quire.engine.sleep import sleep, wake_up
+from quire.engine.engine import sleep, wake_up
 from quire.offline.llm import LLM
 
 __all__ = ["alone", "folder"]

@@ -8,7 +8,7 @@ from tests.engine.test_engine import MODEL, make_engine, request, run
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import MissReason, PrefixMiss, Sequence
-from quire.engine.engine import RequestTimes
+from quire.engine.request_times import RequestTimes
 from quire.observability.histogram import DURATION_BOUNDS_S, Histogram
 from quire.simulation.fakes.fake_runner import Faults
 

@@ -10,27 +10,25 @@ drops the tokens that this step samples for it.
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from quire.core.adapters import BASE_MODEL
 from quire.core.memory.memory_report import BlockMap, MemoryReport, block_map, memory_report
 from quire.core.request import Request, SequenceOutput, check_pooling, check_prompt, check_resumed
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.scheduler import Scheduler
-from quire.core.sequence import PrefixMiss, Sequence, counted_as, make_sequences
+from quire.core.sequence import PrefixMiss, Sequence, make_sequences
 from quire.core.step import Runner, StepPlan, StepResult
 from quire.engine.adapter_work import AdapterWork
 from quire.engine.grammar_work import GrammarWork
-from quire.engine.kv_memory import KVMemory
+from quire.engine.request_times import RequestTimes
 from quire.engine.stats import EngineStats, StatsLog
 from quire.engine.step_clock import Landing, LaunchedStep, OnStep, StepClock, StepMembers
 from quire.engine.tier_work import TierWork
 from quire.engine.utilization import Utilization
 from quire.errors import InvalidRequestError
-from quire.observability.histogram import Histogram
 from quire.observability.log import get_logger
 from quire.observability.step_trace import (
     STEP_LOGGER,
@@ -48,6 +46,18 @@ STEP_FAILED = (
 NUM_REMEMBERED_MISSES = 1024
 
 logger: logging.Logger = get_logger(__name__)
+
+
+class KVMemory(Protocol):
+    """Memory of the KV cache that can be released: `runtime.model_runner` has it in one process."""
+
+    def release_memory(self) -> None:
+        """Give the memory back; its contents are lost."""
+        ...
+
+    def restore_memory(self) -> None:
+        """Allocate the memory again. Raises InsufficientMemoryError."""
+        ...
 
 
 class Engine:
@@ -86,8 +96,8 @@ class Engine:
         self.on_step: OnStep | None = None
         self.grammars = GrammarWork(None, limits.end_token_ids)
         self.adapters = AdapterWork(scheduler)
-        #: KV memory that can be given back while the engine sleeps (`engine.sleep`); None if the
-        #: memory can't be given back.
+        #: KV memory that can be given back while the engine sleeps (`sleep`); None if the memory
+        #: can't be given back.
         self.kv_memory: KVMemory | None = None
         #: Whether the engine has given its KV memory back.
         self.is_asleep = False
@@ -440,90 +450,37 @@ def _holders(scheduler: Scheduler) -> list[Sequence]:
     return [*scheduler.running, *scheduler.waiting]
 
 
-class RequestTimes:
-    """Durations of requests' phases: how long they wait, compute their prompts and decode.
+def sleep(engine: Engine) -> None:
+    """Give the memory of the KV cache back, with all cached, pinned and public contents.
 
-            arrival ──queue──> first scheduled ──prefill──> first token ──decode──> end
-
-    Queue and prefill belong to a request and are counted once, with its first token: those of the
-    branch that returned it, whose work the others share. Decode belongs to each branch. A
-    preemption lengthens the phase in which it happens. A request that was resumed after a crash
-    counts from its second arrival. An aborted request counts with the phases that it completed.
-
-    Keeps histograms and counts since the engine began, in fixed memory except for one number for
-    each branch that decodes. Invariant: `_first_tokens` has a request exactly while one of its
-    branches has returned a token and the engine still knows the request.
+    The engine keeps its weights, and tiers keep their contents. Requests are refused until
+    `wake_up`. A sleeping engine is left alone. Raises InvalidRequestError while requests are
+    running, if several processes hold the memory, and while a read or write of the cache folder
+    hangs, which might still touch the memory.
     """
-
-    def __init__(self) -> None:
-        self.queue_s = Histogram()
-        self.prefill_s = Histogram()
-        self.decode_s = Histogram()
-        self.step_s = Histogram()
-        self.num_computed_tokens = 0
-        self.num_generated_tokens = 0
-        #: Number of requests, by the reason why the cache had no more of their prompts.
-        self.prefix_misses: Counter[str] = Counter()
-        # Engine time of the first token, by request and branch.
-        self._first_tokens: dict[str, dict[int, float]] = {}
-
-    def on_step(self, elapsed_s: float, num_tokens: int) -> None:
-        """Record a step that succeeded, took elapsed_s in all and computed num_tokens."""
-        self.step_s.observe(elapsed_s)
-        self.num_computed_tokens += num_tokens
-
-    def on_outputs(
-        self,
-        outputs: list[SequenceOutput],
-        requests: Mapping[str, list[Sequence]],
-        now_s: float,
-    ) -> None:
-        """Record the outputs of a step.
-
-        requests: the branches of all known requests, including those that have just ended. now_s:
-        engine time.
-        """
-        for output in outputs:
-            num_tokens = len(output.token_ids)
-            if not num_tokens and output.pooled is None:
-                continue
-            self.num_generated_tokens += num_tokens
-            request_id, branch_index = output.request_id, output.branch_index
-            begun = self._first_tokens.get(request_id)
-            if begun is None:
-                begun = self._first_tokens[request_id] = {}
-                self._begin(requests[request_id], branch_index, now_s)
-            if branch_index not in begun:
-                begun[branch_index] = now_s
-            elif output.finish_reason is not None:
-                self.decode_s.observe(now_s - begun[branch_index])
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request that the engine no longer knows."""
-        self._first_tokens.pop(request_id, None)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The histograms by name, as msgpack can hold them."""
-        return {
-            "queue_s": self.queue_s.as_dict(),
-            "prefill_s": self.prefill_s.as_dict(),
-            "decode_s": self.decode_s.as_dict(),
-            "step_s": self.step_s.as_dict(),
-        }
-
-    def _begin(self, branches: list[Sequence], branch_index: int, now_s: float) -> None:
-        """Count a request's first token.
-
-        A beam search returns all of its tokens at its end, so its prefill and decoding can't be
-        told apart: only its queue time is counted.
-        """
-        first = next(
-            (branch for branch in branches if branch.branch_index == branch_index), branches[0]
+    if engine.kv_memory is None:
+        raise InvalidRequestError(
+            "this engine can't sleep: several processes hold its KV cache; end them instead"
         )
-        if first.miss is not None:
-            self.prefix_misses[counted_as(first.miss.reason).value] += 1
-        if first.first_scheduled_s is None:
-            return
-        self.queue_s.observe(first.first_scheduled_s - first.arrival_s)
-        if not first.is_beam:
-            self.prefill_s.observe(now_s - first.first_scheduled_s)
+    if engine.has_work():
+        raise InvalidRequestError("requests are under way; let them end, or abort them, first")
+    if not engine.is_asleep:
+        engine.tier_work.drain()  # contents that can't be stored in time are computed again later
+        if not engine.tier_work.wait_for_moves():
+            raise InvalidRequestError(
+                "the engine can't sleep yet: a read or write of the cache folder hangs; try again"
+                " later, or end the process"
+            )
+        engine.scheduler.memory.prefixes.clear()
+        engine.kv_memory.release_memory()
+        engine.is_asleep = True
+
+
+def wake_up(engine: Engine) -> None:
+    """Allocate the memory again; an awake engine is left alone.
+
+    Raises InsufficientMemoryError; then the engine stays asleep.
+    """
+    if engine.is_asleep and engine.kv_memory is not None:
+        engine.kv_memory.restore_memory()
+        engine.is_asleep = False

@@ -42,7 +42,7 @@ class EngineStats:
     tiers: dict[str, Any] = field(default_factory=dict)
     #: The counts of `AdapterWork.counts`; empty without adapters.
     adapters: dict[str, Any] = field(default_factory=dict)
-    #: Histograms by name (see `engine.RequestTimes`), each with bounds, counts and sum.
+    #: Histograms by name (see `request_times.RequestTimes`), each with bounds, counts and sum.
     times: dict[str, Any] = field(default_factory=dict)
     #: The result of `Utilization.as_dict`.
     utilization: dict[str, Any] = field(default_factory=dict)

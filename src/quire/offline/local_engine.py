@@ -15,8 +15,7 @@ from quire.compat.methods import COMPAT_METHODS
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.sampling_params import SamplingParams
-from quire.engine.engine import Engine
-from quire.engine.sleep import sleep, wake_up
+from quire.engine.engine import Engine, sleep, wake_up
 from quire.errors import InvalidRequestError, unknown_name
 from quire.observability.log import configure
 from quire.offline.engine_metrics import Metric, metrics_of

@@ -1,0 +1,98 @@
+"""Counts tokens, and measures how long requests wait, compute their prompts and decode."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from quire.core.request import SequenceOutput
+from quire.core.sequence import Sequence, counted_as
+from quire.observability.histogram import Histogram
+
+
+class RequestTimes:
+    """Durations of requests' phases: how long they wait, compute their prompts and decode.
+
+            arrival ──queue──> first scheduled ──prefill──> first token ──decode──> end
+
+    Queue and prefill belong to a request and are counted once, with its first token: those of the
+    branch that returned it, whose work the others share. Decode belongs to each branch. A
+    preemption lengthens the phase in which it happens. A request that was resumed after a crash
+    counts from its second arrival. An aborted request counts with the phases that it completed.
+
+    Keeps histograms and counts since the engine began, in fixed memory except for one number for
+    each branch that decodes. Invariant: `_first_tokens` has a request exactly while one of its
+    branches has returned a token and the engine still knows the request.
+    """
+
+    def __init__(self) -> None:
+        self.queue_s = Histogram()
+        self.prefill_s = Histogram()
+        self.decode_s = Histogram()
+        self.step_s = Histogram()
+        self.num_computed_tokens = 0
+        self.num_generated_tokens = 0
+        #: Number of requests, by the reason why the cache had no more of their prompts.
+        self.prefix_misses: Counter[str] = Counter()
+        # Engine time of the first token, by request and branch.
+        self._first_tokens: dict[str, dict[int, float]] = {}
+
+    def on_step(self, elapsed_s: float, num_tokens: int) -> None:
+        """Record a step that succeeded, took elapsed_s in all and computed num_tokens."""
+        self.step_s.observe(elapsed_s)
+        self.num_computed_tokens += num_tokens
+
+    def on_outputs(
+        self,
+        outputs: list[SequenceOutput],
+        requests: Mapping[str, list[Sequence]],
+        now_s: float,
+    ) -> None:
+        """Record the outputs of a step.
+
+        requests: the branches of all known requests, including those that have just ended. now_s:
+        engine time.
+        """
+        for output in outputs:
+            num_tokens = len(output.token_ids)
+            if not num_tokens and output.pooled is None:
+                continue
+            self.num_generated_tokens += num_tokens
+            request_id, branch_index = output.request_id, output.branch_index
+            begun = self._first_tokens.get(request_id)
+            if begun is None:
+                begun = self._first_tokens[request_id] = {}
+                self._begin(requests[request_id], branch_index, now_s)
+            if branch_index not in begun:
+                begun[branch_index] = now_s
+            elif output.finish_reason is not None:
+                self.decode_s.observe(now_s - begun[branch_index])
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that the engine no longer knows."""
+        self._first_tokens.pop(request_id, None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The histograms by name, as msgpack can hold them."""
+        return {
+            "queue_s": self.queue_s.as_dict(),
+            "prefill_s": self.prefill_s.as_dict(),
+            "decode_s": self.decode_s.as_dict(),
+            "step_s": self.step_s.as_dict(),
+        }
+
+    def _begin(self, branches: list[Sequence], branch_index: int, now_s: float) -> None:
+        """Count a request's first token.
+
+        A beam search returns all of its tokens at its end, so its prefill and decoding can't be
+        told apart: only its queue time is counted.
+        """
+        first = next(
+            (branch for branch in branches if branch.branch_index == branch_index), branches[0]
+        )
+        if first.miss is not None:
+            self.prefix_misses[counted_as(first.miss.reason).value] += 1
+        if first.first_scheduled_s is None:
+            return
+        self.queue_s.observe(first.first_scheduled_s - first.arrival_s)
+        if not first.is_beam:
+            self.prefill_s.observe(now_s - first.first_scheduled_s)
