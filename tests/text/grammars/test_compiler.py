@@ -9,10 +9,9 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import GrammarTooComplexError, InvalidRequestError
 from quire.text.grammars import compiler as compiler_module
 from quire.text.grammars.compiler import GrammarCompiler
-from quire.text.grammars.forcing import with_forced_tokens
+from quire.text.grammars.grammar_header import with_forced_tokens, with_origin
 from quire.text.grammars.grammar_text import grammar_of
 from quire.text.grammars.lark import literal
-from quire.text.grammars.origin import with_origin
 from quire.text.tokenizer import Tokenizer
 
 

@@ -14,9 +14,8 @@ from quire.errors import InvalidRequestError
 from quire.text.grammars.check import fault_text, readable
 from quire.text.grammars.deep_stack import GrammarEngineFaultError, on_deep_stack
 from quire.text.grammars.domain_cache import DomainCache
-from quire.text.grammars.forcing import with_options
+from quire.text.grammars.grammar_header import origin_of, with_options
 from quire.text.grammars.limits import parser_limits
-from quire.text.grammars.origin import origin_of
 from quire.text.grammars.state import GrammarState
 from quire.text.grammars.vocabulary import GrammarVocabulary
 from quire.text.tokenizer import Tokenizer

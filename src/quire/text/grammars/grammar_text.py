@@ -10,6 +10,7 @@ from quire.core.structured_outputs import KINDS, StructuredOutputsParams
 from quire.errors import InvalidRequestError, check_characters
 from quire.text.grammars.caller_grammar import lark_of
 from quire.text.grammars.check import fault_of
+from quire.text.grammars.grammar_header import with_origin
 from quire.text.grammars.intersections.lark_check import check_lark
 from quire.text.grammars.intersections.set_counts import TooManyMembersError
 from quire.text.grammars.lark import expression, literal
@@ -19,7 +20,6 @@ from quire.text.grammars.limits import (
     MAX_GRAMMAR_BYTES,
     MAX_LARK_CHARACTERS,
 )
-from quire.text.grammars.origin import with_origin
 from quire.text.grammars.schemas.translate import JsonStyle, json_term
 from quire.text.grammars.structural_tags import structural_tag_rules
 

@@ -2,7 +2,8 @@
 
 A state is a pure function of the grammar and of the consumed tokens, so it can be rebuilt from
 these after a crash or a preemption. If several token sequences write the same text, all are
-allowed, unless the grammar forces tokens (`forcing`). Made by `compiler`; used by the engine.
+allowed, unless the grammar forces tokens (`grammar_header`). Made by `compiler`; used by the
+engine.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,8 +11,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.text.grammars.forcing import with_forced_tokens
-from quire.text.grammars.origin import with_origin
+from quire.text.grammars.grammar_header import with_forced_tokens, with_origin
 from quire.text.parsers.call_forms import AnswerMarks, AnyCallForm, ChannelForm, Reasoning
 from quire.text.parsers.grammars.message_rules import ChannelRules, PlainRules, wanted_of
 from quire.text.parsers.grammars.rules import MarkTokens, Rules

@@ -1,6 +1,7 @@
 """The records of one namespace: segments on disk, within a budget.
 
-One thread calls `append`, `prepare_to_write` and `seal`; any thread may call `read` and use `index`.
+One thread calls `append`, `prepare_to_write` and `seal`; any thread may call `read` and use
+`index`.
 
 The index has the records that this process has written and those that `read_segment` found. A
 record is returned only if its payload has the digest of the index. So a record that was damaged
@@ -88,7 +89,8 @@ class SegmentStore:
 
     Invariant: `used_bytes` is the size of all segments in the folder, with the footer that the open
     segment will get. It is at most `budget_bytes`, plus REWRITTEN_SHARE of a segment while a
-    segment is evicted. Until `prepare_to_write` it may also include the excess of an earlier, larger budget.
+    segment is evicted. Until `prepare_to_write` it may also include the excess of an earlier,
+    larger budget.
     """
 
     def __init__(
