@@ -21,7 +21,7 @@ from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.mlp import MLP
 from quire.layers.norm import RMSNorm
-from quire.layers.recurrent import RecurrentModule
+from quire.layers.operator_module import RecurrentModule
 from quire.layers.residual import ResidualStream
 from quire.models.checkpoints.loader import checkpoint_slots
 from quire.models.config import ModelConfig

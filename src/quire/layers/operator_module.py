@@ -1,4 +1,4 @@
-"""The base of modules that compute norms, activations and rotations by replaceable operators."""
+"""Base classes of modules that compute with replaceable operators and recurrent states."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from quire.formats.weight_format import LinearMethod
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.operators import TORCH_OPERATORS, Operators
+from quire.kernels.state_calls import StateCalls
 from quire.layers.linear import Linear
-from quire.layers.recurrent import RecurrentModule
 
 
 class OperatorModule(nn.Module):
@@ -21,6 +21,17 @@ class OperatorModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.operators: Operators = TORCH_OPERATORS
+
+
+class RecurrentModule(nn.Module):
+    """A layer with a state for each sequence. `layer` is its index in `recurrent_specs`."""
+
+    #: Updates the states in the planned step; set by `TextModel.use_states`.
+    states: StateCalls
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
 
 
 def use_operators(model: nn.Module, operators: Operators) -> None:

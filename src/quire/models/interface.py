@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from quire.attention.interface import AttentionCall, AttentionSpec
-from quire.layers.operator_module import OperatorModule
-from quire.layers.recurrent import RecurrentModule
+from quire.layers.operator_module import OperatorModule, RecurrentModule
 from quire.models.config import ModelConfig
 from quire.recurrence.state_backend import RecurrentSpec, StateBackend
 

@@ -7,7 +7,7 @@ of this folder. Shapes: T tokens, C channels, W width.
 import torch
 
 from quire.layers.fused_parameter import FusedParameter
-from quire.layers.recurrent import RecurrentModule
+from quire.layers.operator_module import RecurrentModule
 from quire.recurrence.state_specs import ShortConvSpec
 
 

@@ -17,8 +17,7 @@ from quire.kernels.state_calls import GatedDeltaInputs
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.mixers.causal_conv import CausalConv
 from quire.layers.norm import RMSNorm
-from quire.layers.operator_module import OperatorModule
-from quire.layers.recurrent import RecurrentModule
+from quire.layers.operator_module import OperatorModule, RecurrentModule
 from quire.recurrence.state_specs import GatedDeltaSpec, ShortConvSpec
 
 
