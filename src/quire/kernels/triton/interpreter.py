@@ -23,6 +23,8 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import interpreter
 
+from quire.kernels.triton.interpreter_speed import LaunchPatches, numpy_types, patch_builtin
+
 #: Stands for a function, since the interpreter patches the modules among a function's globals.
 _LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
@@ -115,19 +117,19 @@ def compute_as_gpus_do() -> None:
         return interpreter.TensorHandle(multiply_add(a.data, b.data, c.data), tl.float32)
 
     def launch_silently(self: Any, *arguments: Any, **options: Any) -> None:
-        scope = interpreter._patch_lang(_LANGUAGE)
-        try:
-            with np.errstate(all="ignore"):
-                launch(self, *arguments, **options)
-        finally:
-            scope.restore()
+        with patches, np.errstate(all="ignore"):
+            launch(self, *arguments, **options)
 
     # Then replace them.
     builder.cast_impl, builder.binary_op = cast_rounded, compute_wide
     builder.create_dot, builder.create_fma = dot_in_order, fuse_exactly
     interpreter.GridExecutor.__call__ = launch_silently
     interpreter.InterpretedFunction.__call__ = _call_inside
+    interpreter._get_np_dtype = numpy_types()
+    interpreter._patch_attr = patch_builtin
     _index_scalars()
+    patches = LaunchPatches(interpreter._patch_lang, _LANGUAGE)
+    interpreter._patch_lang = lambda _function: patches
     # The overflow check would run for every sum and product of integers, and is only asserted under
     # `debug`.
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
