@@ -13,7 +13,7 @@ as in the reference, these kernels run after `scan_logits`:
     finish  top_p: if the winner is outside of the nucleus, so are all tokens not above it; the
             tokens above race again, in one program a line, until the winner is inside
 
-The launches do not depend on results, so the host waits for nothing: the kernels of `settle` and
+The launches do not depend on results, so the host waits for nothing: the kernels of `settle_kernel` and
 `finish` loop on the device. Each winner outside the nucleus removes half of the weight outside, on
 average.
 
