@@ -21,7 +21,7 @@ INPUTS = ("pyproject.toml", "requirements.lock", "constraints.txt")
 NATIVE = Path("src", "quire", "kernels", "cpu")
 NATIVE_INPUTS = (
     *("build.py", "csrc/table.cpp", "csrc/simd.h"),
-    *("csrc/threads/pool.cpp", "csrc/attention/compact/compact.h"),
+    *("csrc/threads/pool.cpp", "csrc/attention/quantized/quantized.h"),
 )
 # Answers `build.py --digest` by the real Python, and prints every other command of Python.
 PYTHON = f'case "$*" in *--digest*) exec "{sys.executable}" "$@"; esac; '

@@ -108,14 +108,14 @@ def dequantize(gguf: Path, to: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    coded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     # transformers saves no model that it has read from a GGUF file, so its numbers are copied.
-    config = coded.config
+    config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     vars(config).pop("_model_name_or_path", None)  # the file's own name of the model
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(coded.state_dict())
+    model.load_state_dict(loaded.state_dict())
     model.save_pretrained(to)
     tokenizer = AutoTokenizer.from_pretrained(**place)
     # transformers doesn't read the file's tokenizer.ggml.pre, smollm: each digit is by itself.

@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quire.formats.coded import CHUNK_INPUTS, CodedMethods
-from quire.formats.codes import Coding
+from quire.formats.block_quantized.linear_methods import CHUNK_INPUTS, BlockQuantizedMethods
+from quire.formats.block_quantized.weights import BlockFormat
 from quire.formats.dense import DenseMethod
 from quire.formats.weight_format import LinearModule
 from quire.kernels.quantize import quantize_groups
@@ -248,28 +248,30 @@ def quire_logits(folder: Path, methods: LinearMethods) -> torch.Tensor:
 
 
 def reference_logits(
-    numbers: Numbers, dtype: torch.dtype, codings: Mapping[str, Coding] | None = None
+    numbers: Numbers, dtype: torch.dtype, block_formats: Mapping[str, BlockFormat] | None = None
 ) -> torch.Tensor:
-    """codings: of weights that are multiplied as quire does, by what rounds their inputs."""
+    """block_formats: of weights that are multiplied as quire does, by what rounds their inputs."""
     model = original(torch.float32)  # whose rotations are not rounded
     with torch.inference_mode():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(dtype))
         for name, weight in numbers.items():
-            model.get_parameter(name).copy_(weight if codings else weight.to(dtype))
-        for name, coding in (codings or {}).items():
+            model.get_parameter(name).copy_(weight if block_formats else weight.to(dtype))
+        for name, block_format in (block_formats or {}).items():
             linear = model.get_submodule(name.removesuffix(".weight"))
-            linear.register_forward_pre_hook(partial(round_inputs, coding))
+            linear.register_forward_pre_hook(partial(round_inputs, block_format))
         return model(token_batches(1)[0][:, :NUM_TOKENS]).logits[0]
 
 
-def round_inputs(coding: Coding, _: torch.nn.Module, given: tuple[torch.Tensor]) -> torch.Tensor:
+def round_inputs(
+    block_format: BlockFormat, _: torch.nn.Module, given: tuple[torch.Tensor]
+) -> torch.Tensor:
     (x,) = given
     rows = x.flatten(0, -2)
     order = torch.arange(x.shape[-1])
-    if coding.input_order is not None:
-        order = coding.input_order.inputs().long()
-    size = x.shape[-1] if coding.is_int8 else CHUNK_INPUTS
+    if block_format.input_order is not None:
+        order = block_format.input_order.inputs().long()
+    size = x.shape[-1] if block_format.is_int8 else CHUNK_INPUTS
     q, scales = quantize_groups(rows[:, order], size)
     rounded = (q * scales[..., None]).flatten(1)
     return torch.empty_like(rows).index_copy_(1, order, rounded).view_as(x)
@@ -284,10 +286,14 @@ def compare(folder: Path, numbers: Numbers) -> str:
     assert config.quantized is not None and config.dtype is not None
     dtype = config.dtype
     expected = reference_logits(numbers, dtype)
-    codings = {name: checkpoint.coding(name) for name in checkpoint.names}
-    kept = {name: coding for name, coding in codings.items() if coding is not None}
+    block_formats = {name: checkpoint.block_format(name) for name in checkpoint.names}
+    kept = {
+        name: block_format
+        for name, block_format in block_formats.items()
+        if block_format is not None
+    }
     method = _Rounded(dtype)
-    as_codes = quire_logits(folder, LinearMethods(method, coded=CodedMethods()))
+    as_codes = quire_logits(folder, LinearMethods(method, block_quantized=BlockQuantizedMethods()))
     alike = reference_logits(as_fp32(checkpoint, kept, numbers), dtype, kept)
     return (
         f"{config.quantized.method:20}"
@@ -299,7 +305,9 @@ def compare(folder: Path, numbers: Numbers) -> str:
     )
 
 
-def as_fp32(checkpoint: CheckpointSource, kept: Mapping[str, Coding], numbers: Numbers) -> Numbers:
+def as_fp32(
+    checkpoint: CheckpointSource, kept: Mapping[str, BlockFormat], numbers: Numbers
+) -> Numbers:
     """The tool's numbers, of which those that stay codes are not rounded to the model's dtype; they
     must be the same but for that."""
     found = dict(numbers)

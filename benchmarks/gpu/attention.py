@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.gpu.harness import Bench
 from quire.attention.backends import select
-from quire.attention.compact_kv import rotate_vectors
 from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
@@ -21,10 +20,11 @@ from quire.attention.interface import (
     GroupBatch,
     LayerKV,
 )
+from quire.attention.quantized_kv import rotate_vectors
 from quire.attention.reference import attend_sequences
 from quire.attention.triton_paged import kv_pages
-from quire.kernels.triton.attention.compact import CODE_DTYPES, quantize_tokens
 from quire.kernels.triton.attention.latent_write import latent_write
+from quire.kernels.triton.attention.quantized_kv import CODE_DTYPES, quantize_tokens
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
 # ||out - reference|| / ||reference||: the kernels accumulate in fp32 and round once, to the dtype.

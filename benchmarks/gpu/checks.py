@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import adapters, attention, coded, kernels, states
+from benchmarks.gpu import adapters, attention, block_quantized, kernels, states
 from benchmarks.gpu.harness import Bench, Row
 
 MOST_PROCESSES = 14
@@ -57,8 +57,11 @@ def all_checks(bench: Bench) -> list[Check]:
     ]
     found += [Check(name, run) for name, run in kernels.ONCE.items()]
     found += [
-        Check(f"codes: {coding.name}", partial(coded.check_coding, coding=coding))
-        for coding in coded.CODINGS[: 1 if bench.small else None]
+        Check(
+            f"codes: {block_format.name}",
+            partial(block_quantized.check_block_format, block_format=block_format),
+        )
+        for block_format in block_quantized.BLOCK_FORMATS[: 1 if bench.small else None]
     ]
     return found + [Check(f"attention: {case.name}", case=case) for case in attention.cases(bench)]
 

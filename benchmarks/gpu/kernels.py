@@ -2,7 +2,8 @@
 
 Where a reference fixes each rounding the bound is a few units in the last place; where sums differ
 in order it is the error of rounding the operands. Attention is in `attention.py`, recurrent layers
-are in `states.py`, linears of a checkpoint's codes in `coded.py`, adapters in `adapters.py`.
+are in `states.py`, linears of block-quantized weights in `block_quantized.py`, adapters in
+`adapters.py`.
 """
 
 from collections.abc import Callable
@@ -52,7 +53,11 @@ COVERS = {
         *("matmul", "skinny_matmul", "int8_matmul", "int4_matmul"),
         *("quantize_groups", "quantize_rows"),
     ),
-    "coded linears": ("coded_matmul", "grouped_coded_matmul", "coded_rows"),
+    "block-quantized linears": (
+        "block_quantized_matmul",
+        "grouped_block_quantized_matmul",
+        "block_quantized_rows",
+    ),
     "adapters": ("adapter_matmul",),
     "experts": ("grouped_matmul", "grouped_int8_matmul", "grouped_int4_matmul"),
     "sampling": (*("scan_logits", "gumbel_sample", "edit_logits", "penalties", "token_logprobs"),),

@@ -54,7 +54,7 @@ SECTIONS = {
         (
             "benchmarks.gpu.attention:measure_attention",
             "benchmarks.gpu.kernels:measure_kernels",
-            "benchmarks.gpu.coded:measure_coded",
+            "benchmarks.gpu.block_quantized:measure_block_quantized",
             "benchmarks.gpu.states:measure_states",
         ),
         100,

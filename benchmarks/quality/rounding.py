@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tests.real_weights import MODELS
 
-from benchmarks.quality.coded import windows
+from benchmarks.quality.block_quantized import windows
 from quire.attention.kv_rounding import divergence
 from quire.kernels.quantize import quantize_groups, quantize_int4, rotate_blocks, rotation_size
 

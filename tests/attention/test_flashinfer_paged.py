@@ -210,6 +210,6 @@ def test_the_package_where_it_is_has_the_arguments_of_the_stand_in():
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_compact_pages_are_refused_by_name(dtype):
+def test_quantized_pages_are_refused_by_name(dtype):
     with pytest.raises(ConfigurationError, match=f"flashinfer.* can't read pages of {dtype}"):
         FlashInferAttention.page_format(make_spec(8, 2, 128), 16, dtype)

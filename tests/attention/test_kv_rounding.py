@@ -1,9 +1,8 @@
-"""What compact formats keep, and whole-sequence attention against the float64 reference."""
+"""What quantized formats keep, and whole-sequence attention against the float64 reference."""
 
 import pytest
 import torch
 
-from quire.attention.compact_kv import rotate_vectors
 from quire.attention.interface import AttentionSpec
 from quire.attention.kv_rounding import (
     KV_ROUNDINGS,
@@ -11,6 +10,7 @@ from quire.attention.kv_rounding import (
     RoundedAttention,
     divergence,
 )
+from quire.attention.quantized_kv import rotate_vectors
 from quire.attention.reference import attend_dense
 from quire.attention.whole_sequence import PIECE_QUERIES
 from quire.errors import ConfigurationError

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from tests.attention.paged import PagedStep
 
-from quire.attention.compact_kv import rotate_vectors
+from quire.attention.quantized_kv import rotate_vectors
 from quire.attention.triton_paged import kv_pages
 from quire.kernels.rotary import rotate
-from quire.kernels.triton.attention.compact import quantize_tokens
+from quire.kernels.triton.attention.quantized_kv import quantize_tokens
 
 CODE_FORMATS = (torch.int8, torch.float8_e4m3fn)
 
@@ -65,7 +65,7 @@ class TritonStep(PagedStep):
 
 
 @dataclass
-class CompactStep(TritonStep):
+class QuantizedStep(TritonStep):
     """`dtype` is of the pages, `q_dtype` of q, k and v. The oracle attends what the reference
     quantizer leaves of K and V: what is compared is attention, not the format."""
 

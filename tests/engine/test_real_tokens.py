@@ -9,7 +9,7 @@ from tests.engine.reference import assert_greedy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.core.sampling_params import SamplingParams
-from quire.formats.coded import CodedMethods
+from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
 from quire.models.checkpoints.readers import open_checkpoint
 from quire.offline.llm import LLM
 
@@ -94,5 +94,5 @@ def test_tokens_of_the_gguf_files_numbers_equal(
                 parameters[name].copy_(rows)
     assert len(source.names) == len(parameters) == 272
     # Products of codes would round activations.
-    monkeypatch.setattr(CodedMethods, "of", lambda *_: None)
+    monkeypatch.setattr(BlockQuantizedMethods, "of", lambda *_: None)
     assert_tokens_equal(LLM(str(smollm2_gguf), **OPTIONS), reference, every=5)

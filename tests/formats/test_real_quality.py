@@ -8,17 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.quality.coded import quality, read, said, windows
-from tests.coded_copies import GGUF_TYPES, gguf_copy
+from benchmarks.quality.block_quantized import quality, read, said, windows
 from tests.gguf_encoders import encode
 from tests.gguf_writer import TYPE_IDS
 from tests.models.checkpoints.quantized.writers import rounded, side_by_side
+from tests.quantized_copies import GGUF_TYPES, gguf_copy
 from transformers import AutoModelForCausalLM
 
 from quire.bench.quality.comparison import Quality, Reference
 from quire.bench.quality.windows import Window
-from quire.formats.coded import CodedMethods
-from quire.formats.codes import CodedRows, Codes, Coding, PlainCodedRows
+from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
+from quire.formats.block_quantized.weights import (
+    BlockFormat,
+    BlockQuantizedRows,
+    PlainQuantizedRows,
+    UnpackedRows,
+)
 from quire.formats.weight_format import LinearModule
 from quire.hub.gguf.storage_types import STORAGE_TYPES
 from quire.kernels.cpu.library import NativeKernels
@@ -57,25 +62,25 @@ def samples(smollm2: Path) -> Iterator[dict[str, Sample]]:
     yield found
 
 
-def of_blocks(kind: str, weight: torch.Tensor) -> CodedRows:
+def of_blocks(kind: str, weight: torch.Tensor) -> BlockQuantizedRows:
     raw = torch.from_numpy(encode(kind, weight.numpy()))
     return BlockRows(STORAGE_TYPES[TYPE_IDS[kind]], raw)
 
 
-def of_groups(coding: Coding, weight: torch.Tensor) -> CodedRows:
-    groups = side_by_side(weight.shape[1], coding.group_size)
+def of_groups(block_format: BlockFormat, weight: torch.Tensor) -> BlockQuantizedRows:
+    groups = side_by_side(weight.shape[1], block_format.group_size)
     codes, scales, zeros, _ = rounded(
-        weight, groups, coding.width, not coding.has_zeros, coding.scale_dtype
+        weight, groups, block_format.width, not block_format.has_zeros, block_format.scale_dtype
     )
-    kept = zeros.byte() if coding.has_zeros else None
-    return PlainCodedRows(Codes(coding, codes.byte(), scales, kept))
+    kept = zeros.byte() if block_format.has_zeros else None
+    return PlainQuantizedRows(UnpackedRows(block_format, codes.byte(), scales, kept))
 
 
 GROUPED = {
-    "AWQ, 64": Coding("AWQ", 4, 64, has_zeros=True),
-    "AWQ, 128": Coding("AWQ", 4, 128, has_zeros=True),
-    "W4A16, 64": Coding("W4A16", 4, 64, zero=8, scale_dtype=torch.bfloat16),
-    "W8A16, 128": Coding("W8A16", 8, 128, zero=128, scale_dtype=torch.bfloat16),
+    "AWQ, 64": BlockFormat("AWQ", 4, 64, has_zeros=True),
+    "AWQ, 128": BlockFormat("AWQ", 4, 128, has_zeros=True),
+    "W4A16, 64": BlockFormat("W4A16", 4, 64, zero=8, scale_dtype=torch.bfloat16),
+    "W8A16, 128": BlockFormat("W8A16", 8, 128, zero=128, scale_dtype=torch.bfloat16),
 }
 
 
@@ -84,16 +89,20 @@ def test_products_of_real_inputs(
     name: str, samples: dict[str, Sample], kernels: NativeKernels
 ) -> None:
     for key, (weight, x) in samples.items():
-        coding = GROUPED.get(name)
-        size = STORAGE_TYPES[TYPE_IDS[name]].block_size if coding is None else coding.group_size
+        block_format = GROUPED.get(name)
+        size = (
+            STORAGE_TYPES[TYPE_IDS[name]].block_size
+            if block_format is None
+            else block_format.group_size
+        )
         if weight.shape[1] % size:
             continue
-        rows = of_blocks(name, weight) if coding is None else of_groups(coding, weight)
-        method = CodedMethods(kernels).of(rows.coding)
+        rows = of_blocks(name, weight) if block_format is None else of_groups(block_format, weight)
+        method = BlockQuantizedMethods(kernels).of(rows.block_format)
         assert method is not None
         linear = LinearModule(weight.shape[1], (NUM_OUTPUTS,), has_bias=False)
         method.create(linear, False, torch.float32, torch.device("cpu"))
-        method.load_codes(linear, 0, 0, rows)
+        method.load_quantized(linear, 0, 0, rows)
         method.finish(linear)
         expected = x @ rows.numbers().T
         error = float((method.apply(linear, x) - expected).norm() / expected.norm())

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.formats.coded_samples import CODINGS, random_codes
+from tests.formats.block_quantized_samples import BLOCK_FORMATS, random_codes
 from torch.nn import functional
 
-from quire.formats.coded import CodedMethods
-from quire.formats.codes import PlainCodedRows
+from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
+from quire.formats.block_quantized.weights import PlainQuantizedRows
 from quire.formats.dense import DenseMethod
 from quire.formats.weight_format import TritonLinears
 from quire.kernels.cpu.library import NativeKernels
@@ -126,41 +126,41 @@ class TurnedMethod(DenseMethod):
         return -super().apply(linear, x, out_dtype)
 
 
-def coded_experts(methods: CodedMethods) -> Experts:
+def quantized_experts(methods: BlockQuantizedMethods) -> Experts:
     """gate_up in Q4_K, down in Q6_K, as llama.cpp's Q4_K_M has them."""
     spec = MoESpec(router=RouterSpec(3, 2), intermediate_size=256)
     experts = Experts(256, spec, dtype=torch.float32, device=CPU)
     for seed, (name, linears) in enumerate(
         (("blocks, offsets", experts.linears.gate_up), ("bytes, blocks", experts.linears.down))
     ):
-        method = methods.of(CODINGS[name])
+        method = methods.of(BLOCK_FORMATS[name])
         assert method is not None
         for at, linear in enumerate(linears):
             assert isinstance(linear, Linear)
             linear.use(method, torch.float32, CPU)
-            codes = random_codes(CODINGS[name], linear.output_size, 256, seed=3 * seed + at)
+            codes = random_codes(BLOCK_FORMATS[name], linear.output_size, 256, seed=3 * seed + at)
             for index, size in enumerate(linear.part_sizes):
                 start = linear.part_start(index)
-                rows = PlainCodedRows(codes.rows(start, start + size))
-                method.load_codes(linear, index, 0, rows)
+                rows = PlainQuantizedRows(codes.rows(start, start + size))
+                method.load_quantized(linear, index, 0, rows)
             linear.finish()
     return experts
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["native", "triton"])
-def test_down_may_be_coded_unlike_gate_and_up(
+def test_down_may_have_another_block_format_than_gate_and_up(
     name: str, kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "triton":
         pytest.importorskip("triton")
         linears = TritonLinears(TORCH_OPERATORS, batch_invariant=False)
-        experts = coded_experts(CodedMethods(None, linears))
+        experts = quantized_experts(BlockQuantizedMethods(None, linears))
     else:
-        experts = coded_experts(CodedMethods(kernels))
+        experts = quantized_experts(BlockQuantizedMethods(kernels))
     x, ids = torch.randn(4, 256), torch.tensor([[0, 2], [1, 2], [0, 1], [0, 2]])
     routing = Routing(ids, torch.rand(4, 2))
-    expected = coded_experts(CodedMethods())(x, routing)
+    expected = quantized_experts(BlockQuantizedMethods())(x, routing)
     # Which waits for the device to say who has which experts.
     monkeypatch.setattr("quire.layers.experts.mix_experts", None)
     result = experts(x, routing)

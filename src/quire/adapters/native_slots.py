@@ -14,7 +14,7 @@ from quire.adapters.linear_slots import (
     TorchAdapterKernels,
 )
 from quire.adapters.targets import PartWeights
-from quire.formats.coded import packed_parts
+from quire.formats.block_quantized.linear_methods import packed_parts
 from quire.formats.packed import is_packed
 from quire.formats.weight_format import LinearModule
 from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters, PackedRows, adapter_bytes

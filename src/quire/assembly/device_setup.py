@@ -16,7 +16,7 @@ from quire.adapters.native_slots import NativeAdapterKernels
 from quire.attention.backends import AUTO, FP8, INT8, select
 from quire.attention.interface import AttentionBackend
 from quire.errors import ConfigurationError
-from quire.formats.coded import CodedMethods
+from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
 from quire.formats.registry import load_weight_format
 from quire.formats.weight_format import TritonLinears
 from quire.kernels.cpu.library import NativeKernels
@@ -179,7 +179,7 @@ def choose_setup(
             method,
             dense=load_weight_format(None).method(kernels, linears),
             head=weight_format.head_method(kernels, linears),
-            coded=CodedMethods(kernels, linears),
+            block_quantized=BlockQuantizedMethods(kernels, linears),
             groups_experts=is_triton,
         ),
         attention_backend=options.attention_backend,

@@ -15,7 +15,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from quire.attention.compact_kv import with_scales
 from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
@@ -28,6 +27,7 @@ from quire.attention.interface import (
     plain_page_format,
     rotated,
 )
+from quire.attention.quantized_kv import with_scales
 from quire.attention.shared_prefix import DecodeRows, SharedTiles, shared_runs
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi
@@ -37,8 +37,8 @@ from quire.kernels.rotary import Rotation
 TILE_TOKENS = 256
 """The number of tokens in a tile, as in csrc/attention/attention_kernels.h."""
 
-MAX_COMPACT_DIM = 512
-"""Largest head size of int8 pages: kMostCompactDim in csrc/attention/compact/compact_page.h."""
+MAX_QUANTIZED_DIM = 512
+"""Largest head size of int8 pages: kMaxQuantizedDim in csrc/attention/quantized/rotated.h."""
 
 MIN_SAVED_TILES = 1
 """The number of tile reads that a shared run must save. A run costs less than reading one tile."""
@@ -81,7 +81,7 @@ class CpuPagedAttention(AttentionBackend):
         if spec.head_dim % 2:
             raise ConfigurationError(f"head_dim={spec.head_dim} is odd; the kernels need even ones")
         form = plain_page_format(spec, block_size, dtype, (*abi.DTYPES, torch.int8))
-        return _compact_format(spec, form) if dtype == torch.int8 else form
+        return _quantized_format(spec, form) if dtype == torch.int8 else form
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         bound = [_bound(spec, layer) for spec, layer in zip(specs, layers, strict=True)]
@@ -189,18 +189,18 @@ class CpuPagedAttention(AttentionBackend):
         )
 
 
-def _compact_format(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
+def _quantized_format(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
     if spec.value_dim is not None:
         raise ConfigurationError(
             "the native kernels have no int8 pages for latent layers; choose kv_cache_dtype='auto'"
         )
-    if spec.head_dim > MAX_COMPACT_DIM:
+    if spec.head_dim > MAX_QUANTIZED_DIM:
         raise ConfigurationError(
-            f"head_dim={spec.head_dim} is more than {MAX_COMPACT_DIM}, to which the native kernels'"
-            " sums over int8 pages are exact; choose kv_cache_dtype='auto'"
+            f"head_dim={spec.head_dim} is more than {MAX_QUANTIZED_DIM}, to which the native"
+            " kernels' sums over int8 pages are exact; choose kv_cache_dtype='auto'"
         )
-    # Four dimensions are stored side by side (csrc/attention/compact/compact_page.h). head_dim is
-    # even, so this rounds it up to a multiple of four.
+    # Four dimensions are stored side by side (csrc/attention/quantized/quantized_page.h). head_dim
+    # is even, so this rounds it up to a multiple of four.
     num_bytes = 2 * form.block_size * spec.num_kv_heads * (spec.head_dim + spec.head_dim % 4)
     return with_scales(spec, replace(form, bytes_per_layer=num_bytes))
 
@@ -208,13 +208,13 @@ def _compact_format(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
 def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
     assert layer.pages.dtype == torch.uint8
     assert layer.pages.shape[1] == layer.format.bytes_per_layer
-    is_compact = layer.format.dtype == torch.int8
+    is_quantized = layer.format.dtype == torch.int8
     return abi.AttentionLayer(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_size=layer.format.block_size,
-        # The model's dtype. For compact pages `run` or a program's recorder sets it.
+        # The model's dtype. For quantized pages `run` or a program's recorder sets it.
         dtype=abi.DTYPES.get(layer.format.dtype, abi.DType.F32),
         group=layer.group,
         window=spec.window or 0,
@@ -225,7 +225,7 @@ def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
         page_stride=layer.pages.stride(0),
         value_dim=spec.value_dim or 0,
         v_head_dim=spec.v_head_dim or 0,
-        kv_format=abi.KVFormat.INT8 if is_compact else abi.KVFormat.PLAIN,
+        kv_format=abi.KVFormat.INT8 if is_quantized else abi.KVFormat.PLAIN,
     )
 
 

@@ -1,7 +1,7 @@
 """The interface of attention backends: `plan` once a step, then `run` for each layer.
 
 K and V of a step's tokens are written into the blocks first. Attention then reads stored values
-only, even a token's own, so a compact KV format gives the same result for all chunkings of a
+only, even a token's own, so a quantized KV format gives the same result for all chunkings of a
 prompt. Only the backend knows the layout inside a page.
 
 To add a backend: one file here that implements `AttentionBackend`, one line in `backends.py`.

@@ -1,4 +1,4 @@
-"""Simulates compact KV formats in torch, to measure their loss of quality without pages.
+"""Simulates quantized KV formats in torch, to measure their loss of quality without pages.
 
 A format rounds each token's vector in each head by itself, so vectors read from its pages are a
 pure function of those written. `RoundedAttention` attends a whole sequence with rounded K and V.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.attention.compact_kv import quantize_vectors, rotate_vectors, widen_codes
 from quire.attention.interface import AttentionSpec
+from quire.attention.quantized_kv import quantize_vectors, rotate_vectors, widen_codes
 from quire.attention.whole_sequence import WholeSequence, log_weights, mixed_values
 from quire.errors import ConfigurationError
 
@@ -28,7 +28,7 @@ _SMALLEST = 1e-30
 
 
 def round_int8(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] fp32 -> the vectors as read from int8 pages; see `compact_kv`."""
+    """x [..., D] fp32 -> the vectors as read from int8 pages; see `quantized_kv`."""
     return widen_codes(*quantize_vectors(x))
 
 
@@ -80,7 +80,7 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KVRounding:
-    """A compact format of K and V."""
+    """A quantized format of K and V."""
 
     apply: Rounding
     #: The number of bits of an element.
@@ -89,7 +89,7 @@ class KVRounding:
     num_factors: int = 1
     #: The number of elements in a group; None if a vector is one group.
     group: int | None = None
-    #: Whether keys are rotated before they are rounded, as in `compact_kv.py`.
+    #: Whether keys are rotated before they are rounded, as in `quantized_kv.py`.
     rotates_keys: bool = False
 
     def of_keys(self, x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ KV_ROUNDINGS: Mapping[str, KVRounding] = {
 
 
 class RoundedAttention(WholeSequence):
-    """Attends K and V as they are read from a compact format's pages."""
+    """Attends K and V as they are read from a quantized format's pages."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], form: KVRounding) -> None:
         super().__init__(specs)

@@ -27,13 +27,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.attention.compact_kv import (
-    SCALE_DTYPE,
-    quantize_vectors,
-    rotate_vectors,
-    widen_codes,
-    with_scales,
-)
 from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
@@ -43,6 +36,13 @@ from quire.attention.interface import (
     LayerKV,
     plain_page_format,
     rotated,
+)
+from quire.attention.quantized_kv import (
+    SCALE_DTYPE,
+    quantize_vectors,
+    rotate_vectors,
+    widen_codes,
+    with_scales,
 )
 from quire.attention.shared_prefix import DecodeRows, Ints, SharedTiles, shared_runs
 from quire.errors import ConfigurationError

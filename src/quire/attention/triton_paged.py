@@ -43,7 +43,6 @@ from quire.attention.triton_plan import (
 from quire.errors import ConfigurationError
 from quire.kernels.rotary import Rotation
 from quire.kernels.transfers import DeviceLink
-from quire.kernels.triton.attention.compact import CODE_DTYPES
 from quire.kernels.triton.attention.decode_work import decode_work
 from quire.kernels.triton.attention.latent_attention import latent_attention
 from quire.kernels.triton.attention.latent_write import latent_write
@@ -54,6 +53,7 @@ from quire.kernels.triton.attention.paged_attention import (
     KVPages,
     paged_attention,
 )
+from quire.kernels.triton.attention.quantized_kv import CODE_DTYPES
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *CODE_DTYPES)

@@ -88,13 +88,13 @@ def decode_shape(
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     tile = max(16, min(128, 16_384 // row_bytes))
     if dtype.itemsize == 1 and limits.is_wide:
-        return _shape(spec, block_size, dtype, limits, _compact_decode_tiles(spec))
+        return _shape(spec, block_size, dtype, limits, _quantized_decode_tiles(spec))
     if dtype == torch.float32 or not limits.is_wide:
         tile = max(16, tile // 2)
     return _shape(spec, block_size, dtype, limits, _TileSizes(16, tile, 4))
 
 
-def _compact_decode_tiles(spec: AttentionSpec) -> "_TileSizes":
+def _quantized_decode_tiles(spec: AttentionSpec) -> "_TileSizes":
     """Tile sizes for decoding over int8 codes, on devices with `is_wide`.
 
     The main cost of a tile of codes is a dozen barriers, so tiles have as many keys as the
@@ -118,7 +118,7 @@ def mixed_shapes(
     if dtype == torch.float32:
         tiles = [_TileSizes(32, 16, 8)]
     elif dtype.itemsize == 1:
-        tiles = _compact_tiles(spec, tile, limits)
+        tiles = _quantized_tiles(spec, tile, limits)
     elif limits.is_wide:
         tiles = [_TileSizes(64, tile, 4), _TileSizes(128, tile, 8)]
     else:
@@ -126,7 +126,7 @@ def mixed_shapes(
     return tuple(_shape(spec, block_size, dtype, limits, t) for t in tiles)
 
 
-def _compact_tiles(spec: AttentionSpec, tile: int, limits: DeviceLimits) -> list["_TileSizes"]:
+def _quantized_tiles(spec: AttentionSpec, tile: int, limits: DeviceLimits) -> list["_TileSizes"]:
     """Tile sizes for int8 codes, which need registers as codes and again as widened numbers."""
     if not limits.is_wide:
         return [_TileSizes(16 if _is_tight(spec) else 32, tile // 2, 4 if tile == 64 else 8)]
@@ -194,7 +194,7 @@ def _shape(
 ) -> AttendShape:
     rows = max(tiles.rows, next_power_of_two(spec.num_heads // spec.num_kv_heads))
     if dtype.itemsize == 1:  # if a KV head has more query heads, they take several tiles
-        rows = min(rows, max(tiles.rows, _most_compact_rows(spec, limits)))
+        rows = min(rows, max(tiles.rows, _most_quantized_rows(spec, limits)))
     # Codes are widened to 16 bits in shared memory.
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     queries_bytes = rows * row_bytes if rows >= 64 else 0
@@ -245,7 +245,7 @@ def _is_tight(spec: AttentionSpec) -> bool:
     return spec.head_dim > 128 and (is_padded or spec.num_heads // spec.num_kv_heads > 16)
 
 
-def _most_compact_rows(spec: AttentionSpec, limits: DeviceLimits) -> int:
+def _most_quantized_rows(spec: AttentionSpec, limits: DeviceLimits) -> int:
     if spec.head_dim > 128:
         return 16
     return 64 if limits.is_wide else 32

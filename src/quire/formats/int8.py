@@ -20,7 +20,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from quire.formats.codes import CodedRows
+from quire.formats.block_quantized.weights import BlockQuantizedRows
 from quire.formats.grouped import GroupedExperts, biases_of
 from quire.formats.packed import PackedMethod
 from quire.formats.rounded import RoundedTorchMethod
@@ -89,7 +89,7 @@ class Int8TorchMethod(RoundedTorchMethod):
 
 
 class GivenInt8TorchMethod(Int8TorchMethod):
-    """Keeps int8 weights and scales of the checkpoint, whose coding is `Coding.is_int8`.
+    """Keeps int8 weights and scales of the checkpoint, whose block format is `BlockFormat.is_int8`.
 
     Activations are rounded as such checkpoints (W8A8) expect: not rotated, with one scale for each
     token.
@@ -104,10 +104,12 @@ class GivenInt8TorchMethod(Int8TorchMethod):
     def is_exact(self) -> bool:
         return True
 
-    def takes_codes_of(self, index: int) -> bool:
+    def takes_quantized(self, index: int) -> bool:
         return True
 
-    def load_codes(self, linear: LinearModule, index: int, first_row: int, rows: CodedRows) -> None:
+    def load_quantized(
+        self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
+    ) -> None:
         codes, start = rows.codes(), linear.part_start(index) + first_row
         span = slice(start, start + len(rows))
         linear.get_parameter("levels")[span] = (codes.codes ^ 0x80).view(torch.int8)

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from quire.formats.codes import CodedRows
+from quire.formats.block_quantized.weights import BlockQuantizedRows
 from quire.kernels.activations import Gating, gated
 from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters
 from quire.kernels.cpu.library import NativeKernels
@@ -103,8 +103,8 @@ class LinearMethod(ABC):
         product."""
         return self
 
-    def takes_codes_of(self, index: int) -> bool:
-        """Whether the weight of part `index` is loaded by `load_codes`, not by `load_part`."""
+    def takes_quantized(self, index: int) -> bool:
+        """Whether the weight of part `index` is loaded by `load_quantized`, not by `load_part`."""
         return False
 
     @property
@@ -151,8 +151,10 @@ class LinearMethod(ABC):
         any order; several threads may load different rows at a time.
         """
 
-    def load_codes(self, linear: LinearModule, index: int, first_row: int, rows: CodedRows) -> None:
-        """Like `load_part` for the weight, if `takes_codes_of` is true."""
+    def load_quantized(
+        self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
+    ) -> None:
+        """Like `load_part` for the weight, if `takes_quantized` is true."""
         raise NotImplementedError
 
     def finish(self, linear: LinearModule) -> None:  # noqa: B027  # most have nothing to do

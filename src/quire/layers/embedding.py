@@ -35,14 +35,14 @@ class VocabEmbedding(OperatorModule):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
-        #: The source of vectors stored by a tied head, or by `keep_codes`; None if `weight` has the
-        #: vectors.
+        #: The source of vectors stored by a tied head, or by `keep_quantized`; None if `weight` has
+        #: the vectors.
         self.source: RowSource | None = None
         #: The method that stores the vectors block-quantized, as in the checkpoint; None if they
         #: are not.
         self.method: LinearMethod | None = None
         # In a tuple, since torch would register a plain attribute as a submodule.
-        self._coded: tuple[LinearModule, ...] = ()
+        self._quantized: tuple[LinearModule, ...] = ()
         #: Looks up ids of the whole vocabulary, by calling a function that looks up this rank's
         #: vectors, and combining the ranks; None if there is one rank.
         self.shard: Callable[[torch.Tensor, LookUp], torch.Tensor] | None = None
@@ -56,29 +56,31 @@ class VocabEmbedding(OperatorModule):
         """Free the table `weight`, and read vectors from `source` from now on."""
         self.weight, self.source = None, source
 
-    def keep_codes(self, method: LinearMethod, dtype: torch.dtype, device: torch.device) -> None:
+    def keep_quantized(
+        self, method: LinearMethod, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Store the table by `method`, like the weight of a linear that is never multiplied."""
         assert isinstance(self.weight, nn.Parameter)
         table = LinearModule(self.hidden_size, (self.vocab_size,), has_bias=False)
         method.create(table, False, dtype, device)
         source = method.tie(table, self.weight)
         assert source is not None, "a method that keeps codes gives rows back"
-        self.method, self._coded = method, (table,)
+        self.method, self._quantized = method, (table,)
         self.take_rows_from(source)
 
-    def coded_slot(self) -> WeightSlot | None:
-        """The slot that fills the table of `keep_codes`; None if it was not called."""
-        if not self._coded:
+    def quantized_slot(self) -> WeightSlot | None:
+        """The slot that fills the table of `keep_quantized`; None if it was not called."""
+        if not self._quantized:
             return None
         assert self.method is not None
-        (table,) = self._coded
+        (table,) = self._quantized
         load = partial(self.method.load_part, table, "weight", 0)
-        load_codes = partial(self.method.load_codes, table, 0)
-        return WeightSlot((self.vocab_size, self.hidden_size), load, load_codes)
+        load_quantized = partial(self.method.load_quantized, table, 0)
+        return WeightSlot((self.vocab_size, self.hidden_size), load, load_quantized)
 
     def finish(self) -> None:
         """Must be called after the table is filled."""
-        for table in self._coded:
+        for table in self._quantized:
             assert self.method is not None
             self.method.finish(table)
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from quire.formats.codes import CodedRows
+from quire.formats.block_quantized.weights import BlockQuantizedRows
 from quire.formats.dense import DenseMethod
 from quire.formats.weight_format import LinearMethod, LinearModule
 
@@ -54,7 +54,7 @@ class WeightSlot:
     #: may call at a time.
     load: Callable[[int, torch.Tensor], None]
     #: Like `load`, for block-quantized rows; None if the weight must be dequantized.
-    load_codes: Callable[[int, CodedRows], None] | None = None
+    load_quantized: Callable[[int, BlockQuantizedRows], None] | None = None
     #: The linear, and the index of its fused part (q, k, v) that the tensor is; None if the tensor
     #: is not a linear's weight.
     part: "tuple[Linear, int] | None" = None
@@ -149,9 +149,9 @@ class Linear(LinearModule):
         load = partial(method.load_part, self, parameter, index)
         if parameter != "weight":
             return WeightSlot(shape, load)
-        load_codes = partial(method.load_codes, self, index)
-        takes_codes = method.takes_codes_of(index)
-        return WeightSlot(shape, load, load_codes if takes_codes else None, (self, index))
+        load_quantized = partial(method.load_quantized, self, index)
+        takes_quantized = method.takes_quantized(index)
+        return WeightSlot(shape, load, load_quantized if takes_quantized else None, (self, index))
 
     def finish(self) -> None:
         """Must be called after all slots are filled and before the first use."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from quire.formats.coded import RecordedPartsMethod, packed_parts
+from quire.formats.block_quantized.linear_methods import RecordedPartsMethod, packed_parts
 from quire.formats.packed import RecordedMethod, is_packed
 from quire.formats.weight_format import LinearMethod
 from quire.kernels.cpu.recorded_values import UnrecordableError

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional
 
 from quire.distributed.group import ProcessGroup
-from quire.formats.coded import CodedMethods, PartsMethod
-from quire.formats.codes import CodedRows, Coding
+from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods, PartsMethod
+from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.formats.weight_format import LinearMethod, LinearModule, RowSource, Shape
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.experts import SparseMLP
@@ -74,7 +74,9 @@ class Sharding:
         (axis,) = axes
         start = self._share_start(slot.shape[axis], whole[axis])
         cut = (_RowCut if axis == 0 else _ColumnCut)(slot, start, start + slot.shape[axis])
-        return WeightSlot(whole, cut, cut.load_codes if slot.load_codes else None, slot.part)
+        return WeightSlot(
+            whole, cut, cut.load_quantized if slot.load_quantized else None, slot.part
+        )
 
     def _share_start(self, share: int, whole: int) -> int:
         rank, size = self.group.rank, self.group.size
@@ -85,8 +87,8 @@ class Sharding:
         return rank * (whole // share) // size * share
 
 
-PartCodings = Sequence[Coding | None]
-"""The codings of a linear's parts; None for a part that is not block-quantized."""
+PartBlockFormats = Sequence[BlockFormat | None]
+"""The block formats of a linear's parts; None for a part that is not block-quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +104,27 @@ class LinearMethods:
     #: The method of vocabulary projections; None means `method`.
     head: LinearMethod | None = None
     #: Methods for block-quantized weights of the checkpoint; None if these are dequantized.
-    coded: CodedMethods | None = None
+    block_quantized: BlockQuantizedMethods | None = None
     #: Whether a layer's experts must be multiplied at once, since steps can't wait for the device.
     groups_experts: bool = False
 
-    def of(self, linear: Linear, codings: PartCodings = ()) -> LinearMethod:
+    def of(self, linear: Linear, block_formats: PartBlockFormats = ()) -> LinearMethod:
         """The method for this linear.
 
-        `codings` has the coding of each part (q, k, v) in the checkpoint; empty if no part is
-        block-quantized.
+        `block_formats` has the block format of each part (q, k, v) in the checkpoint; empty if no
+        part is block-quantized.
         """
-        method = self.stored_by(linear, codings)
+        method = self.stored_by(linear, block_formats)
         return method if self.sharding is None else self.sharding.wrap(linear, method)
 
-    def stored_by(self, linear: Linear, codings: PartCodings = ()) -> LinearMethod:
+    def stored_by(self, linear: Linear, block_formats: PartBlockFormats = ()) -> LinearMethod:
         """The linear's method without the wrapper for several ranks."""
         if linear.stays_dense:
             dense = self.method if self.dense is None else self.dense
             assert dense.is_exact, "a format that rounds needs a dense method beside it"
             return dense
         own = self.head if self.head is not None and isinstance(linear, LMHead) else self.method
-        methods = [self.of_coding(coding) or own for coding in codings]
+        methods = [self.of_block_format(block_format) or own for block_format in block_formats]
         if not methods:
             return own
         # If parts have different methods, each part is stored and multiplied separately.
@@ -131,20 +133,22 @@ class LinearMethods:
             return first
         return PartsMethod(methods, linear.part_sizes)
 
-    def of_coding(self, coding: Coding | None) -> LinearMethod | None:
-        """The method that stores weights in this coding; None if they are dequantized."""
-        return None if coding is None or self.coded is None else self.coded.of(coding)
+    def of_block_format(self, block_format: BlockFormat | None) -> LinearMethod | None:
+        """The method that stores weights in this block format; None if they are dequantized."""
+        methods = self.block_quantized
+        return None if block_format is None or methods is None else methods.of(block_format)
 
-    def keeps(self, coding: Coding, linear: Linear) -> bool:
-        """Whether weights of this coding stay block-quantized in `linear` of the whole model."""
-        if linear.stays_dense or self.of_coding(coding) is None:
+    def keeps(self, block_format: BlockFormat, linear: Linear) -> bool:
+        """Whether weights of this block format stay block-quantized in `linear` of the whole
+        model."""
+        if linear.stays_dense or self.of_block_format(block_format) is None:
             return False
         if self.sharding is None or linear.shard_axis != 1:
             return True
-        # If a rank's share of the inputs ends within a group of the coding, weights are
+        # If a rank's share of the inputs ends within a group of the block format, weights are
         # dequantized.
         share = linear.input_size // self.sharding.group.size
-        return bool(coding.alignment) and share % coding.alignment == 0
+        return bool(block_format.alignment) and share % block_format.alignment == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +164,14 @@ class _RowCut:
         if first < last:
             self.slot.load(first - self.start, rows[first - first_row : last - first_row])
 
-    def load_codes(self, first_row: int, rows: CodedRows) -> None:
+    def load_quantized(self, first_row: int, rows: BlockQuantizedRows) -> None:
         """Load block-quantized rows in [start, stop)."""
         first, last = max(first_row, self.start), min(first_row + len(rows), self.stop)
         if first < last:
-            assert self.slot.load_codes is not None
-            self.slot.load_codes(first - self.start, rows.rows(first - first_row, last - first_row))
+            assert self.slot.load_quantized is not None
+            self.slot.load_quantized(
+                first - self.start, rows.rows(first - first_row, last - first_row)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +185,10 @@ class _ColumnCut:
     def __call__(self, first_row: int, rows: torch.Tensor) -> None:
         self.slot.load(first_row, rows[:, self.start : self.stop])
 
-    def load_codes(self, first_row: int, rows: CodedRows) -> None:
-        """Load the columns of block-quantized rows, whose coding must allow it."""
-        assert self.slot.load_codes is not None
-        self.slot.load_codes(first_row, rows.columns(self.start, self.stop))
+    def load_quantized(self, first_row: int, rows: BlockQuantizedRows) -> None:
+        """Load the columns of block-quantized rows, whose block format must allow it."""
+        assert self.slot.load_quantized is not None
+        self.slot.load_quantized(first_row, rows.columns(self.start, self.stop))
 
 
 class _WrappedMethod(LinearMethod):
@@ -214,11 +220,13 @@ class _WrappedMethod(LinearMethod):
     ) -> None:
         self._inner.load_part(linear, parameter, index, first_row, rows)
 
-    def takes_codes_of(self, index: int) -> bool:
-        return self._inner.takes_codes_of(index)
+    def takes_quantized(self, index: int) -> bool:
+        return self._inner.takes_quantized(index)
 
-    def load_codes(self, linear: LinearModule, index: int, first_row: int, rows: CodedRows) -> None:
-        self._inner.load_codes(linear, index, first_row, rows)
+    def load_quantized(
+        self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
+    ) -> None:
+        self._inner.load_quantized(linear, index, first_row, rows)
 
     def finish(self, linear: LinearModule) -> None:
         self._inner.finish(linear)

@@ -64,8 +64,8 @@ def test_weights_and_keys_are_measured_in_one_table(text, tmp_path, capsys):
 
 
 def test_a_file_made_of_a_model_is_compared_with_it(text, tmp_path, capsys):
-    coded = write_embedded_gguf(tmp_path / "q8.gguf", kind="Q8_0")
-    args = _arguments(text, "--model", EMBEDDED_MODEL, "--model", coded, "--quantization", "none")
+    path = write_embedded_gguf(tmp_path / "q8.gguf", kind="Q8_0")
+    args = _arguments(text, "--model", EMBEDDED_MODEL, "--model", path, "--quantization", "none")
     assert perplexity.main(args) == 0
     _, _, exact, found = _rows(capsys.readouterr().out)
     assert exact[:2] == [EMBEDDED_MODEL.name, "none"]
@@ -85,8 +85,8 @@ def test_measurements_are_kept_for_the_doctor(text, tmp_path, caplog):
 
 
 def test_a_model_that_is_quantized_already_is_measured_as_it_is(text, tmp_path, capsys):
-    coded = write_embedded_gguf(tmp_path / "q8.gguf", kind="Q8_0")
-    assert perplexity.main(_arguments(text, "--model", coded)) == 0
+    path = write_embedded_gguf(tmp_path / "q8.gguf", kind="Q8_0")
+    assert perplexity.main(_arguments(text, "--model", path)) == 0
     _, _, *rows = _rows(capsys.readouterr().out)
     assert [row[0] for row in rows] == ["as stored"]
 

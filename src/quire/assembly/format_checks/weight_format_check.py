@@ -28,7 +28,7 @@ import torch
 from quire.attention.kv_rounding import divergence
 from quire.attention.whole_sequence import ExactAttention
 from quire.errors import CheckpointError
-from quire.formats.coded import CodedTorchMethod
+from quire.formats.block_quantized.linear_methods import BlockQuantizedTorchMethod
 from quire.formats.rounded import RoundedTorchMethod
 from quire.formats.weight_format import LinearMethod, LinearModule
 from quire.layers.linear import Linear
@@ -349,7 +349,9 @@ def _why_not(model: TextModel, setup: CheckedSetup) -> str | None:
     if setup.num_ranks > 1:
         return "each rank has a share of it"
     methods = {module.method.storage for module in model.modules() if isinstance(module, Linear)}
-    if any(isinstance(method, RoundedTorchMethod | CodedTorchMethod) for method in methods):
+    if any(
+        isinstance(method, RoundedTorchMethod | BlockQuantizedTorchMethod) for method in methods
+    ):
         return "torch multiplies its weights, which would take long"
     if model.recurrent_specs:
         return "it has recurrent layers"

@@ -38,7 +38,7 @@ class WeightLayout(IntEnum):
     DENSE_BF16 = 1
     INT8 = 2
     INT4 = 3
-    CODED = 4
+    BLOCK_QUANTIZED = 4
 
 
 class Epilogue(IntEnum):
@@ -133,7 +133,7 @@ class Weights(ctypes.Structure):
         ("scales", c_void_p),
         ("wide_inputs", c_void_p),
         ("bias", c_void_p),
-        ("coding", c_void_p),
+        ("code_format", c_void_p),
     )
 
 

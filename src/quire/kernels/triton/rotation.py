@@ -1,6 +1,6 @@
 """Device function that multiplies blocks of numbers by a Hadamard matrix of ones and minus ones.
 
-The references are `kernels.quantize.rotate_blocks` and `attention.compact_kv.rotate_vectors`. All
+The references are `kernels.quantize.rotate_blocks` and `attention.quantized_kv.rotate_vectors`. All
 sums have two terms, in the same order, so the bits are the same. Called by `attention/hadamard.py`
 and `linear/quantize_groups.py`.
 """

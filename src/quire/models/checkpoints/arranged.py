@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from quire.errors import CheckpointError, shown
-from quire.formats.codes import CodedRows, Coding
+from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.models.checkpoints.row_selection import RowSelection
 from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 
@@ -113,25 +113,25 @@ class ArrangedCheckpoint(CheckpointSource):
         shifted = range(stored.start + span.start, stored.start + span.stop)
         return self._source.rows(stored.name, shifted)
 
-    def coding(self, name: str) -> Coding | None:
+    def block_format(self, name: str) -> BlockFormat | None:
         stored = self._stored[name]
         keeps_rows = stored.selection is None and not stored.transposed
-        return self._source.coding(stored.name) if keeps_rows else None
+        return self._source.block_format(stored.name) if keeps_rows else None
 
     def stored_as(self, name: str) -> str | None:
         return self._source.stored_as(self._stored[name].name)
 
     @contextmanager
-    def coded_rows(self, name: str, span: range) -> Iterator[CodedRows]:
+    def quantized_rows(self, name: str, span: range) -> Iterator[BlockQuantizedRows]:
         stored = self._stored[name]
         if stored.order is None:
             shifted = range(stored.start + span.start, stored.start + span.stop)
-            with self._source.coded_rows(stored.name, shifted) as rows:
+            with self._source.quantized_rows(stored.name, shifted) as rows:
                 yield rows
             return
         wanted = stored.order[span.start : span.stop] + stored.start
         first, last = int(wanted.min()), int(wanted.max())
-        with self._source.coded_rows(stored.name, range(first, last + 1)) as rows:
+        with self._source.quantized_rows(stored.name, range(first, last + 1)) as rows:
             yield rows.picked(wanted - first)
 
     @contextmanager

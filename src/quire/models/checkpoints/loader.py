@@ -28,7 +28,7 @@ from quire.layers.experts import Experts
 from quire.layers.fused_parameter import FusedParameter
 from quire.layers.linear import Linear, SlottedModule, WeightSlot, without_weights
 from quire.layers.sharded import LinearMethods, Sharding
-from quire.models.checkpoints.codings import Codings
+from quire.models.checkpoints.block_formats import BlockFormats
 from quire.models.checkpoints.quantized.methods import refuse_quantized_names
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.weights_digest import WeightsDigest
@@ -119,13 +119,13 @@ def load_model(
         share = split_config(config, sharding.group.rank, sharding.group.size)
     with nullcontext() if methods is None else without_weights():
         model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
-    # Choose a method for each linear by the coding of its weights, and allocate the weights.
-    codings = _codings(whole, config, entry, checkpoint, stored)
-    codings.tell(folder, dtype)
+    # Choose a method for each linear by the block format of its weights, and allocate the weights.
+    block_formats = _block_formats(whole, config, entry, checkpoint, stored)
+    block_formats.tell(folder, dtype)
     for remark in () if config.quantized is None else config.quantized.remarks:
         _log.warning("%s: %s", folder, remark)
     if methods is not None:
-        _use_methods(model, codings, methods, dtype, device)
+        _use_methods(model, block_formats, methods, dtype, device)
     # Find the place of each tensor, and fill all of them.
     slots = checkpoint_slots(model, entry.checkpoint_parts)
     if sharding is not None:
@@ -157,35 +157,35 @@ def _open(folder: Path, config: ModelConfig, entry: ModelEntry) -> CheckpointSou
     return checkpoint
 
 
-def _codings(
+def _block_formats(
     whole: TextModel,
     config: ModelConfig,
     entry: ModelEntry,
     checkpoint: CheckpointSource,
     methods: LinearMethods,
-) -> Codings:
+) -> BlockFormats:
     renamed = {}
     if config.tie_word_embeddings:
         kept, spare = _kept_and_spare_end(checkpoint, entry)
         renamed = {kept: kept, spare: kept}
     slots = checkpoint_slots(whole, entry.checkpoint_parts)
-    return Codings(whole, slots, checkpoint, methods, renamed=renamed)
+    return BlockFormats(whole, slots, checkpoint, methods, renamed=renamed)
 
 
 def _use_methods(
     model: TextModel,
-    codings: Codings,
+    block_formats: BlockFormats,
     methods: LinearMethods,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     for path, module in model.named_modules():
         if isinstance(module, Linear):
-            module.use(methods.of(module, codings.of_linear(path)), dtype, device)
+            module.use(methods.of(module, block_formats.of_linear(path)), dtype, device)
         elif isinstance(module, VocabEmbedding):
-            coded = methods.of_coding(codings.of_table(path))
-            if coded is not None:
-                module.keep_codes(coded, dtype, device)
+            quantized = methods.of_block_format(block_formats.of_table(path))
+            if quantized is not None:
+                module.keep_quantized(quantized, dtype, device)
 
 
 def weight_bytes(
@@ -205,7 +205,7 @@ def served_blueprint(folder: Path, config: ModelConfig, methods: LinearMethods) 
     checkpoint = _open(folder, config, entry)
     whole = blueprint(config, entry, methods)
     _check_match(folder, checkpoint, config, tensor_shapes(whole, entry))
-    _codings(whole, config, entry, checkpoint, methods).choose_methods()
+    _block_formats(whole, config, entry, checkpoint, methods).choose_methods()
     if methods.groups_experts:
         _check_experts(folder, whole)
     return whole
@@ -215,9 +215,9 @@ def _check_experts(folder: Path, whole: TextModel) -> None:
     for path, module in whole.named_modules():
         if isinstance(module, Experts) and not module.are_grouped:
             raise UnsupportedModelError(
-                f"{folder}: the weights of {path} have different codings, or reordered inputs, and"
-                " no GPU kernel multiplies such experts at once; take a checkpoint that codes all"
-                " experts alike, or device='cpu'"
+                f"{folder}: the weights of {path} have different block formats, or reordered"
+                " inputs, and no GPU kernel multiplies such experts at once; take a checkpoint that"
+                " quantizes all experts alike, or device='cpu'"
             )
 
 
@@ -268,7 +268,7 @@ def checkpoint_slots(
                 name = f"{parts[index]}.{parameter}"
                 slots[f"{parent}.{name}" if parent else name] = (slot,)
             continue
-        if isinstance(module, VocabEmbedding) and (table := module.coded_slot()) is not None:
+        if isinstance(module, VocabEmbedding) and (table := module.quantized_slot()) is not None:
             slots[f"{path}.weight"] = (table,)
         for name, tensor in _stored(module):
             load = partial(_copy_rows, tensor)
@@ -357,8 +357,8 @@ def _fill(
     # Load each piece into all slots of its tensor, as codes if any slot keeps codes.
     def load(piece: tuple[str, range]) -> None:
         name, span = piece
-        if any(slot.load_codes is not None for slot in slots[name]):
-            load_codes(name, span)
+        if any(slot.load_quantized is not None for slot in slots[name]):
+            load_quantized(name, span)
             return
         with checkpoint.rows(name, span) as rows:
             if reading.digest is not None:
@@ -366,13 +366,13 @@ def _fill(
             for slot in slots[name]:
                 slot.load(span.start, rows)
 
-    def load_codes(name: str, span: range) -> None:
-        with checkpoint.coded_rows(name, span) as rows:
+    def load_quantized(name: str, span: range) -> None:
+        with checkpoint.quantized_rows(name, span) as rows:
             if reading.digest is not None:
-                reading.digest.add_codes(name, span.start, rows)
+                reading.digest.add_quantized(name, span.start, rows)
             for slot in slots[name]:
-                if slot.load_codes is not None:
-                    slot.load_codes(span.start, rows)
+                if slot.load_quantized is not None:
+                    slot.load_quantized(span.start, rows)
                 else:
                     slot.load(span.start, rows.numbers())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from quire.formats.codes import CodedRows, Coding
+from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 
 Rename = Callable[[str], str | None]
@@ -54,14 +54,14 @@ class RenamedCheckpoint(CheckpointSource):
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         return self._source.rows(self._names[name], span)
 
-    def coding(self, name: str) -> Coding | None:
-        return self._source.coding(self._names[name])
+    def block_format(self, name: str) -> BlockFormat | None:
+        return self._source.block_format(self._names[name])
 
     def stored_as(self, name: str) -> str | None:
         return self._source.stored_as(self._names[name])
 
-    def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
-        return self._source.coded_rows(self._names[name], span)
+    def quantized_rows(self, name: str, span: range) -> AbstractContextManager[BlockQuantizedRows]:
+        return self._source.quantized_rows(self._names[name], span)
 
     def pieces(self, name: str) -> list[range]:
         return self._source.pieces(self._names[name])

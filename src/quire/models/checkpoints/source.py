@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quire.errors import CheckpointError, shown
-from quire.formats.codes import CodedRows, Coding
+from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.hub.model_files import read_json_object, shown_name
 from quire.models.config_bounds import MAX_EXPERTS
 
@@ -75,19 +75,20 @@ class CheckpointSource(ABC):
         many calls. Raises CheckpointError.
         """
 
-    def coding(self, name: str) -> Coding | None:
-        """The coding of a quantized tensor [outputs, inputs]; None if its rows can't be lent as
-        codes. `rows` lends coded tensors dequantized."""
+    def block_format(self, name: str) -> BlockFormat | None:
+        """The block format of a quantized tensor [outputs, inputs]; None if its rows can't be lent
+        as codes. `rows` lends block-quantized tensors dequantized."""
         return None
 
     def stored_as(self, name: str) -> str | None:
         """The name of the stored format, such as fp8, if `rows` must dequantize the tensor;
         otherwise None."""
-        coding = self.coding(name)
-        return None if coding is None else coding.name
+        block_format = self.block_format(name)
+        return None if block_format is None else block_format.name
 
-    def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
-        """Lends rows of a tensor that has a `coding`, as `rows` does. Raises CheckpointError."""
+    def quantized_rows(self, name: str, span: range) -> AbstractContextManager[BlockQuantizedRows]:
+        """Lends rows of a tensor that has a `block_format`, as `rows` does. Raises
+        CheckpointError."""
         raise NotImplementedError
 
     def pieces(self, name: str) -> list[range]:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from quire.formats.codes import CodedRows, Coding
+from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.models.checkpoints.source import CheckpointSource, check_num_experts, refusal_of_two
 
 _STACKED = re.compile(r"^(.*experts)\.(gate_up_proj|down_proj)(_bias)?$")
@@ -103,18 +103,18 @@ class UnstackedCheckpoint(CheckpointSource):
             return self._source.rows(place, span)
         return self._rows_of_expert(place, span)
 
-    def coding(self, name: str) -> Coding | None:
+    def block_format(self, name: str) -> BlockFormat | None:
         place = self._names[name]
-        return self._source.coding(place) if isinstance(place, str) else None
+        return self._source.block_format(place) if isinstance(place, str) else None
 
     def stored_as(self, name: str) -> str | None:
         place = self._names[name]
         return self._source.stored_as(place if isinstance(place, str) else place.name)
 
-    def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
+    def quantized_rows(self, name: str, span: range) -> AbstractContextManager[BlockQuantizedRows]:
         place = self._names[name]
         assert isinstance(place, str), place
-        return self._source.coded_rows(place, span)
+        return self._source.quantized_rows(place, span)
 
     @contextmanager
     def _rows_of_expert(self, place: _ExpertTensor, span: range) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ import json
 import torch
 import xxhash
 
-from quire.formats.codes import CodedRows
+from quire.formats.block_quantized.weights import BlockQuantizedRows
 
 DIGEST_BYTES = 16
 
@@ -33,13 +33,13 @@ class WeightsDigest:
         found = [str(rows.dtype), *rows.shape, xxhash.xxh3_128_hexdigest(content)]
         self._pieces[name, first_row] = found  # atomic, so threads need no lock
 
-    def add_codes(self, name: str, first_row: int, rows: CodedRows) -> None:
+    def add_quantized(self, name: str, first_row: int, rows: BlockQuantizedRows) -> None:
         """Add rows that are lent as codes."""
         hashes = [
             xxhash.xxh3_128_hexdigest(part.contiguous().view(torch.uint8).numpy().data)
             for part in rows.stored
         ]
-        self._pieces[name, first_row] = [str(rows.coding), *rows.shape, *hashes]
+        self._pieces[name, first_row] = [str(rows.block_format), *rows.shape, *hashes]
 
     def digest(self) -> bytes:
         """The digest of all added pieces, of DIGEST_BYTES bytes."""

@@ -176,7 +176,7 @@ _MODELS = [
     (make_spec(32, 1, 128, causal=False, window=64), 2048),
     (_GROUP_64, 16),
 ]
-_COMPACT_MODELS = [
+_QUANTIZED_MODELS = [
     *_MODELS,
     (make_spec(48, 1, 128, window=100, soft_cap=9.0, has_sinks=True), 16),
     (make_spec(71, 1, 64), 16),
@@ -184,16 +184,16 @@ _COMPACT_MODELS = [
     (make_spec(32, 1, 256), 16),
     (make_spec(10, 1, 192, window=2048), 64),
 ]
-COMPACT = [
+QUANTIZED = [
     attend(shape, dtype, target, codes=codes, with_all=spec.has_sinks)
     for target in LIMITS
     for codes in CODES
     for dtype in TYPES
-    for spec, block_size in _COMPACT_MODELS
+    for spec, block_size in _QUANTIZED_MODELS
     for shape in shapes(spec, block_size, codes, target)
 ]
 MORE = (
-    COMPACT
+    QUANTIZED
     + [
         attend(shape, dtype, target, with_all=spec.has_sinks)
         for target in LIMITS

@@ -7,10 +7,10 @@ import torch
 from quire.errors import CheckpointError
 from quire.hub.gguf.storage_types import STORAGE_TYPES
 from quire.models.checkpoints.gguf.decoding import (
-    CODED_TYPES,
+    BLOCK_QUANTIZED_TYPES,
     DECODERS,
     BlockRows,
-    coding_of,
+    block_format_of,
     numbers,
 )
 
@@ -33,7 +33,7 @@ def bits(values: torch.Tensor) -> torch.Tensor:
     return values.nan_to_num(nan=7.0, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
 
 
-@pytest.mark.parametrize("name", sorted({*CODED_TYPES, *DECODERS} - WITHOUT_ORACLE))
+@pytest.mark.parametrize("name", sorted({*BLOCK_QUANTIZED_TYPES, *DECODERS} - WITHOUT_ORACLE))
 def test_equal_to_the_bit(name):
     quants = pytest.importorskip("gguf").quants
     number, storage = BY_NAME[name]
@@ -49,7 +49,7 @@ def test_equal_to_the_bit(name):
 
 
 def test_every_type_is_read_but_those_of_intermediate_results():
-    assert {*CODED_TYPES, *DECODERS} == BY_NAME.keys() - INTERMEDIATE
+    assert {*BLOCK_QUANTIZED_TYPES, *DECODERS} == BY_NAME.keys() - INTERMEDIATE
     for name in INTERMEDIATE:
         with pytest.raises(CheckpointError, match=f"of type {name} can't be read"):
             numbers(BY_NAME[name][1], random_blocks(name))
@@ -70,31 +70,33 @@ def test_signs_of_q1_0():
     assert found[:4].tolist() == [0.5, -0.5, 0.5, -0.5] and (found[4:] == -0.5).all()
 
 
-@pytest.mark.parametrize("name", sorted(CODED_TYPES))
+@pytest.mark.parametrize("name", sorted(BLOCK_QUANTIZED_TYPES))
 def test_rows_of_blocks_are_rows_of_codes(name):
     _, storage = BY_NAME[name]
     raw = random_blocks(name, num_rows=7, blocks=3)
     rows = BlockRows(storage, raw)
-    coding = coding_of(storage)
-    assert rows.coding == coding and rows.shape == (7, 3 * storage.block_size)
+    block_format = block_format_of(storage)
+    assert rows.block_format == block_format and rows.shape == (7, 3 * storage.block_size)
     assert rows.stored == (raw,)
     codes = rows.codes()
     assert codes.codes.shape == rows.shape and codes.codes.dtype == torch.uint8
-    groups = rows.shape[1] // coding.group_size
+    groups = rows.shape[1] // block_format.group_size
     assert codes.scales.shape == (7, groups)
-    assert int(codes.codes.max()) < 1 << coding.width
-    if coding.block_size:
+    assert int(codes.codes.max()) < 1 << block_format.width
+    if block_format.block_size:
         assert codes.scales.dtype == torch.int8 and codes.factors.shape == (7, 3, 2)
         assert codes.factors.dtype == torch.float16
     else:
-        assert codes.scales.dtype == coding.scale_dtype and codes.factors is None
-    assert (codes.offsets is not None) == coding.has_offsets
+        assert codes.scales.dtype == block_format.scale_dtype and codes.factors is None
+    assert (codes.offsets is not None) == block_format.has_offsets
     if codes.offsets is not None:
         assert codes.offsets.shape == (7, groups)
-        assert codes.offsets.dtype == (torch.uint8 if coding.block_size else coding.scale_dtype)
+        assert codes.offsets.dtype == (
+            torch.uint8 if block_format.block_size else block_format.scale_dtype
+        )
 
 
-@pytest.mark.parametrize("name", sorted(CODED_TYPES))
+@pytest.mark.parametrize("name", sorted(BLOCK_QUANTIZED_TYPES))
 def test_numbers_of_some_rows_are_those_of_all(name):
     _, storage = BY_NAME[name]
     rows = BlockRows(storage, random_blocks(name, num_rows=9, blocks=2))
@@ -115,5 +117,6 @@ def test_many_rows_are_decoded_in_pieces():
         assert torch.equal(found, found[:3].repeat(200, 1))
 
 
-def test_nothing_is_known_of_a_coding_of_plain_numbers():
-    assert coding_of(BY_NAME["F16"][1]) is None and coding_of(BY_NAME["IQ2_S"][1]) is None
+def test_types_that_must_be_dequantized_have_no_block_format():
+    assert block_format_of(BY_NAME["F16"][1]) is None
+    assert block_format_of(BY_NAME["IQ2_S"][1]) is None

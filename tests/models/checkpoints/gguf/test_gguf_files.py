@@ -83,17 +83,17 @@ def test_rows_as_numbers_and_as_codes(kind, tmp_path):
         if heads:
             expected = unpermuted(expected, heads)
         assert files.shape(name) == expected.shape and files.dtype(name) == torch.float32
-        coding = files.coding(name)
-        assert (coding is None) == (kind == "IQ2_S")
+        block_format = files.block_format(name)
+        assert (block_format is None) == (kind == "IQ2_S")
         for span in (range(0, len(expected)), range(13, 14), range(30, 101)):
             with files.rows(name, span) as rows:
                 assert torch.equal(rows, expected[span.start : span.stop])
-            if coding is not None:
-                with files.coded_rows(name, span) as codes:
-                    assert codes.coding == coding and len(codes) == len(span)
+            if block_format is not None:
+                with files.quantized_rows(name, span) as codes:
+                    assert codes.block_format == block_format and len(codes) == len(span)
                     assert torch.equal(codes.numbers(), expected[span.start : span.stop])
         assert files.stored_as(name) == kind
-    assert files.coding("model.norm.weight") is None
+    assert files.block_format("model.norm.weight") is None
     assert files.stored_as("model.norm.weight") is None
 
 
@@ -105,7 +105,7 @@ def test_stacked_experts_keep_their_codes(tmp_path):
     for expert in range(E):
         name = f"model.layers.0.mlp.experts.{expert}.up_proj.weight"
         assert files.shape(name) == (F, H)
-        with files.coded_rows(name, range(20, 50)) as codes:
+        with files.quantized_rows(name, range(20, 50)) as codes:
             assert torch.equal(codes.numbers(), expected[expert, 20:50])
         with files.rows(name, range(F)) as rows:
             assert torch.equal(rows, expected[expert])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.quality.coded import quality, read, said, windows
+from benchmarks.quality.block_quantized import quality, read, said, windows
 
 from quire.bench.quality.comparison import Reference
 from quire.bench.quality.windows import Window

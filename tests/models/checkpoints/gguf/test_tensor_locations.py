@@ -49,9 +49,9 @@ def test_order_of_rows_and_of_columns(kind, start, opened):
     expected[:, inputs] = whole[start:][order]
     for span in (range(ROWS - start), range(7, 8), range(3, 29)):
         assert torch.equal(lent(location, model, span), expected[span.start : span.stop])
-        with location.lent_codes(model, span) as codes:
-            assert codes.coding == location.coding(model)
-            assert torch.equal(codes.coding.input_order.inputs(), inputs.int())
+        with location.lent_quantized(model, span) as codes:
+            assert codes.block_format == location.block_format(model)
+            assert torch.equal(codes.block_format.input_order.inputs(), inputs.int())
             assert torch.equal(codes.numbers(), expected[span.start : span.stop])
             picked = codes.picked(torch.tensor([0]))
             assert torch.equal(picked.numbers(), expected[span.start : span.start + 1])
@@ -76,4 +76,4 @@ def test_stacks_are_combined_as_they_are_needed(opened):
     ):
         assert torch.equal(lent(location, model, span), expected[span.start : span.stop])
         assert calls.pop() == stacks
-    assert location.coding(model) is None and location.dtype(model) == torch.float32
+    assert location.block_format(model) is None and location.dtype(model) == torch.float32

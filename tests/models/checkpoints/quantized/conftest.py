@@ -10,8 +10,8 @@ from tests.models.checkpoints.quantized.writers import change, set_settings
 from transformers import PreTrainedModel
 
 from quire.errors import CheckpointError, UnsupportedModelError
-from quire.formats.coded import CodedMethods
-from quire.formats.codes import Coding
+from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
+from quire.formats.block_quantized.weights import BlockFormat
 from quire.formats.dense import DenseMethod
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints.loader import load_model
@@ -21,9 +21,9 @@ from quire.models.registry import load_config
 
 
 @pytest.fixture
-def load_coded() -> Callable[[Path], TextModel]:
+def load_quantized_model() -> Callable[[Path], TextModel]:
     """Loads a model whose weights stay codes, by torch in float32."""
-    methods = LinearMethods(DenseMethod(), coded=CodedMethods())
+    methods = LinearMethods(DenseMethod(), block_quantized=BlockQuantizedMethods())
     return lambda folder: load_model(
         folder,
         load_config(folder),
@@ -64,36 +64,40 @@ def assert_tensor_refused(load) -> Callable[[Path, str, torch.Tensor | None, str
 
 
 @pytest.fixture
-def assert_read(assert_same_logits, run, load_coded) -> Callable[..., dict[str, Coding]]:
+def assert_read(
+    assert_same_logits, run, load_quantized_model
+) -> Callable[..., dict[str, BlockFormat]]:
     """Numbers are the writer's, whole and in odd spans; the model of numbers has the reference's
-    logits, and that of codes nearly. Returns the codings by name."""
+    logits, and that of codes nearly. Returns the block formats by name."""
 
     def check(
         folder: Path, model: PreTrainedModel, numbers: dict[str, torch.Tensor]
-    ) -> dict[str, Coding]:
+    ) -> dict[str, BlockFormat]:
         source = open_checkpoint(folder)
-        codings = {}
+        block_formats = {}
         for name, expected in numbers.items():
             assert source.shape(name) == tuple(expected.shape)
             assert source.stored_as(name) is not None
-            coding = source.coding(name)
+            block_format = source.block_format(name)
             for span in (range(len(expected)), range(5, 22), range(8, 9)):
                 with source.rows(name, span) as rows:
                     torch.testing.assert_close(
                         rows, expected[span.start : span.stop], rtol=1e-6, atol=1e-9
                     )
-                if coding is not None:
-                    with source.coded_rows(name, span) as lent:
-                        assert lent.coding == coding and torch.equal(lent.numbers(), rows)
-            if coding is not None:
-                codings[name] = coding
+                if block_format is not None:
+                    with source.quantized_rows(name, span) as lent:
+                        assert lent.block_format == block_format and torch.equal(
+                            lent.numbers(), rows
+                        )
+            if block_format is not None:
+                block_formats[name] = block_format
         assert_same_logits(folder, model)
-        if codings:
+        if block_formats:
             ids = torch.arange(3, 20)
             with torch.inference_mode():
                 expected = model(ids[None]).logits[0]
-            found = run(load_coded(folder), ids, [10, 7])
+            found = run(load_quantized_model(folder), ids, [10, 7])
             assert 1e-5 < (found - expected).norm() / expected.norm() < 1e-1
-        return codings
+        return block_formats
 
     return check

@@ -57,10 +57,13 @@ def settings(**fields: object) -> dict[str, object]:
 def test_weights_are_codes(writer, fields, save_checkpoint, assert_read) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)
     numbers = rewrite(folder, model, {"": writer}, settings(**fields))
-    codings = assert_read(folder, model, numbers)
-    assert codings.keys() == numbers.keys()
-    assert {coding.name for coding in codings.values()} == {"AWQ"}
-    assert all(coding.has_zeros and coding.width == 4 for coding in codings.values())
+    block_formats = assert_read(folder, model, numbers)
+    assert block_formats.keys() == numbers.keys()
+    assert {block_format.name for block_format in block_formats.values()} == {"AWQ"}
+    assert all(
+        block_format.has_zeros and block_format.width == 4
+        for block_format in block_formats.values()
+    )
 
 
 def test_small_groups_become_numbers_and_plain_linears_stay(save_checkpoint, assert_read) -> None:

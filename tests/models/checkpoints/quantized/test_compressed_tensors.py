@@ -109,28 +109,28 @@ def bytes_of(
 def test_packed_weights(writer, group_size, save_checkpoint, assert_read) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)
     numbers = rewrite(folder, model, {"": writer}, settings("pack-quantized", {}))
-    codings = assert_read(folder, model, numbers)
+    block_formats = assert_read(folder, model, numbers)
     if group_size is None:
-        assert not codings
+        assert not block_formats
         return
-    assert codings.keys() == numbers.keys()
-    sizes = {coding.group_size for coding in codings.values()}
+    assert block_formats.keys() == numbers.keys()
+    sizes = {block_format.group_size for block_format in block_formats.values()}
     assert sizes <= {32, 64} and group_size in sizes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("per_tensor", [False, True])
 def test_int8_weights_and_activations_are_those_of_int8(
-    dtype, per_tensor, save_checkpoint, assert_read, load_coded
+    dtype, per_tensor, save_checkpoint, assert_read, load_quantized_model
 ) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)
     writer = bytes_of(0, per_tensor=per_tensor, dtype=dtype)
     scheme = settings("int-quantized", {"num_bits": 8, "strategy": "channel"}, TOKENS)
     numbers = rewrite(folder, model, {"": writer}, scheme)
-    codings = assert_read(folder, model, numbers)
-    assert codings.keys() == numbers.keys()
-    assert all(coding.is_int8 for coding in codings.values())
-    method = load_coded(folder).model.layers[0].self_attn.qkv_proj.method
+    block_formats = assert_read(folder, model, numbers)
+    assert block_formats.keys() == numbers.keys()
+    assert all(block_format.is_int8 for block_format in block_formats.values())
+    method = load_quantized_model(folder).model.layers[0].self_attn.qkv_proj.method
     assert isinstance(method, GivenInt8TorchMethod)
 
 
@@ -142,9 +142,9 @@ def test_int8_weights_otherwise_are_codes_of_groups(save_checkpoint, assert_read
     }
     scheme = settings("int-quantized", {"num_bits": 8, "strategy": "group"}, TOKENS)
     numbers = rewrite(folder, model, writers, scheme)
-    codings = assert_read(folder, model, numbers)
-    assert {coding.group_size for coding in codings.values()} == {32}
-    assert {coding.has_zeros for coding in codings.values()} == {False, True}
+    block_formats = assert_read(folder, model, numbers)
+    assert {block_format.group_size for block_format in block_formats.values()} == {32}
+    assert {block_format.has_zeros for block_format in block_formats.values()} == {False, True}
 
 
 def test_groups_of_linears_and_plain_ones_are_mixed(save_checkpoint, assert_read) -> None:
@@ -165,9 +165,9 @@ def test_groups_of_linears_and_plain_ones_are_mixed(save_checkpoint, assert_read
         "down_proj": bytes_of(0, dtype=torch.bfloat16),
     }
     numbers = rewrite(folder, model, writers, scheme)
-    codings = assert_read(folder, model, numbers)
-    assert len(codings) == 3 * 6
-    assert {coding.name for coding in codings.values()} == {"W4A16", "W8A8"}
+    block_formats = assert_read(folder, model, numbers)
+    assert len(block_formats) == 3 * 6
+    assert {block_format.name for block_format in block_formats.values()} == {"W4A16", "W8A8"}
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,9 @@ def test_mxfp4_weights(save_checkpoint, assert_read) -> None:
     weights = {"type": "float", "strategy": "group", "group_size": 32}
     scheme = settings("mxfp4-pack-quantized", weights)
     numbers = rewrite(folder, model, {"": mxfp4}, scheme)
-    codings = assert_read(folder, model, numbers)
-    assert codings.keys() == numbers.keys()
-    assert {coding.name for coding in codings.values()} == {"MXFP4"}
+    block_formats = assert_read(folder, model, numbers)
+    assert block_formats.keys() == numbers.keys()
+    assert {block_format.name for block_format in block_formats.values()} == {"MXFP4"}
 
 
 def test_tensors_for_activations_and_the_cache_are_left_out(

@@ -20,7 +20,7 @@ from tests.models.checkpoints.quantized.writers import (
 from transformers import LlamaConfig as HFLlamaConfig
 
 from quire.errors import CheckpointError, UnsupportedModelError
-from quire.formats.coded import PartsMethod
+from quire.formats.block_quantized.linear_methods import PartsMethod
 from quire.models.registry import load_config
 
 ORDERS = {"plain": side_by_side, "act-order": mixed_up}
@@ -77,12 +77,14 @@ def test_groups_and_zeros(order, symmetric, version, save_checkpoint, assert_rea
     fields = {"sym": symmetric, "desc_act": order == "act-order"}
     fields |= {"checkpoint_format": "gptq_v2"} if version == 2 else {}
     numbers = rewrite(folder, model, {"": writer}, settings(**fields))
-    codings = assert_read(folder, model, numbers)
-    assert codings.keys() == numbers.keys()
-    for coding in codings.values():
-        assert (coding.width, coding.group_size) == (4, 32)
-        assert (coding.has_zeros, coding.zero) == ((False, 8) if symmetric else (True, 0))
-        assert (coding.input_order is not None) == (order == "act-order")
+    block_formats = assert_read(folder, model, numbers)
+    assert block_formats.keys() == numbers.keys()
+    for block_format in block_formats.values():
+        assert (block_format.width, block_format.group_size) == (4, 32)
+        assert (block_format.has_zeros, block_format.zero) == (
+            (False, 8) if symmetric else (True, 0)
+        )
+        assert (block_format.input_order is not None) == (order == "act-order")
 
 
 @pytest.mark.parametrize(
@@ -126,20 +128,20 @@ def test_linears_may_differ_and_be_plain(save_checkpoint, assert_read) -> None:
     writers = {"o_proj": gptq(8), "down_proj": gptq(), "q_proj": gptq(size=64)}
     dynamic = {"+:.*o_proj": {"bits": 8}, "-:.*up_proj": {}}
     numbers = rewrite(folder, model, writers, settings(dynamic=dynamic))
-    codings = assert_read(folder, model, numbers)
-    assert {coding.width for coding in codings.values()} == {4, 8}
-    assert {coding.group_size for coding in codings.values()} == {32, 64}
+    block_formats = assert_read(folder, model, numbers)
+    assert {block_format.width for block_format in block_formats.values()} == {4, 8}
+    assert {block_format.group_size for block_format in block_formats.values()} == {32, 64}
 
 
 def test_parts_share_a_method_where_their_orders_are_equal(
-    save_checkpoint, run, load_coded
+    save_checkpoint, run, load_quantized_model
 ) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)
     other = gptq(order=lambda inputs, size: mixed_up(inputs, size, seed=5))
     same = gptq(order=mixed_up)
     writers = {"k_proj": other, "self_attn": same, "mlp": same}
     rewrite(folder, model, writers, settings(desc_act=True))
-    loaded = load_coded(folder)
+    loaded = load_quantized_model(folder)
     layer = loaded.model.layers[0]
     assert isinstance(layer.self_attn.qkv_proj.method, PartsMethod)
     assert not isinstance(layer.mlp.gate_up_proj.method, PartsMethod)

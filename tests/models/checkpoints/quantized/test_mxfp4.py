@@ -38,11 +38,11 @@ def packed_model(save_checkpoint):
 
 def test_experts_are_codes_of_a_table(packed_model, assert_read) -> None:
     folder, model, numbers = packed_model
-    codings = assert_read(folder, model, numbers)
-    assert codings.keys() == numbers.keys()
-    for coding in codings.values():
-        assert (coding.name, coding.width, coding.group_size) == ("MXFP4", 4, 32)
-        assert coding.scale_dtype == torch.bfloat16 and coding.table is not None
+    block_formats = assert_read(folder, model, numbers)
+    assert block_formats.keys() == numbers.keys()
+    for block_format in block_formats.values():
+        assert (block_format.name, block_format.width, block_format.group_size) == ("MXFP4", 4, 32)
+        assert block_format.scale_dtype == torch.bfloat16 and block_format.table is not None
 
 
 def test_scales_are_exact_powers_of_two() -> None:

@@ -11,7 +11,7 @@ from tests.models.checkpoints.quantized.test_gptq import settings as gptq_settin
 from tests.models.checkpoints.quantized.writers import mixed_up, rewrite
 from transformers import LlamaConfig as HFLlamaConfig
 
-from quire.formats.coded import CodedMethods
+from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
 from quire.formats.dense import DenseMethod
 from quire.formats.packed import PackedMethod
 from quire.kernels.cpu.library import NativeKernels
@@ -40,9 +40,9 @@ def test_the_model_is_torchs_of_the_same_codes(
     rewrite(folder, model, {"": writer}, settings)
     ids = torch.arange(3, 40)
     logits = []
-    for method, coded in (
-        (PackedMethod(kernels), CodedMethods(kernels)),
-        (DenseMethod(), CodedMethods()),
+    for method, quantized in (
+        (PackedMethod(kernels), BlockQuantizedMethods(kernels)),
+        (DenseMethod(), BlockQuantizedMethods()),
     ):
         loaded = load_model(
             folder,
@@ -50,11 +50,11 @@ def test_the_model_is_torchs_of_the_same_codes(
             dtype=torch.float32,
             device=torch.device("cpu"),
             max_model_len=64,
-            methods=LinearMethods(method, coded=coded),
+            methods=LinearMethods(method, block_quantized=quantized),
             reading=Reading(num_threads=2),
         )
         kept = [each for each in loaded.modules() if isinstance(each, Linear)]
-        assert sum(each.method.takes_codes_of(0) for each in kept) == 2 * 4
+        assert sum(each.method.takes_quantized(0) for each in kept) == 2 * 4
         logits.append(run(loaded, ids, [20, 17]))
         # Attention is torch's here, whose sums depend on the sizes of the chunks.
         torch.testing.assert_close(logits[-1], run(loaded, ids, [1, 36]), atol=0.2, rtol=0.05)

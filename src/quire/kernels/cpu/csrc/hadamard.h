@@ -2,7 +2,7 @@
 //
 // It spreads single large elements over their block. Sums are of two terms, their partners 1, 2, 4,
 // .. elements away: in this order, so that torch, Triton and all instruction sets get the same bits
-// (kernels/quantize.py, attention/compact_kv.py).
+// (kernels/quantize.py, attention/quantized_kv.py).
 #pragma once
 #include "simd.h"
 

@@ -1,6 +1,6 @@
 """Device functions that multiply vectors by an orthonormal Hadamard matrix, in fp32.
 
-The reference is `rotate_vectors` of `attention/compact_kv.py`, which also says why K is rotated.
+The reference is `rotate_vectors` of `attention/quantized_kv.py`, which also says why K is rotated.
 All sums have two terms, in the same order, so the bits are the same. Called by
 `rotary_kv_write.py`.
 """

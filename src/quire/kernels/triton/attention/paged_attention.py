@@ -29,9 +29,9 @@ Memory that no query of the tile sees is not read: neither pages nor tables.
 If a KV head has more query heads than a tile has rows, several programs attend them, and a tile has
 the heads of one query.
 
-Pages of codes (`compact.py`) are widened just before they are multiplied: K to the dtype of the
-queries, bf16 or fp16, and V to bf16. The scale of a key multiplies its scores, and the scale of a
-value the probabilities: out = sum_j (p_j scale_j) code_j.
+Pages of codes (`quantized_kv.py`) are widened just before they are multiplied: K to the dtype of
+the queries, bf16 or fp16, and V to bf16. The scale of a key multiplies its scores, and the scale of
+a value the probabilities: out = sum_j (p_j scale_j) code_j.
 
 Cost of a tile of 64 keys of 128 bf16 numbers, K and V together 32 KiB, as compiled for sm_90
 without spills:
@@ -58,9 +58,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.attention.compact import check_scales, unpack_scales, widen
 from quire.kernels.triton.attention.key_tiles import cap_scores, hide_unseen, load_blocks
 from quire.kernels.triton.attention.online_softmax import finish, finite_or_zero, fold
+from quire.kernels.triton.attention.quantized_kv import check_scales, unpack_scales, widen
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import next_power_of_two
 
@@ -178,8 +178,8 @@ class KVPages:
     #: [N, 2, Hkv, B, D] of any page stride, K then V. The dtype is the model's, or that of codes:
     #: int8, or uint8 for e4m3.
     numbers: torch.Tensor
-    #: The scales of codes, [N, Hkv, B] int32 of any page stride. `compact.py` packs the two of a
-    #: token. None means that the numbers are not codes.
+    #: The scales of codes, [N, Hkv, B] int32 of any page stride. `quantized_kv.py` packs the two of
+    #: a token. None means that the numbers are not codes.
     scales: torch.Tensor | None = None
 
 

@@ -36,7 +36,7 @@ Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R elements o
 (even, in most models D), N blocks, B block size.
 
 dtypes: q, k and v are fp32, bf16 or fp16, all the same; kv is one of these, or codes of the
-numbers, with scales as in `compact.py`. Called by `attention/triton_paged`.
+numbers, with scales as in `quantized_kv.py`. Called by `attention/triton_paged`.
 """
 
 from dataclasses import dataclass
@@ -46,13 +46,13 @@ import triton
 import triton.language as tl
 
 from quire.kernels.rotary import Angles, Rotation
-from quire.kernels.triton.attention.compact import (
+from quire.kernels.triton.attention.hadamard import hadamard, in_order
+from quire.kernels.triton.attention.quantized_kv import (
     check_scales,
     pack_scales,
     quantize,
     scales_of,
 )
-from quire.kernels.triton.attention.hadamard import hadamard, in_order
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import check_same, next_power_of_two
 
@@ -80,7 +80,7 @@ def rotate_and_write(
     None means that q and k are neither normed nor rotated here, except by the matrix for int8.
     kv is [N, 2, Hkv, B, D] of any page stride. `slot_mapping` is [T] int64: block * B + offset, or
     -1 for a token of padding, which is not written. No two tokens have the same slot.
-    If kv has int8 or uint8 (e4m3) codes, `scales` is [N, Hkv, B] int32: see `compact.py`.
+    If kv has int8 or uint8 (e4m3) codes, `scales` is [N, Hkv, B] int32: see `quantized_kv.py`.
     `out` receives q, in any dtype; if it is None, q is overwritten. k and v are not changed.
     Returns the q for attention. All tensors may be views whose last dimension is contiguous.
     """

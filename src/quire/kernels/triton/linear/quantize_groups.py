@@ -8,8 +8,8 @@ The reference is `rotate_blocks`, then `quantize_groups`, of `kernels.quantize`,
 the same. A group with an infinity or a NaN has the scale NaN. Divisions are rounded to the nearest,
 and no operations are fused.
 
-Shapes: M rows, K inputs, P >= K with padding, G groups of P. dtypes: fp32, bf16, fp16.
-Called by `coded_matmul.py`, `int8_matmul.py`, `int4_matmul.py` and their grouped products.
+Shapes: M rows, K inputs, P >= K with padding, G groups of P. dtypes: fp32, bf16, fp16. Called by
+`block_quantized_matmul.py`, `int8_matmul.py`, `int4_matmul.py` and their grouped products.
 """
 
 from dataclasses import dataclass

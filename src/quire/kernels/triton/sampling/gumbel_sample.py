@@ -13,9 +13,9 @@ as in the reference, these kernels run after `scan_logits`:
     finish  top_p: if the winner is outside of the nucleus, so are all tokens not above it; the
             tokens above race again, in one program a line, until the winner is inside
 
-The launches do not depend on results, so the host waits for nothing: the kernels of `settle_kernel` and
-`finish` loop on the device. Each winner outside the nucleus removes half of the weight outside, on
-average.
+The launches do not depend on results, so the host waits for nothing: `settle_kernel` and
+`finish_kernel` loop on the device. Each winner outside the nucleus removes half of the weight
+outside, on average.
 
 Bound by instructions: the race has about 140 a token as compiled for sm_90, half of them the hash
 and the two logarithms; tiles without a possible winner are skipped. An estimate for R = 256,

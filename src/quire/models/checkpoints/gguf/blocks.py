@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.formats.codes import Coding
+from quire.formats.block_quantized.weights import BlockFormat
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """Unpacked blocks, whose fields are those of `formats.codes.Codes`."""
+    """Unpacked blocks, whose fields are those of `formats.block_quantized.weights.UnpackedRows`."""
 
     #: [N, S] uint8.
     codes: Array
@@ -33,10 +33,10 @@ class Unpacked:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedType:
+class BlockQuantizedType:
     """A quantized type of ggml whose blocks hold codes and scales."""
 
-    coding: Coding
+    block_format: BlockFormat
     #: Unpacks blocks [N, bytes].
     unpack: Callable[[Array], Unpacked]
 

@@ -12,15 +12,22 @@ import numpy as np
 import torch
 
 from quire.errors import CheckpointError
-from quire.formats.codes import CodedRows, Codes, Coding, InputOrder
+from quire.formats.block_quantized.weights import (
+    BlockFormat,
+    BlockQuantizedRows,
+    InputOrder,
+    UnpackedRows,
+)
 from quire.hub.gguf.storage_types import StorageType
-from quire.models.checkpoints.gguf.blocks import Array, CodedType
+from quire.models.checkpoints.gguf.blocks import Array, BlockQuantizedType
 from quire.models.checkpoints.gguf.k_types import K_TYPES
-from quire.models.checkpoints.gguf.lattice_types import CODED_LATTICE_TYPES, LATTICE_TYPES
+from quire.models.checkpoints.gguf.lattice_types import BLOCK_QUANTIZED_LATTICE_TYPES, LATTICE_TYPES
 from quire.models.checkpoints.gguf.legacy_types import LEGACY_TYPES
 from quire.models.checkpoints.gguf.other_types import OTHER_TYPES
 
-CODED_TYPES: dict[str, CodedType] = LEGACY_TYPES | K_TYPES | CODED_LATTICE_TYPES
+BLOCK_QUANTIZED_TYPES: dict[str, BlockQuantizedType] = (
+    LEGACY_TYPES | K_TYPES | BLOCK_QUANTIZED_LATTICE_TYPES
+)
 DECODERS = LATTICE_TYPES | OTHER_TYPES
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _DECODED_NUMBERS = 1 << 17
@@ -32,19 +39,19 @@ def plain_dtype(storage: StorageType) -> torch.dtype | None:
     return _DTYPES.get(storage.name)
 
 
-def coding_of(storage: StorageType, inputs: torch.Tensor | None = None) -> Coding | None:
-    """The coding of the type's rows; None if the type has no codes and must be dequantized.
+def block_format_of(storage: StorageType, inputs: torch.Tensor | None = None) -> BlockFormat | None:
+    """The block format of the type's rows; None if the type has no codes and must be dequantized.
     `inputs` is the argument of `BlockRows`."""
-    coded = CODED_TYPES.get(storage.name)
-    if coded is None or inputs is None:
-        return None if coded is None else coded.coding
-    return replace(coded.coding, input_order=InputOrder.of(inputs))
+    quantized = BLOCK_QUANTIZED_TYPES.get(storage.name)
+    if quantized is None or inputs is None:
+        return None if quantized is None else quantized.block_format
+    return replace(quantized.block_format, input_order=InputOrder.of(inputs))
 
 
 def numbers(storage: StorageType, raw: torch.Tensor) -> torch.Tensor:
     """Decode `raw` [R, bytes] uint8 to [R, I] fp32. Raises CheckpointError for llama.cpp's types of
     intermediate results, which no model's file has."""
-    if storage.name in CODED_TYPES:
+    if storage.name in BLOCK_QUANTIZED_TYPES:
         return BlockRows(storage, raw).numbers()
     if storage.name not in DECODERS:
         raise CheckpointError(
@@ -60,13 +67,13 @@ def numbers(storage: StorageType, raw: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(found).view(len(raw), -1)
 
 
-class BlockRows(CodedRows):
+class BlockRows(BlockQuantizedRows):
     """Quantized rows, as the bytes of the file."""
 
     def __init__(
         self, storage: StorageType, raw: torch.Tensor, inputs: torch.Tensor | None = None
     ) -> None:
-        """`storage` is a type for which `coding_of` returns a coding."""
+        """`storage` is a type for which `block_format_of` returns a block format."""
         self.storage = storage
         #: [R, bytes] uint8, with the blocks of a row side by side.
         self.raw = raw
@@ -74,10 +81,10 @@ class BlockRows(CodedRows):
         self.inputs = inputs
 
     @property
-    def coding(self) -> Coding:
-        coding = coding_of(self.storage, self.inputs)
-        assert coding is not None
-        return coding
+    def block_format(self) -> BlockFormat:
+        block_format = block_format_of(self.storage, self.inputs)
+        assert block_format is not None
+        return block_format
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,16 +99,16 @@ class BlockRows(CodedRows):
     def blocks(self) -> tuple[str, torch.Tensor]:
         return self.storage.name, self.raw
 
-    def codes(self) -> Codes:
+    def codes(self) -> UnpackedRows:
         blocks = self.raw.numpy().reshape(-1, self.storage.block_bytes)
         with np.errstate(all="ignore"):  # the file may hold infinities
-            parts = CODED_TYPES[self.storage.name].unpack(blocks)
+            parts = BLOCK_QUANTIZED_TYPES[self.storage.name].unpack(blocks)
         factors = None
         if parts.factors is not None:
             factors = torch.from_numpy(parts.factors).view(len(self.raw), -1, 2)
         scales = self._rows_of(parts.scales)
-        return Codes(
-            self.coding,
+        return UnpackedRows(
+            self.block_format,
             self._rows_of(parts.codes),
             scales.view(torch.bfloat16) if scales.dtype == torch.int16 else scales,
             None,

@@ -2,7 +2,7 @@
 
 llama.cpp's converters rename tensors, reorder rows and stack experts, in a way that `families`
 describes for each architecture. This is undone while rows are read. Quantized rows can be read as
-codes (`coded_rows`) or dequantized (`rows`).
+codes (`quantized_rows`) or dequantized (`rows`).
 """
 
 from collections.abc import Set
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quire.formats.codes import CodedRows, Coding
+from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.hub.gguf.naming import find_gguf
 from quire.models.checkpoints.gguf.decoding import plain_dtype
 from quire.models.checkpoints.gguf.families.architectures import find_architecture
@@ -64,16 +64,16 @@ class GGUFFiles(CheckpointSource):
         """Lends plain numbers in their stored dtype, and quantized rows dequantized to fp32."""
         return contextmanager(self._locations[name].lend)(self._model, span)
 
-    def coding(self, name: str) -> Coding | None:
-        return self._locations[name].coding(self._model)
+    def block_format(self, name: str) -> BlockFormat | None:
+        return self._locations[name].block_format(self._model)
 
     def stored_as(self, name: str) -> str | None:
         return self._locations[name].stored_as(self._model)
 
-    def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
+    def quantized_rows(self, name: str, span: range) -> AbstractContextManager[BlockQuantizedRows]:
         location = self._locations[name]
         assert isinstance(location, StoredRows), name
-        return location.lent_codes(self._model, span)
+        return location.lent_quantized(self._model, span)
 
     def pieces(self, name: str) -> list[range]:
         location = self._locations[name]
@@ -83,7 +83,7 @@ class GGUFFiles(CheckpointSource):
         )
 
     def row_bytes(self, name: str) -> int:
-        coding = self.coding(name)
-        if coding is None:
+        block_format = self.block_format(name)
+        if block_format is None:
             return super().row_bytes(name)
-        return self.shape(name)[1] * coding.width // 8
+        return self.shape(name)[1] * block_format.width // 8

@@ -12,10 +12,10 @@ Blocks have 256 numbers, groups 16 or 32. Source: ggml-quants.c of llama.cpp. Ca
 
 import numpy as np
 
-from quire.formats.codes import Coding
+from quire.formats.block_quantized.weights import BlockFormat
 from quire.models.checkpoints.gguf.blocks import (
     Array,
-    CodedType,
+    BlockQuantizedType,
     Unpacked,
     fields,
     halves,
@@ -104,11 +104,19 @@ def _one_factor(field: Array) -> Array:
 
 
 K_TYPES = {
-    "Q2_K": CodedType(Coding("Q2_K", 4, 16, has_offsets=True, block_size=_SIZE), _q2_k),
-    "Q3_K": CodedType(Coding("Q3_K", 4, 16, zero=4, block_size=_SIZE), _q3_k),
-    "Q4_K": CodedType(Coding("Q4_K", 4, 32, has_offsets=True, block_size=_SIZE), _q4_k),
-    "Q5_K": CodedType(Coding("Q5_K", 5, 32, has_offsets=True, block_size=_SIZE), _q5_k),
-    "Q6_K": CodedType(Coding("Q6_K", 6, 16, zero=32, block_size=_SIZE), _q6_k),
-    "IQ4_XS": CodedType(Coding("IQ4_XS", 4, 32, table=NONLINEAR, block_size=_SIZE), _iq4_xs),
+    "Q2_K": BlockQuantizedType(
+        BlockFormat("Q2_K", 4, 16, has_offsets=True, block_size=_SIZE), _q2_k
+    ),
+    "Q3_K": BlockQuantizedType(BlockFormat("Q3_K", 4, 16, zero=4, block_size=_SIZE), _q3_k),
+    "Q4_K": BlockQuantizedType(
+        BlockFormat("Q4_K", 4, 32, has_offsets=True, block_size=_SIZE), _q4_k
+    ),
+    "Q5_K": BlockQuantizedType(
+        BlockFormat("Q5_K", 5, 32, has_offsets=True, block_size=_SIZE), _q5_k
+    ),
+    "Q6_K": BlockQuantizedType(BlockFormat("Q6_K", 6, 16, zero=32, block_size=_SIZE), _q6_k),
+    "IQ4_XS": BlockQuantizedType(
+        BlockFormat("IQ4_XS", 4, 32, table=NONLINEAR, block_size=_SIZE), _iq4_xs
+    ),
 }
 """The types by their names."""

@@ -15,10 +15,10 @@ Source: ggml-quants.c of llama.cpp. Called by `decoding`.
 
 import numpy as np
 
-from quire.formats.codes import Coding
+from quire.formats.block_quantized.weights import BlockFormat
 from quire.models.checkpoints.gguf.blocks import (
     Array,
-    CodedType,
+    BlockQuantizedType,
     Decoder,
     Unpacked,
     fields,
@@ -68,7 +68,7 @@ def _iq3_xxs(blocks: Array) -> Array:
 
 def _iq3_s(blocks: Array) -> Unpacked:
     """Unpack IQ3_S to codes of four bits, each a sign and one of the odd numbers up to 15. Its
-    scales are integers, so the type has a coding."""
+    scales are integers, so the type has a block format."""
     factor, low, high, signs, scales = fields(blocks, 2, 64, 8, 32)
     points = low.astype(np.uint16) | spread(high, *range(8), width=1).astype(np.uint16) << 8
     numbers = lattice("IQ3_S")[points].reshape(len(blocks), 256).view(np.uint8)
@@ -145,9 +145,10 @@ LATTICE_TYPES: dict[str, Decoder] = {
 """The types by their names."""
 
 _ODD = tuple(range(1, 16, 2))
-CODED_LATTICE_TYPES = {
-    "IQ3_S": CodedType(
-        Coding("IQ3_S", 4, 32, table=(*_ODD, *(-each for each in _ODD)), block_size=256), _iq3_s
+BLOCK_QUANTIZED_LATTICE_TYPES = {
+    "IQ3_S": BlockQuantizedType(
+        BlockFormat("IQ3_S", 4, 32, table=(*_ODD, *(-each for each in _ODD)), block_size=256),
+        _iq3_s,
     )
 }
-"""The types that have a coding, by their names."""
+"""The types that have a block format, by their names."""

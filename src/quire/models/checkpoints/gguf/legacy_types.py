@@ -12,10 +12,10 @@ bits. Source: ggml-quants.c of llama.cpp. Called by `decoding`.
 import numpy as np
 import torch
 
-from quire.formats.codes import Coding
+from quire.formats.block_quantized.weights import BlockFormat
 from quire.models.checkpoints.gguf.blocks import (
     Array,
-    CodedType,
+    BlockQuantizedType,
     Unpacked,
     fields,
     halves,
@@ -70,14 +70,14 @@ def _mxfp4(blocks: Array) -> Unpacked:
 
 
 LEGACY_TYPES = {
-    "Q4_0": CodedType(Coding("Q4_0", 4, 32, zero=8), _q4_0),
-    "Q4_1": CodedType(Coding("Q4_1", 4, 32, has_offsets=True), _q4_1),
-    "Q5_0": CodedType(Coding("Q5_0", 5, 32, zero=16), _q5_0),
-    "Q5_1": CodedType(Coding("Q5_1", 5, 32, has_offsets=True), _q5_1),
-    "Q8_0": CodedType(Coding("Q8_0", 8, 32, zero=128), _q8_0),
-    "IQ4_NL": CodedType(Coding("IQ4_NL", 4, 32, table=NONLINEAR), _q4_0),
-    "MXFP4": CodedType(
-        Coding("MXFP4", 4, 32, table=DOUBLED_E2M1, scale_dtype=torch.bfloat16), _mxfp4
+    "Q4_0": BlockQuantizedType(BlockFormat("Q4_0", 4, 32, zero=8), _q4_0),
+    "Q4_1": BlockQuantizedType(BlockFormat("Q4_1", 4, 32, has_offsets=True), _q4_1),
+    "Q5_0": BlockQuantizedType(BlockFormat("Q5_0", 5, 32, zero=16), _q5_0),
+    "Q5_1": BlockQuantizedType(BlockFormat("Q5_1", 5, 32, has_offsets=True), _q5_1),
+    "Q8_0": BlockQuantizedType(BlockFormat("Q8_0", 8, 32, zero=128), _q8_0),
+    "IQ4_NL": BlockQuantizedType(BlockFormat("IQ4_NL", 4, 32, table=NONLINEAR), _q4_0),
+    "MXFP4": BlockQuantizedType(
+        BlockFormat("MXFP4", 4, 32, table=DOUBLED_E2M1, scale_dtype=torch.bfloat16), _mxfp4
     ),
 }
 """The types by their names. Scales of MXFP4 are the bits of its scale_dtype."""

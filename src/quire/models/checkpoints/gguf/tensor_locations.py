@@ -11,11 +11,11 @@ from math import prod
 
 import torch
 
-from quire.formats.codes import CodedRows, Coding
+from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.hub.gguf.header import TensorInfo
 from quire.models.checkpoints.gguf.decoding import (
     BlockRows,
-    coding_of,
+    block_format_of,
     numbers,
     plain_dtype,
 )
@@ -36,8 +36,8 @@ class TensorLocation(ABC):
     def lend(self, model: GGUFModel, span: range) -> "Iterator[torch.Tensor]":
         """Lends rows. Callers wrap this generator in `contextmanager`."""
 
-    def coding(self, model: GGUFModel) -> Coding | None:
-        """See `CheckpointSource.coding`."""
+    def block_format(self, model: GGUFModel) -> BlockFormat | None:
+        """See `CheckpointSource.block_format`."""
         return None
 
     @property
@@ -74,10 +74,10 @@ class StoredRows(TensorLocation):
     def dtype(self, model: GGUFModel) -> torch.dtype:
         return plain_dtype(model.info(self.name).storage) or torch.float32
 
-    def coding(self, model: GGUFModel) -> Coding | None:
+    def block_format(self, model: GGUFModel) -> BlockFormat | None:
         storage = model.info(self.name).storage
         is_matrix = len(self.shape) == 2 and self.shape[1] % storage.block_size == 0
-        return coding_of(storage, self.inputs) if is_matrix else None
+        return block_format_of(storage, self.inputs) if is_matrix else None
 
     def lend(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
         info = model.info(self.name)
@@ -100,8 +100,8 @@ class StoredRows(TensorLocation):
                 yield _viewed(raw, dtype).view(shape)
 
     @contextmanager
-    def lent_codes(self, model: GGUFModel, span: range) -> Iterator[CodedRows]:
-        """Lends rows of a tensor that has a coding."""
+    def lent_quantized(self, model: GGUFModel, span: range) -> Iterator[BlockQuantizedRows]:
+        """Lends rows of a tensor that has a block format."""
         with self.lent_bytes(model, span) as raw:
             yield BlockRows(model.info(self.name).storage, raw, self.inputs)
 

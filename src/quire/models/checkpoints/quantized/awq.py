@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from quire.errors import CheckpointError
-from quire.formats.codes import CodeWords
+from quire.formats.block_quantized.weights import CodeWords
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.quantized.quantized_files import FoundWeights
 from quire.models.checkpoints.quantized.settings import SettingFields

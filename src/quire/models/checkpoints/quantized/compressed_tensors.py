@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import torch
 
 from quire.errors import CheckpointError, UnsupportedModelError, shown
-from quire.formats.codes import Codes, Coding, unpack_inputs
+from quire.formats.block_quantized.weights import BlockFormat, UnpackedRows, unpack_inputs
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.quantized.fp8 import Block, Fp8Weight, read_block
 from quire.models.checkpoints.quantized.mxfp4 import MXFP4Weight, powers_of_two
@@ -317,20 +317,20 @@ class _ByteLevels(_Integers):
 
 class _Int8Levels(StoredWeight):
     """A weight of int8 with a scale for each output, multiplied by activations rounded to int8. Its
-    coding is the one recognized by `Coding.is_int8`."""
+    block format is the one recognized by `BlockFormat.is_int8`."""
 
     kind = "W8A8"
-    coding = Coding(kind, 8, 0, zero=128, scale_dtype=torch.float32)
+    block_format = BlockFormat(kind, 8, 0, zero=128, scale_dtype=torch.float32)
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
         num_outputs, num_inputs = tensors.shape("weight", (torch.int8,), 2)
         self.shape = (num_outputs, num_inputs)
 
-    def codes(self, span: range) -> Codes:
+    def codes(self, span: range) -> UnpackedRows:
         with self._tensors.rows("weight", span) as levels:
             codes = levels.view(torch.uint8) ^ 0x80
-        return Codes(self.coding, codes, _scales(self._tensors, span, 1).float())
+        return UnpackedRows(self.block_format, codes, _scales(self._tensors, span, 1).float())
 
     def numbers(self, span: range) -> torch.Tensor:
         return self.codes(span).numbers()

@@ -86,7 +86,7 @@ class Fp8Weight(StoredWeight):
     scale."""
 
     kind = NAME
-    coding = None
+    block_format = None
 
     def __init__(self, tensors: Tensors, scale: str, blocks: Sequence[Block]) -> None:
         """`scale` is the suffix of the scales' name, such as weight_scale_inv. `blocks` are the

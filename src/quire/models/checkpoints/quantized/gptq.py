@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from quire.errors import CheckpointError, UnsupportedModelError
-from quire.formats.codes import CodeWords, unpack_inputs
+from quire.formats.block_quantized.weights import CodeWords, unpack_inputs
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.quantized.quantized_files import FoundWeights
 from quire.models.checkpoints.quantized.settings import ADVICE, SettingFields

@@ -17,7 +17,7 @@ import re
 import torch
 
 from quire.errors import CheckpointError
-from quire.formats.codes import unpack_inputs
+from quire.formats.block_quantized.weights import unpack_inputs
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.quantized.quantized_files import FoundWeights
 from quire.models.checkpoints.quantized.settings import SettingFields

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from quire.formats.codes import CodedRows, Coding
+from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.models.checkpoints.quantized.stored_weight import StoredWeight
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
@@ -68,19 +68,19 @@ class QuantizedFiles(CheckpointSource):
         with self._files.rows(name, span) as rows:
             yield rows
 
-    def coding(self, name: str) -> Coding | None:
+    def block_format(self, name: str) -> BlockFormat | None:
         weight = self._names[name]
-        return None if weight is None else weight.coding
+        return None if weight is None else weight.block_format
 
     def stored_as(self, name: str) -> str | None:
         weight = self._names[name]
         return None if weight is None else weight.kind
 
-    def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
+    def quantized_rows(self, name: str, span: range) -> AbstractContextManager[BlockQuantizedRows]:
         weight = self._names[name]
         assert weight is not None, name
-        return weight.coded_rows(span)
+        return weight.quantized_rows(span)
 
     def row_bytes(self, name: str) -> int:
         """Size of a row, in which each code is counted as one byte."""
-        return super().row_bytes(name) if self.coding(name) is None else self.shape(name)[1]
+        return super().row_bytes(name) if self.block_format(name) is None else self.shape(name)[1]

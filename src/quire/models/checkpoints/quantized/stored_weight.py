@@ -15,13 +15,13 @@ from functools import cached_property, partial
 import torch
 
 from quire.errors import CheckpointError
-from quire.formats.codes import (
-    CodedRows,
-    Codes,
+from quire.formats.block_quantized.weights import (
+    BlockFormat,
+    BlockQuantizedRows,
     CodeWords,
-    Coding,
     InputOrder,
-    PlainCodedRows,
+    PlainQuantizedRows,
+    UnpackedRows,
     WordRows,
 )
 from quire.hub.model_files import shown_name
@@ -103,7 +103,8 @@ def _broken(name: str, reason: str) -> CheckpointError:
 
 
 class StoredWeight(ABC):
-    """A quantized weight. Its rows can be read dequantized, and as codes if it has a coding."""
+    """A quantized weight. Its rows can be read dequantized, and as codes if it has a block
+    format."""
 
     #: The format's name in messages.
     kind: str
@@ -112,17 +113,18 @@ class StoredWeight(ABC):
 
     @property
     @abstractmethod
-    def coding(self) -> Coding | None:
-        """The coding of rows that are read as codes; None if rows can only be read dequantized."""
+    def block_format(self) -> BlockFormat | None:
+        """The block format of rows that are read as codes; None if rows can only be read
+        dequantized."""
 
-    def codes(self, span: range) -> Codes:
-        """Some rows as codes, if the weight has a coding."""
+    def codes(self, span: range) -> UnpackedRows:
+        """Some rows as codes, if the weight has a block format."""
         raise NotImplementedError
 
     @contextmanager
-    def coded_rows(self, span: range) -> Iterator[CodedRows]:
-        """Lends some rows as codes, if the weight has a coding."""
-        yield PlainCodedRows(self.codes(span))
+    def quantized_rows(self, span: range) -> Iterator[BlockQuantizedRows]:
+        """Lends some rows as codes, if the weight has a block format."""
+        yield PlainQuantizedRows(self.codes(span))
 
     @abstractmethod
     def numbers(self, span: range) -> torch.Tensor:
@@ -164,12 +166,12 @@ class GroupedWeight(StoredWeight):
         return _arrange(self.read_group_index(), self.shape[1], self.num_groups)
 
     @cached_property
-    def coding(self) -> Coding | None:
+    def block_format(self) -> BlockFormat | None:
         groups = self._groups
-        # Codings have 16-bit scales and groups of a size that kernels support.
+        # Block formats have 16-bit scales and groups of a size that kernels support.
         if groups is None or groups.size is None or self.scale_dtype is torch.float32:
             return None
-        return Coding(
+        return BlockFormat(
             self.kind,
             self.width,
             groups.size,
@@ -180,13 +182,13 @@ class GroupedWeight(StoredWeight):
             input_order=groups.order,
         )
 
-    def codes(self, span: range) -> Codes:
+    def codes(self, span: range) -> UnpackedRows:
         return self._complete(span, self.read_codes(span))
 
-    def _complete(self, span: range, codes: torch.Tensor) -> Codes:
+    def _complete(self, span: range, codes: torch.Tensor) -> UnpackedRows:
         """Add scales and zeros to the `codes` that `read_codes` returned for the span."""
-        coding, groups = self.coding, self._groups
-        assert coding is not None and groups is not None and groups.size is not None
+        block_format, groups = self.block_format, self._groups
+        assert block_format is not None and groups is not None and groups.size is not None
         scales = self.read_scales(span)
         zeros = self.read_zeros(span) if self.zero is None else None
         if groups.order is not None:
@@ -195,12 +197,12 @@ class GroupedWeight(StoredWeight):
         if repeats > 1:
             scales = scales.repeat_interleave(repeats, 1)
             zeros = None if zeros is None else zeros.repeat_interleave(repeats, 1)
-        return Codes(coding, codes, scales, zeros)
+        return UnpackedRows(block_format, codes, scales, zeros)
 
     def numbers(self, span: range) -> torch.Tensor:
-        if self.coding is not None:
+        if self.block_format is not None:
             return self.codes(span).numbers()
-        # Without a coding, each input looks up its group.
+        # Without a block format, each input looks up its group.
         index = self.read_group_index()
         if index is None:
             index = torch.arange(self.shape[1]) // (self.shape[1] // self.num_groups)
@@ -226,10 +228,10 @@ class WordWeight(GroupedWeight):
             return words.unpacked()
 
     @contextmanager
-    def coded_rows(self, span: range) -> Iterator[CodedRows]:
-        assert self.coding is not None
+    def quantized_rows(self, span: range) -> Iterator[BlockQuantizedRows]:
+        assert self.block_format is not None
         with self.lent_words(span) as words:
-            yield WordRows(words, self.coding, partial(self._complete, span))
+            yield WordRows(words, self.block_format, partial(self._complete, span))
 
 
 @dataclass(frozen=True, slots=True)

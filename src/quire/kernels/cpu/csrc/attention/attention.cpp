@@ -11,7 +11,7 @@
 // threads (decoding a long context) or for many rows at once (a shared prefix), to the bit. And
 // heads that share a KV head are rows of one product: keys are read once for all of them.
 #include "attention/attention_run.h"
-#include "attention/compact/compact.h"
+#include "attention/quantized/quantized.h"
 #include "attention/latent.h"
 #include "kernels_isa.h"
 
@@ -19,7 +19,7 @@ namespace quire::QUIRE_ISA {
 void attention(Pool& pool, const AttentionLayer& layer, const Step& step, const void* q,
                int64_t ldq, void* out, int64_t ldo, float* lse) {
   if (layer.kv_format == kInt8KV)
-    compact_attention(pool, layer, step, q, ldq, out, ldo, lse);
+    quantized_attention(pool, layer, step, q, ldq, out, ldo, lse);
   else if (layer.value_dim) latent_attention(pool, layer, step, q, ldq, out, ldo, lse);
   else if (layer.dtype == kBF16)
     Attention<BF16Mode>(pool, layer, step, q, ldq, out, ldo, lse).run();
@@ -30,7 +30,7 @@ void attention(Pool& pool, const AttentionLayer& layer, const Step& step, const 
 void write_kv(Pool& pool, const AttentionLayer& layer, const Step& step, const void* k,
               const void* v, int64_t ld) {
   if (layer.kv_format == kInt8KV)
-    compact_write_kv(pool, layer, step, k, v, ld);
+    write_quantized_kv(pool, layer, step, k, v, ld);
   else if (layer.value_dim) write_latents(pool, layer, step, k, ld);
   else if (layer.dtype == kBF16)
     write_all<uint16_t>(pool, layer, step, static_cast<const uint16_t*>(k),

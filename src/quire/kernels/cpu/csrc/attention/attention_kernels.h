@@ -81,7 +81,7 @@ struct FullMode {  // fp32
   using Element = float;
   using Stored = float;
   using QueryScale = NoScale;
-  static constexpr bool kIsCompact = false;
+  static constexpr bool kIsQuantized = false;
   static int64_t query_size(int head_dim) { return head_dim; }
   using Factor = float;
   using Left = part;
@@ -105,7 +105,7 @@ struct WideMode {  // bf16, computed in fp32
   using Element = uint16_t;
   using Stored = uint16_t;
   using QueryScale = NoScale;
-  static constexpr bool kIsCompact = false;
+  static constexpr bool kIsQuantized = false;
   static int64_t query_size(int head_dim) { return head_dim; }
   using Factor = float;
   struct Left {
@@ -134,7 +134,7 @@ struct DotMode {  // bf16, by the processor's dot products of pairs; probabiliti
   using Element = uint16_t;
   using Stored = uint16_t;
   using QueryScale = NoScale;
-  static constexpr bool kIsCompact = false;
+  static constexpr bool kIsQuantized = false;
   static int64_t query_size(int head_dim) { return head_dim; }
   using Factor = uint16_t;
   using Left = __m512bh;

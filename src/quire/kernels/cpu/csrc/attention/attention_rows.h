@@ -156,7 +156,7 @@ inline int rows_at_once(int num_rows) {
 
 // Rows [row, row + R) of a block against a tile.
 template <typename M, int R>
-  requires(!M::kIsCompact)
+  requires(!M::kIsQuantized)
 void attend_rows(const RowBlock<M>& block, int row, Tile<typename M::Stored>& tile,
                  const Softmax& softmax, int head_dim, RowScratch<M>& scratch) {
   constexpr int kColumns = R > kFewRows ? kScoreColumns / 2 : kScoreColumns;
@@ -237,7 +237,7 @@ void attend_tile(const RowBlock<M>& block, Tile<typename M::Stored>& tile, const
 
 // Packs the query of row `index` of a group of `num_rows` that begins at `group`.
 template <typename M>
-  requires(!M::kIsCompact)
+  requires(!M::kIsQuantized)
 NoScale pack_query(const typename M::Element* q, int head_dim, int index, int num_rows,
                    typename M::Factor* group) {
   typename M::Factor* to = group + index * M::kDepth;

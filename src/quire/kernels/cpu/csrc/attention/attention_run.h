@@ -1,6 +1,6 @@
 // Attention of a step: tasks, threads, and the rows that each piece computes; see attention.cpp.
 //
-// M says how elements are stored and multiplied (attention_kernels.h, compact/compact_rows.h).
+// M says how elements are stored and multiplied (attention_kernels.h, quantized/quantized_rows.h).
 #pragma once
 #include "attention/attention_tasks.h"
 

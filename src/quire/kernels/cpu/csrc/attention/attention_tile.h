@@ -28,7 +28,7 @@ struct KVSource {
     return kv.key_unit(blocks[position >> kv.block_shift], head, offset);
   }
 
-  // Of compact pages: the scale of K of `position`; that of V is block_size further.
+  // Of quantized pages: the scale of K of `position`; that of V is block_size further.
   const uint16_t* scales_at(int position) const {
     const int offset = position & ((1 << kv.block_shift) - 1);
     return kv.key_scales(blocks[position >> kv.block_shift], head, offset);
@@ -46,7 +46,7 @@ template <typename T>
 struct Tile {
   static constexpr int kAhead = 16;   // units; two or four KiB each
   static constexpr int kBetween = 4;  // units
-  static constexpr bool kIsCompact = sizeof(T) == 1;
+  static constexpr bool kIsQuantized = sizeof(T) == 1;
   static constexpr int kPair = sizeof(T) == 4 ? 1 : sizeof(T) == 2 ? 2 : 4;
 
   int position;
@@ -59,10 +59,11 @@ struct Tile {
   const T* between[kBetween];
   T* edges;     // room for the values of 2 units; for K and V of a tile where pages' units are 8
   bool joined;  // out of units of 8
-  // Of compact pages: the scales of each unit's sixteen tokens, and room for those of joined units.
-  const uint16_t* key_scales[kIsCompact ? kTileUnits : 1];
-  const uint16_t* value_scales[kIsCompact ? kTileUnits : 1];
-  uint16_t joined_scales[kIsCompact ? kTileUnits : 1][2][16];
+  // Of quantized pages: the scales of each unit's sixteen tokens, and room for those of joined
+  // units.
+  const uint16_t* key_scales[kIsQuantized ? kTileUnits : 1];
+  const uint16_t* value_scales[kIsQuantized ? kTileUnits : 1];
+  uint16_t joined_scales[kIsQuantized ? kTileUnits : 1][2][16];
 
   static int64_t edge_elements(int unit, int head_dim) {
     return int64_t(16) * head_dim * (unit < 16 ? 2 * kTileUnits : 2);
@@ -88,7 +89,7 @@ struct Tile {
     if (first_unit == end_unit) return;
     for (int u = 0; u < first_unit; ++u) keys[u] = keys[first_unit];
     for (int u = end_unit; u < kTileUnits; ++u) keys[u] = keys[end_unit - 1];
-    if constexpr (kIsCompact) find_scales(source);
+    if constexpr (kIsQuantized) find_scales(source);
   }
 
   // Let this tile's reads fetch what follows, up to the values of `next`, or to its own if null.
@@ -125,7 +126,7 @@ struct Tile {
   // Values of keys that no row sees may be anything, NaN too, which a probability of 0 does not
   // cancel: put 0 there. Only the first and the last unit can have such keys. Codes are numbers.
   void clear_edges(int head_dim) {
-    if (kIsCompact || joined || first_unit == end_unit) return;
+    if (kIsQuantized || joined || first_unit == end_unit) return;
     clear_edge(first_unit, head_dim, edges);
     if (end_unit - 1 != first_unit) clear_edge(end_unit - 1, head_dim, edges + 16 * head_dim);
   }
@@ -179,7 +180,7 @@ struct Tile {
       const int64_t row = int64_t(token) * head_dim;
       const bool even = token >= first && token < end;
       const bool odd = token + 1 >= first && token + 1 < end;
-      if constexpr (kIsCompact) {
+      if constexpr (kIsQuantized) {
         std::memcpy(to + row, from + row, int64_t(kPair) * head_dim);
       } else if constexpr (kPair == 1) {
         if (even) std::memcpy(to + row, from + row, head_dim * sizeof(T));

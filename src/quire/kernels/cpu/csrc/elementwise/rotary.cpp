@@ -2,7 +2,7 @@
 //
 // Roundings are those of kernels/rotary.py; see also rows.h. Legend: see abi.h.
 #include "kernels_isa.h"
-#include "attention/compact/compact_page.h"
+#include "attention/quantized/quantized_page.h"
 #include "elementwise/rotate_head.h"
 
 namespace quire::QUIRE_ISA {
@@ -89,14 +89,14 @@ void rotate_and_write_kv_as(Pool& pool, const Op& op, const Step& step) {
 }  // namespace
 
 void rotate_and_write_kv(Pool& pool, const Op& op, const Step& step) {
-  const bool is_compact = op.layer->kv_format == kInt8KV;
+  const bool is_quantized = op.layer->kv_format == kInt8KV;
   if (op.layer->dtype == kBF16) {
-    const auto run = is_compact ? rotate_and_write_kv_as<uint8_t, uint16_t>
-                                : rotate_and_write_kv_as<uint16_t, uint16_t>;
+    const auto run = is_quantized ? rotate_and_write_kv_as<uint8_t, uint16_t>
+                                  : rotate_and_write_kv_as<uint16_t, uint16_t>;
     run(pool, op, step);
   } else {
-    const auto run =
-        is_compact ? rotate_and_write_kv_as<uint8_t, float> : rotate_and_write_kv_as<float, float>;
+    const auto run = is_quantized ? rotate_and_write_kv_as<uint8_t, float>
+                                  : rotate_and_write_kv_as<float, float>;
     run(pool, op, step);
   }
 }

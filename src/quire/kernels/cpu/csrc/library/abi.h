@@ -14,7 +14,13 @@ enum DType : int32_t { kF32 = 0, kBF16 = 1 };
 // How K and V are stored: in the model's dtype, or as codes with a scale for each token and head.
 enum KVFormat : int32_t { kPlainKV = 0, kInt8KV = 1 };
 
-enum WeightLayout : int32_t { kDenseF32 = 0, kDenseBF16 = 1, kInt8 = 2, kInt4 = 3, kCoded = 4 };
+enum WeightLayout : int32_t {
+  kDenseF32 = 0,
+  kDenseBF16 = 1,
+  kInt8 = 2,
+  kInt4 = 3,
+  kBlockQuantized = 4,
+};
 
 // What becomes of a linear's result before it is stored.
 enum Epilogue : int32_t {
@@ -23,7 +29,7 @@ enum Epilogue : int32_t {
   kSiluMul = 2,      // result holds gate and up, interleaved by the packing: out = silu(gate) * up
 };
 
-// What the codes of a checkpoint mean; coded/coded.h has the formula.
+// The format of a checkpoint's block-quantized weights; block_quantized/layout.h has the formula.
 struct CodeFormat {
   int32_t width;        // bits of a code: 4, 5, 6 or 8
   int32_t zero;         // what is subtracted from each code's value
@@ -50,14 +56,14 @@ struct Weights {
   int32_t format;       // WeightLayout
   int32_t num_outputs;  // N, as packed: gate and up together for kSiluMul
   int32_t num_inputs;   // K
-  int32_t group_size;   // kInt4, kCoded: inputs that share a scale; kInt8: those of x, or 0
+  int32_t group_size;   // inputs that share a scale; kInt8: those of x, or 0
   int32_t interleave;   // outputs of gate, then as many of up, alternate in the packing; 0: no
   int32_t num_wide;     // kInt4: inputs that have eight bits, a multiple of 4; else 0
   const void* weights;
   const float* scales;   // kInt8: [N]; kInt4: as linear_int4.h says; else null
   const int32_t* wide_inputs;  // kInt4: [num_wide], in rising order; else null
   const float* bias;     // [N] in the packed order, or null
-  const CodeFormat* coding;  // kCoded; kInt8 whose rows are unpacked: its row_dtype alone
+  const CodeFormat* code_format;  // kBlockQuantized; kInt8 with unpacked rows: row_dtype alone
 };
 
 // One layer's attention: what it computes, and where its K and V lie.
@@ -66,7 +72,7 @@ struct AttentionLayer {
   int32_t num_kv_heads;
   int32_t head_dim;
   int32_t block_size;
-  int32_t dtype;   // DType of q, k, v and of the output, and of pages that are not compact
+  int32_t dtype;   // DType of q, k, v and of the output, and of pages that are not quantized
   int32_t group;   // index of the layer's KV group in Step::groups
   int32_t window;  // keys that a query sees, itself included; 0: all before it
   int32_t causal;

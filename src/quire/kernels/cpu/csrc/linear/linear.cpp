@@ -18,8 +18,8 @@ void multiply_groups(Pool& pool, const LinearCall& call) {
       return linear_int8(pool, call);
     case kInt4:
       return linear_int4(pool, call);
-    case kCoded:
-      return linear_coded(pool, call);
+    case kBlockQuantized:
+      return linear_block_quantized(pool, call);
   }
 }
 

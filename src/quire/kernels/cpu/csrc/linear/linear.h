@@ -10,7 +10,7 @@
 //
 //   kDenseF32    [N/32 panels][K][32]           fp32
 //   kDenseBF16   [N/32 panels][K/2][32][2]      bf16: inputs 2k, 2k+1 of an output are neighbours
-//   kInt8, kInt4, kCoded: linear_int8.h, linear_int4.h, coded/coded.h
+//   kInt8, kInt4, kBlockQuantized: linear_int8.h, linear_int4.h, block_quantized/layout.h
 //
 // so a panel is one contiguous run of bytes, read once per group of rows, from first to last.
 //
@@ -98,7 +98,7 @@ void linear_f32(Pool&, const LinearCall&);   // linear_dense.cpp
 void linear_bf16(Pool&, const LinearCall&);  // linear_dense.cpp
 void linear_int8(Pool&, const LinearCall&);  // linear_int8.cpp
 void linear_int4(Pool&, const LinearCall&);  // linear_int4.cpp
-void linear_coded(Pool&, const LinearCall&); // coded/linear_coded.cpp
+void linear_block_quantized(Pool&, const LinearCall&); // block_quantized/linear_block_quantized.cpp
 
 }  // namespace quire::QUIRE_ISA
 #endif

@@ -109,7 +109,7 @@ void clear_dense(const Weights& linear) {
 int64_t packed_bytes(const Weights& linear) {
   if (linear.format == kInt8) return packed_bytes_int8(linear);
   if (linear.format == kInt4) return num_panels(linear) * 2 * int4_unit_bytes(linear);
-  if (linear.format == kCoded) return packed_bytes_coded(linear);
+  if (linear.format == kBlockQuantized) return packed_bytes_block_quantized(linear);
   return dense_bytes(linear);
 }
 
@@ -130,13 +130,14 @@ void pack_rows(const Weights& linear, const void* rows, DType rows_dtype, int64_
 void clear_padding(const Weights& linear) {
   if (linear.format == kInt8) return clear_padding_int8(linear);
   if (linear.format == kInt4) return clear_padding_int4(linear);
-  if (linear.format == kCoded) return clear_padding_coded(linear);
+  if (linear.format == kBlockQuantized) return clear_padding_block_quantized(linear);
   clear_dense(linear);
 }
 
 void unpack_rows(const Weights& linear, const int64_t* outputs, int64_t num_rows, void* rows,
                  int64_t ld) {
-  if (linear.format == kCoded) return unpack_rows_coded(linear, outputs, num_rows, rows, ld);
+  if (linear.format == kBlockQuantized)
+    return unpack_rows_block_quantized(linear, outputs, num_rows, rows, ld);
   if (linear.format == kInt8) return unpack_rows_int8(linear, outputs, num_rows, rows, ld);
   if (linear.format == kDenseBF16)
     unpack_dense(linear, outputs, num_rows, static_cast<uint16_t*>(rows), ld);

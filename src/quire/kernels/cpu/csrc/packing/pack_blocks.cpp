@@ -1,12 +1,12 @@
-// Packs coded weights from the blocks of a GGUF file.
+// Packs block-quantized weights from the blocks of a GGUF file.
 //
 // A row is a run of blocks of 32 or 256 inputs, as ggml-common.h of llama.cpp describes them. Each
-// is taken apart into codes and numbers, which stay as they are, and stored as coded/coded.h says.
-// Compiled once, for all instruction sets.
+// is taken apart into codes and numbers, which stay as they are, and stored as
+// block_quantized/layout.h says. Compiled once, for all instruction sets.
 #include <cstring>
 
-#include "packing/coded_span.h"
 #include "packing/pack.h"
+#include "packing/quantized_span.h"
 
 namespace quire {
 namespace {
@@ -42,7 +42,7 @@ void split_halves(const uint8_t* bytes, uint8_t* codes) {
 // Blocks of 32 inputs. take(block, span, i): the block is the span's group i.
 struct Q4_0 {
   static constexpr int64_t kInputs = 32, kBytes = 18;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t i) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t i) {
     span.halves[i] = half(block);
     split_halves(block + 2, span.codes + i * 32);
   }
@@ -50,7 +50,7 @@ struct Q4_0 {
 
 struct Q4_1 {
   static constexpr int64_t kInputs = 32, kBytes = 20;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t i) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t i) {
     span.halves[i] = half(block);
     span.second_halves[i] = negated(half(block + 2));  // the least weight is added there
     split_halves(block + 4, span.codes + i * 32);
@@ -69,7 +69,7 @@ void add_fifth_bits(const uint8_t* bits, uint8_t* codes) {
 
 struct Q5_0 {
   static constexpr int64_t kInputs = 32, kBytes = 22;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t i) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t i) {
     span.halves[i] = half(block);
     split_halves(block + 6, span.codes + i * 32);
     add_fifth_bits(block + 2, span.codes + i * 32);
@@ -78,7 +78,7 @@ struct Q5_0 {
 
 struct Q5_1 {
   static constexpr int64_t kInputs = 32, kBytes = 24;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t i) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t i) {
     span.halves[i] = half(block);
     span.second_halves[i] = negated(half(block + 2));
     split_halves(block + 8, span.codes + i * 32);
@@ -88,7 +88,7 @@ struct Q5_1 {
 
 struct Q8_0 {
   static constexpr int64_t kInputs = 32, kBytes = 34;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t i) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t i) {
     span.halves[i] = half(block);
     for (int k = 0; k < 32; ++k) span.codes[i * 32 + k] = block[2 + k] ^ 128;  // signed, plus 128
   }
@@ -96,7 +96,7 @@ struct Q8_0 {
 
 struct MXFP4 {
   static constexpr int64_t kInputs = 32, kBytes = 17;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t i) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t i) {
     span.halves[i] = half_of_power(block[0]);
     split_halves(block + 1, span.codes + i * 32);
   }
@@ -109,7 +109,7 @@ struct MXFP4 {
 // Blocks of 256 inputs.
 
 // Eight scales and eight offsets of six bits, in twelve bytes.
-void take_scales(const uint8_t* packed, CodedSpan& span) {
+void take_scales(const uint8_t* packed, QuantizedSpan& span) {
   for (int g = 0; g < 4; ++g) {
     span.scales[g] = int8_t(packed[g] & 63);
     span.offsets[g] = packed[g + 4] & 63;
@@ -127,7 +127,7 @@ void split_quarters(const uint8_t* bytes, uint8_t* codes) {
 
 struct Q2_K {
   static constexpr int64_t kInputs = 256, kBytes = 84;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t) {
     for (int g = 0; g < 16; ++g) {
       span.scales[g] = int8_t(block[g] & 15);
       span.offsets[g] = block[g] >> 4;
@@ -139,7 +139,7 @@ struct Q2_K {
 
 struct Q3_K {
   static constexpr int64_t kInputs = 256, kBytes = 110;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t) {
     const uint8_t* scales = block + 96;
     for (int g = 0; g < 16; ++g) {
       const int low = scales[g % 8] >> g / 8 * 4 & 15, high = scales[8 + g % 4] >> g / 4 * 2 & 3;
@@ -154,7 +154,7 @@ struct Q3_K {
 
 struct Q4_K {
   static constexpr int64_t kInputs = 256, kBytes = 144;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t) {
     std::memcpy(span.factors, block, 4);
     take_scales(block + 4, span);
     const uint8_t* bytes = block + 16;
@@ -168,7 +168,7 @@ struct Q4_K {
 
 struct Q5_K {
   static constexpr int64_t kInputs = 256, kBytes = 176;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t) {
     std::memcpy(span.factors, block, 4);
     take_scales(block + 4, span);
     const uint8_t *fifth = block + 16, *bytes = block + 48;
@@ -183,7 +183,7 @@ struct Q5_K {
 
 struct Q6_K {
   static constexpr int64_t kInputs = 256, kBytes = 210;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t) {
     const uint8_t *low = block, *high = block + 128;
     std::memcpy(span.scales, block + 192, 16);
     span.factors[0] = half(block + 208);
@@ -201,7 +201,7 @@ struct Q6_K {
 
 struct IQ4_XS {
   static constexpr int64_t kInputs = 256, kBytes = 136;
-  static void take(const uint8_t* block, CodedSpan& span, int64_t) {
+  static void take(const uint8_t* block, QuantizedSpan& span, int64_t) {
     span.factors[0] = half(block);
     const uint16_t high = half(block + 2);
     for (int g = 0; g < 8; ++g) {
@@ -218,7 +218,7 @@ void pack_as(const Weights& linear, const uint8_t* rows, int64_t row_bytes, int6
              int64_t num_rows) {
   const int64_t num_blocks = linear.num_inputs / Block::kInputs;
   constexpr int64_t kPerSpan = kBlockInputs / Block::kInputs;
-  pack_spans(linear, first, num_rows, [&](int64_t row, int64_t k, CodedSpan& span) {
+  pack_spans(linear, first, num_rows, [&](int64_t row, int64_t k, QuantizedSpan& span) {
     const uint8_t* blocks = rows + row * row_bytes + k / Block::kInputs * Block::kBytes;
     const int64_t left = num_blocks - k / Block::kInputs;
     for (int64_t i = 0; i < kPerSpan && i < left; ++i)

@@ -50,7 +50,7 @@ void unpack_rows_int8(const Weights& linear, const int64_t* outputs, int64_t num
     const float scale = linear.scales[position];
     for (int64_t k = 0; k < linear.num_inputs; ++k) {
       const float level = float(bytes[k / 4 * 4 * kPanelOutputs + k % 4]) - kInt8Zero;
-      if (linear.coding->row_dtype == kBF16)
+      if (linear.code_format->row_dtype == kBF16)
         static_cast<uint16_t*>(rows)[row * ld + k] = to_bf16(level * scale);
       else
         static_cast<float*>(rows)[row * ld + k] = level * scale;

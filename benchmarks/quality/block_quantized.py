@@ -1,0 +1,104 @@
+"""Measures the cost of multiplying codes of other tools' formats, on SmolLM2's real weights.
+
+    ./scripts/models
+    python -m benchmarks.quality.block_quantized --windows 12 --window-tokens 512 [FORMAT ...]
+
+Writes the model in each format, its weights rounded to the nearest, and reads held-out text (Python
+and short answers in English) twice: with the codes as they are served, whose products round
+activations, and with the same codes as numbers in float32. Prints the perplexity of each window's
+second half, the mean divergence from the numbers' distributions, and how often the likeliest
+token is the same. The last lines are those of int8 K and V.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from tests.quantized_copies import copies
+from tests.real_weights import MODELS
+
+from quire.bench.quality.comparison import Quality, Reference, compare
+from quire.bench.quality.readers import EngineReader
+from quire.bench.quality.windows import Window, cut
+from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
+from quire.hub.model_folder import EMBEDDED_MODEL
+from quire.text.tokenizer import Tokenizer
+
+HELDOUT = Path(__file__).parents[2] / "tests" / "data" / "heldout"
+TEXTS = ("val_code", "val_chat_fn", "val_chat_file")
+
+
+def windows(model: Path, count: int, window_tokens: int) -> list[Window]:
+    """Whole windows of the held-out texts, in turn, with the model's tokenizer."""
+    theirs, ours = (Tokenizer.from_folder(folder) for folder in (EMBEDDED_MODEL, model))
+    found = []
+    for name in TEXTS:
+        token_ids = np.fromfile(HELDOUT / f"{name}.bin", dtype="<u2")[: 4 * count * window_tokens]
+        found.append(list(cut(ours.encode(theirs.decode(token_ids.tolist())), window_tokens))[:-1])
+    places = [(index, text) for index in range(count) for text in range(len(TEXTS))]
+    return [found[text][index] for index, text in places if index < len(found[text])][:count]
+
+
+def read(
+    path: Path, given: Sequence[Window], *, as_numbers: bool = False, **options: Any
+) -> Reference:
+    """The windows read by the model at `path`. as_numbers: of weights that are codes, the numbers
+    are multiplied."""
+    numbers = mock.patch.object(BlockQuantizedMethods, "of", lambda *_: None)
+    with numbers if as_numbers else nullcontext():
+        length = max(len(window.token_ids) for window in given) + 1
+        reader = EngineReader({"model": str(path), "max_model_len": length, **options})
+    return Reference([reader.hidden(window) for window in given], reader.take_head())
+
+
+def quality(given: Sequence[Window], exact: Reference, found: Reference) -> Quality:
+    """exact, found: as `read` gives them of these windows."""
+    return compare(given, found.hidden, found.logits, exact)
+
+
+def said(found: Quality) -> str:
+    """In one line."""
+    return (
+        f"{found.perplexity:8.3f}  {found.change:+.2%} (± {found.loss_change_error:.2%})"
+        f"  KLD {found.divergence:.5f}  top-1 {found.agreement:.2%}"
+    )
+
+
+def main() -> int:
+    """The command line of this file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--window-tokens", type=int, default=512)
+    parser.add_argument("--kernels", default="auto", help="as for the commands of quire")
+    parser.add_argument("formats", nargs="*", help="names of formats; without any, all")
+    args = parser.parse_args()
+    smollm2 = MODELS / "smollm2-135m-instruct"
+    given = windows(smollm2, args.windows, args.window_tokens)
+    options = {"dtype": "float32", "kernels": args.kernels}
+    makers: dict[str, Callable[[Path], Path]] = copies(
+        smollm2, MODELS / "smollm2-135m-instruct-q4_1.gguf"
+    )
+    for name in args.formats or makers:
+        with tempfile.TemporaryDirectory() as folder:
+            path = makers[name](Path(folder, "copy"))
+            exact = read(path, given, as_numbers=True, **options)
+            found = read(path, given, **options)
+        print(f"{name:22}{said(quality(given, exact, found))}", flush=True)
+    exact = read(smollm2, given, **options)
+    for name, changed in {
+        "bf16": {"dtype": "bfloat16"},
+        "int8 K and V": {"kv_cache_dtype": "int8"},
+    }.items():
+        found = read(smollm2, given, **(options | changed))
+        print(f"{name:22}{said(quality(given, exact, found))}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Linears that keep a checkpoint's block-quantized weights (GGUF, GPTQ, AWQ and others)."""

@@ -1,0 +1,315 @@
+"""Linears that keep block-quantized weights as the checkpoint's codes, without rounding again.
+
+Activations are rounded to int8, with a scale for each chunk of 32 inputs, whatever the size of the
+weights' groups. Chunks are small because a few channels of real models are a hundred times as large
+as others, which lose levels if they share a scale. torch's method defines the results of the
+kernels. For a row m of x, an output n, a chunk c and a group g, which holds whole chunks or is half
+of a chunk:
+
+    q[m, k]     = x[m, k] / scale[m, c], to the nearest         scale[m, c] = max |x[m, k]| / 127
+    dot[m, n]   = sum over the smaller of c and g of (value(code[n, k]) - zero) * q[m, k]
+    sum[m]      = sum over the smaller of c and g of q[m, k]
+    out[m, n]  += dot * (scale[n, g] * scale[m, c])
+    out[m, n]  -= offset[n, g] * (sum * scale[m, c])
+
+Sums of integers are exact. out is fp32; each addition to it rounds once, in the order of the
+chunks, or of the groups if these are smaller. If blocks have factors, scales and offsets are first
+multiplied by them, which is exact.
+
+If the codes' columns are in another order than the inputs, x is reordered first. Codes with one
+scale for each output and activations of eight bits (W8A8) are multiplied by `GivenInt8TorchMethod`,
+with one scale of x for each token.
+
+Shapes: ... any leading dimensions, M rows of x, I input size, O output size, G groups, B blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.formats.block_quantized.native_method import native_block_quantized_method
+from quire.formats.block_quantized.triton_method import triton_block_quantized_method
+from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows, UnpackedRows
+from quire.formats.int8 import GivenInt8TorchMethod
+from quire.formats.packed import is_packed, packed
+from quire.formats.weight_format import (
+    LinearMethod,
+    LinearModule,
+    RowSource,
+    TritonLinears,
+    empty_parameter,
+)
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.quantize import multiply_add, quantize_groups
+
+# The most rows of x, and the approximate number of weights, in one product.
+_MAX_ROWS = 64
+_MAX_WEIGHTS = 1 << 20
+
+
+CHUNK_INPUTS = 32
+"""Number of neighbouring inputs of x that share a scale."""
+
+
+class BlockQuantizedMethods:
+    """Chooses the method for a block format: the native kernels', Triton's, or torch's without
+    both."""
+
+    def __init__(
+        self, native: NativeKernels | None = None, triton: TritonLinears | None = None
+    ) -> None:
+        self._native, self._triton = native, triton
+        self._methods: dict[BlockFormat, LinearMethod | None] = {}
+
+    def of(self, block_format: BlockFormat) -> LinearMethod | None:
+        """The method for `block_format`. None if no layout supports it, so that its weights must be
+        dequantized."""
+        if block_format not in self._methods:
+            self._methods[block_format] = self._make(block_format)
+        return self._methods[block_format]
+
+    def _make(self, block_format: BlockFormat) -> LinearMethod | None:
+        if self._native is not None:
+            return native_block_quantized_method(self._native, block_format)
+        if self._triton is not None:
+            return triton_block_quantized_method(block_format, self._triton)
+        if block_format.is_int8:
+            return GivenInt8TorchMethod()
+        is_served = block_format.block_size or (
+            block_format.group_size and block_format.group_size % CHUNK_INPUTS == 0
+        )
+        return BlockQuantizedTorchMethod(block_format) if is_served else None
+
+
+@dataclass(slots=True)
+class _KeptWeight:
+    """A linear's weight as codes, kept in `LinearModule.state`."""
+
+    codes: UnpackedRows
+
+    #: The model's dtype.
+    dtype: torch.dtype
+
+    #: The input of each column of the codes, int64 [I]; None if columns are in order.
+    inputs: torch.Tensor | None
+
+
+class BlockQuantizedTorchMethod(LinearMethod):
+    """Keeps the fields of `UnpackedRows`, with one code in a byte, and multiplies them by torch."""
+
+    def __init__(self, block_format: BlockFormat) -> None:
+        self._block_format = block_format
+
+    def takes_quantized(self, index: int) -> bool:
+        return True
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        codes = self._empty(num_outputs, num_inputs, torch.device("meta"))
+        tensors = (codes.codes, codes.scales, codes.zeros, codes.offsets, codes.factors)
+        return sum(each.nbytes for each in tensors if each is not None)
+
+    def create(
+        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        codes = self._empty(linear.output_size, linear.input_size, device)
+        order = self._block_format.input_order
+        inputs = None if order is None else order.inputs().to(device, torch.int64)
+        linear.state = _KeptWeight(codes, dtype, inputs)
+        linear.register_parameter(
+            "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
+        )
+
+    def _empty(self, outputs: int, inputs: int, device: torch.device) -> UnpackedRows:
+        block_format = self._block_format
+        groups = inputs // block_format.group_size
+        in_blocks = bool(block_format.block_size)
+
+        def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        offsets = torch.uint8 if in_blocks else block_format.scale_dtype
+        return UnpackedRows(
+            block_format,
+            room(outputs, inputs, dtype=torch.uint8),
+            room(outputs, groups, dtype=torch.int8 if in_blocks else block_format.scale_dtype),
+            room(outputs, groups, dtype=torch.uint8) if block_format.has_zeros else None,
+            room(outputs, groups, dtype=offsets) if block_format.has_offsets else None,
+            room(outputs, inputs // block_format.block_size, 2, dtype=torch.float16)
+            if in_blocks
+            else None,
+        )
+
+    def load_part(
+        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
+    ) -> None:
+        assert parameter == "bias" and linear.bias is not None, parameter
+        start = linear.part_start(index) + first_row
+        linear.bias[start : start + len(rows)].copy_(rows)
+
+    def load_quantized(
+        self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
+    ) -> None:
+        start = linear.part_start(index) + first_row
+        given, kept = rows.codes(), _stored(linear).codes
+        for name in ("codes", "scales", "zeros", "offsets", "factors"):
+            tensor = getattr(given, name)
+            if tensor is not None:
+                getattr(kept, name)[start : start + len(rows)].copy_(tensor)
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        dtype = out_dtype or x.dtype
+        codes, inputs = _stored(linear).codes, _stored(linear).inputs
+        flat = x.reshape(-1, linear.input_size)
+        flat = flat if inputs is None else flat[:, inputs]
+        output = torch.empty(len(flat), linear.output_size, dtype=dtype, device=x.device)
+        num_outputs = max(1, _MAX_WEIGHTS // linear.input_size)
+        for first in range(0, linear.output_size, num_outputs):
+            outputs = slice(first, first + num_outputs)
+            part = codes.rows(outputs.start, outputs.stop)
+            for start in range(0, len(flat), _MAX_ROWS):
+                rows = slice(start, start + _MAX_ROWS)
+                result = multiply_block_quantized(flat[rows], part)
+                if linear.bias is not None:
+                    result += linear.bias[outputs].float()
+                output[rows, outputs] = result.to(dtype)
+        return output.view(*x.shape[:-1], linear.output_size)
+
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+        return QuantizedTable(linear)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTable:
+    """A `RowSource` that dequantizes rows of a linear's codes."""
+
+    linear: LinearModule
+
+    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
+        """See `RowSource`. Dequantized weights are rounded to the model's dtype."""
+        stored = _stored(self.linear)
+        return stored.codes.mapped(lambda tensor: tensor[outputs]).numbers().to(stored.dtype)
+
+
+def _stored(linear: LinearModule) -> _KeptWeight:
+    assert isinstance(linear.state, _KeptWeight)
+    return linear.state
+
+
+def multiply_block_quantized(x: torch.Tensor, codes: UnpackedRows) -> torch.Tensor:
+    """Multiply x [M, I] by the weight [O, I] -> [M, O] fp32, as the module's docstring defines."""
+    block_format, (num_outputs, num_inputs) = codes.block_format, codes.codes.shape
+    groups = codes.scales.shape[1]
+    values = codes.values().view(num_outputs, groups, -1).float() - block_format.zero
+    if codes.zeros is not None:
+        values -= codes.zeros.float()[..., None]
+    size = min(block_format.group_size, CHUNK_INPUTS)
+    q, x_scales = quantize_groups(x, CHUNK_INPUTS)
+    q, num_parts = q.view(len(x), -1, size), num_inputs // size
+    # [G, M, O] of groups or chunks: integers below 2^24, so fp32 sums them exactly.
+    dots = torch.bmm(q.transpose(0, 1), values.view(num_outputs, num_parts, size).permute(1, 2, 0))
+    x_scales = x_scales.repeat_interleave(CHUNK_INPUTS // size, 1)
+    sums = x_scales * q.sum(-1)
+    scales, offsets = codes.float_scales(), codes.float_offsets()
+    result = torch.zeros_like(dots[0])
+    for index, dot in enumerate(dots):
+        group = index * groups // num_parts
+        result = multiply_add(dot, scales[:, group] * x_scales[:, index, None], result)
+        if offsets is not None:
+            result = multiply_add(-offsets[:, group], sums[:, index, None], result)
+    return result
+
+
+@dataclass(slots=True)
+class _PartLinears:
+    """The separate linears that compute the parts of a fused linear."""
+
+    linears: tuple[LinearModule, ...]
+
+
+class PartsMethod(LinearMethod):
+    """Stores each part (q, k, v) of a fused linear as a separate linear with its own method.
+
+    `methods` has one method for each part.
+    """
+
+    def __init__(self, methods: Sequence[LinearMethod], part_sizes: Sequence[int]) -> None:
+        self._methods = tuple(methods)
+        self._part_sizes = tuple(part_sizes)
+
+    def takes_quantized(self, index: int) -> bool:
+        return self._methods[index].takes_quantized(0)
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        assert num_outputs == sum(self._part_sizes)
+        return sum(
+            method.num_bytes(size, num_inputs, dtype)
+            for method, size in zip(self._methods, self._part_sizes, strict=True)
+        )
+
+    def create(
+        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        parts = tuple(
+            LinearModule(linear.input_size, (size,), has_bias=linear.has_bias)
+            for size in linear.part_sizes
+        )
+        for method, part in zip(self._methods, parts, strict=True):
+            method.create(part, bias, dtype, device)
+        linear.state = _PartLinears(parts)
+
+    def load_part(
+        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
+    ) -> None:
+        part = _parts(linear)[index]
+        self._methods[index].load_part(part, parameter, 0, first_row, rows)
+
+    def load_quantized(
+        self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
+    ) -> None:
+        self._methods[index].load_quantized(_parts(linear)[index], 0, first_row, rows)
+
+    def finish(self, linear: LinearModule) -> None:
+        for method, part in zip(self._methods, _parts(linear), strict=True):
+            method.finish(part)
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        parts = zip(self._methods, _parts(linear), strict=True)
+        return torch.cat([method.apply(part, x, out_dtype) for method, part in parts], dim=-1)
+
+
+class RecordedPartsMethod(PartsMethod):
+    """Records the products of all parts instead of computing them, for a linear with
+    `packed_parts`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        parts = [(packed(part), part.packed_adapters) for part in _parts(linear)]
+        return self._recorder.part_linears(x, parts, out_dtype)
+
+    def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        return self._recorder.silu_mul(self.apply(linear, x))
+
+
+def packed_parts(linear: LinearModule) -> tuple[LinearModule, ...]:
+    """The parts of a linear whose method is `PartsMethod`, if all of them are packed by
+    `formats.packed`; otherwise empty."""
+    state = linear.state
+    if not isinstance(state, _PartLinears) or not all(map(is_packed, state.linears)):
+        return ()
+    return state.linears
+
+
+def _parts(linear: LinearModule) -> tuple[LinearModule, ...]:
+    assert isinstance(linear.state, _PartLinears)
+    return linear.state.linears

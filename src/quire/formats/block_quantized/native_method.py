@@ -1,0 +1,162 @@
+"""Keeps block-quantized weights as codes in the layouts of the native CPU kernels.
+
+`kernels.cpu.block_quantized` describes the layouts and packs weights. If the processor has fused
+multiply-adds, products are bit-identical to those that `linear_methods`
+defines. Called by `linear_methods`.
+"""
+
+import ctypes
+
+import torch
+
+from quire.formats.block_quantized.weights import (
+    BlockFormat,
+    BlockQuantizedRows,
+    CodeWords,
+    UnpackedRows,
+    WordRows,
+)
+from quire.formats.packed import PackedMethod, packed
+from quire.formats.weight_format import LinearModule
+from quire.kernels.cpu.abi import WeightLayout
+from quire.kernels.cpu.block_quantized.kernel_formats import (
+    BLOCK_TYPES,
+    KernelBlockFormat,
+    code_format_struct,
+    weights_struct,
+)
+from quire.kernels.cpu.block_quantized.quantized_linear import BlockQuantizedLinear, GivenInt8Linear
+from quire.kernels.cpu.block_quantized.words import unpack_words
+from quire.kernels.cpu.library import NativeKernels
+
+_LARGEST_GROUP = 128
+
+
+def native_block_quantized_method(
+    kernels: NativeKernels, block_format: BlockFormat
+) -> PackedMethod | None:
+    """The method for `block_format`; None if no layout supports this block format."""
+    if block_format.is_int8:
+        return GivenInt8Method(kernels)
+    form = _form_of(block_format)
+    return NativeBlockQuantizedMethod(kernels, block_format, form) if form.has_kernels else None
+
+
+class NativeBlockQuantizedMethod(PackedMethod):
+    """Keeps codes, scales, zeros and offsets in the kernels' layout, and the bias in fp32."""
+
+    def __init__(
+        self, kernels: NativeKernels, block_format: BlockFormat, form: KernelBlockFormat
+    ) -> None:
+        """`form` is the kernels' layout for `block_format`."""
+        super().__init__(kernels)
+        self._block_format, self._form = block_format, form
+        order = block_format.input_order
+        self._order = None if order is None else order.inputs()
+
+    def takes_quantized(self, index: int) -> bool:
+        return True
+
+    def _make_packing(
+        self, linear: LinearModule, has_bias: bool, dtype: torch.dtype
+    ) -> BlockQuantizedLinear:
+        weights = BlockQuantizedLinear(
+            self._form,
+            linear.output_size,
+            linear.input_size,
+            interleave=linear.part_sizes[0] if linear.gated else 0,
+            has_bias=has_bias,
+            dtype=dtype,
+        )
+        if self._order is not None:
+            weights.set_input_order(self._order)
+        return weights
+
+    def load_quantized(
+        self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
+    ) -> None:
+        weights, start = packed(linear), linear.part_start(index) + first_row
+        assert isinstance(weights, BlockQuantizedLinear)
+        if rows.blocks is not None and rows.blocks[0] in BLOCK_TYPES:
+            weights.pack_blocks(*rows.blocks, start)
+            return
+        if isinstance(rows, WordRows):
+            codes = rows.with_codes(_unpacked(rows.words))
+        else:
+            codes = rows.codes()
+        weights.pack_codes(codes.codes, *self._numbers(codes), codes.factors, start)
+
+    def _numbers(self, codes: UnpackedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scales of the form's groups, and their zeros or offsets, or None if there are
+        neither."""
+        scales, seconds = codes.scales, codes.offsets
+        if codes.zeros is not None:
+            seconds = codes.zeros.to(self._form.scale_dtype)
+        if self._block_format.group_size == self._form.group_size:
+            return scales, seconds
+        size = self._block_format.group_size or codes.codes.shape[1]
+        num_groups = -(-codes.codes.shape[1] // self._form.group_size)
+        group_of = torch.arange(num_groups) * self._form.group_size // size
+        return scales[:, group_of], None if seconds is None else seconds[:, group_of]
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        code_format = code_format_struct(self._form, None, dtype)
+        struct = weights_struct(self._form, code_format, num_outputs, num_inputs)
+        num_bytes: int = self._kernels.library.packed_bytes(ctypes.byref(struct))
+        return num_bytes
+
+
+class GivenInt8Method(PackedMethod):
+    """Keeps int8 weights and scales of the checkpoint, whose block format is
+    `BlockFormat.is_int8`."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        super().__init__(kernels, WeightLayout.INT8)
+
+    @property
+    def is_exact(self) -> bool:
+        return True
+
+    def takes_quantized(self, index: int) -> bool:
+        return True
+
+    def _make_packing(
+        self, linear: LinearModule, has_bias: bool, dtype: torch.dtype
+    ) -> GivenInt8Linear:
+        return GivenInt8Linear(
+            linear.output_size,
+            linear.input_size,
+            interleave=linear.part_sizes[0] if linear.gated else 0,
+            has_bias=has_bias,
+            dtype=dtype,
+        )
+
+    def load_quantized(
+        self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
+    ) -> None:
+        codes = rows.codes()
+        levels = (codes.codes ^ 0x80).view(torch.int8)
+        packed(linear).pack_int8(levels, codes.scales[:, 0], linear.part_start(index) + first_row)
+
+
+def _unpacked(words: CodeWords) -> torch.Tensor:
+    codes = unpack_words(words.words, words.width, words.order)
+    return codes[words.first : words.first + words.count]
+
+
+def _form_of(block_format: BlockFormat) -> KernelBlockFormat:
+    """The kernels' layout for a block format. A group that is too large for the kernels becomes
+    several groups with the same scale."""
+    size = block_format.group_size
+    if size == 0 or (size > _LARGEST_GROUP and size % _LARGEST_GROUP == 0):
+        size = _LARGEST_GROUP
+    return KernelBlockFormat(
+        block_format.width,
+        size,
+        block_format.zero,
+        block_format.block_size,
+        block_format.scale_dtype,
+        block_format.has_zeros,
+        block_format.has_offsets,
+        block_format.table,
+    )

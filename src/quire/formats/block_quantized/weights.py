@@ -1,0 +1,341 @@
+"""Block-quantized weights of a checkpoint: integer codes with scales, and how they are dequantized.
+
+A weight w of output n and input k, where k is in the group g of inputs, is one of
+
+    scale[n, g] * (value(c[n, k]) - zero)             zero: one number, or zeros[n, g]
+    scale[n, g] * value(c[n, k]) - offset[n, g]
+
+where c is a code, not below 0, and value(c) is c itself or an entry of a table of sixteen. Scales
+and offsets are either 16-bit floats, or integers that are multiplied by factors, which the groups
+of a block share ("super-blocks" in llama.cpp's k-quants). Readers in `models.checkpoints` make the
+codes, and `formats.block_quantized.linear_methods` multiplies them. Knows no files and no linears.
+
+Shapes: R rows (outputs), I inputs, G groups, B blocks.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class InputOrder:
+    """An order of columns that differs from that of the inputs, as in GPTQ's act-order."""
+
+    #: The input of each column, a permutation, as bytes of int32 in the machine's byte order.
+    content: bytes
+
+    @classmethod
+    def of(cls, inputs: torch.Tensor) -> "InputOrder":
+        """Create the order from inputs [I], a permutation."""
+        return cls(inputs.int().contiguous().view(torch.uint8).numpy().tobytes())
+
+    def inputs(self) -> torch.Tensor:
+        """The input of each column, [I] int32."""
+        return torch.frombuffer(bytearray(self.content), dtype=torch.int32)
+
+    def __repr__(self) -> str:
+        """Differs between different orders, since it is a part of the weights' digest."""
+        return f"InputOrder({hashlib.blake2b(self.content, digest_size=16).hexdigest()})"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """The quantization of a tensor: the width of codes, and the numbers that groups share."""
+
+    #: The name in messages, such as Q4_K.
+    name: str
+
+    #: Number of bits of a code: 4, 5, 6 or 8.
+    width: int
+
+    #: Number of inputs that share a scale; 0 if a whole row shares one.
+    group_size: int
+
+    #: The number subtracted from the values of all codes.
+    zero: int = 0
+
+    #: The value of each code; None if a code is its own value.
+    table: tuple[int, ...] | None = None
+
+    #: Whether each group has its own `zero`.
+    has_zeros: bool = False
+
+    #: Whether groups have offsets.
+    has_offsets: bool = False
+
+    #: Number of inputs that share factors; 0 if scales and offsets are floats of `scale_dtype`.
+    block_size: int = 0
+
+    scale_dtype: torch.dtype = torch.float16
+
+    #: The order of the columns; None if it is the order of the inputs.
+    input_order: InputOrder | None = None
+
+    @property
+    def alignment(self) -> int:
+        """A slice of columns must begin and end at multiples of this number; 0 if rows can't be
+        sliced."""
+        return 0 if self.input_order is not None else self.block_size or self.group_size or 1
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether these are int8 levels (code - 128) with one fp32 scale for each output, to be
+        multiplied by int8 activations."""
+        return self == BlockFormat(self.name, 8, 0, zero=128, scale_dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackedRows:
+    """Rows of a quantized weight, with one code in a byte."""
+
+    block_format: BlockFormat
+
+    #: [R, I] uint8.
+    codes: torch.Tensor
+
+    #: [R, G], floats, or int8 if there are factors.
+    scales: torch.Tensor
+
+    #: [R, G] uint8; None if the block format has no zeros.
+    zeros: torch.Tensor | None = None
+
+    #: [R, G], floats, or uint8 if there are factors; None if the block format has no offsets.
+    offsets: torch.Tensor | None = None
+
+    #: [R, B, 2] fp16: each block's factor of scales, then its factor of offsets, which is zero
+    #: without offsets. None if the block format has no blocks.
+    factors: torch.Tensor | None = None
+
+    def numbers(self) -> torch.Tensor:
+        """Dequantize to [R, I] fp32. Each operation rounds once."""
+        block_format, rows = self.block_format, len(self.codes)
+        values = self.values().float()
+        groups = self.scales.shape[1]
+        values = values.view(rows, groups, -1)
+        if self.zeros is not None:
+            values = values - self.zeros.float()[..., None]
+        scales, offsets = self.float_scales(), self.float_offsets()
+        numbers = scales[..., None] * (values - block_format.zero if block_format.zero else values)
+        if offsets is not None:
+            numbers = numbers - offsets[..., None]
+        numbers = numbers.view(rows, -1)
+        if block_format.input_order is None:
+            return numbers
+        inputs = block_format.input_order.inputs().to(numbers.device, torch.int64)
+        return torch.empty_like(numbers).index_copy_(1, inputs, numbers)
+
+    def values(self) -> torch.Tensor:
+        """The values of the codes, [R, I] int16, before zeros are subtracted."""
+        if self.block_format.table is None:
+            return self.codes.short()
+        table = torch.tensor(self.block_format.table, dtype=torch.int16, device=self.codes.device)
+        return table[self.codes.int()]
+
+    def float_scales(self) -> torch.Tensor:
+        """The scales multiplied by their factors, [R, G] fp32."""
+        return self._scaled(self.scales, 0)
+
+    def float_offsets(self) -> torch.Tensor | None:
+        """The offsets multiplied by their factors, [R, G] fp32; None without offsets."""
+        return None if self.offsets is None else self._scaled(self.offsets, 1)
+
+    def _scaled(self, of_groups: torch.Tensor, which: int) -> torch.Tensor:
+        numbers = of_groups.float()
+        if self.factors is None:
+            return numbers
+        rows, blocks, _ = self.factors.shape
+        factors = self.factors[:, :, which, None].float()
+        return (factors * numbers.view(rows, blocks, -1)).view(rows, -1)
+
+    def rows(self, start: int, stop: int) -> "UnpackedRows":
+        """Rows from `start` to `stop`, exclusive."""
+        return self.mapped(lambda tensor: tensor[start:stop])
+
+    def columns(self, start: int, stop: int) -> "UnpackedRows":
+        """Inputs [start, stop), both multiples of the block format's alignment."""
+        width, alignment = self.codes.shape[1], self.block_format.alignment
+        assert alignment and not start % alignment and not stop % alignment, self.block_format
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            count = tensor.shape[1]
+            return tensor[:, start * count // width : -(-stop * count // width)]
+
+        return self.mapped(cut)
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "UnpackedRows":
+        """A copy with `change` applied to each tensor."""
+        changed = {
+            each.name: change(value)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), torch.Tensor)
+        }
+        return UnpackedRows(self.block_format, **changed)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeWords:
+    """Codes of rows, several packed in an int32 word, as GPTQ and AWQ store them."""
+
+    #: [A, B] int32. `order` says how rows and inputs are packed.
+    words: torch.Tensor
+
+    #: Number of bits of a code.
+    width: int
+
+    #: The object holds rows [first, first + count) of those in the words.
+    first: int
+    count: int
+
+    #: If None, a word packs 32 / width inputs of one row, from the lowest bits up, and A is I *
+    #: width / 32. Otherwise a word packs one input of eight rows, in four bits each: row order[i]
+    #: has the i-th lowest bits, and A is I.
+    order: tuple[int, ...] | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.words) * (32 // self.width if self.order is None else 1)
+
+    def unpacked(self) -> torch.Tensor:
+        """Unpack the codes to [count, I] uint8."""
+        words = self.words.T.contiguous()
+        if self.order is None:
+            return unpack_inputs(words, self.width)[self.first : self.first + self.count]
+        codes = torch.empty(len(words), 8, words.shape[1], dtype=torch.uint8)
+        for place, row in enumerate(self.order):
+            codes[:, row] = words.bitwise_right_shift(4 * place).bitwise_and_(15)
+        return codes.flatten(0, 1)[self.first : self.first + self.count]
+
+
+def unpack_inputs(words: torch.Tensor, width: int) -> torch.Tensor:
+    """Unpack words [R, W] int32 or uint8 to new codes [R, W * bits / width] uint8. `width` is 4 or
+    8; the first code is in the lowest bits."""
+    packed = torch.empty(words.shape, dtype=words.dtype).copy_(words).view(torch.uint8)
+    if width == 8:
+        return packed
+    codes = torch.empty(*packed.shape, 2, dtype=torch.uint8)
+    torch.bitwise_and(packed, 15, out=codes[..., 0])
+    torch.bitwise_right_shift(packed, 4, out=codes[..., 1])
+    return codes.flatten(-2)
+
+
+class BlockQuantizedRows(ABC):
+    """Rows of a block-quantized tensor, which are valid as long as the source that lends them."""
+
+    @property
+    @abstractmethod
+    def block_format(self) -> BlockFormat: ...
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(R, I)."""
+
+    @property
+    @abstractmethod
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """All tensors that determine the dequantized weights, for a digest."""
+
+    @property
+    def blocks(self) -> tuple[str, torch.Tensor] | None:
+        """GGUF's name of the type, and the rows' bytes [R, bytes] uint8 as stored, which kernels
+        may read directly; None if only `codes` are available."""
+        return None
+
+    @abstractmethod
+    def codes(self) -> UnpackedRows: ...
+
+    def numbers(self) -> torch.Tensor:
+        """Dequantize to [R, I] fp32, as the file's format defines."""
+        return self.codes().numbers()
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> "BlockQuantizedRows":
+        """Rows from `start` to `stop`, exclusive."""
+
+    @abstractmethod
+    def picked(self, rows: torch.Tensor) -> "BlockQuantizedRows":
+        """The rows with these indices, int64."""
+
+    def columns(self, start: int, stop: int) -> "BlockQuantizedRows":
+        """Inputs [start, stop) of all rows, both multiples of the block format's alignment."""
+        return PlainQuantizedRows(self.codes().columns(start, stop))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+class PlainQuantizedRows(BlockQuantizedRows):
+    """Block-quantized rows that are in memory as `UnpackedRows`."""
+
+    def __init__(self, codes: UnpackedRows) -> None:
+        self._codes = codes
+
+    @property
+    def block_format(self) -> BlockFormat:
+        return self._codes.block_format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, inputs = self._codes.codes.shape
+        return rows, inputs
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        codes = self._codes
+        found = (codes.codes, codes.scales, codes.zeros, codes.offsets, codes.factors)
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    def codes(self) -> UnpackedRows:
+        return self._codes
+
+    def rows(self, start: int, stop: int) -> "PlainQuantizedRows":
+        return PlainQuantizedRows(self._codes.rows(start, stop))
+
+    def picked(self, rows: torch.Tensor) -> "PlainQuantizedRows":
+        return PlainQuantizedRows(self._codes.mapped(lambda tensor: tensor[rows]))
+
+
+class WordRows(BlockQuantizedRows):
+    """Rows whose codes are packed in words. Kernels may unpack the words and pass the codes to
+    `with_codes`. `complete` adds scales, zeros and offsets to unpacked codes [R, I] uint8."""
+
+    def __init__(
+        self,
+        words: CodeWords,
+        block_format: BlockFormat,
+        complete: Callable[[torch.Tensor], UnpackedRows],
+    ) -> None:
+        self._words, self._block_format, self._complete = words, block_format, complete
+
+    @property
+    def block_format(self) -> BlockFormat:
+        return self._block_format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._words.count, self._words.num_inputs
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return PlainQuantizedRows(self.codes()).stored
+
+    @property
+    def words(self) -> CodeWords:
+        return self._words
+
+    def with_codes(self, codes: torch.Tensor) -> UnpackedRows:
+        """The result of `codes()`, given the codes unpacked from `words`, [R, I] uint8."""
+        return self._complete(codes)
+
+    def codes(self) -> UnpackedRows:
+        return self.with_codes(self._words.unpacked())
+
+    def rows(self, start: int, stop: int) -> PlainQuantizedRows:
+        return PlainQuantizedRows(self.codes()).rows(start, stop)
+
+    def picked(self, rows: torch.Tensor) -> PlainQuantizedRows:
+        return PlainQuantizedRows(self.codes()).picked(rows)

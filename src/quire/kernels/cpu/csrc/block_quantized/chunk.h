@@ -1,0 +1,145 @@
+// Chunks of codes as the bytes that dot.h multiplies.
+#pragma once
+#include "block_quantized/layout.h"
+#include "linear/dot.h"
+
+namespace quire::QUIRE_ISA {
+
+enum class CodeKind { k4, kTable, k5, k6, k8 };
+
+constexpr int width_of(CodeKind kind) {
+  return kind == CodeKind::k5 ? 5 : kind == CodeKind::k6 ? 6 : kind == CodeKind::k8 ? 8 : 4;
+}
+
+// Sixteen bytes, repeated over a register: the value of each code, plus 128.
+struct CodeTable {
+  DotInts bytes;
+
+  explicit CodeTable(const int8_t* values) : bytes{} {
+    if (values == nullptr) return;
+    uint8_t repeated[sizeof bytes];
+    for (size_t i = 0; i < sizeof bytes; ++i) repeated[i] = uint8_t(values[i % 16] + 128);
+    std::memcpy(&bytes, repeated, sizeof bytes);
+  }
+
+  // Each byte of codes, 0 .. 15, becomes its entry.
+  DotInts look_up(DotInts codes) const {
+#if defined(__AVX512BW__)
+    return (DotInts)_mm512_shuffle_epi8((__m512i)bytes, (__m512i)codes);
+#elif defined(__AVX2__)
+    return (DotInts)_mm256_shuffle_epi8((__m256i)bytes, (__m256i)codes);
+#else
+    uint8_t entries[sizeof bytes], found[sizeof bytes];
+    std::memcpy(entries, &bytes, sizeof bytes);
+    std::memcpy(found, &codes, sizeof codes);
+    for (uint8_t& byte : found) byte = entries[byte];
+    return load_as<DotInts>(found);
+#endif
+  }
+};
+
+// 32 inputs of kIntLanes outputs.
+template <CodeKind kKind>
+class Chunk {
+ public:
+  static constexpr int kBytes = width_of(kKind) * int(kVectorBytes);
+
+  // data: of the first of these outputs.
+  Chunk(const uint8_t* data, const CodeTable& table) : data_(data), table_(table) {}
+
+  // The bytes of inputs 4q .. 4q + 3: codes, or entries of the table.
+  DotInts bytes(int q) const {
+    if constexpr (kKind == CodeKind::k8) return vector(q);
+    const DotInts pair = vector(q / 2);
+    const DotInts low = (q % 2 == 0 ? pair : pair >> 4) & 0x0f0f0f0f;
+    if constexpr (kKind == CodeKind::kTable) return table_.look_up(low);
+    if constexpr (kKind == CodeKind::k5) return low | (moved(vector(4), 4 - q) & 0x10101010);
+    if constexpr (kKind == CodeKind::k6)
+      return low | (moved(vector(4 + q / 4), 4 - q % 4 * 2) & 0x30303030);
+    return low;
+  }
+  DotWeights quad(int q) const { return DotWeights(bytes(q)); }
+
+ private:
+  DotInts vector(int i) const { return load_as<DotInts>(data_ + i * kVectorBytes); }
+
+  // Bits that move from a byte to its neighbour are masked by the caller.
+  static DotInts moved(DotInts bits, int left) { return left >= 0 ? bits << left : bits >> -left; }
+
+  const uint8_t* data_;
+  const CodeTable& table_;
+};
+
+// sums [R][U] += quads [kFirst, kEnd) of U units' chunks times the rows' x, which begin `ld` bytes
+// apart.
+template <int kFirst, int kEnd, int R, int U, CodeKind kKind>
+inline void add_quads(const Chunk<kKind> (&chunks)[U], const uint8_t* x, int64_t ld,
+                      DotInts (&sums)[R][U]) {
+#pragma GCC unroll 8
+  for (int q = kFirst; q < kEnd; ++q) {
+    if constexpr (U == 1) {
+      const DotWeights weights = chunks[0].quad(q);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+        sums[r][0] = dot(sums[r][0], weights, DotInput((const DotElement*)(x + r * ld) + q * 4));
+    } else {
+      const DotWeights low = chunks[0].quad(q), high = chunks[1].quad(q);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const DotInput input((const DotElement*)(x + r * ld) + q * 4);
+        sums[r][0] = dot(sums[r][0], low, input);
+        sums[r][1] = dot(sums[r][1], high, input);
+      }
+    }
+  }
+}
+
+// What four bytes, the same of each row, are in all lanes.
+inline DotInts all_lanes(const uint8_t* p) { return DotInts{} + load_as<int32_t>(p); }
+inline DotFloats all_lanes_float(const uint8_t* p) { return (DotFloats)all_lanes(p); }
+
+// fp16, one to a lane.
+inline DotFloats widen_fp16(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (DotFloats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (DotFloats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  DotInts bits{};
+  for (int i = 0; i < kIntLanes; ++i) bits[i] = load_as<uint16_t>(p + i * 2);
+  const DotInts magnitude = bits & 0x7fff;
+  // The exponent is 112 short; a number without one becomes right by the multiplication too.
+  const DotInts finite = (DotInts)((DotFloats)(magnitude << 13) * 0x1p112f);
+  const DotInts is_special = magnitude >= 0x7c00;
+  const DotInts special = (magnitude << 13) | 0x7f800000;
+  return (DotFloats)((is_special & special) | (~is_special & finite) | (bits & 0x8000) << 16);
+#endif
+}
+
+// bf16, one to a lane.
+inline DotFloats widen_bf16(const uint8_t* p) {
+#if defined(__AVX512BW__)
+  const __m256i bits = _mm256_loadu_si256((const __m256i*)p);
+  return (DotFloats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#elif defined(__AVX2__)
+  const __m128i bits = _mm_loadu_si128((const __m128i*)p);
+  return (DotFloats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#else
+  DotInts bits{};
+  for (int i = 0; i < kIntLanes; ++i) bits[i] = load_as<uint16_t>(p + i * 2);
+  return (DotFloats)(bits << 16);
+#endif
+}
+
+// A signed byte to a lane.
+inline DotInts widen_signed_bytes(const uint8_t* p) {
+#if defined(__AVX512BW__)
+  return (DotInts)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (DotInts)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  return DotInts{int8_t(p[0]), int8_t(p[1]), int8_t(p[2]), int8_t(p[3])};
+#endif
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,159 @@
+// Tiles of a panel whose codes are bytes and whose scales are fp32, for many rows.
+//
+// Where a panel meets many rows, its codes are taken out of their bits and its scales widened once,
+// not once for each few rows: a tile of inputs at a time, into memory of the thread which fits the
+// L1 cache. The numbers, and the order in which they are added, are those of the form's products.
+//
+// A tile is one chunk of 32 inputs after another. A part is half of a chunk where groups are of 16
+// inputs, else all of it:
+//
+//   scales   [kParts][32]      fp32
+//   offsets  [kParts][32]      fp32, negative; only where groups have offsets
+//   codes    [8 quads][32][4]  bytes: codes, or entries of the table; where groups have
+//                              zeros, codes + 128 - zero
+#pragma once
+#include <utility>
+
+#include "block_quantized/chunk.h"
+#include "block_quantized/quantize_groups.h"
+#include "linear/panel_task.h"
+
+namespace quire::QUIRE_ISA {
+
+inline DotInts to_ints(DotFloats x) { return __builtin_convertvector(x, DotInts); }
+
+template <int kPartsOfChunk, bool kOffsets>
+struct ExpandedTile {
+  static constexpr int kParts = kPartsOfChunk;
+  static constexpr bool kHasOffsets = kOffsets;
+  static constexpr int kNumbersBytes = kParts * int(kPanelOutputs) * int(sizeof(float));
+  static constexpr int kCodes = kNumbersBytes * (kHasOffsets ? 2 : 1);
+  static constexpr int kBytes = kCodes + int(kChunkInputs) / 4 * kQuadBytes;  // of a chunk
+
+  static constexpr int scale_at(int part) { return part * int(kPanelOutputs * sizeof(float)); }
+  static constexpr int offset_at(int part) { return kNumbersBytes + scale_at(part); }
+
+  // chunk: of the first of these outputs, as below.
+  static void store_numbers(uint8_t* chunk, int part, DotFloats scale, DotFloats offset) {
+    std::memcpy(chunk + scale_at(part), &scale, sizeof scale);
+    if constexpr (kHasOffsets) std::memcpy(chunk + offset_at(part), &offset, sizeof offset);
+  }
+
+  // added: to each byte, none of which overflows.
+  template <CodeKind kKind>
+  static void store_codes(uint8_t* chunk, const Chunk<kKind>& codes, DotInts added) {
+#pragma GCC unroll 8
+    for (int q = 0; q < kChunkInputs / 4; ++q) {
+      const DotInts bytes = codes.bytes(q) + added;
+      std::memcpy(chunk + kCodes + q * kQuadBytes, &bytes, sizeof bytes);
+    }
+  }
+};
+
+// A whole number of stretches of every form.
+constexpr int64_t kMaxTileInputs = 512;
+constexpr int64_t kMaxTileBytes = kMaxTileInputs / kChunkInputs * ExpandedTile<2, true>::kBytes;
+// Below, expanding costs what it saves.
+constexpr int64_t kMinExpandedRows = 16;
+// A row takes two registers for each of the widths: a part's sum and the result.
+constexpr int kTileWidths = kIntLanes == 16 ? 2 : 1;
+constexpr int kMaxExpandedRows = kIntLanes == 16 ? 6 : 4;
+
+// results [R][widths] += part kPart of a chunk, whose rows are x.
+template <typename Tile, int kPart, int R>
+inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
+                     DotFloats (&results)[R][kTileWidths]) {
+  using Header = ChunkHeader<Tile::kParts>;
+  constexpr int kQuads = int(kChunkInputs) / 4 / Tile::kParts;
+  DotInts sums[R][kTileWidths];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int w = 0; w < kTileWidths; ++w)
+      sums[r][w] = all_lanes(x + r * ld + offsetof(Header, corrections) + kPart * sizeof(int32_t));
+#pragma GCC unroll 8
+  for (int q = kPart * kQuads; q < (kPart + 1) * kQuads; ++q) {
+    const uint8_t* codes = chunk + Tile::kCodes + q * kQuadBytes;
+    const uint8_t* inputs = x + sizeof(Header) + q * 4 * sizeof(DotElement);
+    const DotWeights low(load_as<DotInts>(codes));
+    if constexpr (kTileWidths == 1) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+        sums[r][0] = dot(sums[r][0], low, DotInput((const DotElement*)(inputs + r * ld)));
+    } else {
+      const DotWeights high(load_as<DotInts>(codes + sizeof(DotInts)));
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const DotInput both((const DotElement*)(inputs + r * ld));
+        sums[r][0] = dot(sums[r][0], low, both);
+        sums[r][1] = dot(sums[r][1], high, both);
+      }
+    }
+  }
+#pragma GCC unroll 2
+  for (int w = 0; w < kTileWidths; ++w) {
+    const uint8_t* numbers = chunk + w * sizeof(DotFloats);
+    const auto scale = load_as<DotFloats>(numbers + Tile::scale_at(kPart));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      results[r][w] =
+          fma(to_floats(sums[r][w]),
+              scale * all_lanes_float(x + r * ld + offsetof(Header, scale)), results[r][w]);
+    if constexpr (!Tile::kHasOffsets) continue;
+    const auto offset = load_as<DotFloats>(numbers + Tile::offset_at(kPart));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const uint8_t* sum = x + r * ld + offsetof(Header, sums) + kPart * sizeof(float);
+      results[r][w] = fma(offset, all_lanes_float(sum), results[r][w]);
+    }
+  }
+}
+
+// results [R, 32] += R rows times a tile's chunks; starts from zero if `is_first`.
+template <typename Tile, int R>
+void multiply_rows(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, int64_t ld,
+                   bool is_first, float* results) {
+  for (int lane = 0; lane < kPanelOutputs; lane += kTileWidths * kIntLanes) {
+    float* const result = results + lane;
+    DotFloats totals[R][kTileWidths] = {};
+    if (!is_first)
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+        std::memcpy(totals[r], result + r * kPanelOutputs, sizeof totals[r]);
+    const uint8_t *chunk = tile + lane * 4, *row = x;
+    for (int64_t i = 0; i < num_chunks; ++i) {
+      add_part<Tile, 0, R>(chunk, row, ld, totals);
+      if constexpr (Tile::kParts == 2) add_part<Tile, 1, R>(chunk, row, ld, totals);
+      chunk += Tile::kBytes;
+      row += kChunkRowBytes<Tile::kParts>;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      std::memcpy(result + r * kPanelOutputs, totals[r], sizeof totals[r]);
+  }
+}
+
+// Of all rows.
+template <typename Tile, int... kRs>
+inline void multiply_blocks(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, int64_t ld,
+                            int64_t num_rows, bool is_first, float* results,
+                            std::integer_sequence<int, kRs...>) {
+  static constexpr decltype(&multiply_rows<Tile, 1>) kFunctions[] = {
+      &multiply_rows<Tile, kRs + 1>...};
+  const int64_t num_blocks = divide_up(num_rows, kMaxExpandedRows);
+  for (int64_t i = 0; i < num_blocks; ++i) {
+    const Range block = Range{0, num_rows}.part(i, num_blocks);
+    kFunctions[block.size() - 1](tile, num_chunks, x + block.first * ld, ld, is_first,
+                                 results + block.first * kPanelOutputs);
+  }
+}
+
+// results [num_rows, 32] += rows x, which begin `ld` bytes apart, times a tile's chunks.
+template <typename Tile>
+inline void multiply_tile(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, int64_t ld,
+                          int64_t num_rows, bool is_first, float* results) {
+  multiply_blocks<Tile>(tile, num_chunks, x, ld, num_rows, is_first, results,
+                        std::make_integer_sequence<int, kMaxExpandedRows>{});
+}
+
+}  // namespace quire::QUIRE_ISA

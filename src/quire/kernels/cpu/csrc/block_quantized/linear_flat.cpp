@@ -1,0 +1,142 @@
+// Linears of block-quantized weights whose groups have 16-bit scales of their own.
+//
+// Layout and formula: layout.h; activations: quantize_groups.h. For a row m and an output n, chunk
+// of 32 inputs, which are in the group g, after chunk,
+//
+//   dot     = sum over the chunk of (value(c[n, k]) - zero) q[m, k]     exact, below 2^24
+//   result += dot * round(scale[n, g] * x_scale[m, chunk])              one rounding (fma)
+//   result -= offset[n, g] * round(x_scale[m, chunk] * (sum of q))      one rounding (fma)
+//
+// all in fp32, but for integers in dot.
+#include "block_quantized/task.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+template <CodeKind kKind>
+struct Flat {
+  // A row takes two registers for each unit: the chunk's sum and the result.
+  static constexpr int kMaxRows = kIntLanes == 16 ? 6 : 4;
+  static constexpr int kParts = 1;  // of a chunk
+  using Header = ChunkHeader<kParts>;
+  static constexpr bool kExpands = kKind != CodeKind::k8;
+
+  template <typename Tile>
+  static void expand(const Weights& linear, const BlockQuantizedLayout& layout,
+                     const CodeTable& table, const uint8_t* stretch, uint8_t* to) {
+    const CodeFormat& code_format = *linear.code_format;
+    for (int lane = 0; lane < kUnitOutputs; lane += kIntLanes) {
+      const uint8_t* chunk = stretch + layout.codes + lane * 4;
+      uint8_t* tile = to + lane * 4;
+      for (int g = 0; g < 2; ++g) {
+        const uint8_t* numbers = stretch + g * kHalvesBytes + lane * 2;
+        const DotFloats scale = widen(numbers, code_format);
+        DotFloats offset{};
+        DotInts added{};
+        if (Tile::kHasOffsets) offset = widen(numbers + layout.seconds, code_format);
+        if (code_format.has_zeros != 0)
+          added = to_ints(above_zeros(numbers + layout.seconds, code_format)) * 0x01010101;
+        for (int64_t k = 0; k < linear.group_size; k += kChunkInputs) {
+          Tile::store_numbers(tile, 0, scale, -offset);
+          Tile::store_codes(tile, Chunk<kKind>(chunk, table), added);
+          chunk += Chunk<kKind>::kBytes;
+          tile += Tile::kBytes;
+        }
+      }
+    }
+  }
+
+  // U: units at once.
+  template <int R, int U>
+  static void multiply(const UnitProduct& call, Prefetch prefetch) {
+    prefetch.spread(call.num_stretches * (kUnitOutputs / kIntLanes));
+    for (int lane = 0; lane < kUnitOutputs; lane += kIntLanes) {
+      DotFloats results[R][U] = {};
+      const uint8_t *stretch = call.unit, *x = call.x;
+      for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
+        prefetch.step();
+        const uint8_t* chunks = stretch + call.layout.codes + lane * 4;
+        for (int g = 0; g < 2; ++g) {
+          const uint8_t* numbers = stretch + g * kHalvesBytes + lane * 2;
+          for (int64_t k = 0; k < call.linear.group_size; k += kChunkInputs) {
+            add_chunk<R, U>(call, numbers, chunks, x, results);
+            chunks += Chunk<kKind>::kBytes;
+            x += kChunkRowBytes<kParts>;
+          }
+        }
+      }
+      store_results<R, U>(results, call.results + lane);
+    }
+  }
+
+  // numbers: the group's scales; its seconds are as far on as the stretch's are.
+  template <int R, int U>
+  static void add_chunk(const UnitProduct& call, const uint8_t* numbers, const uint8_t* chunk,
+                        const uint8_t* x, DotFloats (&results)[R][U]) {
+    DotInts sums[R][U];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const DotInts correction = all_lanes(x + r * call.ld + offsetof(Header, corrections));
+#pragma GCC unroll 2
+      for (int u = 0; u < U; ++u) sums[r][u] = correction;
+    }
+    const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
+    add_quads<0, 8, R, U>(codes.units, x + sizeof(Header), call.ld, sums);
+#pragma GCC unroll 2
+    for (int u = 0; u < U; ++u)
+      add_scaled<R, U>(*call.linear.code_format, numbers + u * call.unit_bytes, call.layout.seconds,
+                       u, sums, x, call.ld, results);
+  }
+
+  template <int R, int U>
+  static void add_scaled(const CodeFormat& code_format, const uint8_t* numbers, int64_t seconds,
+                         int u, const DotInts (&sums)[R][U], const uint8_t* x, int64_t ld,
+                         DotFloats (&results)[R][U]) {
+    const DotFloats scale = widen(numbers, code_format);
+    if (code_format.has_zeros != 0) {  // dot = sum + (128 - zero) * (sum of q), which is exact too
+      const DotFloats above = above_zeros(numbers + seconds, code_format);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const DotFloats dot = fma(above, x_sum(x + r * ld), to_floats(sums[r][u]));
+        results[r][u] = fma(dot, scale * x_scale(x + r * ld), results[r][u]);
+      }
+      return;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      results[r][u] =
+          fma(to_floats(sums[r][u]), scale * x_scale(x + r * ld), results[r][u]);
+    if (code_format.has_offsets == 0) return;
+    const DotFloats below = -widen(numbers + seconds, code_format);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      results[r][u] = fma(below, x_sum(x + r * ld), results[r][u]);
+  }
+
+  static DotFloats widen(const uint8_t* numbers, const CodeFormat& code_format) {
+    return code_format.has_bf16 != 0 ? widen_bf16(numbers) : widen_fp16(numbers);
+  }
+  // 128 - zero of each output.
+  static DotFloats above_zeros(const uint8_t* zeros, const CodeFormat& code_format) {
+    return DotFloats{} + 128.0f - widen(zeros, code_format);
+  }
+  static DotFloats x_scale(const uint8_t* x) {
+    return all_lanes_float(x + offsetof(Header, scale));
+  }
+  static DotFloats x_sum(const uint8_t* x) {
+    return all_lanes_float(x + offsetof(Header, sums));
+  }
+};
+
+}  // namespace
+
+void linear_flat(Pool& pool, const LinearCall& call) {
+  const CodeFormat& code_format = *call.any().code_format;
+  if (code_format.table != nullptr)
+    return multiply_block_quantized<Flat<CodeKind::kTable>>(pool, call);
+  if (code_format.width == 4) return multiply_block_quantized<Flat<CodeKind::k4>>(pool, call);
+  if (code_format.width == 5) return multiply_block_quantized<Flat<CodeKind::k5>>(pool, call);
+  return multiply_block_quantized<Flat<CodeKind::k8>>(pool, call);
+}
+
+}  // namespace quire::QUIRE_ISA

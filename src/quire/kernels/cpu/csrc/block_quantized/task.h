@@ -1,0 +1,172 @@
+// What the products of all forms of kBlockQuantized share: how they are divided into tasks.
+#pragma once
+#include <utility>
+
+#include "block_quantized/chunk.h"
+#include "block_quantized/expanded_tile.h"
+#include "block_quantized/quantize_groups.h"
+#include "linear/epilogue.h"
+#include "linear/panel_task.h"
+
+namespace quire::QUIRE_ISA {
+
+// Units of weights and some rows, as the innermost functions take them.
+struct UnitProduct {
+  const Weights& linear;
+  const BlockQuantizedLayout& layout;
+  const CodeTable& table;
+  const uint8_t* unit;
+  int64_t unit_bytes;  // from a unit to the next
+  int64_t num_stretches;
+  const uint8_t* x;  // of the first row
+  int64_t ld;
+  float* results;  // [rows, 32], from the first unit's on
+};
+
+using MultiplyUnits = void (*)(const UnitProduct&, Prefetch);
+
+// How many units a function multiplies at once. Several rows take two, as far as registers allow:
+// what is loaded of x serves both (512 rows of Q8_0 took 1.3 times as long with one; Zen 5). A
+// single row reads memory from first to last.
+constexpr int units_at_once(int num_rows) { return kIntLanes == 16 && num_rows > 1 ? 2 : 1; }
+
+// The functions for 1 .. kMaxRows rows.
+template <typename Form, int... kRs>
+inline MultiplyUnits choose_among(int64_t num_rows, std::integer_sequence<int, kRs...>) {
+  static constexpr MultiplyUnits kFunctions[] = {
+      &Form::template multiply<kRs + 1, units_at_once(kRs + 1)>...};
+  return kFunctions[num_rows - 1];
+}
+
+// As in linear_int4.cpp.
+constexpr int64_t kMinFetchedRows = 4;
+constexpr int64_t kAheadBytes = 8192;
+
+// The chunks of U units, which are that far apart.
+template <CodeKind kKind, int U>
+struct UnitChunks {
+  Chunk<kKind> units[U];
+};
+
+template <CodeKind kKind, int U>
+inline UnitChunks<kKind, U> chunks_of(const uint8_t* first, int64_t unit_bytes,
+                                      const CodeTable& table) {
+  if constexpr (U == 1)
+    return {{Chunk<kKind>(first, table)}};
+  else
+    return {{Chunk<kKind>(first, table), Chunk<kKind>(first + unit_bytes, table)}};
+}
+
+// to: [R, 32], the lanes of the first unit.
+template <int R, int U>
+inline void store_results(const DotFloats (&results)[R][U], float* to) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int u = 0; u < U; ++u)
+      std::memcpy(to + r * kPanelOutputs + u * kUnitOutputs, &results[r][u], sizeof(DotFloats));
+}
+
+// Form: kMaxRows and multiply<R, U>, a UnitProduct of R rows and U units; kParts of a chunk. Where
+// kExpands, also expand<Tile>, which writes a stretch of a unit to a tile.
+template <typename Form>
+struct BlockQuantizedTask {
+  const Weights& linear;
+  Output output;
+  GroupedRows x;
+
+  // What run_expanded takes of memory: a tile, then results.
+  static int64_t expanded_bytes(Range rows) {
+    return kMaxTileBytes + rows.size() * kPanelOutputs * int64_t(sizeof(float));
+  }
+
+  void run_expanded(Range rows, int64_t panel, uint8_t* memory) const {
+    if (linear.code_format->has_offsets != 0)
+      expand_and_multiply<ExpandedTile<Form::kParts, true>>(rows, panel, memory);
+    else
+      expand_and_multiply<ExpandedTile<Form::kParts, false>>(rows, panel, memory);
+  }
+
+  template <typename Tile>
+  void expand_and_multiply(Range rows, int64_t panel, uint8_t* memory) const {
+    const BlockQuantizedLayout layout(linear);
+    const CodeTable table(linear.code_format->table);
+    const int64_t unit_bytes = quantized_unit_bytes(linear);
+    const int64_t num_stretches = quantized_stretches(linear);
+    const uint8_t* unit = static_cast<const uint8_t*>(linear.weights) + panel * 2 * unit_bytes;
+    auto* results = (float*)(memory + kMaxTileBytes);
+    const int64_t num_chunks = layout.inputs / kChunkInputs;  // of a stretch
+    const int64_t step = kMaxTileInputs / layout.inputs;
+    for (int64_t first = 0; first < num_stretches; first += step) {
+      const int64_t count = num_stretches - first < step ? num_stretches - first : step;
+      for (int64_t i = 0; i < count; ++i)
+        for (int u = 0; u < 2; ++u)
+          Form::template expand<Tile>(
+              linear, layout, table, unit + u * unit_bytes + (first + i) * layout.bytes,
+              memory + i * num_chunks * Tile::kBytes + u * kVectorBytes);
+      const uint8_t* of_tile =
+          x.data + rows.first * x.ld + first * num_chunks * kChunkRowBytes<Form::kParts>;
+      multiply_tile<Tile>(memory, count * num_chunks, of_tile, x.ld, rows.size(), first == 0,
+                          results);
+    }
+    for (int64_t m = 0; m < rows.size(); ++m) {
+      const float* result = results + m * kPanelOutputs;
+      finish_panel(output, rows.first + m, panel, load(result), load(result + kUnitOutputs));
+    }
+  }
+
+  void run(Range rows, int64_t panel) const {
+    const BlockQuantizedLayout layout(linear);
+    const CodeTable table(linear.code_format->table);
+    const int64_t unit_bytes = quantized_unit_bytes(linear), num_bytes = 2 * unit_bytes;
+    const uint8_t* weights = static_cast<const uint8_t*>(linear.weights) + panel * num_bytes;
+    const int64_t num_blocks = divide_up(rows.size(), Form::kMaxRows);
+    // Units that are read side by side are not what lies ahead of either.
+    const bool is_sequential = num_blocks == 1 && units_at_once(int(rows.size())) == 1;
+    const int64_t ahead = is_sequential ? kAheadBytes : num_bytes;
+    const int64_t num_lines = rows.size() < kMinFetchedRows ? 0 : num_bytes / kLineBytes;
+    alignas(64) float results[Form::kMaxRows * kPanelOutputs];
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      const Range block = rows.part(i, num_blocks);
+      const auto multiply = choose_among<Form>(
+          block.size(), std::make_integer_sequence<int, Form::kMaxRows>{});
+      const int units = units_at_once(int(block.size()));
+      for (int unit = 0; unit < 2; unit += units) {
+        const int64_t num_parts = 2 / units;
+        const Range lines =
+            Range{0, num_lines}.part(i * num_parts + unit, num_blocks * num_parts);
+        multiply({linear, layout, table, weights + unit * unit_bytes, unit_bytes,
+                  quantized_stretches(linear), x.data + block.first * x.ld, x.ld,
+                  results + unit * kUnitOutputs},
+                 Prefetch(weights + ahead + lines.first * kLineBytes, lines.size()));
+      }
+      for (int64_t m = block.first; m < block.end; ++m) {
+        const float* result = results + (m - block.first) * kPanelOutputs;
+        finish_panel(output, m, panel, load(result), load(result + kUnitOutputs));
+      }
+    }
+  }
+};
+
+template <typename Form>
+inline void multiply_block_quantized(Pool& pool, const LinearCall& call) {
+  const GroupedRows x = quantize_groups(pool, call);
+  share_panels(pool, call, x.ld,
+               [&](const LinearGroup& group, Range rows, int64_t panel, int thread) {
+                 const GroupedRows own{x.data + group.first * x.ld, x.ld};
+                 const Output output = make_output(call, group, rows, panel, thread);
+                 const BlockQuantizedTask<Form> task{*group.linear, output, own};
+                 if constexpr (Form::kExpands) {
+                   if (rows.size() >= kMinExpandedRows) {
+                     void* memory = pool.scratch(thread, task.expanded_bytes(rows));
+                     return task.run_expanded(rows, panel, static_cast<uint8_t*>(memory));
+                   }
+                 }
+                 task.run(rows, panel);
+               });
+}
+
+void linear_flat(Pool&, const LinearCall&);       // linear_flat.cpp
+void linear_two_level(Pool&, const LinearCall&);  // linear_two_level.cpp
+
+}  // namespace quire::QUIRE_ISA

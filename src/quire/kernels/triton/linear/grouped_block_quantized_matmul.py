@@ -1,0 +1,169 @@
+"""Triton products of all experts of a layer, with block-quantized weights and int8 activations.
+
+The tiles follow from the plan of `grouped_matmul.py`. Weights are laid out, and products summed, as
+in `block_quantized_matmul.py`, so a row has the bits of that product in any batch. All experts have
+the same block format.
+
+Shapes: P pairs of a token and an expert, E experts, I inputs, N outputs. Called by
+`formats.block_quantized.triton_method`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.linear.block_quantized_layout import (
+    CHUNK_INPUTS,
+    STRETCH,
+    BlockQuantizedLayout,
+    BlockQuantizedWeight,
+    num_stretches,
+)
+from quire.kernels.triton.linear.block_quantized_matmul import multiply_stretches
+from quire.kernels.triton.linear.grouped_matmul import (
+    GroupPlan,
+    addresses_of,
+    places_of_tile,
+    pointer_at,
+    store_places,
+)
+from quire.kernels.triton.linear.quantize_groups import quantize_groups
+
+_BLOCK_ROWS = 16
+_BLOCK_OUTPUTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedBlockQuantizedWeights:
+    """The weights of E experts, at any addresses."""
+
+    layout: BlockQuantizedLayout
+    #: The addresses of each expert's levels and words, [2, E] int64.
+    addresses: torch.Tensor
+    #: The biases, [E, N]; None adds nothing.
+    biases: torch.Tensor | None
+    num_outputs: int
+    num_stretches: int
+    #: Keeps the tensors at the addresses alive.
+    kept: object
+
+
+def group_block_quantized_weights(
+    weights: Sequence[BlockQuantizedWeight],
+) -> GroupedBlockQuantizedWeights:
+    """Group the experts' weights. Raises ValueError if they differ in layout or shape, or if their
+    addresses don't allow vector loads."""
+    first = weights[0]
+    for weight in weights:
+        if weight.layout != first.layout or weight.levels.shape != first.levels.shape:
+            raise ValueError(
+                f"a weight is {weight.layout} {tuple(weight.levels.shape)}, but all must be as the "
+                f"first one, {first.layout} {tuple(first.levels.shape)}"
+            )
+    biases = [each.bias for each in weights if each.bias is not None]
+    return GroupedBlockQuantizedWeights(
+        first.layout,
+        torch.stack(
+            [
+                addresses_of([each.levels for each in weights]),
+                addresses_of([each.words for each in weights]),
+            ]
+        ),
+        torch.stack(biases) if biases else None,
+        first.levels.shape[1],
+        first.levels.shape[0],
+        tuple(weights),
+    )
+
+
+def grouped_block_quantized_matmul(
+    x: torch.Tensor, weights: GroupedBlockQuantizedWeights, plan: GroupPlan, *, pairs_per_row: int
+) -> torch.Tensor:
+    """Like `grouped_matmul`, for x of any floating dtype, which the result has too."""
+    if num_stretches(x.shape[-1]) != weights.num_stretches:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, but the weights have {weights.num_stretches} stretches of "
+            f"{STRETCH} inputs"
+        )
+    num_outputs, layout = weights.num_outputs, weights.layout
+    out = torch.empty(len(plan.order), num_outputs, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    rows = quantize_groups(x, CHUNK_INPUTS, STRETCH)
+    grouped_block_quantized_matmul_kernel[
+        (triton.cdiv(num_outputs, _BLOCK_OUTPUTS), len(plan.experts))
+    ](
+        rows.q,
+        rows.scales,
+        plan.order if pairs_per_row else None,
+        weights.addresses,
+        weights.biases,
+        plan.experts,
+        plan.firsts,
+        plan.ends,
+        out,
+        weights.addresses.shape[1],
+        num_outputs,
+        weights.num_stretches,
+        LAYOUT=layout,
+        PAIRS_PER_ROW=max(1, pairs_per_row),
+        BLOCK_M=_BLOCK_ROWS,
+        BLOCK_N=_BLOCK_OUTPUTS,
+        num_warps=_BLOCK_OUTPUTS // 16,
+        num_stages=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def grouped_block_quantized_matmul_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [rows, 256 stretches] int8
+    x_scales_ptr,  # [rows, 8 stretches]
+    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
+    addresses_ptr,  # [2, E] int64
+    biases_ptr,  # [E, N], or None
+    experts_ptr,  # [tiles]
+    firsts_ptr,  # [tiles]
+    ends_ptr,  # [tiles]
+    out_ptr,  # [P, N]
+    num_experts,
+    num_outputs,
+    num_stretches,
+    LAYOUT: tl.constexpr,  # a BlockQuantizedLayout
+    PAIRS_PER_ROW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # First, find the tile's expert and rows; a tile without places ends at once.
+    tile = tl.program_id(1)
+    first = tl.load(firsts_ptr + tile)
+    end = tl.load(ends_ptr + tile)
+    if first >= end:
+        return
+    expert = tl.load(experts_ptr + tile)
+    places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    levels = pointer_at(addresses_ptr + expert, tl.uint8 if LAYOUT.width == 4 else tl.int8)
+    words = pointer_at(addresses_ptr + num_experts + expert, tl.int32)
+    # Then multiply, add the bias, and store.
+    result = multiply_stretches(
+        x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256),
+        x_scales_ptr + rows.to(tl.int64) * (num_stretches * 8),
+        is_there,
+        levels + near[:, None] * LAYOUT.level_bytes,
+        words + near,
+        num_outputs,
+        num_stretches,
+        LAYOUT,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    if biases_ptr is not None:
+        bias = tl.load(biases_ptr + expert.to(tl.int64) * num_outputs + near)
+        result += bias[:, None].to(tl.float32)
+    store_places(out_ptr, result, places, is_there, outputs, num_outputs)
