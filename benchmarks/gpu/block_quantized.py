@@ -13,7 +13,7 @@ from quire.formats.block_quantized.linear_methods import (
     BlockQuantizedTorchMethod,
 )
 from quire.formats.block_quantized.triton_method import TritonBlockQuantizedMethod
-from quire.formats.block_quantized.weights import BlockFormat, PlainQuantizedRows, UnpackedRows
+from quire.formats.block_quantized.weights import BlockFormat, UnpackedRows
 from quire.formats.weight_format import ExpertLinears, LinearMethod, LinearModule, TritonLinears
 from quire.kernels.activations import Gating
 from quire.kernels.routing import RouterSpec, Routing, route
@@ -78,7 +78,7 @@ def _linear(
     method.create(linear, False, bench.dtype, device)
     for index in range(2):
         part = codes.rows(index * half, (index + 1) * half)
-        method.load_quantized(linear, index, 0, PlainQuantizedRows(part))
+        method.load_quantized(linear, index, 0, part)
     method.finish(linear)
     return linear
 

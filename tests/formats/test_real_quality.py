@@ -21,7 +21,6 @@ from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
 from quire.formats.block_quantized.weights import (
     BlockFormat,
     BlockQuantizedRows,
-    PlainQuantizedRows,
     UnpackedRows,
 )
 from quire.formats.weight_format import LinearModule
@@ -73,7 +72,7 @@ def of_groups(block_format: BlockFormat, weight: torch.Tensor) -> BlockQuantized
         weight, groups, block_format.width, not block_format.has_zeros, block_format.scale_dtype
     )
     kept = zeros.byte() if block_format.has_zeros else None
-    return PlainQuantizedRows(UnpackedRows(block_format, codes.byte(), scales, kept))
+    return UnpackedRows(block_format, codes.byte(), scales, kept)
 
 
 GROUPED = {

@@ -6,7 +6,6 @@ from tests.formats.block_quantized_samples import BLOCK_FORMATS, random_codes
 from torch.nn import functional
 
 from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
-from quire.formats.block_quantized.weights import PlainQuantizedRows
 from quire.formats.dense import DenseMethod
 from quire.formats.weight_format import TritonLinears
 from quire.kernels.cpu.library import NativeKernels
@@ -141,7 +140,7 @@ def quantized_experts(methods: BlockQuantizedMethods) -> Experts:
             codes = random_codes(BLOCK_FORMATS[name], linear.output_size, 256, seed=3 * seed + at)
             for index, size in enumerate(linear.part_sizes):
                 start = linear.part_start(index)
-                rows = PlainQuantizedRows(codes.rows(start, start + size))
+                rows = codes.rows(start, start + size)
                 method.load_quantized(linear, index, 0, rows)
             linear.finish()
     return experts

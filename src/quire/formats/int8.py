@@ -110,7 +110,7 @@ class GivenInt8TorchMethod(Int8TorchMethod):
     def load_quantized(
         self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
     ) -> None:
-        codes, start = rows.codes(), linear.part_start(index) + first_row
+        codes, start = rows.unpacked(), linear.part_start(index) + first_row
         span = slice(start, start + len(rows))
         linear.get_parameter("levels")[span] = (codes.codes ^ 0x80).view(torch.int8)
         linear.get_parameter("scales")[span] = codes.scales[:, 0]

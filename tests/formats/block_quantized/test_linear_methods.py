@@ -16,7 +16,6 @@ from quire.formats.block_quantized.linear_methods import (
 from quire.formats.block_quantized.weights import (
     BlockFormat,
     InputOrder,
-    PlainQuantizedRows,
     UnpackedRows,
 )
 from quire.formats.dense import DenseMethod
@@ -52,7 +51,7 @@ def test_numbers_are_those_of_the_definition(block_format: BlockFormat) -> None:
 
 @pytest.mark.parametrize("block_format", BLOCK_FORMATS.values(), ids=BLOCK_FORMATS)
 def test_rows_and_columns_are_those_of_the_numbers(block_format: BlockFormat) -> None:
-    rows = PlainQuantizedRows(random_codes(block_format, 9, 768))
+    rows = random_codes(block_format, 9, 768)
     numbers = rows.numbers()
     assert torch.equal(rows.rows(2, 5).numbers(), numbers[2:5])
     picked = torch.tensor([8, 0, 3])
@@ -69,7 +68,7 @@ def test_a_product_is_near_that_of_the_numbers(block_format: BlockFormat, has_bi
     assert method is not None and method.takes_quantized(0)
     method.create(linear, has_bias, torch.float32, CPU)
     for start in (32, 0, 16):
-        part = PlainQuantizedRows(codes.rows(start, start + 16))
+        part = codes.rows(start, start + 16)
         method.load_quantized(linear, 0, start, part)
     bias = torch.randn(48) if has_bias else torch.zeros(48)
     if has_bias:
@@ -102,7 +101,7 @@ def test_a_large_weight_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) 
     )
     assert method is not None
     method.create(linear, True, torch.float32, CPU)
-    method.load_quantized(linear, 0, 0, PlainQuantizedRows(codes))
+    method.load_quantized(linear, 0, 0, codes)
     method.load_part(linear, "bias", 0, 0, torch.randn(48))
     x = torch.randn(67, 512)
     whole, sizes = method.apply(linear, x), []
@@ -128,7 +127,7 @@ def test_parts_of_unlike_block_formats_are_separate_products() -> None:
     numbers = []
     for index, block_format in enumerate(block_formats):
         codes = random_codes(block_format, sizes[index], 512, seed=index)
-        method.load_quantized(linear, index, 0, PlainQuantizedRows(codes))
+        method.load_quantized(linear, index, 0, codes)
         numbers.append(codes.numbers())
     assert not method.takes_quantized(2)
     numbers.append(torch.randn(8, 512) * 0.02)
@@ -159,7 +158,7 @@ def filled(block_format: BlockFormat, codes: UnpackedRows) -> tuple[LinearMethod
     assert method is not None
     linear = LinearModule(codes.codes.shape[1], (len(codes.codes),), has_bias=False)
     method.create(linear, False, torch.float32, CPU)
-    method.load_quantized(linear, 0, 0, PlainQuantizedRows(codes))
+    method.load_quantized(linear, 0, 0, codes)
     method.finish(linear)
     return method, linear
 
@@ -177,7 +176,7 @@ def test_columns_in_another_order_meet_their_inputs() -> None:
     stored = random_codes(plain, 24, 256)
     codes = replace(stored, block_format=block_format)
     assert torch.equal(codes.numbers()[:, inputs], stored.numbers())
-    assert torch.equal(PlainQuantizedRows(codes).rows(3, 9).numbers(), codes.numbers()[3:9])
+    assert torch.equal(codes.rows(3, 9).numbers(), codes.numbers()[3:9])
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
     found = apply(filled(block_format, codes), x)
     assert torch.equal(found, apply(filled(plain, stored), x[:, inputs]))

@@ -21,7 +21,6 @@ from quire.formats.block_quantized.weights import (
     BlockFormat,
     CodeWords,
     InputOrder,
-    PlainQuantizedRows,
     UnpackedRows,
     WordRows,
 )
@@ -59,7 +58,7 @@ def _linear(
         start = linear.part_start(index)
         for first in reversed(range(0, size, 7)):
             end = min(first + 7, size)
-            part = PlainQuantizedRows(codes.rows(start + first, start + end))
+            part = codes.rows(start + first, start + end)
             method.load_quantized(linear, index, first, part)
         method.load_part(linear, "bias", index, 0, torch.arange(start, start + size) * 0.1)
     method.finish(linear)
@@ -105,12 +104,11 @@ def test_codes_that_share_words_are_those_that_lie_apart(kernels: NativeKernels,
         rows = WordRows(
             of_words, codes.block_format, lambda found, part=part: replace(part, codes=found)
         )
-        plain = PlainQuantizedRows(part)
-        assert rows.shape == plain.shape
-        assert all(map(torch.equal, rows.stored, plain.stored))
-        assert torch.equal(rows.rows(2, 9).numbers(), plain.rows(2, 9).numbers())
+        assert rows.shape == part.shape
+        assert all(map(torch.equal, rows.stored, part.stored))
+        assert torch.equal(rows.rows(2, 9).numbers(), part.rows(2, 9).numbers())
         wanted = torch.tensor([7, 0])
-        assert torch.equal(rows.picked(wanted).numbers(), plain.picked(wanted).numbers())
+        assert torch.equal(rows.picked(wanted).numbers(), part.picked(wanted).numbers())
         method.load_quantized(linear, 0, start, rows)
     assert torch.equal(packed(linear).unpack(torch.arange(40)), codes.numbers())
 
@@ -180,7 +178,7 @@ def test_int8_levels_are_taken_as_they_are(kernels: NativeKernels, dtype: torch.
     for method in (native, reference):
         linear = LinearModule(100, (61,), has_bias=False)
         method.create(linear, False, dtype, CPU)
-        method.load_quantized(linear, 0, 0, PlainQuantizedRows(codes))
+        method.load_quantized(linear, 0, 0, codes)
         method.finish(linear)
         table = method.tie(linear, torch.nn.Parameter(torch.empty(61, 100)))
         assert table is not None
@@ -209,7 +207,7 @@ def fused(kernels: NativeKernels) -> Linear:
     linear = Linear(256, (24, 24), LinearKind.COLUMN, gated=True, **where)
     linear.use(PartsMethod(methods, (24, 24)), torch.bfloat16, CPU)
     for index, block_format in enumerate(block_formats):
-        rows = PlainQuantizedRows(random_codes(block_format, 24, 256, seed=index))
+        rows = random_codes(block_format, 24, 256, seed=index)
         linear.method.load_quantized(linear, index, 0, rows)
     linear.finish()
     return linear
@@ -295,7 +293,7 @@ def test_blocks_are_packed_as_their_codes_are(
     rows = BlockRows(storage, raw)
     method = _method(kernels, block_format)
     linears = [LinearModule(inputs, (70,), has_bias=False) for _ in range(2)]
-    for linear, given in zip(linears, (rows, PlainQuantizedRows(rows.codes())), strict=True):
+    for linear, given in zip(linears, (rows, rows.unpacked()), strict=True):
         method.create(linear, False, torch.float32, CPU)
         for first in reversed(range(0, 70, 13)):
             method.load_quantized(linear, 0, first, given.rows(first, min(first + 13, 70)))

@@ -17,7 +17,6 @@ from quire.formats.block_quantized.linear_methods import (
 from quire.formats.block_quantized.weights import (
     BlockFormat,
     InputOrder,
-    PlainQuantizedRows,
     UnpackedRows,
 )
 from quire.formats.int8 import GivenInt8TorchMethod
@@ -43,7 +42,7 @@ def filled(
     for index in (1, 0):
         for start, stop in ((5, half), (0, 5)):
             rows = codes.rows(index * half + start, index * half + stop)
-            method.load_quantized(linear, index, start, PlainQuantizedRows(rows))
+            method.load_quantized(linear, index, start, rows)
         if has_bias:
             method.load_part(linear, "bias", index, 0, numbers(half, seed=index))
     method.finish(linear)

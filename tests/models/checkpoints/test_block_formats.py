@@ -18,7 +18,6 @@ from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods, 
 from quire.formats.block_quantized.weights import (
     BlockFormat,
     BlockQuantizedRows,
-    PlainQuantizedRows,
     UnpackedRows,
 )
 from quire.formats.dense import DenseMethod
@@ -54,7 +53,7 @@ class BlockQuantizedFiles(SafetensorsFiles):
 
     @contextmanager
     def quantized_rows(self, name: str, span: range) -> Iterator[BlockQuantizedRows]:
-        yield PlainQuantizedRows(self._codes(name).rows(span.start, span.stop))
+        yield self._codes(name).rows(span.start, span.stop)
 
     @contextmanager
     def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:

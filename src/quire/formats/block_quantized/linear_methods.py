@@ -153,7 +153,7 @@ class BlockQuantizedTorchMethod(LinearMethod):
         self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
     ) -> None:
         start = linear.part_start(index) + first_row
-        given, kept = rows.codes(), _stored(linear).codes
+        given, kept = rows.unpacked(), _stored(linear).codes
         for name in ("codes", "scales", "zeros", "offsets", "factors"):
             tensor = getattr(given, name)
             if tensor is not None:

@@ -83,7 +83,7 @@ class NativeBlockQuantizedMethod(PackedMethod):
         if isinstance(rows, WordRows):
             codes = rows.with_codes(_unpacked(rows.words))
         else:
-            codes = rows.codes()
+            codes = rows.unpacked()
         weights.pack_codes(codes.codes, *self._numbers(codes), codes.factors, start)
 
     def _numbers(self, codes: UnpackedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -134,7 +134,7 @@ class GivenInt8Method(PackedMethod):
     def load_quantized(
         self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
     ) -> None:
-        codes = rows.codes()
+        codes = rows.unpacked()
         levels = (codes.codes ^ 0x80).view(torch.int8)
         packed(linear).pack_int8(levels, codes.scales[:, 0], linear.part_start(index) + first_row)
 

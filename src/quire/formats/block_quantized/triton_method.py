@@ -198,7 +198,7 @@ class TritonBlockQuantizedMethod(LinearMethod):
         self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
     ) -> None:
         start = linear.part_start(index) + first_row
-        weight, codes = _kept(linear).weight, rows.codes()
+        weight, codes = _kept(linear).weight, rows.unpacked()
         device = weight.levels.device
         levels, words = _packed(self._layout, codes.mapped(lambda tensor: tensor.to(device)))
         weight.levels[:, start : start + len(rows)] = levels

@@ -16,7 +16,7 @@ Shapes: R rows (outputs), I inputs, G groups, B blocks.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -89,94 +89,6 @@ class BlockFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class UnpackedRows:
-    """Rows of a quantized weight, with one code in a byte."""
-
-    block_format: BlockFormat
-
-    #: [R, I] uint8.
-    codes: torch.Tensor
-
-    #: [R, G], floats, or int8 if there are factors.
-    scales: torch.Tensor
-
-    #: [R, G] uint8; None if the block format has no zeros.
-    zeros: torch.Tensor | None = None
-
-    #: [R, G], floats, or uint8 if there are factors; None if the block format has no offsets.
-    offsets: torch.Tensor | None = None
-
-    #: [R, B, 2] fp16: each block's factor of scales, then its factor of offsets, which is zero
-    #: without offsets. None if the block format has no blocks.
-    factors: torch.Tensor | None = None
-
-    def numbers(self) -> torch.Tensor:
-        """Dequantize to [R, I] fp32. Each operation rounds once."""
-        block_format, rows = self.block_format, len(self.codes)
-        values = self.values().float()
-        groups = self.scales.shape[1]
-        values = values.view(rows, groups, -1)
-        if self.zeros is not None:
-            values = values - self.zeros.float()[..., None]
-        scales, offsets = self.float_scales(), self.float_offsets()
-        numbers = scales[..., None] * (values - block_format.zero if block_format.zero else values)
-        if offsets is not None:
-            numbers = numbers - offsets[..., None]
-        numbers = numbers.view(rows, -1)
-        if block_format.input_order is None:
-            return numbers
-        inputs = block_format.input_order.inputs().to(numbers.device, torch.int64)
-        return torch.empty_like(numbers).index_copy_(1, inputs, numbers)
-
-    def values(self) -> torch.Tensor:
-        """The values of the codes, [R, I] int16, before zeros are subtracted."""
-        if self.block_format.table is None:
-            return self.codes.short()
-        table = torch.tensor(self.block_format.table, dtype=torch.int16, device=self.codes.device)
-        return table[self.codes.int()]
-
-    def float_scales(self) -> torch.Tensor:
-        """The scales multiplied by their factors, [R, G] fp32."""
-        return self._scaled(self.scales, 0)
-
-    def float_offsets(self) -> torch.Tensor | None:
-        """The offsets multiplied by their factors, [R, G] fp32; None without offsets."""
-        return None if self.offsets is None else self._scaled(self.offsets, 1)
-
-    def _scaled(self, of_groups: torch.Tensor, which: int) -> torch.Tensor:
-        numbers = of_groups.float()
-        if self.factors is None:
-            return numbers
-        rows, blocks, _ = self.factors.shape
-        factors = self.factors[:, :, which, None].float()
-        return (factors * numbers.view(rows, blocks, -1)).view(rows, -1)
-
-    def rows(self, start: int, stop: int) -> "UnpackedRows":
-        """Rows from `start` to `stop`, exclusive."""
-        return self.mapped(lambda tensor: tensor[start:stop])
-
-    def columns(self, start: int, stop: int) -> "UnpackedRows":
-        """Inputs [start, stop), both multiples of the block format's alignment."""
-        width, alignment = self.codes.shape[1], self.block_format.alignment
-        assert alignment and not start % alignment and not stop % alignment, self.block_format
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            count = tensor.shape[1]
-            return tensor[:, start * count // width : -(-stop * count // width)]
-
-        return self.mapped(cut)
-
-    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "UnpackedRows":
-        """A copy with `change` applied to each tensor."""
-        changed = {
-            each.name: change(value)
-            for each in fields(self)
-            if isinstance(value := getattr(self, each.name), torch.Tensor)
-        }
-        return UnpackedRows(self.block_format, **changed)
-
-
-@dataclass(frozen=True, slots=True)
 class CodeWords:
     """Codes of rows, several packed in an int32 word, as GPTQ and AWQ store them."""
 
@@ -242,15 +154,16 @@ class BlockQuantizedRows(ABC):
     @property
     def blocks(self) -> tuple[str, torch.Tensor] | None:
         """GGUF's name of the type, and the rows' bytes [R, bytes] uint8 as stored, which kernels
-        may read directly; None if only `codes` are available."""
+        may read directly; None if they must be unpacked."""
         return None
 
     @abstractmethod
-    def codes(self) -> UnpackedRows: ...
+    def unpacked(self) -> "UnpackedRows":
+        """The rows with one code in a byte."""
 
     def numbers(self) -> torch.Tensor:
         """Dequantize to [R, I] fp32, as the file's format defines."""
-        return self.codes().numbers()
+        return self.unpacked().numbers()
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> "BlockQuantizedRows":
@@ -262,41 +175,113 @@ class BlockQuantizedRows(ABC):
 
     def columns(self, start: int, stop: int) -> "BlockQuantizedRows":
         """Inputs [start, stop) of all rows, both multiples of the block format's alignment."""
-        return PlainQuantizedRows(self.codes().columns(start, stop))
+        return self.unpacked().columns(start, stop)
 
     def __len__(self) -> int:
         return self.shape[0]
 
 
-class PlainQuantizedRows(BlockQuantizedRows):
-    """Block-quantized rows that are in memory as `UnpackedRows`."""
+@dataclass(frozen=True, slots=True)
+class UnpackedRows(BlockQuantizedRows):
+    """Block-quantized rows in memory, with one code in a byte."""
 
-    def __init__(self, codes: UnpackedRows) -> None:
-        self._codes = codes
+    # Without `field()`, the inherited property would be the default.
+    block_format: BlockFormat = field()
 
-    @property
-    def block_format(self) -> BlockFormat:
-        return self._codes.block_format
+    #: [R, I] uint8.
+    codes: torch.Tensor
+
+    #: [R, G], floats, or int8 if there are factors.
+    scales: torch.Tensor
+
+    #: [R, G] uint8; None if the block format has no zeros.
+    zeros: torch.Tensor | None = None
+
+    #: [R, G], floats, or uint8 if there are factors; None if the block format has no offsets.
+    offsets: torch.Tensor | None = None
+
+    #: [R, B, 2] fp16: each block's factor of scales, then its factor of offsets, which is zero
+    #: without offsets. None if the block format has no blocks.
+    factors: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, inputs = self._codes.codes.shape
+        rows, inputs = self.codes.shape
         return rows, inputs
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
-        codes = self._codes
-        found = (codes.codes, codes.scales, codes.zeros, codes.offsets, codes.factors)
+        found = (self.codes, self.scales, self.zeros, self.offsets, self.factors)
         return tuple(tensor for tensor in found if tensor is not None)
 
-    def codes(self) -> UnpackedRows:
-        return self._codes
+    def unpacked(self) -> "UnpackedRows":
+        return self
 
-    def rows(self, start: int, stop: int) -> "PlainQuantizedRows":
-        return PlainQuantizedRows(self._codes.rows(start, stop))
+    def numbers(self) -> torch.Tensor:
+        """Dequantize to [R, I] fp32. Each operation rounds once."""
+        block_format, rows = self.block_format, len(self.codes)
+        values = self.values().float()
+        groups = self.scales.shape[1]
+        values = values.view(rows, groups, -1)
+        if self.zeros is not None:
+            values = values - self.zeros.float()[..., None]
+        scales, offsets = self.float_scales(), self.float_offsets()
+        numbers = scales[..., None] * (values - block_format.zero if block_format.zero else values)
+        if offsets is not None:
+            numbers = numbers - offsets[..., None]
+        numbers = numbers.view(rows, -1)
+        if block_format.input_order is None:
+            return numbers
+        inputs = block_format.input_order.inputs().to(numbers.device, torch.int64)
+        return torch.empty_like(numbers).index_copy_(1, inputs, numbers)
 
-    def picked(self, rows: torch.Tensor) -> "PlainQuantizedRows":
-        return PlainQuantizedRows(self._codes.mapped(lambda tensor: tensor[rows]))
+    def values(self) -> torch.Tensor:
+        """The values of the codes, [R, I] int16, before zeros are subtracted."""
+        if self.block_format.table is None:
+            return self.codes.short()
+        table = torch.tensor(self.block_format.table, dtype=torch.int16, device=self.codes.device)
+        return table[self.codes.int()]
+
+    def float_scales(self) -> torch.Tensor:
+        """The scales multiplied by their factors, [R, G] fp32."""
+        return self._scaled(self.scales, 0)
+
+    def float_offsets(self) -> torch.Tensor | None:
+        """The offsets multiplied by their factors, [R, G] fp32; None without offsets."""
+        return None if self.offsets is None else self._scaled(self.offsets, 1)
+
+    def _scaled(self, of_groups: torch.Tensor, which: int) -> torch.Tensor:
+        numbers = of_groups.float()
+        if self.factors is None:
+            return numbers
+        rows, blocks, _ = self.factors.shape
+        factors = self.factors[:, :, which, None].float()
+        return (factors * numbers.view(rows, blocks, -1)).view(rows, -1)
+
+    def rows(self, start: int, stop: int) -> "UnpackedRows":
+        return self.mapped(lambda tensor: tensor[start:stop])
+
+    def picked(self, rows: torch.Tensor) -> "UnpackedRows":
+        return self.mapped(lambda tensor: tensor[rows])
+
+    def columns(self, start: int, stop: int) -> "UnpackedRows":
+        width, alignment = self.codes.shape[1], self.block_format.alignment
+        assert alignment and not start % alignment and not stop % alignment, self.block_format
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            count = tensor.shape[1]
+            return tensor[:, start * count // width : -(-stop * count // width)]
+
+        return self.mapped(cut)
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "UnpackedRows":
+        """A copy with `change` applied to each tensor."""
+        changed = {
+            each.name: change(value)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), torch.Tensor)
+        }
+        return UnpackedRows(self.block_format, **changed)
 
 
 class WordRows(BlockQuantizedRows):
@@ -321,21 +306,21 @@ class WordRows(BlockQuantizedRows):
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
-        return PlainQuantizedRows(self.codes()).stored
+        return self.unpacked().stored
 
     @property
     def words(self) -> CodeWords:
         return self._words
 
     def with_codes(self, codes: torch.Tensor) -> UnpackedRows:
-        """The result of `codes()`, given the codes unpacked from `words`, [R, I] uint8."""
+        """The result of `unpacked()`, given the codes unpacked from `words`, [R, I] uint8."""
         return self._complete(codes)
 
-    def codes(self) -> UnpackedRows:
+    def unpacked(self) -> UnpackedRows:
         return self.with_codes(self._words.unpacked())
 
-    def rows(self, start: int, stop: int) -> PlainQuantizedRows:
-        return PlainQuantizedRows(self.codes()).rows(start, stop)
+    def rows(self, start: int, stop: int) -> UnpackedRows:
+        return self.unpacked().rows(start, stop)
 
-    def picked(self, rows: torch.Tensor) -> PlainQuantizedRows:
-        return PlainQuantizedRows(self.codes()).picked(rows)
+    def picked(self, rows: torch.Tensor) -> UnpackedRows:
+        return self.unpacked().picked(rows)

@@ -78,7 +78,7 @@ def test_rows_of_blocks_are_rows_of_codes(name):
     block_format = block_format_of(storage)
     assert rows.block_format == block_format and rows.shape == (7, 3 * storage.block_size)
     assert rows.stored == (raw,)
-    codes = rows.codes()
+    codes = rows.unpacked()
     assert codes.codes.shape == rows.shape and codes.codes.dtype == torch.uint8
     groups = rows.shape[1] // block_format.group_size
     assert codes.scales.shape == (7, groups)
@@ -106,7 +106,7 @@ def test_numbers_of_some_rows_are_those_of_all(name):
     assert torch.equal(bits(rows.picked(order).numbers()), whole[order])
     size = storage.block_size
     assert torch.equal(bits(rows.columns(size, 2 * size).numbers()), whole[:, size:])
-    assert torch.equal(bits(rows.codes().numbers()), whole)
+    assert torch.equal(bits(rows.unpacked().numbers()), whole)
 
 
 def test_many_rows_are_decoded_in_pieces():

@@ -99,7 +99,7 @@ class BlockRows(BlockQuantizedRows):
     def blocks(self) -> tuple[str, torch.Tensor]:
         return self.storage.name, self.raw
 
-    def codes(self) -> UnpackedRows:
+    def unpacked(self) -> UnpackedRows:
         blocks = self.raw.numpy().reshape(-1, self.storage.block_bytes)
         with np.errstate(all="ignore"):  # the file may hold infinities
             parts = BLOCK_QUANTIZED_TYPES[self.storage.name].unpack(blocks)
@@ -122,7 +122,7 @@ class BlockRows(BlockQuantizedRows):
         step = max(1, _DECODED_NUMBERS // num_inputs)
         for start in range(0, num_rows, step):
             some = self.rows(start, start + step)
-            found[start : start + step] = some.codes().numbers()
+            found[start : start + step] = some.unpacked().numbers()
         return found
 
     def _rows_of(self, values: Array) -> torch.Tensor:

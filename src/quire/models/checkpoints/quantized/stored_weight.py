@@ -20,7 +20,6 @@ from quire.formats.block_quantized.weights import (
     BlockQuantizedRows,
     CodeWords,
     InputOrder,
-    PlainQuantizedRows,
     UnpackedRows,
     WordRows,
 )
@@ -124,7 +123,7 @@ class StoredWeight(ABC):
     @contextmanager
     def quantized_rows(self, span: range) -> Iterator[BlockQuantizedRows]:
         """Lends some rows as codes, if the weight has a block format."""
-        yield PlainQuantizedRows(self.codes(span))
+        yield self.codes(span)
 
     @abstractmethod
     def numbers(self, span: range) -> torch.Tensor:
