@@ -52,12 +52,21 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     infinity has q = 0 and the scale NaN, so that results computed from it are NaN.
     """
     x = x.float()
+    factors, scales = int8_factors(x)
+    q = (x * factors[:, None]).nan_to_num_(0.0, 0.0, 0.0).round_()
+    return q.to(torch.int8), scales
+
+
+def int8_factors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [N, K] fp32 -> (the factors [N] that x is multiplied by before it is rounded to int8,
+    scales [N]).
+
+    A row near zero, or with a NaN or an infinity, has the factor 0.
+    """
     largest = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(len(x))
     largest = torch.where(largest.isfinite(), largest, torch.nan)
     levels = torch.full_like(largest, INT8_LEVELS)
-    factor = torch.where(largest >= _SMALLEST, levels / largest, 0.0)
-    q = (x * factor[:, None]).nan_to_num_(0.0, 0.0, 0.0).round_()
-    return q.to(torch.int8), largest / levels
+    return torch.where(largest >= _SMALLEST, levels / largest, 0.0), largest / levels
 
 
 def quantize_groups(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

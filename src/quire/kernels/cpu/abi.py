@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 
 
 class DType(IntEnum):

@@ -39,6 +39,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         None,
         [c_int32, _LINEAR, c_void_p, c_int32, c_int64, c_int64, c_int64],
     ),
+    "quire_compensate_int8": (
+        None,
+        [c_int32, _LINEAR, c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p],
+    ),
     "quire_pack_codes": (None, [_LINEAR, POINTER(abi.CodeRows), c_int64, c_int64]),
     "quire_pack_blocks": (c_int32, [_LINEAR, c_int32, c_void_p, c_int64, c_int64, c_int64]),
     "quire_unpack_words": (

@@ -12,6 +12,7 @@ import ctypes
 
 import torch
 
+from quire.kernels.compensation import BLOCK, can_compensate
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import DTYPES, DType, Epilogue, WeightLayout
 from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters
@@ -109,18 +110,46 @@ class PackedLinear:
         Outputs have the checkpoint's order: gate, then up. Calls for different outputs may run at
         the same time. Raises ValueError.
         """
+        rows = self._checked_rows(rows, first)
+        dtype, stride = DTYPES[rows.dtype], rows.stride(0)
+        self._library.pack_rows(
+            self._library.best_isa,
+            *(self.struct, rows.data_ptr(), dtype, stride, first, len(rows)),
+        )
+
+    def pack_compensated(self, rows: torch.Tensor, first: int, feedback: torch.Tensor) -> None:
+        """As `pack`, for an INT8 packing with a `group_size`, by `compensation.compensate_int8`.
+
+        `feedback` is that of `compensation.error_feedback` for this number of inputs. Raises
+        ValueError.
+        """
+        shape = (self.num_inputs // BLOCK, BLOCK, BLOCK)
+        is_rotated = self.format is WeightLayout.INT8 and self.struct.group_size > 0
+        if not is_rotated or not can_compensate(self.num_inputs):
+            raise ValueError(
+                f"the format is {self.format.name} with {self.num_inputs} inputs, but only INT8"
+                f" with rotated blocks of {BLOCK} inputs can be compensated"
+            )
+        if feedback.shape != shape or feedback.dtype != torch.float32:
+            raise ValueError(
+                f"feedback is {tuple(feedback.shape)} {feedback.dtype}, but must be {shape} float32"
+            )
+        rows, feedback = self._checked_rows(rows, first), feedback.contiguous()
+        self._library.compensate_int8(
+            self._library.best_isa,
+            *(self.struct, rows.data_ptr(), DTYPES[rows.dtype], rows.stride(0), first, len(rows)),
+            feedback.data_ptr(),
+        )
+
+    def _checked_rows(self, rows: torch.Tensor, first: int) -> torch.Tensor:
+        """The rows with adjacent elements, for outputs from `first` on. Raises ValueError."""
         if rows.dtype not in DTYPES or rows.ndim != 2 or rows.shape[1] != self.num_inputs:
             raise ValueError(
                 f"rows are {tuple(rows.shape)} {rows.dtype}, but must be [any, {self.num_inputs}] "
                 "float32 or bfloat16"
             )
         self._check_span(first, len(rows))
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        dtype, stride = DTYPES[rows.dtype], rows.stride(0)
-        self._library.pack_rows(
-            self._library.best_isa,
-            *(self.struct, rows.data_ptr(), dtype, stride, first, len(rows)),
-        )
+        return rows if rows.stride(1) == 1 else rows.contiguous()
 
     def pack_int8(self, rows: torch.Tensor, scales: torch.Tensor, first: int) -> None:
         """As `pack`, for an INT8 packing: weights are rows [R, K] int8 times scales [R] fp32."""

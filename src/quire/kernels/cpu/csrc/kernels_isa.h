@@ -20,6 +20,8 @@ void round_int8(const Weights&, const void* rows, DType rows_dtype, int64_t ld, 
                 int64_t num_rows);
 void round_int4(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                 int64_t num_rows);
+void compensate_int8(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
+                     int64_t num_rows, const float* feedback);
 void attention(Pool&, const AttentionLayer&, const Step&, const void* q, int64_t ldq, void* out,
                int64_t ldo, float* lse);
 void write_kv(Pool&, const AttentionLayer&, const Step&, const void* k, const void* v, int64_t ld);

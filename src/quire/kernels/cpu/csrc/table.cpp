@@ -15,6 +15,7 @@ const Kernels QUIRE_JOIN(kernels_, QUIRE_ISA) = {
     QUIRE_ISA::linear,
     QUIRE_ISA::round_int8,
     QUIRE_ISA::round_int4,
+    QUIRE_ISA::compensate_int8,
     QUIRE_ISA::attention,
     QUIRE_ISA::write_kv,
     QUIRE_ISA::rotate_and_write_kv,

@@ -90,6 +90,11 @@ void quire_pack_rows(int32_t isa, const Weights* linear, const void* rows, int32
     pack_rows(*linear, rows, DType(rows_dtype), ld, first, num_rows);
 }
 
+void quire_compensate_int8(int32_t isa, const Weights* linear, const void* rows, int32_t rows_dtype,
+                           int64_t ld, int64_t first, int64_t num_rows, const float* feedback) {
+  kTables[isa]->compensate_int8(*linear, rows, DType(rows_dtype), ld, first, num_rows, feedback);
+}
+
 void quire_clear_padding(const Weights* linear) { clear_padding(*linear); }
 
 void quire_unpack_rows(const Weights* linear, const int64_t* outputs, int64_t num_rows, void* rows,

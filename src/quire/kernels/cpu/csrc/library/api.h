@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 18
+#define QUIRE_ABI_VERSION 19
 
 namespace quire {
 struct AdapterLinear;
@@ -38,6 +38,9 @@ int64_t quire_packed_bytes(const quire::Weights* linear);
 int64_t quire_num_scales(const quire::Weights* linear);
 void quire_pack_rows(int32_t isa, const quire::Weights* linear, const void* rows,
                      int32_t rows_dtype, int64_t ld, int64_t first, int64_t num_rows);
+void quire_compensate_int8(int32_t isa, const quire::Weights* linear, const void* rows,
+                           int32_t rows_dtype, int64_t ld, int64_t first, int64_t num_rows,
+                           const float* feedback);
 void quire_pack_codes(const quire::Weights* linear, const quire::CodeRows* rows, int64_t first,
                       int64_t num_rows);
 int32_t quire_pack_blocks(const quire::Weights* linear, int32_t type, const void* rows,

@@ -32,6 +32,12 @@ struct Kernels {
   void (*round_int4)(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                      int64_t num_rows);
 
+  // rounding/compensate_int8.cpp: as round_int8, for rotated inputs whose blocks have 64 elements.
+  // feedback: [K / 64][64][64], the share of each input's error that is subtracted from each later
+  // input of its block.
+  void (*compensate_int8)(const Weights&, const void* rows, DType rows_dtype, int64_t ld,
+                          int64_t first, int64_t num_rows, const float* feedback);
+
   // attention.cpp: q [T, ldq] with Hq * D elements a token (rotated) -> out [T, ldo] with Hq *
   // output_dim(layer), in latent layers with Hq * value_dim. K and V of the step's tokens are in the
   // pages already. lse: [T, Hq] natural log-sum-exp, or null.
