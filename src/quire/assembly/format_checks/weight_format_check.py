@@ -18,19 +18,24 @@ into one linear (such as q, k and v).
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from quire.assembly.format_checks.watched_products import (
+    TOKEN_STRIDE,
+    OnProduct,
+    watched_products,
+)
 from quire.attention.kv_rounding import divergence
 from quire.attention.whole_sequence import ExactAttention
 from quire.errors import CheckpointError
 from quire.formats.block_quantized.linear_methods import BlockQuantizedTorchMethod
 from quire.formats.rounded import RoundedTorchMethod
-from quire.formats.weight_format import LinearMethod, LinearModule
+from quire.formats.weight_format import LinearModule
 from quire.layers.linear import Linear
 from quire.models.checkpoints.linear_weights import LinearWeights
 from quire.models.config import ModelConfig
@@ -56,9 +61,6 @@ MOST_EXPERTS = 2
 """The most experts that are measured per layer, among those that the prompt uses. The worst of them
 stands for all experts of the layer."""
 _EXPERT = re.compile(r"experts\.\d+")
-
-_STRIDE = 7919
-"""A prime, whose multiples are token ids from all parts of a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,38 +93,6 @@ class CheckedSetup:
 
     #: The number of processes that share the model.
     num_ranks: int
-
-
-OnProduct = Callable[[LinearModule, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(a linear, x [..., I], its product [..., O]) -> the product that the model uses."""
-
-
-class _Watched(LinearMethod):
-    """Multiplies by `inner`, one linear at a time, and passes each product to `on_product`."""
-
-    def __init__(self, inner: LinearMethod, on_product: OnProduct) -> None:
-        self._inner, self._on_product = inner, on_product
-
-    def takes_experts_with(self, down: LinearMethod) -> bool:
-        return False
-
-    def apply(
-        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return self._on_product(linear, x, self._inner.apply(linear, x, out_dtype))
-
-    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-        return self._inner.num_bytes(num_outputs, num_inputs, dtype)
-
-    def create(
-        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        raise AssertionError("the model is loaded")
-
-    def load_part(
-        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
-    ) -> None:
-        raise AssertionError("the model is loaded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,17 +253,10 @@ def _log_probabilities(
 ) -> torch.Tensor:
     """The log-probabilities [T, V] fp32 after the prompt's tokens at `places`."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    methods = {linear: linear.method for linear in linears}
-    watched = {method: _Watched(method, on_product) for method in methods.values()}
-    try:
-        for linear in linears:
-            linear.method = watched[methods[linear]]
-        token_ids = places * _STRIDE % model.vocab_size
+    with watched_products(linears, on_product):
+        token_ids = places * TOKEN_STRIDE % model.vocab_size
         hidden = model(token_ids, places, ExactAttention(model.attention_specs)).hidden
         return torch.log_softmax(model.logits(hidden), dim=-1)
-    finally:
-        for linear, method in methods.items():
-            linear.method = method
 
 
 @dataclass(frozen=True, slots=True)
