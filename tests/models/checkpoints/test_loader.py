@@ -20,7 +20,13 @@ from quire.formats.registry import load_weight_format
 from quire.kernels.quantize import NUM_WIDE
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints import source
-from quire.models.checkpoints.loader import Reading, checkpoint_slots, load_model, weight_bytes
+from quire.models.checkpoints.loader import (
+    Reading,
+    checkpoint_slots,
+    load_again,
+    load_model,
+    weight_bytes,
+)
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.registry import MODELS, load_config
 
@@ -330,6 +336,25 @@ def test_errors_of_loading_threads_are_raised(num_threads, save_checkpoint, edit
     edit_weights(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     with pytest.raises(CheckpointError, match=f"{name} is stored as I8"):
         _load_with(folder, None, None, num_threads=num_threads)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_linears_are_filled_again_and_nothing_else(tied, save_checkpoint, small_pieces):
+    folder, _ = save_checkpoint(
+        HFQwen3Config, head_dim=16, attention_bias=True, tie_word_embeddings=tied
+    )
+    model = _load_with(folder, None, "int8")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.zero_()
+    names = ["lm_head", "model.layers.1.self_attn.qkv_proj"]
+    linears = [model.get_submodule(name) for name in names]
+    methods = LinearMethods(load_weight_format("int8").method(None))
+    load_again(linears, model, folder, load_config(folder), methods=methods)
+    filled = {f"{name}.{leaf}" for name in names for leaf in ("levels", "scales")}
+    for name, parameter in model.named_parameters():
+        expected = before[name] if name in filled else torch.zeros_like(parameter)
+        assert torch.equal(parameter, expected), name
 
 
 @pytest.mark.parametrize("tied", [False, True])

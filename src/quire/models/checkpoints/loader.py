@@ -8,7 +8,7 @@ The caller gives the device and the weight formats.
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -127,14 +127,12 @@ def load_model(
     if methods is not None:
         _use_methods(model, block_formats, methods, dtype, device)
     # Find the place of each tensor, and fill all of them.
-    slots = checkpoint_slots(model, entry.checkpoint_parts)
     if sharding is not None:
         sharding.join(model)
         model.vocab_size = config.vocab_size
-        slots = _cut_slots(slots, sharding, shapes)
+    slots = _own_slots(model, config, checkpoint, sharding, shapes)
     head_name = entry.head
     if config.tie_word_embeddings:
-        _merge_ends(slots, checkpoint, entry)
         head_name, _ = _kept_and_spare_end(checkpoint, entry)
     _show_samples(model, checkpoint, head_name)
     _fill(slots, checkpoint, reading)
@@ -142,6 +140,53 @@ def load_model(
         if isinstance(module, Linear | VocabEmbedding):
             module.finish()
     return model.eval()
+
+
+def load_again(
+    linears: Collection[Linear],
+    model: TextModel,
+    folder: Path,
+    config: ModelConfig,
+    *,
+    methods: LinearMethods,
+    reading: Reading = ONE_THREAD,
+) -> None:
+    """Read the weights of some linears of a loaded model again, and round them as their methods do
+    now. The other arguments are those of `load_model`. Biases stay as they are. Raises
+    CheckpointError.
+    """
+    entry = find_entry(config)
+    checkpoint = _open(folder, config, entry)
+    shapes = tensor_shapes(blueprint(config, entry, methods), entry)
+    if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    slots = {
+        name: tuple(slot for slot in places if slot.part is not None and slot.part[0] in linears)
+        for name, places in _own_slots(model, config, checkpoint, methods.sharding, shapes).items()
+    }
+    _fill({name: places for name, places in slots.items() if places}, checkpoint, reading)
+    for linear in linears:
+        linear.finish()
+
+
+def _own_slots(
+    model: TextModel,
+    config: ModelConfig,
+    checkpoint: CheckpointSource,
+    sharding: Sharding | None,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, tuple[WeightSlot, ...]]:
+    """The places of all tensors of the checkpoint in the model, or in one rank's share of it.
+
+    `shapes` are those of the whole tensors.
+    """
+    entry = find_entry(config)
+    slots = checkpoint_slots(model, entry.checkpoint_parts)
+    if sharding is not None:
+        slots = _cut_slots(slots, sharding, shapes)
+    if config.tie_word_embeddings:
+        _merge_ends(slots, checkpoint, entry)
+    return slots
 
 
 def _open(folder: Path, config: ModelConfig, entry: ModelEntry) -> CheckpointSource:
