@@ -7,12 +7,12 @@ import torch
 from torch.nn import functional
 
 from quire.formats.int4 import Int4TorchMethod
-from quire.formats.int8 import Int8TorchMethod
+from quire.formats.int8 import GivenInt8TorchMethod, Int8TorchMethod, PackedInt8Method
 from quire.formats.packed import PackedMethod, is_packed, packed
-from quire.formats.weight_format import LinearMethod, SampledMethod
+from quire.formats.weight_format import CompensatedMethod, LinearMethod, SampledMethod
+from quire.kernels.compensation import error_feedback
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.quantize import INT8_GROUP
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import Linear, LinearKind
 
@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 Methods = Callable[[NativeKernels], tuple[LinearMethod, LinearMethod]]
 FORMATS: dict[str, Methods] = {
     "int8": lambda kernels: (
-        PackedMethod(kernels, WeightLayout.INT8, INT8_GROUP),
+        PackedInt8Method(kernels),
         Int8TorchMethod(),
     ),
     "int4, groups of 32": lambda kernels: (
@@ -140,6 +140,40 @@ def test_quantized_products_equal_torchs_to_the_bit(methods, input_size, kernels
     x[:, 3::40] *= 50
     sizes = {"part_sizes": (77,), "dtype": torch.float32, "input_size": input_size}
     assert torch.equal(_linear(native, **sizes)(x), _linear(torch_method, **sizes)(x))
+
+
+def test_rows_that_are_loaded_again_are_compensated_until_the_end(kernels):
+    """The native method stores what torch's does."""
+    weight, x = _numbers(45, 128, seed=1), _numbers(20, 128)
+    feedback = error_feedback(_numbers(30, 128, seed=2) @ _numbers(128, 128, seed=3))
+    found = []
+    for method in FORMATS["int8"](kernels):
+        linear = Linear(128, (45,), LinearKind.COLUMN, bias=False, dtype=torch.float32, device=CPU)
+        linear.use(method, torch.float32, CPU)
+        (slot,) = linear.slots().values()
+        assert method.can_compensate(linear)
+        for use_feedback in (False, True, False):
+            if use_feedback:
+                method.use_feedback(linear, feedback)
+            for start in range(0, 45, 7):
+                slot.load(start, weight[start : start + 7])
+            linear.finish()
+            found.append(linear(x))
+    plain, compensated, after = found[:3]
+    assert torch.equal(after, plain) and not torch.equal(compensated, plain)
+    if kernels.isa != "portable":  # else sums are not those of torch to the bit
+        assert all(map(torch.equal, found[:3], found[3:]))
+
+
+def test_int8_alone_is_compensated(kernels):
+    linear = Linear(128, (45,), LinearKind.COLUMN, bias=False, dtype=torch.float32, device=CPU)
+    odd = Linear(96, (45,), LinearKind.COLUMN, bias=False, dtype=torch.float32, device=CPU)
+    own, torchs = FORMATS["int8"](kernels)
+    given = PackedMethod(kernels, WeightLayout.INT8)
+    for method in (own, torchs):
+        assert method.can_compensate(linear) and not method.can_compensate(odd)
+    assert not GivenInt8TorchMethod().can_compensate(linear)
+    assert not any(isinstance(each, CompensatedMethod) for each in (given, PackedMethod(kernels)))
 
 
 def test_wide_inputs_keep_eight_bits(kernels):

@@ -22,9 +22,10 @@ from torch import nn
 
 from quire.formats.block_quantized.weights import BlockQuantizedRows
 from quire.formats.grouped import GroupedExperts, biases_of
-from quire.formats.packed import PackedMethod
+from quire.formats.packed import PackedMethod, keep_feedback
 from quire.formats.rounded import RoundedTorchMethod
 from quire.formats.weight_format import (
+    CompensatedMethod,
     ExpertLinears,
     LinearMethod,
     LinearModule,
@@ -33,6 +34,7 @@ from quire.formats.weight_format import (
     WeightFormat,
     empty_parameter,
 )
+from quire.kernels.compensation import can_compensate, compensate_int8
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import Operators
@@ -55,14 +57,30 @@ class Int8(WeightFormat):
         return Int8TorchMethod()
 
     def native_method(self, kernels: NativeKernels) -> LinearMethod:
-        return PackedMethod(kernels, WeightLayout.INT8, INT8_GROUP)
+        return PackedInt8Method(kernels)
 
     def triton_method(self, linears: TritonLinears) -> LinearMethod:
         return TritonInt8Method(linears.operators, fuses_gates=not linears.batch_invariant)
 
 
-class Int8TorchMethod(RoundedTorchMethod):
+class PackedInt8Method(PackedMethod, CompensatedMethod):
+    """Packs levels and scales for the native kernels."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        super().__init__(kernels, WeightLayout.INT8, INT8_GROUP)
+
+    def can_compensate(self, linear: LinearModule) -> bool:
+        return can_compensate(linear.input_size)
+
+    def use_feedback(self, linear: LinearModule, feedback: torch.Tensor) -> None:
+        keep_feedback(linear, feedback)
+
+
+class Int8TorchMethod(RoundedTorchMethod, CompensatedMethod):
     """Keeps levels [O, I] int8 and scales [O] fp32, on any device."""
+
+    is_rotated = True
+    """Whether weights and activations are rotated; see `int8_matmul.Int8Weight`."""
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         return num_outputs * (num_inputs + 4)
@@ -72,8 +90,21 @@ class Int8TorchMethod(RoundedTorchMethod):
         linear.register_parameter("levels", empty_parameter(shape, torch.int8, device))
         linear.register_parameter("scales", empty_parameter(shape[:1], torch.float32, device))
 
+    def can_compensate(self, linear: LinearModule) -> bool:
+        return self.is_rotated and can_compensate(linear.input_size)
+
+    def use_feedback(self, linear: LinearModule, feedback: torch.Tensor) -> None:
+        linear.state = feedback
+
+    def finish(self, linear: LinearModule) -> None:
+        if isinstance(linear.state, torch.Tensor):
+            linear.state = None
+
     def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
-        levels, scales = quantize_int8_weight(rows)
+        if isinstance(linear.state, torch.Tensor):
+            levels, scales = compensate_int8(rows, linear.state)
+        else:
+            levels, scales = quantize_int8_weight(rows)
         linear.get_parameter("levels")[span], linear.get_parameter("scales")[span] = levels, scales
 
     def multiply(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
@@ -94,6 +125,8 @@ class GivenInt8TorchMethod(Int8TorchMethod):
     Activations are rounded as such checkpoints (W8A8) expect: not rotated, with one scale for each
     token.
     """
+
+    is_rotated = False
 
     def multiply(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
         q, x_scales = quantize_int8(x)
@@ -140,9 +173,6 @@ class _Int8Rows:
 class TritonInt8Method(Int8TorchMethod):
     """Multiplies by `int8_matmul`. With `fuses_gates`, the kernel for few rows also computes the
     gate of a gated linear; its silu may differ in the last bit from the separate kernel's."""
-
-    is_rotated = True
-    """Whether weights and activations are rotated; see `int8_matmul.Int8Weight`."""
 
     def __init__(self, operators: Operators, *, fuses_gates: bool) -> None:
         # Triton may be missing, and takes a while to load.

@@ -45,6 +45,9 @@ class _Packed:
     #: The bias [O] in the checkpoint's order, only while the linear is loaded.
     bias: torch.Tensor | None
 
+    #: The error feedback of `CompensatedMethod`; None rounds each weight to nearest.
+    feedback: torch.Tensor | None = None
+
 
 class PackedMethod(SampledMethod):
     """Keeps weights in one of the kernels' layouts, and the bias in fp32.
@@ -110,7 +113,11 @@ class PackedMethod(SampledMethod):
         state, start = _state(linear), linear.part_start(index) + first_row
         if parameter == "weight":
             is_known = rows.dtype in (torch.float32, torch.bfloat16)
-            state.weights.pack(rows if is_known else rows.float(), start)
+            known = rows if is_known else rows.float()
+            if state.feedback is None:
+                state.weights.pack(known, start)
+            else:
+                state.weights.pack_compensated(known, start, state.feedback)
         else:
             assert state.bias is not None
             state.bias[start : start + len(rows)].copy_(rows)
@@ -120,6 +127,7 @@ class PackedMethod(SampledMethod):
         if state.bias is not None:
             state.weights.set_bias(state.bias.float())
             state.bias = None
+        state.feedback = None
         state.weights.finish()
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
@@ -212,6 +220,12 @@ class RecordedMethod(PackedMethod):
 def packed(linear: LinearModule) -> PackedLinear:
     """The packed weight of a linear whose method is `PackedMethod`."""
     return _state(linear).weights
+
+
+def keep_feedback(linear: LinearModule, feedback: torch.Tensor) -> None:
+    """Let `PackedMethod` round rows that are loaded later with this error feedback, until the
+    linear is finished."""
+    _state(linear).feedback = feedback
 
 
 def is_packed(linear: LinearModule) -> bool:

@@ -216,6 +216,23 @@ class SampledMethod(LinearMethod):
         the outputs get the same sample."""
 
 
+class CompensatedMethod(LinearMethod):
+    """A method that may round weights so that errors cancel for typical inputs.
+
+    The linear is filled twice: first by plain rounding, so that the model can run and show inputs,
+    then with `use_feedback`.
+    """
+
+    @abstractmethod
+    def can_compensate(self, linear: LinearModule) -> bool:
+        """Whether `use_feedback` may be called for this linear."""
+
+    @abstractmethod
+    def use_feedback(self, linear: LinearModule, feedback: torch.Tensor) -> None:
+        """Round rows that are loaded later with `feedback`, until `finish` drops it. It is that of
+        `kernels.compensation.error_feedback`, on the device of the weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class TritonLinears:
     """Settings shared by the Triton methods of an engine."""
