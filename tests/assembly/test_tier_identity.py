@@ -98,7 +98,7 @@ def test_names_templates_and_files_change_nothing(copied: Path, usual: Fingerpri
                 *("numerics.dtype", "numerics.kv_dtype", "pages.bytes_per_block", "pages.layers"),
             },
         ),
-        ({"quantization": "int8"}, {"numerics.quantization"}),
+        ({"quantization": "int8"}, {"numerics.quantization", "numerics.rounding"}),
         (
             {"kv_cache_dtype": INT8},
             {"numerics.kv_dtype", "pages.bytes_per_block", "pages.layers"},

@@ -22,6 +22,7 @@ from quire.assembly.device_memory_plan import (
     plan_on_device,
 )
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
+from quire.assembly.format_checks.compensated_rounding import compensate_rounding
 from quire.assembly.format_checks.kv_format_check import check_keys
 from quire.assembly.format_checks.weight_format_check import (
     CheckedSetup,
@@ -42,7 +43,7 @@ from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.transfers import DeviceLink
 from quire.layers.operator_module import use_operators
 from quire.layers.sharded import Sharding
-from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
+from quire.models.checkpoints.loader import Reading, load_again, load_model, weight_bytes
 from quire.models.config import ModelConfig
 from quire.models.interface import CausalLM, TextModel
 from quire.models.sharding import split_config
@@ -353,6 +354,7 @@ class _Builder:
         )
         use_operators(model, setup.operators)
         model.check_loaded()
+        self._compensate(model, model_len, num_threads)
         if model.recurrent_specs:
             states = select_recurrence(setup.device.type, setup.kernels, is_triton=setup.is_triton)
             model.use_states(states)
@@ -365,6 +367,19 @@ class _Builder:
         if self.identity is not None:
             self.identity.saw(model, model_len)
         return model
+
+    def _compensate(self, model: TextModel, model_len: int, num_threads: int) -> None:
+        """Round the weights of a loaded model again, if their format can compensate errors."""
+        reload = partial(
+            load_again,
+            model=model,
+            folder=self.folder,
+            config=self.config,
+            methods=self.setup.methods,
+            reading=Reading(num_threads, partial(self.on_progress, "rounding the weights")),
+        )
+        digest = None if self.identity is None else self.identity.rounding
+        compensate_rounding(model, model_len, reload, digest)
 
     def _adapters(self, model: TextModel) -> ModelAdapters | None:
         kernels = self._adapter_kernels()

@@ -78,6 +78,9 @@ class PageIdentity:
     def __init__(self) -> None:
         #: The digest of the weights, which the loader updates.
         self.weights = WeightsDigest()
+        #: The digest of the inputs' statistics with which weights were rounded; of nothing if each
+        #: weight was rounded to nearest.
+        self.rounding = WeightsDigest()
         self._max_model_len = 0
         self._classes: set[type] = set()
 
@@ -115,6 +118,7 @@ class PageIdentity:
             "dtype": str(setup.dtype),
             "kv_dtype": str(setup.kv_dtype),
             "quantization": options.quantization,
+            "rounding": self.rounding.digest().hex(),
             "linears": sorted({_name(each) for each in self._classes if _multiplies(each)}),
             "attention": attention,
             "kernels": setup.name,

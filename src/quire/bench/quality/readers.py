@@ -6,12 +6,14 @@ this machine, the format is simulated: the same model attends rounded K and V, c
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from quire.assembly.device_setup import choose_device, choose_setup
+from quire.assembly.format_checks.compensated_rounding import compensate_rounding
 from quire.assembly.host_memory_plan import wanted_model_len
 from quire.assembly.model_kind import choose_kind
 from quire.attention.backends import AUTO, FP8, INT8
@@ -22,7 +24,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError
 from quire.layers.linear import Linear
 from quire.layers.operator_module import use_operators
-from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
+from quire.models.checkpoints.loader import Reading, load_again, load_model, weight_bytes
 from quire.models.interface import CausalLM
 from quire.offline.llm import LLM
 from quire.options.engine_options import EngineOptions
@@ -141,17 +143,27 @@ class SimulatedReader:
         checked, config = kind.options, kind.config
         device = choose_device(checked.device)
         setup = choose_setup(checked, config, device, checked.num_threads)
+        model_len, reading = wanted_model_len(checked, config), Reading(setup.num_threads)
         model = load_model(
             kind.folder,
             config,
             dtype=setup.dtype,
             device=device,
-            max_model_len=wanted_model_len(checked, config),
+            max_model_len=model_len,
             methods=setup.methods,
-            reading=Reading(setup.num_threads),
+            reading=reading,
         )
         assert isinstance(model, CausalLM), "the engine has read the text with the same model"
         use_operators(model, setup.operators)
+        reload = partial(
+            load_again,
+            model=model,
+            folder=kind.folder,
+            config=config,
+            methods=setup.methods,
+            reading=reading,
+        )
+        compensate_rounding(model, model_len, reload)
         rounding = KV_ROUNDINGS[name]
         self._model = model
         self._device = device
