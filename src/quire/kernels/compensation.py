@@ -35,7 +35,8 @@ def error_feedback(x: torch.Tensor) -> torch.Tensor:
     inverse, it is U with each row divided by its diagonal element. A block whose inputs are all
     zero, or not finite, has the identity, which leaves plain rounding.
     """
-    rotated = rotate_blocks(x, BLOCK).double().view(len(x), -1, BLOCK).transpose(0, 1)
+    rotation = rotate_blocks(torch.eye(BLOCK, device=x.device), BLOCK).double()
+    rotated = x.double().view(len(x), -1, BLOCK).transpose(0, 1) @ rotation
     gram = rotated.mT @ rotated
     diagonal = gram.diagonal(dim1=1, dim2=2)
     diagonal += DAMPING * diagonal.mean(-1, keepdim=True)
