@@ -174,19 +174,22 @@ def test_a_front_that_has_the_engine_ended_while_it_waits_hears_of_its_death() -
 
 def test_a_front_hears_nothing_before_it_has_said_which_engine_it_wants() -> None:
     async def test(agent: Agent, port: int) -> None:
-        front = await HandFront(port).open(step_s=0.3)
+        front = await HandFront(port).open(step_s=0.01)
         await front.hears(Ready)
         front.say(AddRequest(request("q", 10, max_tokens=99)), FrameKind.ENGINE)
         await front.hears(Outputs)
+        (process,) = engines()
+        os.kill(process.pid, signal.SIGSTOP)
         front.leave()
         await until(lambda: agent._session is None)
         after = await HandFront(port, "g").connect()
         engine = agent._engine
         assert engine is not None and not engine.takes_requests
+        os.kill(process.pid, signal.SIGCONT)
         await until(lambda: engine.takes_requests)
         await asyncio.sleep(0.05)
         assert not after.heard
-        after.say_open(step_s=0.3)
+        after.say_open(step_s=0.01)
         await after.hears(Ready)
         await asyncio.sleep(0.05)
         assert after.num_heard(Ready) == 1
