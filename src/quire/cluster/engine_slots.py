@@ -153,7 +153,7 @@ class AgentSlots:
         ConfigurationError."""
         self._tls = tls_context(key, ssl.PROTOCOL_TLS_CLIENT)
         self._heartbeat_s = heartbeat_s
-        self._front_id = new_front_id()
+        self._server_id = new_server_id()
         self._free = {address: _parsed(address) for address in addresses}
         if len(self._free) < len(addresses):
             raise ConfigurationError("agents names one address twice; each has one replica")
@@ -186,9 +186,9 @@ class AgentSlots:
             return host, port
 
         # The address is part of the id, so that an agent that was named twice notices its second
-        # front.
-        front_id = f"{self._front_id}/{address}"
-        access = AgentAccess(find, self._tls, front_id, self._heartbeat_s)
+        # API server.
+        server_id = f"{self._server_id}/{address}"
+        access = AgentAccess(find, self._tls, server_id, self._heartbeat_s)
         return EngineSlot(address, partial(RemoteLink, access=access))
 
 
@@ -201,7 +201,7 @@ def _has_gpus() -> bool:
     return not is_for_cpus and any(Path(GPU_FILES).glob("nvidia[0-9]*"))
 
 
-def new_front_id() -> str:
+def new_server_id() -> str:
     """A random id of this API server's process."""
     return secrets.token_hex(8)
 

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.cluster.engine_slots import AgentSlots, EngineSlots, LocalSlots, new_front_id
+from quire.cluster.engine_slots import AgentSlots, EngineSlots, LocalSlots, new_server_id
 from quire.cluster.fleet import EngineFleet
 from quire.cluster.machines.cluster_key import new_key, read_key
 from quire.cluster.machines.ray_agents import RayAgents
@@ -129,7 +129,7 @@ def _engine_slots(options: Mapping[str, object], server: ServerConfig) -> Engine
         return RayAgents(
             server.ray_address,
             new_key() if file is None else read_key(Path(file)),
-            new_front_id(),
+            new_server_id(),
             server.link_heartbeat_s,
             num_engines=server.replicas,
             num_cpus=server.replica_cpus,

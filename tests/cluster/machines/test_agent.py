@@ -32,7 +32,7 @@ SLOW = {"step_s": 0.01}
 
 
 class Link:
-    """A cable between the front and an agent: forwards bytes, until it is cut."""
+    """A cable between the API server and an agent: forwards bytes, until it is cut."""
 
     def __init__(self, port: int) -> None:
         self.port = 0
@@ -86,20 +86,20 @@ class Machines:
         self.links: list[Link] = []
         self.fleet = new_fleet()
 
-    async def add(self, options: dict[str, object], key: bytes = KEY, front: str = "f") -> None:
+    async def add(self, options: dict[str, object], key: bytes = KEY, server: str = "f") -> None:
         agent = Agent(KEY, COMMAND)
         link = Link(await agent.listen("127.0.0.1", 0))
         await link.start()
         self.agents.append(agent)
         self.links.append(link)
-        await self.fleet.engines.add(self.slot(len(self.agents) - 1, options, key, front))
+        await self.fleet.engines.add(self.slot(len(self.agents) - 1, options, key, server))
 
-    def slot(self, number: int, options: Any, key: bytes = KEY, front: str = "f") -> EngineSlot:
+    def slot(self, number: int, options: Any, key: bytes = KEY, server: str = "f") -> EngineSlot:
         async def find() -> tuple[str, int]:
             return "127.0.0.1", self.links[number].port
 
         tls = tls_context(key, ssl.PROTOCOL_TLS_CLIENT)
-        access = AgentAccess(find, tls, front, HEARTBEAT_S)
+        access = AgentAccess(find, tls, server, HEARTBEAT_S)
         return EngineSlot(f"r{number}", partial(RemoteLink, access=access), options)
 
     async def close(self) -> None:
@@ -229,11 +229,11 @@ def test_peers_without_the_key_are_refused(caplog: pytest.LogCaptureFixture) -> 
     assert "it did not prove that it has the cluster's key" in caplog.text
 
 
-def test_an_agent_serves_one_front_at_a_time() -> None:
+def test_an_agent_serves_one_api_server_at_a_time() -> None:
     async def test(machines: Machines) -> None:
-        with pytest.raises(OSError, match="serves another front, f"):
-            await new_fleet(machines.slot(0, SLOW, front="g")).start()
-        other = new_fleet(machines.slot(0, SLOW, front="g"))
+        with pytest.raises(OSError, match="serves another API server, f"):
+            await new_fleet(machines.slot(0, SLOW, server="g")).start()
+        other = new_fleet(machines.slot(0, SLOW, server="g"))
         await machines.fleet.shutdown(drain=False, timeout_s=1)
         await asyncio.sleep(0.1)
         await other.start()
@@ -281,7 +281,7 @@ def test_an_agent_that_is_named_twice_is_refused_the_second_time() -> None:
         names = [f"127.0.0.1:{port}", f"localhost:{port}"]
         given = AgentSlots(names, KEY, HEARTBEAT_S)
         fleet = EngineFleet({}, LeastOpen(), given, max_queued_requests=9, recovery=PATIENT)
-        with pytest.raises(OSError, match=f"serves another front, [0-9a-f]+/{names[0]}"):
+        with pytest.raises(OSError, match=f"serves another API server, [0-9a-f]+/{names[0]}"):
             await fleet.start()
 
     with_machines(test, SLOW)

@@ -1,4 +1,4 @@
-"""What an agent does for fronts that come, go and misbehave: a front by hand, fake engines."""
+"""An agent whose API servers come, go and misbehave; the test plays them, and engines are fake."""
 
 import asyncio
 import os
@@ -40,21 +40,21 @@ from quire.ipc import encode
 TLS = tls_context(KEY, ssl.PROTOCOL_TLS_CLIENT)
 
 
-class HandFront:
-    """A front that says what a test has it say, and keeps what it hears."""
+class ScriptedServer:
+    """An API server that says what a test has it say, and keeps what it hears."""
 
-    def __init__(self, port: int, front_id: str = "f") -> None:
+    def __init__(self, port: int, server_id: str = "f") -> None:
         self.heard: list[Any] = []
         self.is_closed = False
         self._port = port
-        self._front_id = front_id
+        self._server_id = server_id
         self.channel: AgentChannel | None = None
 
-    async def connect(self) -> "HandFront":
-        self.channel = await connect("127.0.0.1", self._port, TLS, self._front_id, self)
+    async def connect(self) -> "ScriptedServer":
+        self.channel = await connect("127.0.0.1", self._port, TLS, self._server_id, self)
         return self
 
-    async def open(self, **options: object) -> "HandFront":
+    async def open(self, **options: object) -> "ScriptedServer":
         await self.connect()
         self.say_open(**options)
         return self
@@ -96,20 +96,20 @@ def with_agent(test: Callable[[Agent, int], Awaitable[Any]]) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-async def busy_with_a_step_that_never_ends(port: int) -> HandFront:
-    front = await HandFront(port).open()
-    await front.hears(Ready)
-    front.say(AddRequest(request("q", HANG, 1, max_tokens=9)), FrameKind.ENGINE)
-    await front.hears(Outputs)
-    return front
+async def busy_with_a_step_that_never_ends(port: int) -> ScriptedServer:
+    server = await ScriptedServer(port).open()
+    await server.hears(Ready)
+    server.say(AddRequest(request("q", HANG, 1, max_tokens=9)), FrameKind.ENGINE)
+    await server.hears(Outputs)
+    return server
 
 
-def test_an_engine_that_dies_of_an_earlier_fronts_request_is_started_anew_for_the_next() -> None:
+def test_engine_killed_by_an_earlier_request_restarts_for_the_next_server() -> None:
     async def test(agent: Agent, port: int) -> None:
-        front = await busy_with_a_step_that_never_ends(port)
-        front.leave()
+        server = await busy_with_a_step_that_never_ends(port)
+        server.leave()
         await until(lambda: agent._session is None)
-        after = await HandFront(port, "g").open()
+        after = await ScriptedServer(port, "g").open()
         await asyncio.sleep(0.1)
         assert not after.num_heard(Ready), "the step of the earlier one has not ended"
         os.kill(engines()[0].pid, signal.SIGKILL)
@@ -120,19 +120,19 @@ def test_an_engine_that_dies_of_an_earlier_fronts_request_is_started_anew_for_th
 
 
 @pytest.mark.parametrize("says_how_long", [True, False])
-def test_an_engine_that_never_ends_its_step_is_ended_for_the_next_front(
+def test_hanging_engine_is_killed_for_the_next_server(
     says_how_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not says_how_long:
         monkeypatch.setattr(agent_module, "FLUSH_LIMIT_S", 0.2)
 
     async def test(agent: Agent, port: int) -> None:
-        front = await busy_with_a_step_that_never_ends(port)
+        server = await busy_with_a_step_that_never_ends(port)
         if says_how_long:
-            front.say(StepLimit(0.2))
-        front.leave()
+            server.say(StepLimit(0.2))
+        server.leave()
         await until(lambda: agent._session is None)
-        after = await HandFront(port, "g").open()
+        after = await ScriptedServer(port, "g").open()
         await after.hears(Ready)
         assert not after.num_heard(EngineDied) and not after.is_closed
 
@@ -147,42 +147,42 @@ def test_oom_kills_are_counted_from_the_last_heartbeat_on(
     monkeypatch.setattr(process_link, "num_oom_kills", lambda: kills[0])
 
     async def test(agent: Agent, port: int) -> None:
-        front = await HandFront(port).open()
-        await front.hears(Ready)
+        server = await ScriptedServer(port).open()
+        await server.hears(Ready)
         kills[0] = 4
-        front.say(Ping(), FrameKind.ENGINE)
-        await front.hears(Pong)
+        server.say(Ping(), FrameKind.ENGINE)
+        await server.hears(Pong)
         os.kill(engines()[0].pid, signal.SIGKILL)
-        await front.hears(EngineDied)
-        (died,) = [each for each in front.heard if isinstance(each, EngineDied)]
+        await server.hears(EngineDied)
+        (died,) = [each for each in server.heard if isinstance(each, EngineDied)]
         assert died.death.num_oom_kills == 0
 
     with_agent(test)
 
 
-def test_a_front_that_has_the_engine_ended_while_it_waits_hears_of_its_death() -> None:
+def test_server_that_kills_the_engine_while_it_waits_is_told_of_the_death() -> None:
     async def test(agent: Agent, port: int) -> None:
-        front = await busy_with_a_step_that_never_ends(port)
-        front.leave()
+        server = await busy_with_a_step_that_never_ends(port)
+        server.leave()
         await until(lambda: agent._session is None)
-        after = await HandFront(port, "g").open()
+        after = await ScriptedServer(port, "g").open()
         after.say(agent_module.KillEngine("it was not ready in time"))
         await after.hears(EngineDied)
 
     with_agent(test)
 
 
-def test_a_front_hears_nothing_before_it_has_said_which_engine_it_wants() -> None:
+def test_server_gets_no_message_before_it_has_opened_an_engine() -> None:
     async def test(agent: Agent, port: int) -> None:
-        front = await HandFront(port).open(step_s=0.01)
-        await front.hears(Ready)
-        front.say(AddRequest(request("q", 10, max_tokens=99)), FrameKind.ENGINE)
-        await front.hears(Outputs)
+        server = await ScriptedServer(port).open(step_s=0.01)
+        await server.hears(Ready)
+        server.say(AddRequest(request("q", 10, max_tokens=99)), FrameKind.ENGINE)
+        await server.hears(Outputs)
         (process,) = engines()
         os.kill(process.pid, signal.SIGSTOP)
-        front.leave()
+        server.leave()
         await until(lambda: agent._session is None)
-        after = await HandFront(port, "g").connect()
+        after = await ScriptedServer(port, "g").connect()
         engine = agent._engine
         assert engine is not None and not engine.takes_requests
         os.kill(process.pid, signal.SIGCONT)
@@ -197,50 +197,52 @@ def test_a_front_hears_nothing_before_it_has_said_which_engine_it_wants() -> Non
     with_agent(test)
 
 
-def test_fronts_that_come_and_go_quickly_leave_one_engine() -> None:
+def test_servers_that_come_and_go_quickly_leave_one_engine() -> None:
     async def test(agent: Agent, port: int) -> None:
         for number in range(4):
-            front = await HandFront(port).open(facts={"number": number})
+            server = await ScriptedServer(port).open(facts={"number": number})
             await asyncio.sleep(0.02 * number)
-        await front.hears(Ready)
-        assert [each.facts["number"] for each in front.heard if isinstance(each, Ready)] == [3]
+        await server.hears(Ready)
+        assert [each.facts["number"] for each in server.heard if isinstance(each, Ready)] == [3]
         assert len(engines()) == 1
 
     with_agent(test)
 
 
-def test_an_engine_that_serves_is_not_ended_for_want_of_a_front(
+def test_serving_engine_is_not_ended_as_one_without_a_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agent_module, "KEEP_WARM_S", 0.5)
 
     async def test(agent: Agent, port: int) -> None:
-        (await HandFront(port).open()).leave()
+        (await ScriptedServer(port).open()).leave()
         await until(lambda: agent._session is None and agent._engine is not None)
-        (await HandFront(port).connect()).leave()  # gone before it has opened anything
+        (await ScriptedServer(port).connect()).leave()  # gone before it has opened anything
         await until(lambda: agent._session is None)
-        front = await HandFront(port).open()
-        await front.hears(Ready)
+        server = await ScriptedServer(port).open()
+        await server.hears(Ready)
         await asyncio.sleep(0.7)
-        assert not front.is_closed and not front.num_heard(EngineDied)
+        assert not server.is_closed and not server.num_heard(EngineDied)
 
     with_agent(test)
 
 
-def test_a_front_that_opens_nothing_makes_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_opens_no_engine_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(agent_module, "GREETING_TIMEOUT_S", 0.3)
 
     async def test(agent: Agent, port: int) -> None:
-        silent = await HandFront(port, "silent").connect()
-        with pytest.raises(OSError, match="serves another front, silent"):
-            await HandFront(port, "g").connect()
+        silent = await ScriptedServer(port, "silent").connect()
+        with pytest.raises(OSError, match="serves another API server, silent"):
+            await ScriptedServer(port, "g").connect()
         await until(lambda: silent.is_closed)
-        await (await HandFront(port, "g").open()).hears(Ready)
+        await (await ScriptedServer(port, "g").open()).hears(Ready)
 
     with_agent(test)
 
 
-def test_a_front_that_says_what_cant_be_is_cut_off() -> None:
+def test_server_that_sends_invalid_messages_is_disconnected() -> None:
     async def test(agent: Agent, port: int) -> None:
         start = encode(Start({}))[4:]
         for messages in (
@@ -251,29 +253,29 @@ def test_a_front_that_says_what_cant_be_is_cut_off() -> None:
             [OpenEngine(start, float("nan"))],
             [Start({})],
         ):
-            front = await HandFront(port).connect()
+            server = await ScriptedServer(port).connect()
             for message in messages:
-                front.say(message)
-            await until(lambda front=front: front.is_closed)
-        await (await HandFront(port).open()).hears(Ready)
+                server.say(message)
+            await until(lambda server=server: server.is_closed)
+        await (await ScriptedServer(port).open()).hears(Ready)
 
     with_agent(test)
 
 
-def test_a_front_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "MAX_UNREAD_BYTES", 1 << 20)
 
     async def test(agent: Agent, port: int) -> None:
-        front = await HandFront(port).open()
-        await front.hears(Ready)
-        assert front.channel is not None and front.channel._transport is not None
-        front.channel._transport.pause_reading()
+        server = await ScriptedServer(port).open()
+        await server.hears(Ready)
+        assert server.channel is not None and server.channel._transport is not None
+        server.channel._transport.pause_reading()
         session = agent._session
         assert session is not None
         for _ in range(100):
             session.channel.send(FrameKind.AGENT, bytes(1 << 20))
         await until(lambda: agent._session is None)
-        front.leave()
+        server.leave()
 
     with_agent(test)
 
@@ -306,7 +308,7 @@ def test_many_strangers_at_once_are_not_kept_either(caplog: pytest.LogCaptureFix
         num_strangers = agent_module.MAX_GREETINGS + 60
         calls = [asyncio.open_connection("127.0.0.1", port) for _ in range(num_strangers)]
         strangers = await asyncio.gather(*calls)
-        await (await HandFront(port).open()).hears(Ready)
+        await (await ScriptedServer(port).open()).hears(Ready)
         assert len(agent._greetings) <= agent_module.MAX_GREETINGS
         for _, writer in strangers:
             writer.close()
@@ -319,13 +321,14 @@ def test_bytes_that_a_stranger_adds_are_no_sign_of_life() -> None:
     """The start of a TLS record without an end, which nobody needs the key for."""
 
     async def test(agent: Agent, port: int) -> None:
-        front = await HandFront(port).connect()
-        front.say(OpenEngine(encode(Start({}))[4:], 0.8))
-        await front.hears(Ready)
-        assert front.channel is not None and front.channel._transport is not None
-        beneath = front.channel._transport._ssl_protocol._transport
+        server = await ScriptedServer(port).connect()
+        assert server.channel is not None and server.channel._transport is not None
+        server.channel.beat(0.8)  # beats within the record below are part of it
+        server.say(OpenEngine(encode(Start({}))[4:], 0.8))
+        await server.hears(Ready)
+        beneath = server.channel._transport._ssl_protocol._transport
         beneath.write(b"\x17\x03\x03\x40\x00")
-        while not front.is_closed:
+        while not server.is_closed:
             beneath.write(b"x")
             await asyncio.sleep(0.02)
 
@@ -338,7 +341,7 @@ def test_silent_strangers_do_not_keep_clients_out() -> None:
             await asyncio.open_connection("127.0.0.1", port)
             for _ in range(agent_module.MAX_GREETINGS + 20)
         ]
-        await (await HandFront(port).open()).hears(Ready)
+        await (await ScriptedServer(port).open()).hears(Ready)
         assert len(agent._greetings) <= agent_module.MAX_GREETINGS
         for _, writer in strangers:
             writer.close()

@@ -12,7 +12,7 @@ from tests.cluster.test_fleet import until
 
 from quire.cluster.machines import channel as channel_module
 from quire.cluster.machines.agent import Agent
-from quire.cluster.machines.agent_messages import FrontHello, Welcome
+from quire.cluster.machines.agent_messages import ServerGreeting, Welcome
 from quire.cluster.machines.channel import AgentChannel, FrameKind, accept, connect
 from quire.cluster.machines.cluster_key import tls_context
 from quire.ipc import MessageError
@@ -39,7 +39,7 @@ class Kept:
 
 
 class Wire:
-    """Everything between the two ends: it may change the TLS records of the front."""
+    """Everything between the two ends: it may change the TLS records of the API server."""
 
     def __init__(self) -> None:
         self.seen = b""
@@ -92,29 +92,29 @@ class Pair:
 
     def __init__(self) -> None:
         self.wire = Wire()
-        self.at_front, self.at_agent = Kept(), Kept()
-        self.front: AgentChannel | None = None
+        self.at_server, self.at_agent = Kept(), Kept()
+        self.server: AgentChannel | None = None
         self.agent: AgentChannel | None = None
-        self.hello: FrontHello | None = None
+        self.greeting: ServerGreeting | None = None
 
     async def open(self) -> None:
-        self.server = await asyncio.get_running_loop().create_server(
+        self.listener = await asyncio.get_running_loop().create_server(
             lambda: Accepted(self._greet), "127.0.0.1", 0
         )
-        port = await self.wire.start(self.server.sockets[0].getsockname()[1])
-        self.front = await connect("127.0.0.1", port, CLIENT, "front/0", self.at_front)
+        port = await self.wire.start(self.listener.sockets[0].getsockname()[1])
+        self.server = await connect("127.0.0.1", port, CLIENT, "server/0", self.at_server)
 
     async def _greet(self, transport: asyncio.Transport) -> None:
-        self.agent, self.hello = await accept(transport, SERVER)
+        self.agent, self.greeting = await accept(transport, SERVER)
         self.agent.send_message(Welcome())
         self.agent.start(self.at_agent)
 
     async def close(self) -> None:
-        for end in (self.front, self.agent):
+        for end in (self.server, self.agent):
             if end is not None:
                 end.abort()
         await self.wire.close()
-        self.server.close()
+        self.listener.close()
         await asyncio.sleep(0.01)  # the transports close in the loop's next turns
 
 
@@ -143,8 +143,8 @@ def test_messages_of_any_length_arrive_both_ways_in_order() -> None:
     bodies = [b"", b"a", bytes(100), bytes(range(256)) * 4000]
 
     async def test(pair: Pair) -> None:
-        assert pair.hello is not None and pair.hello.front_id == "front/0"
-        for sender, handler in ((pair.front, pair.at_agent), (pair.agent, pair.at_front)):
+        assert pair.greeting is not None and pair.greeting.server_id == "server/0"
+        for sender, handler in ((pair.server, pair.at_agent), (pair.agent, pair.at_server)):
             for kind in FrameKind:
                 for body in bodies:
                     sender.send(kind, body)
@@ -156,11 +156,11 @@ def test_messages_of_any_length_arrive_both_ways_in_order() -> None:
 
 def test_nothing_of_a_message_can_be_read_on_the_wire() -> None:
     async def test(pair: Pair) -> None:
-        pair.front.send(FrameKind.ENGINE, b"a secret prompt")
+        pair.server.send(FrameKind.ENGINE, b"a secret prompt")
         pair.agent.send(FrameKind.ENGINE, b"a secret answer")
-        await until(lambda: bool(pair.at_agent.frames and pair.at_front.frames))
+        await until(lambda: bool(pair.at_agent.frames and pair.at_server.frames))
         assert len(pair.wire.seen) > 1000
-        assert b"secret" not in pair.wire.seen and b"front/0" not in pair.wire.seen
+        assert b"secret" not in pair.wire.seen and b"server/0" not in pair.wire.seen
 
     with_pair(test)
 
@@ -178,7 +178,7 @@ def flipped(record: bytes) -> bytes:
     ],
     ids=["changed", "repeated", "left out"],
 )
-def test_a_record_that_a_stranger_changes_repeats_or_leaves_out_ends_the_connection(
+def test_changed_repeated_or_missing_record_ends_the_connection(
     change: Callable[[bytes], bytes], possible: list[bytes]
 ) -> None:
     async def test(pair: Pair) -> None:
@@ -186,13 +186,13 @@ def test_a_record_that_a_stranger_changes_repeats_or_leaves_out_ends_the_connect
             pair.wire.change = lambda record: record
             return change(record)
 
-        pair.front.send(FrameKind.ENGINE, b"before")
+        pair.server.send(FrameKind.ENGINE, b"before")
         await until(lambda: len(pair.at_agent.frames) == 1)
         pair.wire.change = once
-        pair.front.send(FrameKind.ENGINE, b"touched")
+        pair.server.send(FrameKind.ENGINE, b"touched")
         await until(lambda: pair.wire.change is not once)
-        pair.front.send(FrameKind.ENGINE, b"after")
-        await until(lambda: pair.at_agent.num_ends == 1 and pair.at_front.num_ends == 1)
+        pair.server.send(FrameKind.ENGINE, b"after")
+        await until(lambda: pair.at_agent.num_ends == 1 and pair.at_server.num_ends == 1)
         taken = [body for _, body in pair.at_agent.frames]
         assert taken in (possible, possible[:1])
 
@@ -200,12 +200,12 @@ def test_a_record_that_a_stranger_changes_repeats_or_leaves_out_ends_the_connect
 
 
 @pytest.mark.parametrize(
-    "bytes_of_the_front", [b"\0\0\0\0", b"\0\0\0\1\x02", b"\xff\xff\xff\xff"], ids=str
+    "bytes_of_the_server", [b"\0\0\0\0", b"\0\0\0\1\x02", b"\xff\xff\xff\xff"], ids=str
 )
-def test_a_frame_that_cant_be_ends_the_connection(bytes_of_the_front: bytes) -> None:
+def test_invalid_frame_ends_the_connection(bytes_of_the_server: bytes) -> None:
     async def test(pair: Pair) -> None:
-        pair.front._transport.write(bytes_of_the_front)
-        await until(lambda: pair.at_agent.num_ends == 1 and pair.at_front.num_ends == 1)
+        pair.server._transport.write(bytes_of_the_server)
+        await until(lambda: pair.at_agent.num_ends == 1 and pair.at_server.num_ends == 1)
         assert not pair.at_agent.frames
 
     with_pair(test)
@@ -215,29 +215,29 @@ def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(channel_module, "MAX_MESSAGE_BYTES", 100)
 
     async def test(pair: Pair) -> None:
-        pair.front.send(FrameKind.ENGINE, bytes(99))
+        pair.server.send(FrameKind.ENGINE, bytes(99))
         with pytest.raises(MessageError, match="100 bytes is above 99"):
-            pair.front.send(FrameKind.ENGINE, bytes(100))
+            pair.server.send(FrameKind.ENGINE, bytes(100))
         await until(lambda: len(pair.at_agent.frames) == 1)
 
     with_pair(test)
 
 
-def test_what_was_sent_before_a_close_arrives() -> None:
+def test_messages_sent_before_a_close_arrive() -> None:
     async def test(pair: Pair) -> None:
-        pair.front.send(FrameKind.ENGINE, bytes(8 << 20))
-        pair.front.close()
-        pair.front.send(FrameKind.ENGINE, b"too late")
-        await until(lambda: pair.at_agent.num_ends == 1 and pair.at_front.num_ends == 1)
+        pair.server.send(FrameKind.ENGINE, bytes(8 << 20))
+        pair.server.close()
+        pair.server.send(FrameKind.ENGINE, b"too late")
+        await until(lambda: pair.at_agent.num_ends == 1 and pair.at_server.num_ends == 1)
         assert [len(body) for _, body in pair.at_agent.frames] == [8 << 20]
 
     with_pair(test)
 
 
-def test_an_end_that_says_nothing_is_left_after_a_heartbeat() -> None:
+def test_silent_connection_is_closed_after_a_heartbeat() -> None:
     async def test(pair: Pair) -> None:
         pair.agent.beat(0.2)
-        pair.front.beat(60.0)
+        pair.server.beat(60.0)
         await asyncio.sleep(0.05)
         assert not pair.at_agent.num_ends
         pair.wire.change = lambda record: b""
@@ -246,7 +246,7 @@ def test_an_end_that_says_nothing_is_left_after_a_heartbeat() -> None:
     with_pair(test)
 
 
-def test_a_connection_that_ends_as_its_greeting_does_is_reported() -> None:
+def test_connection_lost_before_start_is_reported_to_the_handler() -> None:
     async def run() -> None:
         channel, handler = AgentChannel(), Kept()
         channel.connection_lost(None)
@@ -259,7 +259,7 @@ def test_a_connection_that_ends_as_its_greeting_does_is_reported() -> None:
     asyncio.run(run())
 
 
-def test_a_front_of_another_version_is_told_so(
+def test_server_of_another_version_is_told_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(channel_module, "VERSION", 99)
@@ -268,13 +268,13 @@ def test_a_front_of_another_version_is_told_so(
         agent = Agent(KEY, ["false"])
         try:
             port = await agent.listen("127.0.0.1", 0)
-            with pytest.raises(ConnectionRefusedError, match="version 99 of the messages"):
+            with pytest.raises(ConnectionRefusedError, match="version 3 of the messages, not 99"):
                 await connect("127.0.0.1", port, CLIENT, "f", Kept())
         finally:
             await agent.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
-    assert "version 99" in caplog.text
+    assert "not 99" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 def new_agents(**more: Any) -> RayAgents:
     sizes = {"num_engines": 2, "num_cpus": 1.5, "num_gpus": 0.5} | more
-    return RayAgents("auto", KEY, "front", 2.0, **sizes)
+    return RayAgents("auto", KEY, "server", 2.0, **sizes)
 
 
 def test_each_replica_has_an_actor_with_its_resources_and_its_agent_ends_with_it(ray) -> None:

@@ -1,10 +1,10 @@
 """Agent of one replica on its machine: starts the engine and relays messages.
 
-A front, the process of an API server, connects, proves that it has the cluster's key, and sends the
-options of the engine. When the engine dies, the agent reports it with evidence that only the
-engine's machine has. When the front is gone or can't be reached, the agent ends the engine's
-requests, since they continue elsewhere. The engine keeps its weights loaded and waits for a front.
-An agent serves one front at a time and knows no requests. Run by `agent_main`.
+An API server connects, proves that it has the cluster's key, and sends the options of the engine.
+When the engine dies, the agent reports it with evidence that only the engine's machine has. When
+the API server is gone or can't be reached, the agent ends the engine's requests, since they
+continue elsewhere. The engine keeps its weights loaded and waits for an API server. An agent serves
+one API server at a time and knows no requests. Run by `agent_main`.
 """
 
 import asyncio
@@ -48,18 +48,18 @@ from quire.observability.log import get_logger
 
 GREETING_TIMEOUT_S = 5.0
 KEEP_WARM_S = 300.0
-"""Seconds for which an engine without a front is kept."""
+"""Seconds for which an engine without an API server is kept."""
 
 MAX_GREETINGS = 64
 """Maximum number of connections that have not yet proved to hold the key. One more closes the
-oldest of them, so silent strangers neither use up file descriptors nor keep out a front, which is
-quick."""
+oldest of them, so silent strangers neither use up file descriptors nor keep out an API server,
+which is quick."""
 
 REFUSALS_EVERY_S = 5.0
 
 FLUSH_LIMIT_S = 60.0
-"""Seconds in which an engine whose front has gone has to end its step, unless the front said how
-long a step may take."""
+"""Seconds in which an engine whose API server has gone has to end its step, unless the API server
+said how long a step may take."""
 
 _LENGTH_BYTES = 4
 
@@ -84,8 +84,8 @@ class HostedEngine(ProcessLink):
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a front may send requests: the engine is ready and has no requests of an earlier
-        front."""
+        """Whether an API server may send requests: the engine is ready and has no requests of an
+        earlier API server."""
         return self.ready is not None and not self._is_flushing
 
     def is_what(self, start: bytes) -> bool:
@@ -97,7 +97,7 @@ class HostedEngine(ProcessLink):
         return here == wanted
 
     def send_body(self, body: bytes) -> None:
-        """Send a message of the front, given without its length."""
+        """Send a message of the API server, given without its length."""
         self._num_pings += _tag(body) == b"ping"
         self.send(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
@@ -106,7 +106,7 @@ class HostedEngine(ProcessLink):
         `step_limit_s` from now on counts as hanging."""
         if self.ready is not None and not self._is_flushing:
             self._is_flushing = True
-            why = f"its step had not ended {step_limit_s:g} s after its front had gone"
+            why = f"its step had not ended {step_limit_s:g} s after its API server had gone"
             self._flush_limit = self._loop.call_later(step_limit_s, self.kill, why)
             self.send(encode(AbortAll()))
             self.send_body(encode(Ping())[_LENGTH_BYTES:])
@@ -159,29 +159,29 @@ class AcceptedConnection(asyncio.Protocol):
 
 
 class Session:
-    """The connection of one front, and the `FrameHandler` of its channel."""
+    """The connection of one API server, and the `FrameHandler` of its channel."""
 
-    def __init__(self, agent: "Agent", channel: AgentChannel, front_id: str) -> None:
+    def __init__(self, agent: "Agent", channel: AgentChannel, server_id: str) -> None:
         self.channel = channel
-        self.front_id = front_id
-        #: Body of the `Start` message for the engine that the front wants; None until the front has
-        #: sent it.
+        self.server_id = server_id
+        #: Body of the `Start` message for the engine that the API server wants; None until the API
+        #: server has sent it.
         self.start: bytes | None = None
         #: Seconds that a step of the engine may take.
         self.step_limit_s = FLUSH_LIMIT_S
-        #: Whether messages pass between the front and the engine.
+        #: Whether messages pass between the API server and the engine.
         self.is_served = False
         self._agent = agent
 
     def on_frame(self, kind: FrameKind, body: bytes) -> None:
         """See `FrameHandler`."""
         if kind is FrameKind.ENGINE:
-            self._agent.on_front_body(self, body)
+            self._agent.on_server_body(self, body)
             return
         match decode_to_agent(body):
             case OpenEngine(start, heartbeat_s):
                 if self.start is not None or not heartbeat_s > 0:
-                    raise MessageError("a front opens one engine, with a heartbeat above 0")
+                    raise MessageError("an API server opens one engine, with a heartbeat above 0")
                 _options(start)
                 self.start = start
                 self.channel.beat(heartbeat_s)
@@ -201,11 +201,11 @@ class Session:
 
 
 class Agent:
-    """Runs one engine for one front at a time. However the agent ends, no engine process stays
+    """Runs one engine for one API server at a time. However the agent ends, no engine process stays
     behind.
 
     Invariant: the agent has at most one engine and one session. Messages pass between the engine
-    and the session's front only while the session `is_served`.
+    and the session's API server only while the session `is_served`.
     """
 
     def __init__(self, key: bytes, command: Sequence[str] = ENGINE_COMMAND) -> None:
@@ -217,7 +217,7 @@ class Agent:
         self._session: Session | None = None
         self._engine: HostedEngine | None = None
         self._opening: asyncio.Task[None] | None = None
-        #: The timer that ends an engine without a front.
+        #: The timer that ends an engine without an API server.
         self._cooling: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
         #: The greetings of connections that have not yet proved to hold the key, oldest first.
@@ -250,7 +250,7 @@ class Agent:
         if self._engine is not None:
             await self._engine.close()
 
-    # ---- fronts -----------------------------------------------------------------------------
+    # ---- API servers ------------------------------------------------------------------------
 
     def on_connection(self, transport: asyncio.Transport) -> None:
         """Greet a new connection. Above MAX_GREETINGS, the oldest unproved connection is closed."""
@@ -267,32 +267,32 @@ class Agent:
         # First, do the handshake. A connection without the key is closed.
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
-                channel, hello = await accept(transport, self._tls)
+                channel, greeting = await accept(transport, self._tls)
         except (QuireError, OSError) as error:  # TimeoutError is an OSError
             why = refusal(error) if isinstance(error, ssl.SSLError) else str(error)
             unproved = f"it did not prove that it has the cluster's key: {type(error).__name__}"
             self._note_refusal(why or unproved)
             return
-        # Then refuse a front of another version, and one beside the present front.
+        # Then refuse an API server of another version, or beside the present API server.
         present, why = self._session, ""
-        if hello.version != VERSION:
-            why = f"the front has version {hello.version} of the messages, and the agent {VERSION}"
-        elif present is not None and present.front_id != hello.front_id:
-            why = f"the agent serves another front, {present.front_id}"
+        if greeting.version != VERSION:
+            why = f"the agent has version {VERSION} of the messages, not {greeting.version}"
+        elif present is not None and present.server_id != greeting.server_id:
+            why = f"the agent serves another API server, {present.server_id}"
         if why:
             self._note_refusal(why)
             channel.send_message(Refused(why))
             channel.close()
             return
-        # Last, replace the present session: it belongs to the same front, and its connection is
-        # dead.
+        # Last, replace the present session: it belongs to the same API server, and its connection
+        # is dead.
         if present is not None:
             self.on_session_end(present)
             present.channel.abort()
-        session = self._session = Session(self, channel, hello.front_id)
+        session = self._session = Session(self, channel, greeting.server_id)
         channel.send_message(Welcome())
         channel.start(session)
-        logger.info("front %s is connected", hello.front_id)
+        logger.info("API server %s is connected", greeting.server_id)
         self._loop.call_later(GREETING_TIMEOUT_S, self._expect_open, session)
 
     def _note_refusal(self, why: str) -> None:
@@ -308,12 +308,13 @@ class Agent:
             self._num_refused = 0
 
     def _expect_open(self, session: Session) -> None:
-        """Drop a front that has opened no engine, because no heartbeat would notice its loss."""
+        """Drop an API server that has opened no engine, because no heartbeat would notice its
+        loss."""
         if session.start is None:
             session.channel.abort()
 
     def on_open(self, session: Session) -> None:
-        """Serve the engine that the front wants, or start it."""
+        """Serve the engine that the API server wants, or start it."""
         if session is not self._session or session.start is None:
             return
         if self._cooling is not None:
@@ -327,8 +328,9 @@ class Agent:
         # A busy engine is served once it is flushed.
 
     async def _replace(self) -> None:
-        """Start the engine that the present front wants, after the former engine has ended. The
-        front may change meanwhile. Processes run one after another, so that none stays behind."""
+        """Start the engine that the present API server wants, after the former engine has ended.
+        The API server may change meanwhile. Processes run one after another, so that no process
+        stays behind."""
         while (session := self._session) is not None and session.start is not None:
             if self._engine is not None:
                 if self._engine.is_what(session.start):
@@ -346,49 +348,49 @@ class Agent:
                 return
 
     def _serve(self, session: Session, engine: HostedEngine) -> None:
-        """Let messages pass between the front and the engine, unless they do so already."""
+        """Let messages pass between the API server and the engine, unless they do so already."""
         if session.is_served:
             return
         session.is_served = True
         if engine.ready is not None:
             session.channel.send(FrameKind.ENGINE, encode(engine.ready)[_LENGTH_BYTES:])
 
-    def on_front_body(self, session: Session, body: bytes) -> None:
-        """Pass a message of the front to the engine."""
+    def on_server_body(self, session: Session, body: bytes) -> None:
+        """Pass a message of the API server to the engine."""
         if session is self._session and session.is_served and self._engine is not None:
             self._engine.send_body(body)
 
     def on_kill(self, session: Session, why: str) -> None:
-        """Kill the engine for the front."""
+        """Kill the engine for the API server."""
         if session is self._session and self._engine is not None:
-            session.is_served = True  # so that the front is told of the death
+            session.is_served = True  # so that the API server is told of the death
             self._engine.kill(why)
 
     def on_session_end(self, session: Session) -> None:
-        """End the requests of a front that is gone or can't be reached."""
+        """End the requests of an API server that is gone or can't be reached."""
         if session is not self._session:
             return
-        logger.info("front %s is gone", session.front_id)
+        logger.info("API server %s is gone", session.server_id)
         self._session = None
         if self._cooling is not None:
             self._cooling.cancel()
         if self._engine is not None:
             self._engine.flush(session.step_limit_s)
             self._cooling = self._loop.call_later(
-                KEEP_WARM_S, self._engine.kill, f"no front came for {KEEP_WARM_S:g} s"
+                KEEP_WARM_S, self._engine.kill, f"no API server came for {KEEP_WARM_S:g} s"
             )
 
     # ---- the engine -------------------------------------------------------------------------
 
     def on_body(self, engine: HostedEngine, body: bytes) -> None:
-        """Pass a message of the engine to the front."""
+        """Pass a message of the engine to the API server."""
         session = self._session
         if session is not None and session.is_served:
             session.channel.send(FrameKind.ENGINE, body)
 
     def on_flushed(self, engine: HostedEngine) -> None:
-        """Serve the waiting front, since the engine has no requests any more. A front waits only
-        after it has sent the options of its engine."""
+        """Serve the waiting API server, since the engine has no requests any more. An API server
+        waits only after it has sent the options of its engine."""
         session = self._session
         if session is None or session.start is None or engine is not self._engine:
             return
@@ -407,7 +409,7 @@ class Agent:
             session.channel.send_message(EngineDied(death, error.code, str(error)))
             session.channel.close()
         elif session is not None:
-            # The session waited for an engine that died of an earlier front's requests.
+            # The session waited for an engine that died of an earlier API server's requests.
             self.on_open(session)
 
     def on_progress(self, link: Any, progress: Progress) -> None:

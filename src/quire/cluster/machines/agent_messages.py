@@ -1,8 +1,8 @@
-"""Messages between an API server (front) and an agent, besides the engine's messages.
+"""Messages between an API server and an agent, besides the engine's messages.
 
-front -> agent    FrontHello first, then OpenEngine, StepLimit, KillEngine
-agent -> front    Welcome or Refused first; EngineDied, last
-both              Beat, several times within a heartbeat
+API server -> agent    ServerGreeting first, then OpenEngine, StepLimit, KillEngine
+agent -> API server    Welcome or Refused first; EngineDied, last
+both                   Beat, several times within a heartbeat
 """
 
 from collections.abc import Callable
@@ -17,20 +17,21 @@ VERSION = 3
 """Version of the messages, and of how they are sent."""
 
 
-class FrontHello(msgspec.Struct, tag="front_hello", array_like=True, frozen=True):
-    """The front's first message of a connection."""
+class ServerGreeting(msgspec.Struct, tag="server_greeting", array_like=True, frozen=True):
+    """The API server's first message of a connection."""
 
     version: int
-    #: The id of the front's process and its replica, the same in all connections for that replica.
-    front_id: str
+    #: The id of the API server's process and its replica, the same in all connections for that
+    #: replica.
+    server_id: str
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
-    """The agent accepts the front."""
+    """The agent accepts the API server."""
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The agent refuses the front and closes the connection."""
+    """The agent refuses the API server and closes the connection."""
 
     #: The reason, for people.
     message: str
@@ -41,7 +42,7 @@ class OpenEngine(msgspec.Struct, tag="open_engine", array_like=True, frozen=True
 
     #: The body of the engine's `Start` message.
     start: bytes
-    #: A front that says nothing for this many seconds counts as gone.
+    #: An API server that says nothing for this many seconds counts as gone.
     heartbeat_s: float
 
 
@@ -74,11 +75,11 @@ class EngineDied(msgspec.Struct, tag="engine_died", array_like=True, frozen=True
 ToAgent: TypeAlias = OpenEngine | StepLimit | KillEngine | Beat
 FromAgent: TypeAlias = EngineDied | Beat
 
-decode_hello: Callable[[bytes], FrontHello] = decoder(FrontHello, "a front")
-"""Decodes the first message from a front. Raises MessageError."""
+decode_greeting: Callable[[bytes], ServerGreeting] = decoder(ServerGreeting, "an API server")
+"""Decodes the first message from an API server. Raises MessageError."""
 decode_answer: Callable[[bytes], Welcome | Refused] = decoder(Welcome | Refused, "an agent")
 """Decodes the first message from an agent. Raises MessageError."""
-decode_to_agent: Callable[[bytes], ToAgent] = decoder(ToAgent, "the front")
-"""Decodes a message from a front. Raises MessageError."""
+decode_to_agent: Callable[[bytes], ToAgent] = decoder(ToAgent, "the API server")
+"""Decodes a message from an API server. Raises MessageError."""
 decode_from_agent: Callable[[bytes], FromAgent] = decoder(FromAgent, "the agent")
 """Decodes a message from an agent. Raises MessageError."""

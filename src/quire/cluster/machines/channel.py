@@ -1,8 +1,8 @@
-"""TLS connection between an API server (front) and an agent: greeting, messages and heartbeats.
+"""TLS connection between an API server and an agent: greeting, messages and heartbeats.
 
-    front  -> agent    FrontHello
-    agent  -> front    Welcome or Refused
-    then both ways     [bytes after these four | kind of the message | message]
+    API server -> agent    ServerGreeting
+    agent -> API server    Welcome or Refused
+    then both ways         [bytes after these four | kind of the message | message]
 
 TLS encrypts everything, and each end has proved that it has the cluster's key before it can send a
 message. If one end sends nothing for `heartbeat_s`, the other end closes the connection, even if
@@ -20,10 +20,10 @@ import msgspec
 from quire.cluster.machines.agent_messages import (
     VERSION,
     Beat,
-    FrontHello,
     Refused,
+    ServerGreeting,
     decode_answer,
-    decode_hello,
+    decode_greeting,
 )
 from quire.cluster.machines.cluster_key import refusal
 from quire.ipc import MAX_MESSAGE_BYTES, FrameSplitter, MessageError, encode
@@ -33,7 +33,7 @@ CLOSE_TIMEOUT_S = 5.0
 """Seconds that the other end has to confirm the end of a connection."""
 MAX_UNREAD_BYTES = 256 << 20
 """Maximum number of sent bytes that the other end has not read. It is above the size of a full
-queue of requests, since a front sends prompts as fast as they come."""
+queue of requests, since an API server sends prompts as fast as they come."""
 _LENGTH_BYTES = 4
 _HEAD = struct.Struct(">IB")  # bytes after the length, kind
 
@@ -41,9 +41,9 @@ _HEAD = struct.Struct(">IB")  # bytes after the length, kind
 class FrameKind(IntEnum):
     """The kind of message in a frame."""
 
-    #: A message between front and agent.
+    #: A message between API server and agent.
     AGENT = 0
-    #: A message between front and engine, which the agent passes on undecoded.
+    #: A message between API server and engine, which the agent passes on undecoded.
     ENGINE = 1
 
 
@@ -121,7 +121,7 @@ class AgentChannel(asyncio.Protocol):
             self.abort()
 
     def send_message(self, message: msgspec.Struct) -> None:
-        """Send a message between front and agent."""
+        """Send a message between API server and agent."""
         self.send(FrameKind.AGENT, encode(message)[_LENGTH_BYTES:])
 
     def close(self) -> None:
@@ -172,17 +172,17 @@ class AgentChannel(asyncio.Protocol):
 
 
 async def connect(
-    host: str, port: int, tls: ssl.SSLContext, front_id: str, handler: FrameHandler
+    host: str, port: int, tls: ssl.SSLContext, server_id: str, handler: FrameHandler
 ) -> AgentChannel:
-    """Connect a front to an agent and greet it. Raises OSError if there is no agent, or if it has
-    another key or refuses."""
+    """Connect an API server to an agent and greet it. Raises OSError if there is no agent, or if it
+    has another key or refuses."""
     channel = AgentChannel()
     loop = asyncio.get_running_loop()
     try:
         await loop.create_connection(
             lambda: channel, host, port, ssl=tls, ssl_shutdown_timeout=CLOSE_TIMEOUT_S
         )
-        channel.send_message(FrontHello(VERSION, front_id))
+        channel.send_message(ServerGreeting(VERSION, server_id))
         answer = decode_answer(await channel.greeting())
         if isinstance(answer, Refused):
             raise MessageError(answer.message)
@@ -199,12 +199,12 @@ async def connect(
 
 async def accept(
     transport: asyncio.Transport, tls: ssl.SSLContext
-) -> tuple[AgentChannel, FrontHello]:
+) -> tuple[AgentChannel, ServerGreeting]:
     """Make a channel of a TCP connection from which nothing was read, and receive the greeting of
-    the front.
+    the API server.
 
-    Raises OSError or MessageError if the other end is no front or has another key. The connection
-    is then closed.
+    Raises OSError or MessageError if the other end is no API server or has another key. The
+    connection is then closed.
     """
     channel = AgentChannel()
     loop = asyncio.get_running_loop()
@@ -215,8 +215,8 @@ async def accept(
         if secured is None:  # the connection was lost just then
             raise ConnectionResetError("the other end closed the connection")
         channel.connection_made(secured)
-        hello = decode_hello(await channel.greeting())
+        greeting = decode_greeting(await channel.greeting())
     except BaseException:
         transport.abort()
         raise
-    return channel, hello
+    return channel, greeting

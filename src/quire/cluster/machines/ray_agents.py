@@ -1,7 +1,7 @@
 """Agents on the nodes of a Ray cluster, which places and watches them.
 
 Ray is the control plane only: an actor starts an agent beside it and reports its address. Tokens
-travel between the API server (front) and the agents over connections of our own. An agent ends with
+travel between the API server and the agents over connections of our own. An agent ends with
 its actor, and an actor with its node, so a node that Ray has given up holds no engine.
 
 Needs the extra `quire[ray]`. Called by `server`.
@@ -87,7 +87,7 @@ class RayAgents:
         self,
         ray_address: str,
         key: bytes,
-        front_id: str,
+        server_id: str,
         heartbeat_s: float,
         *,
         num_engines: int,
@@ -103,13 +103,13 @@ class RayAgents:
         logging.getLogger("ray").setLevel(logging.ERROR)  # hides warnings of threads and retries
         self._key = key
         self._tls = tls_context(key, ssl.PROTOCOL_TLS_CLIENT)
-        self._front_id = front_id
+        self._server_id = server_id
         self._num_engines = num_engines
         self._heartbeat_s = heartbeat_s
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         try:
-            # Ray's processes would import from the front's working folder, so they get an empty
-            # one.
+            # Ray's processes would import from the API server's working folder, so they get an
+            # empty one.
             with tempfile.TemporaryDirectory(prefix="quire-ray-") as empty_folder:
                 self._ray.init(
                     address=ray_address,
@@ -132,7 +132,7 @@ class RayAgents:
     def allocate(self, name: str) -> EngineSlot:
         """See `EngineSlots`. Ray chooses the node."""
         access = AgentAccess(
-            partial(self._find, name), self._tls, self._front_id, self._heartbeat_s
+            partial(self._find, name), self._tls, self._server_id, self._heartbeat_s
         )
         return EngineSlot(name, partial(RemoteLink, access=access))
 

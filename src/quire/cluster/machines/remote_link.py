@@ -43,7 +43,7 @@ class AgentAccess:
     #: The TLS settings of the cluster's key.
     tls: ssl.SSLContext
     #: Id of this API server's process and the replica, the same in all their connections.
-    front_id: str
+    server_id: str
     #: An agent that says nothing for this many seconds is lost.
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
 
@@ -73,7 +73,7 @@ class RemoteLink(EngineLink):
         host, port = await access.find()  # this has a time limit of its own
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                self._channel = await connect(host, port, access.tls, access.front_id, self)
+                self._channel = await connect(host, port, access.tls, access.server_id, self)
         except TimeoutError as error:
             raise ConnectionRefusedError(
                 f"the agent did not answer within {CONNECT_TIMEOUT_S:g} s"
@@ -88,7 +88,7 @@ class RemoteLink(EngineLink):
 
     def watch(self, timeout_s: float) -> None:
         """See `EngineLink`. The limit is also sent to the agent, which applies it once this API
-        server (front) is gone."""
+        server is gone."""
         if self._pulse is None and self._channel is not None:
             self._channel.send_message(StepLimit(timeout_s))
         super().watch(timeout_s)
