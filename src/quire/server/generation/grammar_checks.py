@@ -133,7 +133,7 @@ class GrammarChecks:
                 outcome = self._known.find(options.cache_domain, key)
                 if outcome is None:
                     outcome = await _outcome(maker, text, origin)
-                    self._known.keep(options.cache_domain, key, outcome, outcome.num_bytes)
+                    self._known.store(options.cache_domain, key, outcome, outcome.num_bytes)
                 return outcome
             finally:
                 self._pass_on(tenant)

@@ -53,7 +53,7 @@ def build_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         )
     backend = _BUILDERS[vocabulary.kind](vocabulary)
     backend.add_tokens(_added_tokens(vocabulary, backend))
-    _put_around(backend, vocabulary)
+    _add_special_tokens(backend, vocabulary)
     return backend
 
 
@@ -80,7 +80,7 @@ def _added_tokens(vocabulary: GGUFVocabulary, backend: tokenizers.Tokenizer) -> 
     return special + whole
 
 
-def _put_around(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
+def _add_special_tokens(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
     """Make the tokenizer add special tokens around each text. In a pair, each text gets its own
     special tokens, except that BERT puts a single one between the two texts."""
     named, adds, is_bert = vocabulary.named, vocabulary.adds, vocabulary.kind == "bert"

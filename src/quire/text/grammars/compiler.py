@@ -84,7 +84,7 @@ class GrammarCompiler:
         forget = partial(self._forget, grammar, domain)
         compiled = CompiledGrammar(self._matcher(grammar), self.vocabulary, forget)
         with self._lock:
-            self._cache.keep(domain, grammar, compiled, len(grammar))
+            self._cache.store(domain, grammar, compiled, len(grammar))
         return compiled
 
     def _forget(self, grammar: str, domain: str) -> None:

@@ -41,7 +41,7 @@ class DomainCache(Generic[Value]):
         entries.move_to_end(key)
         return entries[key].value
 
-    def keep(self, domain: str, key: Hashable, value: Value, num_bytes: int) -> None:
+    def store(self, domain: str, key: Hashable, value: Value, num_bytes: int) -> None:
         """Store `value`, which counts as num_bytes, unless the key already has a value."""
         entries = self._domains.setdefault(domain, OrderedDict())
         self._domains.move_to_end(domain)

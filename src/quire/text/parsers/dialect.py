@@ -61,7 +61,7 @@ class MessageParser:
             if text := text.removesuffix(CUT_CHARACTER):
                 self._source.push(text)
                 next(self._reader)
-        return self._writer.take()
+        return self._writer.pop_events()
 
     def finish(self) -> list[MessageEvent]:
         """End the message, and return the events of the text held back."""
@@ -69,7 +69,7 @@ class MessageParser:
         self._source.push(self._cut_character)
         self._is_ended = self._source.is_ended = True
         next(self._reader, None)
-        return self._writer.take()
+        return self._writer.pop_events()
 
 
 class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

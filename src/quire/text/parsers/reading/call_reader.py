@@ -65,7 +65,7 @@ class CallReader:
         is_known = name in self._types
         if not name or ((form.needs_known_name or not form.marker) and not is_known):
             return False
-        self._source.forget()
+        self._source.end_capture()
         self._writer.start_call(name, call_id)
         return True
 
@@ -93,13 +93,13 @@ class CallReader:
                 break
             if character != ",":
                 return members.outcome_if_malformed
-            source.take_to(source.at + 1)
+            source.read_to(source.at + 1)
         if not members.is_started:
             if not self._start(form, members.name, members.call_id):
                 return CallOutcome.NONE
             self._writer.write_arguments(members.arguments or "{}")
             self._writer.end_call()
-        source.take_to(source.at + 1)
+        source.read_to(source.at + 1)
         return CallOutcome.WHOLE
 
     def _read_member(self, form: JsonForm, members: "_Members") -> Reader[bool]:
@@ -195,7 +195,7 @@ class CallReader:
             return CallOutcome.NONE
         before_key = "{"
         while mark == form.parameter_begin:
-            source.keep()
+            source.start_capture()
             yield from source.read_literal(mark)
             if not (yield from self._read_parameter(form, name, before_key)):
                 return CallOutcome.BROKEN
@@ -223,7 +223,7 @@ class CallReader:
             yield from source.read_literal(form.value_space)
         types = self._types.get(name, ANY_ARGUMENTS)
         write(f'{before_key}"{escaped(key)}": ')
-        source.forget()
+        source.end_capture()
         if types.is_text(key):
             write('"')
             is_whole = yield from source.read_until(ends, lambda piece: write(escaped(piece)))
@@ -244,15 +244,15 @@ class CallReader:
         Returns False and reads nothing if the text is not JSON followed by the mark.
         """
         source = self._source
-        source.keep()
+        source.start_capture()
         is_whole = yield from copy_value(source, lambda piece: None)
-        value = source.forget()
-        source.keep()
+        value = source.end_capture()
+        source.start_capture()
         if is_whole and (yield from source.read_words((mark,))):
-            source.forget()
+            source.end_capture()
             sink(value)
             return True
-        source.unread(value + source.forget())
+        source.unread(value + source.end_capture())
         return False
 
     # A name and an object with bare keys, or a Python function.

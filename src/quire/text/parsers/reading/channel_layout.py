@@ -55,19 +55,19 @@ class ChannelReader:
             if end == form.start:
                 is_whole = yield from source.read_literal(form.role)
                 if not is_whole and source.is_ended:
-                    source.take_to(len(source.text))  # the role was cut off
+                    source.read_to(len(source.text))  # the role was cut off
 
     def _read_header(self, pieces: list[str]) -> Reader[str | None]:
         """Read a header up to its body. Returns None if the header is missing or cut off."""
         form, source = self._form, self._source
         if not pieces:
-            source.keep()
+            source.start_capture()
             yield from source.skip_space()
             starts = (form.channel, form.constrain, form.message, form.recipient)
             if not (yield from source.next_literal(starts)):
-                self._write_text(source.forget())
+                self._write_text(source.end_capture())
                 return None
-            source.forget()
+            source.end_capture()
         if not (yield from source.read_until(self._header_end, pieces.append)):
             return None  # the header was cut off
         return "".join(pieces)
@@ -94,17 +94,17 @@ class ChannelReader:
     def _read_call(self, name: str) -> Reader[None]:
         """Read the arguments if an object follows; otherwise leave the text to the caller."""
         form, source, writer = self._form, self._source, self._writer
-        source.keep()
+        source.start_capture()
         if (yield from source.skip_space()) != "{" or not name:
-            self._write_text(source.forget())
+            self._write_text(source.end_capture())
             return
-        source.forget()
+        source.end_capture()
         writer.start_call(name, None)
         if (yield from copy_value(source, writer.write_arguments)):
             writer.end_call()
             yield from source.skip_space()
             yield from source.next_literal(form.ends)
             if source.ends_inside(form.ends):
-                source.take_to(len(source.text))
+                source.read_to(len(source.text))
         elif source.is_ended:
-            source.take_to(len(source.text))  # the arguments were cut off
+            source.read_to(len(source.text))  # the arguments were cut off

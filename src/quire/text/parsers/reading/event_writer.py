@@ -13,7 +13,7 @@ _Piece = type[TextPiece] | type[ReasoningPiece] | type[CallArguments]
 
 
 class EventWriter:
-    """The events since the last `take`, and the number of calls so far."""
+    """The events since the last `pop_events`, and the number of calls so far."""
 
     __slots__ = ("_events", "_kind", "_parts", "num_calls")
 
@@ -49,7 +49,7 @@ class EventWriter:
         self._close_piece()
         self._events.append(CallEnd(self.num_calls - 1))
 
-    def take(self) -> list[MessageEvent]:
+    def pop_events(self) -> list[MessageEvent]:
         """Return the events and drop them."""
         self._close_piece()
         events, self._events = self._events, []

@@ -41,11 +41,11 @@ def copy_string(source: TextSource, sink: Sink) -> Reader[bool]:
     """
     if (yield from source.next_character()) != '"':
         return False
-    sink(source.take_to(source.at + 1))
+    sink(source.read_to(source.at + 1))
     while True:
         character = yield from source.next_character()
         if character == '"':
-            sink(source.take_to(source.at + 1))
+            sink(source.read_to(source.at + 1))
             return True
         if character == "\\":
             if not (yield from _copy_escape(source, sink)):
@@ -53,9 +53,9 @@ def copy_string(source: TextSource, sink: Sink) -> Reader[bool]:
         elif character == "":
             return False
         elif found := _PLAIN.match(source.text, source.at):
-            sink(source.take_to(found.end()))
+            sink(source.read_to(found.end()))
         else:
-            sink(escaped(source.take_to(source.at + 1)))
+            sink(escaped(source.read_to(source.at + 1)))
 
 
 def _copy_escape(source: TextSource, sink: Sink) -> Reader[bool]:
@@ -63,7 +63,7 @@ def _copy_escape(source: TextSource, sink: Sink) -> Reader[bool]:
         if source.is_ended or not _ESCAPE_START.match(source.text, source.at):
             return False
         yield
-    sink(source.take_to(found.end()))
+    sink(source.read_to(found.end()))
     return True
 
 
@@ -78,7 +78,7 @@ def _copy_scalar(source: TextSource, sink: Sink) -> Reader[bool]:
         yield
     if not _WHOLE_SCALAR.fullmatch(found.group()):
         return False
-    sink(source.take_to(found.end()))
+    sink(source.read_to(found.end()))
     return True
 
 
@@ -125,7 +125,7 @@ def copy_nested(
                     return False
                 character = yield from next_character()
             if character in ("{", "["):
-                sink(source.take_to(source.at + 1))
+                sink(source.read_to(source.at + 1))
                 closers.append("}" if character == "{" else "]")
                 if len(closers) > _MAX_DEPTH:
                     return False
@@ -139,7 +139,7 @@ def copy_nested(
             character = yield from next_character()
             if not character or character not in (",", closers[-1]):
                 return False
-            sink(source.take_to(source.at + 1))
+            sink(source.read_to(source.at + 1))
             if character == ",":
                 break
             closers.pop()
@@ -153,7 +153,7 @@ def _copy_key(source: TextSource, sink: Sink) -> Reader[bool]:
         return False
     if (yield from _copy_space(source, sink)) != ":":
         return False
-    sink(source.take_to(source.at + 1))
+    sink(source.read_to(source.at + 1))
     return True
 
 
@@ -166,4 +166,4 @@ def _copy_space(source: TextSource, sink: Sink) -> Reader[str]:
         end = source.at + 1
         while end < len(source.text) and source.text[end] in " \t\r\n":
             end += 1
-        sink(source.take_to(end))
+        sink(source.read_to(end))

@@ -42,10 +42,10 @@ class Pen:
 
     def flush(self) -> None:
         """Write the white space held back, since no mark follows."""
-        for space in self.take_space():
+        for space in self.pop_space():
             self._sink(space)
 
-    def take_space(self) -> list[str]:
+    def pop_space(self) -> list[str]:
         """Remove and return the white space held back, since it belongs to a mark."""
         spaces, self._spaces = self._spaces, []
         return spaces
@@ -88,7 +88,7 @@ class PlainReader:
         markers = Markers([*filter(None, self._forms), *self._answer_marks])
         while marker := (yield from self._source.read_until(markers, self._text.write)):
             if marker in self._answer_marks:
-                self._text.take_space()
+                self._text.pop_space()
                 yield from self._source.skip_space()
             else:
                 yield from self._read_calls(marker, self._text)
@@ -98,7 +98,7 @@ class PlainReader:
         """Read reasoning, and calls without a mark at the message's start."""
         source = self._source
         while True:
-            source.keep()
+            source.start_capture()
             character = yield from source.skip_space()
             begin = ""
             if self._reasoning:
@@ -106,16 +106,16 @@ class PlainReader:
             if not begin:
                 break
             yield from source.read_literal(begin)
-            source.forget()
+            source.end_capture()
             yield from source.skip_space()
             yield from self._read_reasoning(self._reasoning)
         if character and self._form_for("", character):
             yield from self._read_calls("", self._text)
         elif self._is_cut_begin():
-            source.forget()
-            source.take_to(len(source.text))
+            source.end_capture()
+            source.read_to(len(source.text))
         else:
-            if space := source.forget():
+            if space := source.end_capture():
                 self._text.write(space)
 
     def _is_cut_begin(self) -> bool:
@@ -139,7 +139,7 @@ class PlainReader:
             if (yield from self._read_calls(marker, self._thoughts)):
                 return
         if marker:
-            self._thoughts.take_space()
+            self._thoughts.pop_space()
             yield from self._source.skip_space()
         self._thoughts.flush()
 
@@ -159,20 +159,20 @@ class PlainReader:
         """
         source, writer = self._source, self._writer
         if marker:
-            source.keep([*pen.take_space(), marker])
+            source.start_capture([*pen.pop_space(), marker])
         character = yield from source.skip_space()
         form = self._form_for(marker, character)
         num_calls = writer.num_calls
         outcome = CallOutcome.NONE
         if form is not None:
             outcome = yield from self._read_section(form)
-        rest = source.forget()
+        rest = source.end_capture()
         has_calls = writer.num_calls > num_calls
         is_call = has_calls or not self._may_be_text(marker, character, form)
         if outcome is CallOutcome.WHOLE:
             yield from self._skip_cut_mark()
         elif is_call and source.is_ended:
-            source.take_to(len(source.text))
+            source.read_to(len(source.text))
         elif rest:
             pen.write(rest)
         return has_calls
@@ -188,7 +188,7 @@ class PlainReader:
         } - {""}
         yield from source.next_literal(marks)
         if source.ends_inside(marks):
-            source.take_to(len(source.text))
+            source.read_to(len(source.text))
 
     def _may_be_text(self, marker: str, character: str, form: AnyCallForm | None) -> bool:
         """Whether a marker and a character, which may begin a call of `form`, may also be text."""
@@ -204,7 +204,7 @@ class PlainReader:
             (yield from source.next_character()) == "["
         )
         if is_array:
-            source.take_to(source.at + 1)
+            source.read_to(source.at + 1)
         call_begin = form.call_begin.split() if form.begin else ()
         if not (yield from source.read_words(call_begin)):
             return CallOutcome.NONE
@@ -212,13 +212,13 @@ class PlainReader:
             outcome = yield from self._calls.read(form)
             if outcome is not CallOutcome.WHOLE:
                 return outcome
-            source.forget()
+            source.end_capture()
             yield from self._skip_words(form.call_end)
             yield from source.skip_space()
-            source.keep()
+            source.start_capture()
             if not (yield from self._read_separator(form, is_array)):
                 break
-        source.forget()
+        source.end_capture()
         yield from self._skip_words("]" if is_array else "")
         yield from self._skip_words(form.end)
         yield from source.skip_space()
@@ -241,4 +241,4 @@ class PlainReader:
             yield from source.skip_space()
             is_whole = yield from source.read_literal(word)
             if not is_whole and source.ends_inside((word,)):
-                source.take_to(len(source.text))
+                source.read_to(len(source.text))

@@ -27,19 +27,19 @@ def copy_python_arguments(source: TextSource, sink: Sink) -> Reader[bool]:
     sink("{")
     before_key = ""
     while (yield from source.skip_space()) != ")":
-        source.keep()
+        source.start_capture()
         name = yield from source.read_match(KEYWORD, _MAX_NAME_CHARACTERS)
         if not name or not (yield from source.read_words("=")):
             return False
         value = yield from _read_value(source)
         if value is None:
             return False
-        source.forget()
+        source.end_capture()
         sink(f'{before_key}"{escaped(name)}": {value}')
         before_key = ", "
         if not (yield from source.read_literal(",")) and (yield from source.skip_space()) != ")":
             return False
-    source.take_to(source.at + 1)
+    source.read_to(source.at + 1)
     sink("}")
     return True
 
@@ -59,7 +59,7 @@ def _read_value(source: TextSource) -> Reader[str | None]:
             if not (yield from _read_string(source, pieces)):
                 return None
         elif plain := _PLAIN.match(source.text, source.at):
-            pieces.append(source.take_to(plain.end()))
+            pieces.append(source.read_to(plain.end()))
         else:
             if character in _CLOSERS:
                 closers.append(_CLOSERS[character])
@@ -67,29 +67,29 @@ def _read_value(source: TextSource) -> Reader[str | None]:
                 return None
             if len(closers) > _MAX_DEPTH:
                 return None
-            pieces.append(source.take_to(source.at + 1))
+            pieces.append(source.read_to(source.at + 1))
 
 
 def _read_string(source: TextSource, pieces: list[str]) -> Reader[bool]:
     """Read a string in single, double or triple quotes."""
     quote = yield from source.next_character()
     mark = (yield from source.next_literal((quote * 3,))) or quote
-    pieces.append(source.take_to(source.at + len(mark)))
+    pieces.append(source.read_to(source.at + len(mark)))
     while not (yield from source.read_literal(mark)):
         character = yield from source.next_character()
         if not character:
             return False
         if plain := _IN_STRING.match(source.text, source.at):
-            pieces.append(source.take_to(plain.end()))
+            pieces.append(source.read_to(plain.end()))
             continue
-        pieces.append(source.take_to(source.at + 1))
+        pieces.append(source.read_to(source.at + 1))
         if character == "\\":
             escaped_character = yield from source.next_character()
             if not escaped_character:
                 return False
             # Python keeps the backslash of an unknown escape, and warns.
             pieces.append("" if escaped_character in _ESCAPES else "\\")
-            pieces.append(source.take_to(source.at + 1))
+            pieces.append(source.read_to(source.at + 1))
     pieces.append(mark)
     return True
 

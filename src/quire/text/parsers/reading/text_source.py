@@ -36,7 +36,7 @@ class TextSource:
         self.at = 0
         #: Whether no more text will be pushed.
         self.is_ended = False
-        #: The pieces read since `keep`; None if they are not kept.
+        #: The pieces read since `start_capture`; None if they are not kept.
         self._kept: list[str] | None = None
 
     def push(self, text: str) -> None:
@@ -44,12 +44,12 @@ class TextSource:
         self.text = self.text[self.at :] + text if self.at < len(self.text) else text
         self.at = 0
 
-    def keep(self, already_read: Iterable[str] = ()) -> None:
-        """Keep the text that is read from here on, until `forget`."""
+    def start_capture(self, already_read: Iterable[str] = ()) -> None:
+        """Keep the text that is read from here on, until `end_capture`."""
         self._kept = list(already_read)
 
-    def forget(self) -> str:
-        """Return the text read since `keep`, and stop keeping it; "" if none was kept."""
+    def end_capture(self) -> str:
+        """Return the text read since `start_capture`, and stop keeping it; "" if none was kept."""
         kept, self._kept = self._kept, None
         return "".join(kept or ())
 
@@ -59,7 +59,7 @@ class TextSource:
         self.text = text + self.text[self.at :]
         self.at = 0
 
-    def take_to(self, end: int) -> str:
+    def read_to(self, end: int) -> str:
         """Read up to the position `end` in `text`."""
         piece = self.text[self.at : end]
         self.at = end
@@ -80,7 +80,7 @@ class TextSource:
         while True:
             found = _SPACES.match(self.text, self.at)
             assert found is not None
-            self.take_to(found.end())
+            self.read_to(found.end())
             if self.at < len(self.text):
                 return self.text[self.at]
             if self.is_ended:
@@ -93,7 +93,7 @@ class TextSource:
             if self.is_ended or not literal.startswith(self._next(len(literal))):
                 return False
             yield
-        self.take_to(self.at + len(literal))
+        self.read_to(self.at + len(literal))
         return True
 
     def next_literal(self, literals: Iterable[str]) -> Reader[str]:
@@ -141,7 +141,7 @@ class TextSource:
             if not is_open or found.end() - self.at > max_length:
                 break
             yield
-        return self.take_to(found.end()) if found.end() - self.at <= max_length else ""
+        return self.read_to(found.end()) if found.end() - self.at <= max_length else ""
 
     def read_until(self, markers: "Markers", sink: Sink) -> Reader[str]:
         """Pass the text before the first marker to `sink`, read the marker and return it.
@@ -160,11 +160,11 @@ class TextSource:
             found = markers.pattern.search(self.text, self.at)
             if found is not None:
                 if found.start() > self.at:
-                    sink(self.take_to(found.start()))
-                return self.take_to(found.end())
+                    sink(self.read_to(found.start()))
+                return self.read_to(found.end())
             end = len(self.text) if self.is_ended else markers.safe_end(self.text, self.at)
             if end > self.at:
-                sink(self.take_to(end))
+                sink(self.read_to(end))
             if self.is_ended:
                 return ""
             yield

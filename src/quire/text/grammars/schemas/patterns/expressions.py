@@ -124,7 +124,7 @@ class _Parser:
     def _sees(self, text: str) -> bool:
         return self._pattern.startswith(text, self._at)
 
-    def _take(self, num_characters: int) -> str:
+    def _read(self, num_characters: int) -> str:
         taken = self._pattern[self._at : self._at + num_characters]
         self._at += num_characters
         return taken
@@ -150,8 +150,8 @@ class _Parser:
         if self._sees("("):
             return self._group(depth)
         if _COUNT.match(self._pattern, self._at):
-            raise ValueError(f"{self._take(1)} has nothing to repeat")
-        character = self._take(1)
+            raise ValueError(f"{self._read(1)} has nothing to repeat")
+        character = self._read(1)
         if character == ".":
             return Characters(complement(LINE_ENDS))
         if character in "^$":
@@ -187,7 +187,7 @@ class _Parser:
         if unicode_property is not None:
             self._at = unicode_property.end()
             return "\\" + unicode_property[0]
-        letter = self._take(1)
+        letter = self._read(1)
         if letter in _SETS:
             return _SETS[letter]
         if letter.lower() in _SETS:
@@ -195,7 +195,7 @@ class _Parser:
         if letter in _CONTROLS:
             return ((_CONTROLS[letter], _CONTROLS[letter]),)
         if letter == "c" and self._pattern[self._at : self._at + 1].isalpha():
-            code = ord(self._take(1)) % 32
+            code = ord(self._read(1)) % 32
             return ((code, code),)
         if letter.isascii() and letter.isalnum():
             kind = "back references are" if letter.isdigit() else f"\\{letter} is"
@@ -241,7 +241,7 @@ class _Parser:
     def _member(self) -> Ranges | str:
         if self.is_at_end:
             raise ValueError("a class is not closed")
-        character = self._take(1)
+        character = self._read(1)
         if character != "\\":
             return ((ord(character), ord(character)),)
         if self._sees("b"):

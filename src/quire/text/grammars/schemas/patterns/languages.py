@@ -250,7 +250,7 @@ class _Automaton:
             weights = _weights(labels)
             state = min(left, key=lambda each: (weights[each], each))
             left.remove(state)
-            num_labels += _take_out(labels, state)
+            num_labels += _eliminate_state(labels, state)
             if num_labels > _MAX_LABELS:
                 raise ValueError("its look-ahead is too complex to be written as an expression")
         whole = labels.get((start, end))
@@ -302,7 +302,7 @@ def _weights(labels: dict[tuple[int, int], _Text]) -> dict[int, int]:
     return {state: length * num_in[state] * num_out[state] for state, length in lengths.items()}
 
 
-def _take_out(labels: dict[tuple[int, int], _Text], state: int) -> int:
+def _eliminate_state(labels: dict[tuple[int, int], _Text], state: int) -> int:
     """Join each edge into `state` with each edge out of it. Returns the number of joined texts."""
     loop = labels.pop((state, state), _EMPTY)
     again = _Text(loop.at_least(2) + "*", 2) if loop.text else _EMPTY
