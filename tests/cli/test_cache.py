@@ -15,7 +15,7 @@ from quire.cli.main import main
 from quire.core.memory.tiers.contract import StoreOrder
 from quire.tiers.disk.folder import CacheFolder
 from quire.tiers.disk.store import SegmentStore
-from quire.tiers.fingerprint import Fingerprint, keep_description, read_description
+from quire.tiers.fingerprint import Fingerprint, read_description, write_description
 
 Capture = pytest.CaptureFixture[str]
 
@@ -38,7 +38,7 @@ def fill(folder: CacheFolder, fingerprint: Fingerprint, num_blocks: int) -> Segm
     orders.append(StoreOrder(99, 0, 0, b"t" * 18, b"p" * 16, b"abcd"))
     pages = [memoryview(bytes([order.order_id]) * PAGE_BYTES) for order in orders]
     store.append(orders, pages)
-    keep_description(folder, fingerprint)
+    write_description(folder, fingerprint)
     return store
 
 
@@ -245,13 +245,13 @@ def test_descriptions_go_with_what_they_describe(filled: Path) -> None:
     (filled / gone).rmdir()
     (filled / f"{gone}.json.new").write_text("torn")
     folder = CacheFolder.open(filled)
-    keep_description(folder, MODEL)
+    write_description(folder, MODEL)
     folder.close()
     assert sorted(path.name for path in filled.glob("*.json*")) == [f"{name}.json"]
     (filled / f"{name}.json").write_text("{}")
     assert read_description(filled, name) is None
     folder = CacheFolder.open(filled)
-    keep_description(folder, MODEL)
+    write_description(folder, MODEL)
     folder.close()
     assert read_description(filled, name) == MODEL
     assert (filled / f"{name}.json").stat().st_mode & 0o777 == 0o600

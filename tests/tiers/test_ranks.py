@@ -325,13 +325,13 @@ def test_ends_that_come_in_any_order_are_told_once(make: Callable[..., Ranks]) -
 
 def test_a_rank_is_gone_once_all_was_received_that_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what it said before would end orders that have ended with the rank."""
-    gate, take = threading.Event(), RankLink._take
+    gate, take = threading.Event(), RankLink._handle
 
     def take_later(link: RankLink, news: ToRank0) -> None:
         gate.wait()
         take(link, news)
 
-    monkeypatch.setattr(RankLink, "_take", take_later)
+    monkeypatch.setattr(RankLink, "_handle", take_later)
     ours, theirs = socket.socketpair()
     for message in (RankPages(b""), TierOpened(), MovesEnded([1], [], [])):
         send(theirs, message)

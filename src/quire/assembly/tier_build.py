@@ -34,7 +34,7 @@ from quire.tiers.disk.disk_tier import DiskBudget, DiskTier
 from quire.tiers.disk.files import Files
 from quire.tiers.disk.folder import SECRET_BYTES, CacheFolder, RankPart
 from quire.tiers.disk.native_files import NativeFiles
-from quire.tiers.fingerprint import Fingerprint, joined, keep_description, nearest_description
+from quire.tiers.fingerprint import Fingerprint, joined, nearest_description, write_description
 from quire.tiers.host.cuda_lanes import CudaLane, page_locked
 from quire.tiers.host.host_tier import HostTier
 from quire.tiers.host.plain_lane import PlainLane
@@ -195,7 +195,7 @@ def build_disk_tier(
     if storage is None:
         # Loads fill the pool's first blocks, whose memory is not committed yet.
         rank.runner.touch_memory(tier.store.own_bytes, lambda: not tier.is_beside_steps)
-    keep_description(folder, rank.fingerprint)
+    write_description(folder, rank.fingerprint)
     if len(tier.store.index) == 0 and folder.part.rank == 0:
         _explain_cold(folder, rank.fingerprint)
     return tier

@@ -119,7 +119,7 @@ def _leaves(part: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(inner, f"{name}.{key}" if name else key)
 
 
-def keep_description(folder: CacheFolder, fingerprint: Fingerprint) -> None:
+def write_description(folder: CacheFolder, fingerprint: Fingerprint) -> None:
     """Write the description beside its namespace, for `quire cache`. Rank 0 also removes
     descriptions of namespaces that are gone. No function depends on these files; if they can't be
     written, a line is logged."""

@@ -119,10 +119,10 @@ class RankLink:
             except PeerGoneError:
                 self._end()
             else:
-                self._take(news)
+                self._handle(news)
             wake_up()
 
-    def _take(self, news: ToRank0) -> None:
+    def _handle(self, news: ToRank0) -> None:
         match news:
             case MovesEnded():
                 self.ended.append(news)

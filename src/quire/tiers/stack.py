@@ -123,7 +123,7 @@ class TierStack:
         self.disk.cancel([numbers[each] for each in cancelled if each in numbers])
 
     def ended(self) -> list[MoveEnd]:
-        self._go_on()
+        self._pass_on_orders()
         ended, self._ended = self._ended, []
         return ended
 
@@ -146,7 +146,7 @@ class TierStack:
     def wait(self, timeout_s: float) -> None:
         until_s = self._clock() + timeout_s
         while True:
-            self._go_on()
+            self._pass_on_orders()
             left_s = until_s - self._clock()
             if self._ended or left_s <= 0.0:
                 return
@@ -173,18 +173,18 @@ class TierStack:
         self._ended += [MoveEnd(order.order_id, False) for order in self._queued]
         self._queued.clear()
         while self._clock() < until_s:
-            self._go_on()
+            self._pass_on_orders()
             if not self.host.num_in_flight and not (self._behind and self.disk.takes_stores):
                 break
             waiting = self.host.wait if self.host.num_in_flight else self.disk.wait
             waiting(WAIT_S)
         self.disk.close(max(until_s - self._clock(), 1.0))
-        self._go_on()
+        self._pass_on_orders()
         self.host.close()
 
     # ---- parts -------------------------------------------------------------------------------
 
-    def _go_on(self) -> None:
+    def _pass_on_orders(self) -> None:
         """Handle the ended orders of both tiers, and give each its next orders."""
         came: list[SlotLoad] = []
         for end in self.disk.ended():
@@ -211,7 +211,7 @@ class TierStack:
             self._ended.append(MoveEnd(order.order_id, False))
             return None
         if era == self._era:
-            table.fill(slot, key)
+            table.record_content(slot, key)
         return SlotLoad(order.order_id, order.block, slot)
 
     def _has_gone(self, writing: _Writing, *, is_done: bool) -> None:
@@ -231,7 +231,7 @@ class TierStack:
             if not self.disk.find(order.group, order.name):
                 self._ended.append(MoveEnd(order.order_id, False))
                 continue
-            slot = table.take()
+            slot = table.acquire()
             assert slot is not None, "a slot that could be taken is not there"
             number = next(self._numbers)
             self._reading[number] = _Reading(order, slot, self._era)

@@ -155,7 +155,7 @@ def test_a_write_that_hangs_gives_up_what_waits(
 ) -> None:
     files = FaultyFiles()
     world = World(tmp_path, files)
-    until(lambda: world.tier._writer._is_settled, "the writer is ready")
+    until(lambda: world.tier._writer._is_prepared, "the writer is ready")
     gate = files.write_gate = threading.Event()
     hung = world.store([1])
     until(lambda: world.tier._writer._since_s is not None, "the write begins")
@@ -331,7 +331,7 @@ def test_the_bytes_of_a_day_bound_what_is_written(
 def test_a_queue_that_is_full_drops_stores(tmp_path: Path) -> None:
     files = FaultyFiles()
     world = World(tmp_path, files)
-    until(lambda: world.tier._writer._is_settled, "the writer is ready")
+    until(lambda: world.tier._writer._is_prepared, "the writer is ready")
     world.tier._writer._max_queued_bytes = 4 * SIZES[0]
     files.write_gate = threading.Event()
     first = world.store([0])

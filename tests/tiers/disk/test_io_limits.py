@@ -53,7 +53,7 @@ def test_no_day_has_more_bytes_than_its_budget(seed: int) -> None:
     written: list[tuple[float, int]] = []
     while clock.now_s < 4 * DAY_S:
         size = random_source.randrange(1, 30_000)
-        if random_source.random() < 0.5 and budget.take(size):
+        if random_source.random() < 0.5 and budget.spend(size):
             written.append((clock.now_s, size))
         clock.now_s += random_source.expovariate(1 / 300)
     for begin_s, _ in written:
@@ -65,11 +65,11 @@ def test_no_day_has_more_bytes_than_its_budget(seed: int) -> None:
 def test_the_wait_for_a_day_budget_is_what_it_takes() -> None:
     clock = Clock()
     budget = DayBudget(4_000, clock)
-    assert budget.take(1_000) and not budget.take(10)
+    assert budget.spend(1_000) and not budget.spend(10)
     clock.now_s += budget.wait_s(10) + 1e-6
-    assert budget.take(10) and not budget.take(10)
+    assert budget.spend(10) and not budget.spend(10)
     assert math.isfinite(budget.wait_s(5_000)), "more than a burst is never to be had"
-    assert DayBudget(None, clock).take(1 << 60) and DayBudget(None, clock).wait_s(1) == 0
+    assert DayBudget(None, clock).spend(1 << 60) and DayBudget(None, clock).wait_s(1) == 0
 
 
 class Ledger:
@@ -94,21 +94,21 @@ def test_processes_in_turn_have_one_budget(ends_cleanly: bool) -> None:
     for _ in range(200):  # a loop of restarts
         budget = DayBudget(1_000_000, clock, ledger, clock)
         for _ in range(3):
-            num_taken += 1_000 * budget.take(1_000)
+            num_taken += 1_000 * budget.spend(1_000)
         if ends_cleanly:
             budget.close()
     # What was kept ahead is lost with a process that is killed: most of what may be written.
     assert (200_000 if ends_cleanly else 20_000) <= num_taken <= 250_000
     clock.now_s += DAY_S
     budget = DayBudget(1_000_000, clock, ledger, clock)
-    assert sum(1_000 * budget.take(1_000) for _ in range(300)) == 250_000
+    assert sum(1_000 * budget.spend(1_000) for _ in range(300)) == 250_000
     assert ledger.num_writes < 1_000
 
 
 def test_a_calendar_that_was_set_back_gives_no_bytes() -> None:
     clock, ledger = Clock(), Ledger()
     ledger.spent = Spent(250_000, clock.now_s + 1e6)
-    assert not DayBudget(1_000_000, clock, ledger, clock).take(1)
+    assert not DayBudget(1_000_000, clock, ledger, clock).spend(1)
 
 
 def test_nothing_is_taken_that_the_ledger_can_not_keep() -> None:
@@ -116,9 +116,9 @@ def test_nothing_is_taken_that_the_ledger_can_not_keep() -> None:
     budget = DayBudget(1_000_000, clock, ledger, clock)
     ledger.broken = OSError("full")
     with pytest.raises(OSError, match="full"):
-        budget.take(1_000)
+        budget.spend(1_000)
     ledger.broken = None
-    assert budget.take(250_000)
+    assert budget.spend(250_000)
 
 
 def beside_steps() -> IoPace:
@@ -126,7 +126,7 @@ def beside_steps() -> IoPace:
     pace = IoPace()
     pace.asked()
     pace.asked()
-    pace.used(3600.0, pace.hold_back(0.0))
+    pace.used(3600.0, pace.wait_turn(0.0))
     return pace
 
 
@@ -135,7 +135,7 @@ def test_an_engine_that_waits_gets_what_it_waits_for_at_once() -> None:
     for _ in range(3):
         pace.asked()
         assert not pace.is_beside_steps
-        pace.used(3600.0, pace.hold_back(3600.0))  # returns, whatever was used before
+        pace.used(3600.0, pace.wait_turn(3600.0))  # returns, whatever was used before
         pace.waits()
 
 
@@ -143,13 +143,13 @@ def test_beside_steps_nothing_begins_until_its_time_or_its_patience_is_over() ->
     pace = beside_steps()
     assert pace.is_beside_steps
     before_s = time.monotonic()
-    pace.hold_back(0.02)
+    pace.wait_turn(0.02)
     assert time.monotonic() - before_s >= 0.02
 
 
 def test_throttled_writes_begin_when_the_engine_waits() -> None:
     pace = beside_steps()
-    held = threading.Thread(target=pace.hold_back, args=(3600.0,), daemon=True)
+    held = threading.Thread(target=pace.wait_turn, args=(3600.0,), daemon=True)
     held.start()
     held.join(0.01)
     assert held.is_alive()

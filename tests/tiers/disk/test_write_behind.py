@@ -53,7 +53,7 @@ def test_blocks_taken_before_a_clearing_are_not_found(tmp_path: Path) -> None:
     assert not any(world.tier.find(0, name_of(number)) for number in (0, 1, 2, 10))
     files.write_gate = None
     with pytest.MonkeyPatch.context() as patch:
-        take, is_taken, gate = StoreWriter._take, threading.Event(), threading.Event()
+        take, is_taken, gate = StoreWriter._next_orders, threading.Event(), threading.Event()
 
         def wait_with(writer: StoreWriter) -> Any:
             taken = take(writer)
@@ -62,7 +62,7 @@ def test_blocks_taken_before_a_clearing_are_not_found(tmp_path: Path) -> None:
                 gate.wait()
             return taken
 
-        patch.setattr(StoreWriter, "_take", wait_with)
+        patch.setattr(StoreWriter, "_next_orders", wait_with)
         gate.set()
         world.wait(world.store([20]))
         gate.clear()
@@ -81,7 +81,7 @@ def test_blocks_taken_before_a_clearing_are_not_found(tmp_path: Path) -> None:
 def test_blocks_ordered_after_a_clearing_are_written_by_close(tmp_path: Path) -> None:
     files = FaultyFiles()
     world = World(tmp_path, files)
-    until(lambda: world.tier._writer._is_settled, "the writer is ready")
+    until(lambda: world.tier._writer._is_prepared, "the writer is ready")
     files.write_gate = threading.Event()
     under_way = world.store([10])
     until(lambda: world.tier._writer._since_s is not None, "the write begins")

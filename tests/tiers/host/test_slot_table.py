@@ -9,9 +9,9 @@ from quire.tiers.host.slot_table import MAX_TAILS, Key, SlotTable
 
 
 def fill(table: SlotTable, number: int, parent: bytes = b"", tokens: bytes = b"") -> int | None:
-    slot = table.take()
+    slot = table.acquire()
     if slot is not None:
-        table.fill(slot, (0, bytes([number])), parent, tokens)
+        table.record_content(slot, (0, bytes([number])), parent, tokens)
         table.unpin(slot)
     return slot
 
@@ -32,28 +32,28 @@ def test_pinned_slots_are_not_replaced() -> None:
     table.pin(0)
     assert fill(table, 1) == fill(table, 2) == 1
     table.pin(1)
-    assert table.take() is None and table.num_takeable == 0
+    assert table.acquire() is None and table.num_takeable == 0
     table.forget_all()
-    assert table.find((0, b"\0")) is None and table.take() is None
+    assert table.find((0, b"\0")) is None and table.acquire() is None
     table.unpin(1)
-    assert table.take() == 1, "it has no content any more"
+    assert table.acquire() == 1, "it has no content any more"
 
 
 def test_a_content_has_one_slot() -> None:
     table = SlotTable(2)
     fill(table, 7)
-    other = table.take()
-    assert other == 1 and not table.fill(other, (0, b"\7"))
+    other = table.acquire()
+    assert other == 1 and not table.record_content(other, (0, b"\7"))
     table.unpin(other)
-    assert len(table) == 1 and table.take() == other
+    assert len(table) == 1 and table.acquire() == other
 
 
 def test_tails_go_with_their_content() -> None:
     table = SlotTable(MAX_TAILS + 3)
     for number in range(MAX_TAILS + 2):
-        slot = table.take()
+        slot = table.acquire()
         assert slot is not None
-        table.fill(slot, (number % 2, number.to_bytes(2, "big")), b"parent", b"tokens")
+        table.record_content(slot, (number % 2, number.to_bytes(2, "big")), b"parent", b"tokens")
         table.unpin(slot)
     first, last = (0, b"\0\0"), MAX_TAILS + 1
     tails = table.tails(b"parent")
@@ -77,10 +77,10 @@ class SlotMachine(RuleBasedStateMachine):
         self.taken: list[int] = []
 
     @rule()
-    def take(self) -> None:
+    def acquire(self) -> None:
         idle = [key for key, slot in self.contents.items() if not self.is_pinned(slot)]
         has_free = len(self.contents) + len(self.taken) + self.num_forgotten() < 5
-        slot = self.table.take()
+        slot = self.table.acquire()
         assert (slot is not None) == (has_free or bool(idle))
         if slot is None:
             return
@@ -90,9 +90,9 @@ class SlotMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.taken)
     @rule(number=st.integers(0, 9))
-    def fill(self, number: int) -> None:
+    def record_content(self, number: int) -> None:
         slot, key = self.taken.pop(0), (0, bytes([number]))
-        assert self.table.fill(slot, key) == (key not in self.contents)
+        assert self.table.record_content(slot, key) == (key not in self.contents)
         self.contents.setdefault(key, slot)
         self.table.unpin(slot)
 

@@ -133,7 +133,7 @@ class DiskTier:
         began_s = clock()
         day_budget = DayBudget(bytes_a_day, clock, folder)
         self.store = SegmentStore(
-            *(folder, fingerprint, budget.num_bytes // size, segment_bytes), day_budget.take
+            *(folder, fingerprint, budget.num_bytes // size, segment_bytes), day_budget.spend
         )
         logger.info(
             "%s: %d records found in %.3f s",

@@ -101,7 +101,7 @@ class CacheFolder:
         try:
             files.make_folder(path)
             lock, is_writable = _open_lock(path, files)
-            _take_lock(path, files, lock, wait_s)
+            _acquire_lock(path, files, lock, wait_s)
             _warn_of_others(path, files)
             # Then read or make the secret, and clean up after the previous process.
             folder = cls(path, files, _secret(path, files) if needs_secret else b"", lock)
@@ -264,7 +264,7 @@ def _open_lock(path: Path, files: Files) -> tuple[int, bool]:
         return files.open_to_write(path / "lock"), True
 
 
-def _take_lock(path: Path, files: Files, lock: int, wait_s: float) -> None:
+def _acquire_lock(path: Path, files: Files, lock: int, wait_s: float) -> None:
     until_s = time.monotonic() + wait_s
     has_waited = False
     while True:

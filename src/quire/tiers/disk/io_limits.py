@@ -86,7 +86,7 @@ class DamageLog:
         self._num_logged = 0
         self._quiet_until_s = -math.inf
 
-    def note(self, num_records: int) -> None:
+    def count(self, num_records: int) -> None:
         """Count damaged records."""
         if not num_records:
             return
@@ -152,19 +152,19 @@ class DayBudget:
         """Whether nothing may ever be written."""
         return self._bytes_a_day == 0
 
-    def take(self, num_bytes: int) -> bool:
+    def spend(self, num_bytes: int) -> bool:
         """Take `num_bytes` out of the bucket if they may be written now. Returns whether they may.
 
         Raises OSError if the ledger can't be written; then nothing is taken.
         """
         if self._bytes_a_day is None:
             return True
-        self._fill()
+        self._refill()
         if num_bytes > self._left:
             return False
         if self._ledger is not None:
             if num_bytes > self._num_ahead:
-                self._keep(max(num_bytes, int(KEPT_SHARE * self._most)))
+                self._write_ledger(max(num_bytes, int(KEPT_SHARE * self._most)))
             self._num_ahead -= num_bytes
         self._left -= num_bytes
         return True
@@ -173,10 +173,10 @@ class DayBudget:
         """Correct the ledger to the bytes that were taken, without those that were recorded ahead.
         Raises OSError."""
         if self._ledger is not None and self._num_ahead:
-            self._fill()
-            self._keep(0)
+            self._refill()
+            self._write_ledger(0)
 
-    def _keep(self, num_ahead: int) -> None:
+    def _write_ledger(self, num_ahead: int) -> None:
         assert self._ledger is not None, "only where there is one"
         spent = math.ceil(self._most - self._left) + num_ahead
         self._ledger.write_spent(Spent(spent, self._calendar()))
@@ -189,10 +189,10 @@ class DayBudget:
             return 0.0
         if self._bytes_a_day == 0:
             return math.inf
-        self._fill()
+        self._refill()
         return max(min(num_bytes, self._most) - self._left, 0.0) / self._rate
 
-    def _fill(self) -> None:
+    def _refill(self) -> None:
         now_s = self._clock()
         self._left = min(self._left + self._rate * max(now_s - self._at_s, 0.0), self._most)
         self._at_s = now_s
@@ -235,7 +235,7 @@ class IoPace:
         if not self._is_alone.is_set():
             self._is_alone.set()
 
-    def hold_back(self, most_s: float) -> float:
+    def wait_turn(self, most_s: float) -> float:
         """Wait until the next operation may begin, at most `most_s`. Returns the processor seconds
         that are reserved for it. `used` has to follow."""
         until_s = time.monotonic() + most_s

@@ -249,9 +249,9 @@ class Loader:
         while (request := self._next_request()) is not None:
             rate = self.rate
             rate.begun(self._clock())  # the delay below is a part of a load's time
-            set_aside_s = pace.hold_back(self._patience_s(request))
+            set_aside_s = pace.wait_turn(self._patience_s(request))
             began_s = time.thread_time()
-            self._read(reader, rate, self._take(reader.read_bytes))
+            self._read(reader, rate, self._next_loads(reader.read_bytes))
             pace.used(time.thread_time() - began_s, set_aside_s)
 
     def _next_request(self) -> _Request | None:
@@ -305,7 +305,7 @@ class Loader:
         # A request waits for all of its loads, so the engine is not woken for each read.
         self._end(ends, self._count(parts, done, came, now_s) or not all(done))
 
-    def _take(self, most_bytes: int) -> list[_Part]:
+    def _next_loads(self, most_bytes: int) -> list[_Part]:
         """Take the loads that have waited longest, as far as they surely fit into `most_bytes`, but
         at least one."""
         parts: list[_Part] = []

@@ -245,7 +245,7 @@ class OpenSegment:
             self.files.close(self.descriptor)
         self.files.sync_folder(self.path.parent)
 
-    def give_up(self) -> None:
+    def close_unsealed(self) -> None:
         """Close the file without a footer, since it will be removed. Closes it even if it raises
         OSError."""
         self.files.close(self.descriptor)

@@ -203,7 +203,7 @@ class SegmentStore:
         opened, self._open = self._open, None
         if opened is not None:
             self._sealed[opened.number] = _Sealed(opened.sealed_bytes, [])
-            opened.give_up()
+            opened.close_unsealed()
         while self._sealed:
             self._evict(min(self._sealed))
 
@@ -261,7 +261,7 @@ class SegmentStore:
             are_sound = self._files.read_records(descriptor, records, targets)
         done[numbers] = are_sound
         damaged = zip(rows[~are_sound], numbers[~are_sound].tolist(), strict=True)
-        self.damage.note(
+        self.damage.count(
             sum(self.index.forget(keys[number], place_of(row)) for row, number in damaged)
         )
         if are_sound.all() and len(numbers) == len(keys):
@@ -277,7 +277,7 @@ class SegmentStore:
             try:
                 self._read_run(_part(run, slice(begin, begin + 1)), keys, targets, done)
             except OSError:  # the first error of the run is reported
-                self.damage.note(self.index.forget(keys[number], place_of(run.rows[begin])))
+                self.damage.count(self.index.forget(keys[number], place_of(run.rows[begin])))
 
     # -- writing -----------------------------------------------------------------------------------
 

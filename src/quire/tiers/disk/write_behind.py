@@ -63,7 +63,7 @@ class StoreWriter:
         self._day_budget, self._max_queued_bytes = day_budget, max_queued_bytes
         self._are_loads_busy, self._pace = are_loads_busy, pace
         # Each item has the orders of one call, since waking the thread is expensive. For None see
-        # `_take`.
+        # `_next_orders`.
         self._queue: queue.SimpleQueue[list[StoreOrder] | None] = queue.SimpleQueue()
         #: Orders taken out of the queue, used by the thread alone.
         self._pending: deque[StoreOrder] = deque()
@@ -178,7 +178,7 @@ class StoreWriter:
             self._try(self._prepare_store)
         is_open = True
         while is_open:
-            orders, is_open = self._take()
+            orders, is_open = self._next_orders()
             # After `clear`, remove the files. Orders that were taken before it fail.
             if self._must_clear:
                 self._must_clear = self._is_removed = False
@@ -187,8 +187,8 @@ class StoreWriter:
                 self.num_failed += len(orders)
                 self._end([MoveEnd(order.order_id, False) for order in orders])
             elif orders:
-                self._let_loads_go_first()
-                set_aside_s = self._pace.hold_back(0.0 if self._is_closed else MOST_HELD_S)
+                self._yield_to_loads()
+                set_aside_s = self._pace.wait_turn(0.0 if self._is_closed else MOST_HELD_S)
                 began_s = time.thread_time()
                 self._write(orders)
                 self._pace.used(time.thread_time() - began_s, set_aside_s)
@@ -208,7 +208,7 @@ class StoreWriter:
             self._store.prepare_to_write()
             self._is_prepared = True
 
-    def _take(self) -> tuple[list[StoreOrder], bool]:
+    def _next_orders(self) -> tuple[list[StoreOrder], bool]:
         """Wait for orders, and take as many as fit into a write, without cancelled ones. Also
         returns whether more may come. None in the queue wakes the thread, to clear or to end."""
         orders: list[StoreOrder] = []
@@ -230,7 +230,7 @@ class StoreWriter:
         is_last = is_woken and self._is_closed and self._queue.empty()
         return orders, not is_last
 
-    def _let_loads_go_first(self) -> None:
+    def _yield_to_loads(self) -> None:
         until_s = time.monotonic() + YIELD_S
         while not self._is_closed and self._are_loads_busy() and time.monotonic() < until_s:
             time.sleep(YIELD_STEP_S)
@@ -301,7 +301,7 @@ class StoreWriter:
 
     def _is_within_budget(self, order: StoreOrder) -> bool:
         num_bytes = record_bytes(self._pages.num_bytes_of([order]), len(order.tokens))
-        if self._day_budget.take(num_bytes):
+        if self._day_budget.spend(num_bytes):
             return True
         if self.num_over_budget == 0:
             logger.warning(

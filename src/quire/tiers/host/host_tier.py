@@ -140,7 +140,7 @@ class HostTier:
         """Does nothing, since orders are already in flight and end soon."""
 
     def ended(self) -> list[MoveEnd]:
-        self._take_in()
+        self._finish_copies()
         ended, self._ended = self._ended, []
         return ended
 
@@ -186,7 +186,7 @@ class HostTier:
     @property
     def has_ended(self) -> bool:
         """Whether `ended` would return anything. Checks the device first."""
-        self._take_in()
+        self._finish_copies()
         return bool(self._ended)
 
     def load(self, loads: Sequence[SlotLoad]) -> None:
@@ -227,7 +227,7 @@ class HostTier:
                 self._num_stores_done += 1
                 self._ended.append(MoveEnd(order.order_id, True))
                 continue
-            slot = None if self._is_closed or key in self._storing else self.table.take()
+            slot = None if self._is_closed or key in self._storing else self.table.acquire()
             if slot is None:
                 self._num_stores_failed += 1
                 self._ended.append(MoveEnd(order.order_id, False))
@@ -239,7 +239,7 @@ class HostTier:
             copy = self.copies.store(blocks, [slot for _, slot in stores])
             self._stores.append(_SlotStores(copy, stores))
 
-    def _take_in(self) -> None:
+    def _finish_copies(self) -> None:
         """End the copies that are over. The two directions end in any order."""
         if self._loads:
             over = [batch for batch in self._loads if batch.copy.is_over()]
@@ -269,7 +269,7 @@ class HostTier:
         for order, slot in batch.stores:
             key = order.group, order.name
             self._storing.discard(key)
-            is_kept = not batch.is_forgotten and self.table.fill(
+            is_kept = not batch.is_forgotten and self.table.record_content(
                 slot, key, order.parent, order.tokens
             )
             self.table.unpin(slot)

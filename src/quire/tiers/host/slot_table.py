@@ -47,7 +47,7 @@ class SlotTable:
 
     @property
     def num_takeable(self) -> int:
-        """Number of slots that `take` could return, free or idle."""
+        """Number of slots that `acquire` could return, free or idle."""
         return self.num_slots - self._num_pinned
 
     def find(self, key: Key) -> int | None:
@@ -65,7 +65,7 @@ class SlotTable:
         parent = self._parents.get(key)
         return (b"", b"") if parent is None else (parent, self._tails[parent][key].tokens)
 
-    def take(self) -> int | None:
+    def acquire(self) -> int | None:
         """Take a slot without content, pinned once, evicting a content if necessary. None if moves
         use all slots."""
         if self._free:
@@ -80,7 +80,7 @@ class SlotTable:
         self._num_pinned += 1
         return slot
 
-    def fill(self, slot: int, key: Key, parent: bytes = b"", tokens: bytes = b"") -> bool:
+    def record_content(self, slot: int, key: Key, parent: bytes = b"", tokens: bytes = b"") -> bool:
         """Record the content of a pinned slot. Returns False, and changes nothing, if another slot
         has that content."""
         assert self._num_pins[slot] and self._keys[slot] is None, "the slot was not taken for this"
