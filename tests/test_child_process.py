@@ -28,9 +28,9 @@ print(json.dumps(python_command("a.module")))
 
 LEAVING = """
 import sys
-from quire.child_process import leave_start_text
+from quire.child_process import redirect_start_text
 print("before", file=sys.stderr)
-leave_start_text(1)
+redirect_start_text(1)
 print("after", file=sys.stderr)
 """
 

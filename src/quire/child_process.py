@@ -94,7 +94,7 @@ class StartText:
     so the process never waits for a reader.
     """
 
-    #: Arguments that make `leave_start_text` redirect standard error to standard output.
+    #: Arguments that make `redirect_start_text` redirect standard error to standard output.
     arguments = ("--stderr-fd", "1")
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class StartText:
     def read(self) -> str:
         """The last MAX_TEXT_BYTES of the text that the process has written.
 
-        It is "" after `close`, or after the process has called `leave_start_text`.
+        It is "" after `close`, or after the process has called `redirect_start_text`.
         """
         if self.descriptor < 0:
             return ""
@@ -119,7 +119,7 @@ class StartText:
             self.descriptor = -1
 
 
-def leave_start_text(stderr: int) -> None:
+def redirect_start_text(stderr: int) -> None:
     """Redirect this process's standard error to a descriptor, and move the text so far there."""
     sys.stderr.flush()
     said = os.pread(2, MAX_TEXT_BYTES, 0)

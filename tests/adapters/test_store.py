@@ -106,10 +106,10 @@ def test_the_host_keeps_those_used_last_and_others_are_read_again(folders: Folde
     assert store.counts() | {"host_bytes": 0} == {
         "num_host": 2, "host_bytes": 0, "num_reads": 3, "num_failed": 0,
     }  # fmt: skip
-    assert store.begin(digests[2]) and store.take(digests[2]).digest == digests[2]
+    assert store.begin(digests[2]) and store.pop_ready(digests[2]).digest == digests[2]
     assert not store.begin(digests[0]), "it was the first, and is no longer in memory"
     assert make_ready(store, digests[0]) and folders.reads == ["a", "b", "c", "a"]
-    assert store.take(digests[0]).digest == digests[0]
+    assert store.pop_ready(digests[0]).digest == digests[0]
 
 
 def test_a_ready_adapter_stays_when_the_host_evicts_others(folders: Folders) -> None:
@@ -142,8 +142,8 @@ def test_a_deleted_adapter_fails_with_an_error_that_names_it(folders: Folders) -
     find(store, "b", folders.save("b", 2))
     (Path(path) / "adapter_config.json").unlink()
     assert not make_ready(store, digest)
-    assert store.take_failed() == {digest: "adapter 'sql': adapter_config.json is not there"}
-    assert store.take_failed() == {} and store.counts()["num_failed"] == 1
+    assert store.pop_failed() == {digest: "adapter 'sql': adapter_config.json is not there"}
+    assert store.pop_failed() == {} and store.counts()["num_failed"] == 1
     folders.save("a", 1)
     assert make_ready(store, digest), "it may be tried again"
 
@@ -168,15 +168,15 @@ def test_any_folder_with_equal_content_can_be_read(folders: Folders) -> None:
     store = make(folders, 1)
     refs = [find(store, name, folders.save(name, 1)) for name in ("mine", "theirs")]
     find(store, "b", folders.save("b", 2))
-    store.know(refs[0])
-    store.know(refs[1])
+    store.remember_source(refs[0])
+    store.remember_source(refs[1])
     folders.save("theirs", 3)
     assert make_ready(store, refs[0].digest), "what became of theirs is nothing to mine"
-    store.take(refs[0].digest)
+    store.pop_ready(refs[0].digest)
     find(store, "b", str(folders.root / "b"), anew=True)
     (folders.root / "mine" / "adapter_config.json").unlink()
     assert not make_ready(store, refs[0].digest)
-    assert store.take_failed().keys() == {refs[0].digest} and store.counts()["num_failed"] == 1
+    assert store.pop_failed().keys() == {refs[0].digest} and store.counts()["num_failed"] == 1
 
 
 def test_other_content_in_its_place_is_not_taken_for_it(folders: Folders) -> None:
@@ -185,14 +185,14 @@ def test_other_content_in_its_place_is_not_taken_for_it(folders: Folders) -> Non
     find(store, "b", folders.save("b", 2))
     folders.save("a", 3)
     assert not make_ready(store, digest)
-    assert "its files were changed since it was loaded" in store.take_failed()[digest]
+    assert "its files were changed since it was loaded" in store.pop_failed()[digest]
 
 
 def test_an_adapter_found_by_another_process_is_read_from_its_path(folders: Folders) -> None:
     path = folders.save("a", 1)
     ref = find(make(folders), "a", path)
     store = make(folders)
-    store.know(ref)
+    store.remember_source(ref)
     assert make_ready(store, ref.digest)
 
 

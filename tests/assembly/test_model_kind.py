@@ -11,7 +11,7 @@ from tests.hub.conftest import SHARDS, model_files
 from tests.hub.conftest import start_hub as start_hub
 from tests.hub.hub_server import FakeHub
 
-from quire.assembly.model_kind import choose_kind, tell_unexpected
+from quire.assembly.model_kind import choose_kind, log_unexpected_properties
 from quire.errors import CheckpointError, QuireError, UnsupportedModelError
 from quire.options.engine_options import EngineOptions
 
@@ -45,7 +45,7 @@ def test_a_multimodal_model_is_served_for_text_and_that_is_said(
     (tmp_path / "config.json").write_text(json.dumps(config))
     kind = choose_kind(EngineOptions(model=str(tmp_path)))
     with caplog.at_level(logging.WARNING, logger="quire.assembly.model_kind"):
-        tell_unexpected(kind)
+        log_unexpected_properties(kind)
     assert kind.generates
     assert kind.config.architecture == "LlamaForCausalLM"
     (record,) = caplog.records
@@ -117,6 +117,6 @@ def test_fields_that_no_model_reads_are_told_in_one_line(
     (tmp_path / "config.json").write_text(json.dumps(noted))
     kind = choose_kind(EngineOptions(model=str(tmp_path)))
     with caplog.at_level(logging.WARNING, logger="quire.assembly.model_kind"):
-        tell_unexpected(kind)
+        log_unexpected_properties(kind)
     (record,) = caplog.records
     assert "the fields my_note, training_dtype are left out" in record.getMessage()

@@ -141,8 +141,8 @@ def test_a_fork_waits_for_its_parent_until_it_leaves_it() -> None:
         child.fork_from(parent)
     assert parent.forks == children
     assert [child.num_common_tokens for child in children] == [3, 3]
-    children[0].leave_parent()
-    children[0].leave_parent()
+    children[0].stop_waiting_for_fork()
+    children[0].stop_waiting_for_fork()
     assert (parent.forks, children[0].parent) == ([children[1]], None)
 
 

@@ -90,7 +90,7 @@ def test_ends_that_are_put_off_come_when_nothing_else_is_left() -> None:
     assert constraint.mask() == b"\x07"
     over = work._constraint(work.compile("1 0 0"), [], DecodingParams(9, min_tokens=2))
     assert over.mask() == b"\x01"
-    assert over.take(0)
+    assert over.accept_token(0)
 
 
 def test_others_go_on_while_a_grammar_is_compiled() -> None:

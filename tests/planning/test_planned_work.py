@@ -23,13 +23,13 @@ PARAMS = DecodingParams(max_tokens=9)
 
 
 class WatchedSimulator(Simulator):
-    """Reads all plans on their way. `_note_plan` asserts that its tokens are the plan's."""
+    """Reads all plans on their way. `_check_plan` asserts that its tokens are the plan's."""
 
     def _start_engine(self) -> None:
         super()._start_engine()
         self.counter = PlannedWorkCounter(self.config.block_size)
 
-    def _note_plan(self, plan: StepPlan) -> float:
+    def _check_plan(self, plan: StepPlan) -> float:
         work = self.counter.count(plan)
         assert work.load.num_decodes <= plan.num_rows
         assert len(set(work.sampled)) == len(work.sampled)
@@ -41,7 +41,7 @@ class WatchedSimulator(Simulator):
         ]
         assert self.counter._common.num_common == len(entries) - len(set(entries))
         assert work.num_read <= work.load.num_decode_pairs
-        return super()._note_plan(plan)
+        return super()._check_plan(plan)
 
 
 @pytest.mark.parametrize("index", range(6))

@@ -177,7 +177,7 @@ class Sampled:
 def test_a_row_that_failed_can_be_computed_once_more() -> None:
     rows = make_rows()
     step = step_of(rows, StepPlan(0, 2, 2, admit=(admit(0, [1], (1,)), admit(1, [2], (2,)))))
-    rows.take_sampled(step.sample_rows, Sampled())
+    rows.store_sampled(step.sample_rows, Sampled())
     assert step_of(rows, StepPlan(1, 2, 2)).token_ids.tolist() == [7, 0]
 
 

@@ -77,7 +77,7 @@ def test_rows_on_a_device_have_the_tables_of_states_too(static_sizes: tuple[int,
         assert states.context_lens.tolist() == [context] + [0] * (len(static_sizes))
         assert (states.query_lens_list, states.rows_list) == ([1], [1])
         assert states.context_lens_list == [context] and states.num_decodes == 1
-        rows.take_sampled(np.array([1]), SampledTokens(np.array([7]), {}, {}))
+        rows.store_sampled(np.array([1]), SampledTokens(np.array([7]), {}, {}))
 
 
 def test_states_see_a_step_as_attention_does() -> None:

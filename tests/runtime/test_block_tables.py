@@ -13,7 +13,7 @@ BLOCK_SIZE = 8
 def tables() -> BlockTables:
     """Two groups; row 1 has three blocks in one and two in the other."""
     made = BlockTables(num_groups=2, num_rows=3, max_blocks=5, block_size=BLOCK_SIZE)
-    made.put(1, [(4, 5, 6), (7, 8)])
+    made.set_row(1, [(4, 5, 6), (7, 8)])
     return made
 
 
@@ -54,14 +54,14 @@ def test_an_edit_that_does_not_fit_is_caught(
 
 
 def test_a_fork_is_a_copy(tables: BlockTables) -> None:
-    tables.put(2, [(1, 1, 1, 1), (1, 1, 1, 1)])
+    tables.set_row(2, [(1, 1, 1, 1), (1, 1, 1, 1)])
     tables.fork(2, 1)
     tables.edit(TableEdit(1, 0, EditKind.REPLACE, 0, (9,)))
     assert [table(tables, group, 2) for group in (0, 1)] == [[4, 5, 6], [7, 8]]
 
 
 def test_slots_of_one_row_and_of_many(tables: BlockTables) -> None:
-    tables.put(0, [(3,), (2,)])
+    tables.set_row(0, [(3,), (2,)])
     slots = [np.full(6, -1) for _ in range(2)]
     tables.fill_slots(slots, slice(1, 4), tables.base(np.array([1])), np.array([7, 8, 9]))
     assert [part.tolist() for part in slots] == [
@@ -81,7 +81,7 @@ def test_views_are_of_the_same_memory(tables: BlockTables) -> None:
 def hybrid() -> BlockTables:
     """One group of tokens and one of states of seven blocks: more than a row has of the others."""
     made = BlockTables(1, num_rows=3, max_blocks=5, block_size=BLOCK_SIZE, state_sizes=(7,))
-    made.put(1, [(4, HOLE_BLOCK, 6), (20, 21, 22, 23, 24, 25, 26)])
+    made.set_row(1, [(4, HOLE_BLOCK, 6), (20, 21, 22, 23, 24, 25, 26)])
     return made
 
 

@@ -49,7 +49,7 @@ def sample(rows: DeviceRows, step: StepBatch, token_ids: list[int]) -> None:
     rows.history.token_ids[lines, torch.from_numpy(places).long()] = torch.tensor(
         token_ids, dtype=torch.int32
     )
-    rows.take_sampled(step.sample_rows, Unread())
+    rows.store_sampled(step.sample_rows, Unread())
 
 
 def unpadded(step: StepBatch) -> StepBatch:

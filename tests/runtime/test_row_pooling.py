@@ -39,7 +39,7 @@ class Step:
 
 
 def pooled(pooling, step, hidden):
-    found, _ = pooling._take(step, hidden).fetch()
+    found, _ = pooling._pool_ended_rows(step, hidden).fetch()
     return {row: np.frombuffer(result, np.float32) for row, result in found.items()}
 
 
@@ -84,7 +84,7 @@ def test_a_row_with_nan_fails_alone():
     pooling = RowPooling(None, None)
     for row in (0, 1):
         pooling.set_row(row, PoolingParams())
-    found, failed = pooling._take(Step([0, 1], [1, 1], [0, 1]), hidden).fetch()
+    found, failed = pooling._pool_ended_rows(Step([0, 1], [1, 1], [0, 1]), hidden).fetch()
     assert (list(found), list(failed)) == ([0], [1])
 
 

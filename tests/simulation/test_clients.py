@@ -25,7 +25,7 @@ def make(params: DecodingParams, n: int = 1) -> tuple[Clients, list[Sequence]]:
     branches = [
         Sequence("r", list(PROMPT), params, branch_index=index) for index in range(num_sequences)
     ]
-    clients.ask(request, branches, 1.0)
+    clients.add(request, branches, 1.0)
     return clients, branches
 
 
@@ -73,7 +73,7 @@ def test_a_fork_gets_what_follows_and_a_new_index() -> None:
     parent.token_ids += tokens[:2]
     child = parent.branch(clients.next_branch_index("r"), dataclasses.replace(parent.params))
     assert child.branch_index == 1
-    clients.ask_fork(client, child, 2.0)
+    clients.add_fork(client, child, 2.0)
     expected = CONFIG.model.expected_output(client.request, 1, forked_token_ids=tokens[:2])
     clients.receive([whole(1)._replace(token_ids=expected.token_ids)], 3.0)
     assert clients.find(("r", 1)) is None and clients.find(("r", 0)) is client

@@ -232,7 +232,7 @@ def test_where_steps_have_a_fixed_cost_pacing_costs_no_waiting() -> None:
     loads += [StepLoad(1, 1).with_chunk(0, size) for size in sizes]
     model = StepCostModel.fit([StepSample(load, seconds(load)) for load in loads])
     budget = StepPacer(PacingConfig(ITL_RATIO), model).open_step(StepDemand(2048, NUM_STREAMS, 0))
-    assert budget.take(0, 220) == 220
+    assert budget.take_chunk(0, 220) == 220
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

@@ -78,7 +78,7 @@ class World(Simulator):
             for other, step in self.started_in.items()
         )
 
-    def _take_arrivals(self) -> None:
+    def _admit_arrivals(self) -> None:
         if self.now_s >= self.until_s:
             self._next_arrival = None
             for name, sequence in self.sequences.items():
@@ -86,7 +86,7 @@ class World(Simulator):
                 if client is not None:
                     self.scheduler.abort(sequence)
                     self.clients.end_aborted(client)
-        super()._take_arrivals()
+        super()._admit_arrivals()
 
     def _add(self, arrival: Arrival) -> None:
         super()._add(arrival)

@@ -21,7 +21,7 @@ def test_forks_and_copies_are_counted_by_what_they_are_for() -> None:
     whole = RowAdmission(1, (1, 2, 3), 3, 0, ((4,), (5,)), PARAMS)
     edits = tuple(TableEdit(2, group, EditKind.REPLACE, 0, (20 + group,)) for group in (0, 1))
     copies = tuple(BlockCopy(target + 30, target) for target in (7, 8, 20, 21))
-    report.note_plan(
+    report.count_plan(
         plan(
             admit=(partly, whole),
             forks=(RowFork(3, 1, PARAMS, 1, True), RowFork(4, 2, PARAMS, 2)),
@@ -30,7 +30,7 @@ def test_forks_and_copies_are_counted_by_what_they_are_for() -> None:
         ),
         num_waiting=6,
     )
-    report.note_plan(plan(), num_waiting=2)
+    report.count_plan(plan(), num_waiting=2)
     assert (report.num_steps, report.max_num_running, report.max_num_waiting) == (2, 3, 6)
     assert (report.num_joined_forks, report.num_partial_hits) == (1, 1)
     assert (report.num_copied_blocks, report.num_cow_blocks) == (4, 2)

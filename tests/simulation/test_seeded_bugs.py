@@ -121,7 +121,7 @@ def in_plans(change: Callable[[StepPlan], StepPlan]) -> Patch:
     def make(original: Any) -> Any:
         return lambda self, *given: change(original(self, *given))
 
-    return replace(PlanBuilder, "take", make)
+    return replace(PlanBuilder, "build", make)
 
 
 def skip_an_edit(plan: StepPlan) -> StepPlan:

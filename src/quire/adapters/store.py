@@ -56,7 +56,7 @@ class AdapterStore:
         #: Adapters by digest that wait for a plan to load them.
         self._ready: dict[str, LoRAAdapter] = {}
         self._reading: dict[str, Future[None]] = {}
-        #: Messages of failures by digest, until `take_failed` returns them.
+        #: Messages of failures by digest, until `pop_failed` returns them.
         self._failed: dict[str, str] = {}
         self._num_reads = self._num_failed = 0
 
@@ -64,13 +64,14 @@ class AdapterStore:
         """See `engine.adapter_work.StoredAdapters`."""
         return self._threads.submit(self._find, name, os.path.abspath(path), anew)
 
-    def know(self, ref: AdapterRef) -> None:
+    def remember_source(self, ref: AdapterRef) -> None:
         """See `engine.adapter_work.StoredAdapters`."""
         with self._lock:
-            self._note(ref)
+            self._remember_source(ref)
 
     def begin(self, digest: str) -> bool:
-        """See `core.scheduling.adapter_residency.AdapterSource`. Follows `know` or `find`."""
+        """See `core.scheduling.adapter_residency.AdapterSource`. Follows `remember_source` or
+        `find`."""
         with self._lock:
             if digest in self._ready:
                 return True
@@ -78,7 +79,7 @@ class AdapterStore:
                 return False
             if digest in self._host:
                 self._ready[digest] = adapter = self._host[digest]
-                self._keep(digest, adapter)
+                self._cache_on_host(digest, adapter)
                 return True
             refs = [*reversed(self._known[digest].values())]
             self._reading[digest] = self._threads.submit(self._make_ready, digest, refs)
@@ -90,12 +91,12 @@ class AdapterStore:
             self._ready.pop(digest, None)
             self._reading.pop(digest, None)
 
-    def take(self, digest: str) -> LoRAAdapter:
+    def pop_ready(self, digest: str) -> LoRAAdapter:
         """Hand a ready adapter to the runner, which loads it into a slot."""
         with self._lock:
             return self._ready.pop(digest)
 
-    def take_failed(self) -> dict[str, str]:
+    def pop_failed(self) -> dict[str, str]:
         """See `engine.adapter_work.StoredAdapters`."""
         with self._lock:
             failed, self._failed = self._failed, {}
@@ -129,7 +130,7 @@ class AdapterStore:
         with self._lock:
             found = self._found.get(path)
             if found is not None and found[0] == stamps and not anew:
-                return self._note(AdapterRef(name, path, found[1]))
+                return self._remember_source(AdapterRef(name, path, found[1]))
         adapter = self._read_checked(name, path)
         if file_stamps(path) != stamps:  # config and tensors may belong to different adapters
             del adapter  # else the error's traceback would keep it alive
@@ -138,8 +139,8 @@ class AdapterStore:
             )
         with self._lock:
             self._found[path] = stamps, adapter.digest
-            self._keep(adapter.digest, adapter)
-            return self._note(AdapterRef(name, path, adapter.digest))
+            self._cache_on_host(adapter.digest, adapter)
+            return self._remember_source(AdapterRef(name, path, adapter.digest))
 
     def _make_ready(self, digest: str, refs: Sequence[AdapterRef]) -> None:
         """Read the adapter from the first folder of `refs` that still has it. If all fail, report
@@ -158,7 +159,7 @@ class AdapterStore:
                 if is_wanted:
                     self._failed[digest] = failure
                 return
-            self._keep(digest, adapter)
+            self._cache_on_host(digest, adapter)
             if is_wanted:
                 self._ready[digest] = adapter
 
@@ -195,13 +196,13 @@ class AdapterStore:
         # Raised without the cause, whose traceback would keep the tensors alive.
         raise AdapterError(failure)
 
-    def _note(self, ref: AdapterRef) -> AdapterRef:
+    def _remember_source(self, ref: AdapterRef) -> AdapterRef:
         refs = self._known.setdefault(ref.digest, {})
         refs.pop(ref.path, None)
         refs[ref.path] = ref
         return ref
 
-    def _keep(self, digest: str, adapter: LoRAAdapter) -> None:
+    def _cache_on_host(self, digest: str, adapter: LoRAAdapter) -> None:
         """Put the adapter into the host's cache, as the most recently used."""
         self._host.pop(digest, None)
         self._host[digest] = adapter

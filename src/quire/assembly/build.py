@@ -18,7 +18,7 @@ from quire.assembly.host_memory_plan import MemoryPlan
 from quire.assembly.model_kind import (
     ModelKind,
     choose_kind,
-    tell_unexpected,
+    log_unexpected_properties,
     tokenizer_folder,
 )
 from quire.assembly.rank_build import RankBuild, bind_threads, build_rank
@@ -112,7 +112,7 @@ def build_engine(
     with _named_out_of_memory(checked):
         # Then find the model, and prepare grammars on a thread while its weights are read.
         kind = choose_kind(checked, on_progress)
-        tell_unexpected(kind)
+        log_unexpected_properties(kind)
         _check_adapters(kind)
         generation = load_generation_config(kind.folder)
         compiler = None
@@ -234,7 +234,7 @@ def _build(
     )
     # Last, connect the engine's optional parts, and measure steps for pacing.
     engine.adapters = AdapterWork(scheduler, rank.adapters)
-    _keep_accounts(engine, rank, checked)
+    _set_up_utilization(engine, rank, checked)
     if checked.tensor_parallel_size == 1:
         engine.kv_memory = rank.runner
     if rank.binding is not None and rank.binding.leaves_nodes:
@@ -285,7 +285,7 @@ def _use_pacer(engine: Engine, pacer: StepPacer, checked: EngineOptions) -> None
     )
 
 
-def _keep_accounts(engine: Engine, rank: RankBuild, checked: EngineOptions) -> None:
+def _set_up_utilization(engine: Engine, rank: RankBuild, checked: EngineOptions) -> None:
     """Set up the accounts of utilization: the least work of steps, and the rates of rank 0's
     machine."""
     if not checked.disable_log_stats:

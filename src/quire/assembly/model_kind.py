@@ -97,7 +97,7 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     return ModelKind(options, folder, config, pooling, generates)
 
 
-def tell_unexpected(kind: ModelKind) -> None:
+def log_unexpected_properties(kind: ModelKind) -> None:
     """Warn of properties that a user of the model might not expect.
 
     Examples: a class of transformers computes the model, which is slower in some cases, or a

@@ -303,7 +303,7 @@ class _Builder:
         if binding is not None:
             storage = runner.kv_storage  # bound explicitly, since any thread may write it later
             binding.place(storage.data_ptr(), storage.nbytes)
-            binding.tell()
+            binding.log()
             facts["numa"] = binding.where
         return _Built(runner, memory_plan, facts, adapters, self._work(model))
 
@@ -410,7 +410,7 @@ class _Builder:
             self._capture() if captures else None,
             None
             if adapters is None
-            else RowAdapters(adapters.slots, adapters.store.take, options.max_num_seqs),
+            else RowAdapters(adapters.slots, adapters.store.pop_ready, options.max_num_seqs),
         )
 
     def _rows(

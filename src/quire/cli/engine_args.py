@@ -61,16 +61,16 @@ class EngineArgs(EngineOptions):
     @takes_arguments_of(EngineOptions)
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """Raises ConfigurationError."""
-        self._take(EngineOptions.from_mapping({**options, "model": model}))
+        self._copy_options(EngineOptions.from_mapping({**options, "model": model}))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._take(EngineOptions.from_mapping({**self.as_mapping(), name: value}))
+        self._copy_options(EngineOptions.from_mapping({**self.as_mapping(), name: value}))
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError with advice, as Python calls this for unknown names only."""
         raise unknown_name(self, name, {each: why for each, (_, why) in COMPAT_OPTIONS.items()})
 
-    def _take(self, checked: EngineOptions) -> None:
+    def _copy_options(self, checked: EngineOptions) -> None:
         for each in fields(EngineOptions):
             object.__setattr__(self, each.name, getattr(checked, each.name))
 

@@ -114,7 +114,7 @@ class Constraint(Protocol):
         """Whether the next step may be planned, because the next mask will be ready in time."""
         ...
 
-    def take(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         """Follow the sequence's next token. Returns whether the sequence ends with it: because the
         grammar is complete, the token is an end token, or an error occurred."""
         ...
@@ -315,7 +315,7 @@ class Sequence:
         self.parent, self.num_common_tokens = parent, len(self.token_ids)
         parent.forks.append(self)
 
-    def leave_parent(self) -> None:
+    def stop_waiting_for_fork(self) -> None:
         """Stop waiting to be forked."""
         if self.parent is not None:
             self.parent.forks.remove(self)
@@ -399,7 +399,7 @@ class Sequence:
         """
         token_ids, constraint = self.token_ids, self.constraint
         token_ids.append(token_id)
-        is_over = constraint is not None and constraint.take(token_id)
+        is_over = constraint is not None and constraint.accept_token(token_id)
         if constraint is not None and constraint.error is not None:
             self.finish_reason = FinishReason.ERROR
         elif is_over or (

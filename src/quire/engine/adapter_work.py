@@ -33,14 +33,14 @@ class StoredAdapters(AdapterSource, Protocol):
         """
         ...
 
-    def know(self, ref: AdapterRef) -> None:
+    def remember_source(self, ref: AdapterRef) -> None:
         """Remember where the adapter of coming requests can be read again.
 
         If its content has changed by then, reading it counts as failed.
         """
         ...
 
-    def take_failed(self) -> dict[str, str]:
+    def pop_failed(self) -> dict[str, str]:
         """Adapters that could not be made ready since the last call: digest -> message."""
         ...
 
@@ -68,7 +68,7 @@ class AdapterWork:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `take_ended` would return anything."""
+        """Whether `pop_ended` would return anything."""
         return bool(self._ended)
 
     def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]":
@@ -79,15 +79,15 @@ class AdapterWork:
         """Remember where the request's adapter is found. Raises InvalidRequestError without
         adapters."""
         if request.adapter is not None:
-            self._find_store().know(request.adapter)
+            self._find_store().remember_source(request.adapter)
 
     def end_failed(self) -> None:
         """End all sequences that wait for an adapter which could not be read."""
         if self._store is not None:
-            for digest, message in self._store.take_failed().items():
+            for digest, message in self._store.pop_failed().items():
                 self._ended += fail_adapter(self._scheduler, digest, message)
 
-    def take_ended(self) -> list[SequenceOutput]:
+    def pop_ended(self) -> list[SequenceOutput]:
         """Return the outputs of sequences that ended, because an adapter could not be read, since
         the last call."""
         ended, self._ended = self._ended, []

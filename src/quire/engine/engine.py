@@ -279,7 +279,7 @@ class Engine:
         except (RuntimeError, ValueError, IndexError, MemoryError, FloatingPointError):
             logger.exception("a step failed; its sequences start again")
             outputs = self._drop_steps(STEP_FAILED)
-            self._tell(outputs, 0, self._clock())
+            self._record_outputs(outputs, 0, self._clock())
         except BaseException:  # a bug, or Ctrl-C: drop the steps, so that the engine stays usable
             self._drop_steps(None)
             raise
@@ -290,8 +290,8 @@ class Engine:
             self.grammars.wait(self.scheduler.running)
             self.tier_work.wait()
             self.adapters.wait()
-        if refused := [*self.grammars.take_refused(), *self.adapters.take_ended()]:
-            self._tell(refused, 0, self._clock())
+        if refused := [*self.grammars.pop_refused(), *self.adapters.pop_ended()]:
+            self._record_outputs(refused, 0, self._clock())
         left_s = self._clock()
         self._in_flight.end_call(left_s)
         if not self.has_work():
@@ -410,10 +410,12 @@ class Engine:
             if self.trace is not None:
                 self.trace.write(record)
             log_step(record)
-        self._tell(outputs, num_tokens, ended_s)
+        self._record_outputs(outputs, num_tokens, ended_s)
         return outputs
 
-    def _tell(self, outputs: list[SequenceOutput], num_computed_tokens: int, now_s: float) -> None:
+    def _record_outputs(
+        self, outputs: list[SequenceOutput], num_computed_tokens: int, now_s: float
+    ) -> None:
         """Record a step's outputs, and forget the requests that ended with it."""
         self.times.on_outputs(outputs, self._requests, now_s)
         for output in outputs:

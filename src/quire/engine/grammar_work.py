@@ -149,7 +149,7 @@ class GrammarWork:
                 elif alive:
                     scheduler.add(alive, request.arrival_s)
 
-    def take_refused(self) -> list[SequenceOutput]:
+    def pop_refused(self) -> list[SequenceOutput]:
         """The outputs of sequences that were refused since the last call."""
         refused, self._refused = self._refused, []
         return refused

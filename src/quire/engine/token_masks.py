@@ -89,8 +89,8 @@ class GrammarConstraint:
         """The mask that was begun before its step was planned, or None."""
         return self._early
 
-    def take(self, token_id: int) -> bool:
-        """See `Constraint.take`."""
+    def accept_token(self, token_id: int) -> bool:
+        """See `Constraint.accept_token`."""
         self._early = None
         self._num_tokens += 1
         if self.error is not None:

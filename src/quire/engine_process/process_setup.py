@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from quire.child_process import leave_start_text
+from quire.child_process import redirect_start_text
 from quire.observability import log
 
 PEER_GONE_GRACE_S = 1.0
@@ -44,7 +44,7 @@ def set_up(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parsed = arguments.parse_args(argv)
     if parsed.stderr_fd is not None:
-        leave_start_text(parsed.stderr_fd)
+        redirect_start_text(parsed.stderr_fd)
     log.configure(parsed.log_level, parsed.log_format)
     sock = socket.socket(fileno=parsed.fd)
     _end_after_peer(sock)

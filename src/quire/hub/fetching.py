@@ -169,7 +169,7 @@ def _cached_model(name: str, choice: str | None, revision: str | None, reason: E
     where = f" in the cache, and the hub gives nothing now ({shown_text(reason)})"
     files = choose_gguf(name, _ggufs(snapshot), choice, where)
     path = gguf_paths(snapshot / files[0])[0]  # raises if a file is missing
-    _tell_cached(f"{name}:{label_of(files[0])}", reason)
+    _log_cached_files(f"{name}:{label_of(files[0])}", reason)
     return path
 
 
@@ -191,7 +191,7 @@ def _cached_text_folder(name: str, revision: str | None, reason: Exception) -> P
     for file in ("config.json", TOKENIZER_FILE):
         path = _cached(name, file, revision)
         if path is not None:
-            _tell_cached(name, reason)
+            _log_cached_files(name, reason)
             return path.parent
     raise _not_cached(name, reason)
 
@@ -201,7 +201,7 @@ def _cached(name: str, file: str, revision: str | None) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
-def _tell_cached(name: str, reason: Exception) -> None:
+def _log_cached_files(name: str, reason: Exception) -> None:
     logger.warning(
         "the hub does not give %s (%s), so the files in the cache are served",
         *(name, shown_text(reason)),

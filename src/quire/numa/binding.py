@@ -255,7 +255,7 @@ class Binding:
             lambda: self.calls.set_range_policy(address, num_bytes, self._policy, self._targets)
         )
 
-    def tell(self) -> None:
+    def log(self) -> None:
         """Log the CPUs and memory nodes to which this process is bound."""
         cpus = format_list(self.part.cpus_for(self.num_threads))
         logger.info(

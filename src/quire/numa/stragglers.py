@@ -77,7 +77,7 @@ class Stragglers:
             self._pieces = self._all_pages()
             self.num_moved_pages = self.num_stuck_pages = 0
         try:
-            is_over = self._go_on(now_s + PIECE_S)
+            is_over = self._move_pages_until(now_s + PIECE_S)
         except OSError as error:
             logger.info("numa: pages are left where they are: move_pages: %s", error.strerror)
             self._is_refused = error.errno in REFUSALS
@@ -90,7 +90,7 @@ class Stragglers:
         self._end_pass()
         return AGAIN_S
 
-    def _go_on(self, end_s: float) -> bool:
+    def _move_pages_until(self, end_s: float) -> bool:
         """Find and move pages until `end_s`. Returns whether all memory was searched."""
         assert self._pieces is not None
         while True:

@@ -73,7 +73,7 @@ class WatchedRunner:
         self._plans.append(replace(plan, admit=admit))
         if self.is_passed_over:
             self._left |= self._inner_rows & set(plan.release)
-            sampled = list(self.take_works()[plan.step_id].sampled)
+            sampled = list(self.pop_works()[plan.step_id].sampled)
             self._made_up.append(StepResult(plan.step_id, sampled, [(0,)] * len(sampled)))
             return
         left = (self._inner_rows & set(plan.release)) | self._left
@@ -82,7 +82,7 @@ class WatchedRunner:
         self._left.clear()
         self.inner.execute(replace(plan, release=tuple(sorted(left))))
 
-    def take_works(self) -> dict[int, PlannedWork]:
+    def pop_works(self) -> dict[int, PlannedWork]:
         """The works of the steps planned since the last call, by step id and in order."""
         plans, self._plans = self._plans, []
         return {plan.step_id: self._work_counter.count(plan) for plan in plans}
@@ -230,7 +230,7 @@ class _CalibrationBench:
             self._add([*context, 1], num_steps + 1)
         self._watch.most_tokens = run.most_tokens
         self._step({}, NUM_WARM_STEPS)
-        self._watched.take_works()
+        self._watched.pop_works()
         self._watch.start(run.most_tokens, self._watched.landed_id)
         self._step(ends, NUM_STEADY_STEPS)
         # Then, let the waves of prompts join, and run until all have ended.
@@ -241,7 +241,7 @@ class _CalibrationBench:
         while engine.has_work():
             self._step(ends, 1)
         # Finally, join the works with their times and with the sequences that ended.
-        works = self._watched.take_works()
+        works = self._watched.pop_works()
         engine.clear_prefixes()
         timed: _Timed = []
         for step_id, work in works.items():

@@ -207,7 +207,7 @@ class _VirtualEngine:
         scheduler, outcome = self._scheduler, self.outcome
         first_s = self._arrivals[0].at_s if self._arrivals else 0.0
         while self._arrivals or scheduler.has_unfinished or self._in_flight:
-            self._take_arrivals()
+            self._admit_arrivals()
             plan = scheduler.schedule(self._now_s) if scheduler.has_unfinished else None
             if plan is not None:
                 self._launch(plan)
@@ -221,7 +221,7 @@ class _VirtualEngine:
         outcome.num_preemptions = scheduler.running_set.stats.num_preemptions
         return outcome
 
-    def _take_arrivals(self) -> None:
+    def _admit_arrivals(self) -> None:
         while self._arrivals and self._arrivals[0].at_s <= self._now_s:
             self._add(self._arrivals.popleft())
 

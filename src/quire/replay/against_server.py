@@ -134,7 +134,7 @@ class _ServerReplay:
                     await self._until_one_ends(wait_s)
                     continue
                 self._num_open += 1
-                tasks.create_task(self._ask(heapq.heappop(self._waiting)[1]))
+                tasks.create_task(self._send_request(heapq.heappop(self._waiting)[1]))
         self._replies.sort(key=lambda reply: reply.at_s)
         return self._replies
 
@@ -148,7 +148,7 @@ class _ServerReplay:
         """Sentences on how the replay differed from the trace."""
         return [f"{count} {what}" for what, count in self._changed.items()]
 
-    async def _ask(self, number: int) -> None:
+    async def _send_request(self, number: int) -> None:
         script, request = self._script, self._script.trace.requests[number]
         prompt = script.prompt(number)
         body = self._body(request, prompt, script.num_output_tokens(number))
@@ -206,14 +206,16 @@ class _ServerReplay:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        self._note(options.has_grammar, "requests had a grammar, which is not replayed")
-        self._note(options.adapter, "requests named an adapter, and get the base model")
-        self._note(options.beam_width, "requests searched beams, and are sampled in place of that")
+        self._count_change(options.has_grammar, "requests had a grammar, which is not replayed")
+        self._count_change(options.adapter, "requests named an adapter, and get the base model")
+        self._count_change(
+            options.beam_width, "requests searched beams, and are sampled in place of that"
+        )
         if options.beam_width:
             body["n"] = options.beam_width
         return body
 
-    def _note(self, is_so: object, what: str) -> None:
+    def _count_change(self, is_so: object, what: str) -> None:
         if is_so:
             self._changed[what] += 1
 
@@ -235,7 +237,9 @@ class _ServerReplay:
         if usage:  # a client that left early gets no usage
             reply.num_prompt_tokens = num_prompt_tokens
             reply.num_output_tokens = int(usage.get("completion_tokens") or 0)
-            self._note(not answer.token_ids, "answers came without token ids: later turns miss")
+            self._count_change(
+                not answer.token_ids, "answers came without token ids: later turns miss"
+            )
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_s

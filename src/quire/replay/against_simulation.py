@@ -129,7 +129,7 @@ class _SimulatedReplay:
     def run(self) -> list[Reply]:
         scheduler, overlap = self._scheduler, self._shape.overlap
         while self._coming or scheduler.has_unfinished or self._in_flight:
-            self._take_arrivals()
+            self._admit_arrivals()
             plan = scheduler.schedule(self._now_s) if scheduler.has_unfinished else None
             if plan is not None:
                 self._launch(plan)
@@ -137,7 +137,7 @@ class _SimulatedReplay:
                 self._land()
             elif plan is None and self._coming:  # idle until the next arrival
                 self._now_s = max(self._now_s, self._coming[0][0])
-            self._let_go()
+            self._abort_abandoned()
         return sorted(self._replies, key=lambda reply: reply.at_s)
 
     def notes(self, bounds: MeasuredBounds | None) -> list[str]:
@@ -150,7 +150,7 @@ class _SimulatedReplay:
             notes.append(f"the times are not to be relied on; not measured here: {lacking}")
         return notes
 
-    def _take_arrivals(self) -> None:
+    def _admit_arrivals(self) -> None:
         while self._coming and self._coming[0][0] <= self._now_s:
             at_s, number = heapq.heappop(self._coming)
             self._add(Due(at_s, number))
@@ -164,9 +164,11 @@ class _SimulatedReplay:
         if goes:  # the answer must be longer than its client waits for
             room = self._shape.max_model_len - len(prompt)
             num_output = min(max(num_output, options.max_tokens or 0), room)
-        self._note(options.has_grammar, "requests had a grammar, which is not simulated")
-        self._note(options.adapter, "requests named an adapter, and get the base model")
-        self._note(options.beam_width, "requests searched beams, and are sampled in place of that")
+        self._count_change(options.has_grammar, "requests had a grammar, which is not simulated")
+        self._count_change(options.adapter, "requests named an adapter, and get the base model")
+        self._count_change(
+            options.beam_width, "requests searched beams, and are sampled in place of that"
+        )
         request = Request(
             str(due.number),
             prompt,
@@ -237,7 +239,7 @@ class _SimulatedReplay:
             if not opened.num_left:
                 self._end(output.request_id)
 
-    def _let_go(self) -> None:
+    def _abort_abandoned(self) -> None:
         """Abort the requests whose clients leave now, as they did in the trace."""
         for request_id, opened in list(self._open.items()):
             has_enough = (
@@ -265,6 +267,6 @@ class _SimulatedReplay:
         for following in self._script.end(due.number, self._now_s, prompt, output):
             heapq.heappush(self._coming, (following.at_s, following.number))
 
-    def _note(self, is_so: object, what: str) -> None:
+    def _count_change(self, is_so: object, what: str) -> None:
         if is_so:
             self._changed[what] += 1

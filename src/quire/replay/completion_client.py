@@ -102,13 +102,13 @@ async def complete(
             return answer
         num_tokens = 0
         async for data in _events(_pieces(reader, headers)):
-            num_tokens += _take(answer, json.loads(data))
+            num_tokens += _add_event(answer, json.loads(data))
             if leave_after is not None and num_tokens >= leave_after:
                 break
         return answer
 
 
-def _take(answer: StreamedAnswer, event: Mapping[str, Any]) -> int:
+def _add_event(answer: StreamedAnswer, event: Mapping[str, Any]) -> int:
     """Add an event to the answer; returns its number of tokens of the first choice.
 
     Raises ValueError if the event does not have OpenAI's form.

@@ -48,7 +48,7 @@ class Fleet:
         del self.by_index[replica.index]
         self._busy.discard(replica.index)
         self.delays.discard(replica.index)
-        self._take_from_speed(replica)
+        self._remove_from_speed(replica)
         self._free_indices.append(replica.index)
         self._list_accepting()
         return replica
@@ -60,7 +60,7 @@ class Fleet:
         replica.accepts = accepts
         if not accepts:
             self.delays.discard(replica.index)
-        self.note_load(replica)
+        self.update_busy(replica)
         self._list_accepting()
         return replica
 
@@ -71,20 +71,20 @@ class Fleet:
         slowness = graded_slowness(measured, replica.slowness)
         if slowness == replica.slowness:
             return None
-        self._take_from_speed(replica)
+        self._remove_from_speed(replica)
         told = PrefillSpeed.of(replica.facts)
-        replica.take_speed(slowness, self._known_speed(told.slowed(slowness)))
+        replica.set_speed(slowness, self._known_speed(told.slowed(slowness)))
         self._add_to_speed(replica)
         return replica
 
-    def note_load(self, replica: Replica) -> None:
+    def update_busy(self, replica: Replica) -> None:
         """Update the set of busy replicas after the number of a replica's prompts has changed."""
         if replica.num_prompts and replica.accepts:
             self._busy.add(replica.index)
         else:
             self._busy.discard(replica.index)
 
-    def note_arrival(self) -> None:
+    def record_arrival(self) -> None:
         """Update the moving average `busy_share` by the share of replicas that are busy when a
         request arrives."""
         self._num_seen += 1
@@ -96,17 +96,17 @@ class Fleet:
 
     def _add_to_speed(self, replica: Replica) -> None:
         self.speeds[replica.speed] = self.speeds.get(replica.speed, 0) | 1 << replica.index
-        self._note_speeds()
+        self._update_mean_speed()
 
-    def _take_from_speed(self, replica: Replica) -> None:
+    def _remove_from_speed(self, replica: Replica) -> None:
         left = self.speeds[replica.speed] & ~(1 << replica.index)
         if left:
             self.speeds[replica.speed] = left
         else:
             del self.speeds[replica.speed]
-        self._note_speeds()
+        self._update_mean_speed()
 
-    def _note_speeds(self) -> None:
+    def _update_mean_speed(self) -> None:
         counts = {speed: mask.bit_count() for speed, mask in self.speeds.items()}
         total = max(1, sum(counts.values()))
         self.mean_speed = PrefillSpeed(

@@ -87,7 +87,7 @@ class Replica:
     """The facts and the load of one replica. Policies read it; `ReplicaRouter` alone changes it.
 
     Invariant: all counts and seconds are at least 0. `start_decoding` and `drop_prompt` subtract
-    exactly what `take` added.
+    exactly what `add_request` added.
     """
 
     def __init__(self, name: str, index: int, facts: ReplicaFacts, speed: PrefillSpeed) -> None:
@@ -171,13 +171,13 @@ class Replica:
 
     # ---- what the router reports ------------------------------------------------------------
 
-    def take_speed(self, slowness: float, speed: PrefillSpeed) -> None:
+    def set_speed(self, slowness: float, speed: PrefillSpeed) -> None:
         """Set the slowness and the speed, and rescale the pending prompts."""
         change, self.slowness, self.speed = slowness / self.slowness, slowness, speed
         self._prompts = {name: change * seconds for name, seconds in self._prompts.items()}
         self.prefill_s *= change
 
-    def take(
+    def add_request(
         self, request_id: str, num_uncached_tokens: int, prefill_s: float, now_s: float
     ) -> None:
         """Count a request that is placed here."""

@@ -119,7 +119,7 @@ class ReplicaRouter:
                 " started"
             )
         # First, update the averages and the order that the policy reads.
-        self.fleet.note_arrival()
+        self.fleet.record_arrival()
         self._refresh(now_s)
         # Then look up who has cached which part of the prompt, and let the policy choose.
         positions = self.prefixes.positions
@@ -139,7 +139,7 @@ class ReplicaRouter:
             request.n * (num_tokens + int(request.num_output_tokens / 2)),
         )
         prefill_s = replica.speed.seconds(num_tokens, num_cached)
-        replica.take(request_id, num_tokens - num_cached, prefill_s, now_s)
+        replica.add_request(request_id, num_tokens - num_cached, prefill_s, now_s)
         num_tokens += int(request.n * request.num_output_tokens)
         self.prefixes.place(replica.index, kept, num_known, -(-num_tokens // self.block_size))
         self._update_delay(replica, now_s)
@@ -179,7 +179,7 @@ class ReplicaRouter:
 
     def _update_delay(self, replica: Replica, now_s: float) -> None:
         """Update the index of delays after a replica's load has changed."""
-        self.fleet.note_load(replica)
+        self.fleet.update_busy(replica)
         if replica.accepts:
             delay_s = self.policy.expected_delay_s(replica, now_s, self.mean_decode_s)
             self.fleet.delays.set(replica.index, delay_s)

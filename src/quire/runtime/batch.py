@@ -148,7 +148,7 @@ class RowBatch:
         self._num_computed_before_cuts[row] = 0
         self.wants_prompt_logprobs[row] = admission.params.prompt_logprobs is not None
         self.is_live[row] = True
-        self.tables.put(row, admission.block_tables)
+        self.tables.set_row(row, admission.block_tables)
 
     def _fork(self, fork: RowFork) -> None:
         row, source = fork.row, fork.source_row
@@ -293,7 +293,7 @@ class RowBatch:
             step=step,
         )
 
-    def take_sampled(self, rows: Int64, sample: PendingSample) -> None:
+    def store_sampled(self, rows: Int64, sample: PendingSample) -> None:
         """Store the sampled tokens of `rows` at once.
 
         A row that failed gets token 0, since a step planned before the failure still computes it.

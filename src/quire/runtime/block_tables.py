@@ -52,7 +52,7 @@ class BlockTables:
         self._shift = block_size.bit_length() - 1
         self._mask = block_size - 1
 
-    def put(self, row: int, tables: Sequence[Sequence[int]]) -> None:
+    def set_row(self, row: int, tables: Sequence[Sequence[int]]) -> None:
         """Set the row's tables, one for each group."""
         for group, blocks in enumerate(tables):
             self.entries[group, row, : len(blocks)] = blocks

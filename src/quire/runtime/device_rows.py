@@ -185,7 +185,7 @@ class DeviceRows:
         sent = self._link.upload(words)
         target.index_copy_(0, sent[:count], sent[_aligned(count) :].view(torch.int32)[:count])
 
-    def take_sampled(self, rows: Int64, sample: PendingSample) -> None:
+    def store_sampled(self, rows: Int64, sample: PendingSample) -> None:
         """See `StepRows`. The sampler has stored the tokens in the history."""
         self._host.count_sampled(rows)
 

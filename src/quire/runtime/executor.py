@@ -325,14 +325,14 @@ class DistributedRunner:
                 self._num_calls += 1
                 return made
             except Exception as error:
-                failure = self._give_up(str(error) or type(error).__name__)
+                failure = self._fail(str(error) or type(error).__name__)
                 raise failure from error
             except BaseException:  # Ctrl-C: the ranks' progress with the call is unknown
-                self._give_up("a step was interrupted")
+                self._fail("a step was interrupted")
                 raise
         raise EngineDeadError(f"tensor parallelism: {self._failure}; make a new engine")
 
-    def _give_up(self, reason: str) -> EngineDeadError:
+    def _fail(self, reason: str) -> EngineDeadError:
         failure = self._workers.failure(FAILURE_TIMEOUT_S)
         self._failure = f"rank 0: {reason}" if failure is None else str(failure)
         self._workers.end()

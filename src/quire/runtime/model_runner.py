@@ -50,7 +50,7 @@ class StepRows(Protocol):
         """The tensors of the step. Counts its tokens as computed."""
         ...
 
-    def take_sampled(self, rows: Int64, sample: PendingSample) -> None:
+    def store_sampled(self, rows: Int64, sample: PendingSample) -> None:
         """Store the sampled tokens of `rows`, failed rows included, as their next inputs."""
         ...
 
@@ -301,11 +301,11 @@ class ModelRunner:
         (plan, step, hidden), self._executed = self._executed, None
         with current(self._device):
             prompt_logprobs = self._prompt_logprobs(step, hidden)
-            pooled, step = self._pooling.take(step, hidden)
+            pooled, step = self._pooling.add_hidden_states(step, hidden)
             sample: PendingSample | None = None
             if len(step.sample_rows):
                 sample = self._sampler.sample(self._logits(step, hidden), step.sample_rows, masks)
-                self._rows.take_sampled(step.sample_rows, sample)
+                self._rows.store_sampled(step.sample_rows, sample)
             if self._timer is not None:
                 self._timer.end()
         rows = step.sample_rows

@@ -79,18 +79,20 @@ class RowPooling:
         self._params.clear()
         self._partial.clear()
 
-    def take(self, step: StepBatch, hidden: torch.Tensor) -> tuple[PendingPooled, StepBatch]:
+    def add_hidden_states(
+        self, step: StepBatch, hidden: torch.Tensor
+    ) -> tuple[PendingPooled, StepBatch]:
         """Add the hidden states [T, H] of a step to its pooling rows.
 
         Returns the results of the rows that end in the step, and the step without pooling rows.
         """
         if not self._params:
             return NOTHING_POOLED, step
-        pooled = self._take(step, hidden)
+        pooled = self._pool_ended_rows(step, hidden)
         keeps = np.array([row not in self._params for row in step.sample_rows.tolist()], np.bool_)
         return pooled, step if keeps.all() else without_pooling(step, keeps)
 
-    def _take(self, step: StepBatch, hidden: torch.Tensor) -> PendingPooled:
+    def _pool_ended_rows(self, step: StepBatch, hidden: torch.Tensor) -> PendingPooled:
         ends, ended = np.cumsum(step.num_new_tokens), frozenset(step.sample_rows.tolist())
         found: list[tuple[int, torch.Tensor]] = []
         for row, end, count in zip(step.rows.tolist(), ends, step.num_new_tokens, strict=True):

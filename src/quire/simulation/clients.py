@@ -63,19 +63,19 @@ class Clients:
         self._num_branches: dict[str, int] = {}
         self._begun: set[str] = set()  # requests with a token in a branch that is not a fork
 
-    def ask(self, request: Request, branches: list[Sequence], now_s: float) -> None:
+    def add(self, request: Request, branches: list[Sequence], now_s: float) -> None:
         """Add the clients of an accepted request."""
         self._num_branches[request.request_id] = request.n
         if request.params.beam_width:
-            self._ask_beams(request, branches[0], now_s)
+            self._add_beams(request, branches[0], now_s)
             return
         for sequence in branches:
-            self._ask(request, sequence, now_s)
+            self._add_sequence(request, sequence, now_s)
 
-    def ask_fork(self, parent: Client, child: Sequence, now_s: float) -> None:
+    def add_fork(self, parent: Client, child: Sequence, now_s: float) -> None:
         """Add the client of an accepted fork."""
         self._num_branches[child.request_id] += 1
-        self._ask(replace(parent.request, params=child.params), child, now_s)
+        self._add_sequence(replace(parent.request, params=child.params), child, now_s)
 
     def next_branch_index(self, request_id: str) -> int:
         """The index for a new branch of the request."""
@@ -135,7 +135,7 @@ class Clients:
                 f" {expected.token_ids[first:last]}"
             )
             if not first and last:
-                self._note_wait(now_s - client.asked_s)
+                self._record_wait(now_s - client.asked_s)
             client.num_received = last
             if last and output.branch_index < client.request.n:
                 self._begun.add(output.request_id)
@@ -146,7 +146,7 @@ class Clients:
                     self.report.latencies_s.append(now_s - client.asked_s)
                 self._end(key, output.finish_reason)
 
-    def _ask(self, request: Request, sequence: Sequence, now_s: float) -> None:
+    def _add_sequence(self, request: Request, sequence: Sequence, now_s: float) -> None:
         forked_token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
         expected = self.config.model.expected_output(
             request,
@@ -157,7 +157,7 @@ class Clients:
         )
         self._add(Client(request, sequence.branch_index, sequence, expected, now_s))
 
-    def _ask_beams(self, request: Request, leader: Sequence, now_s: float) -> None:
+    def _add_beams(self, request: Request, leader: Sequence, now_s: float) -> None:
         found = self.config.model.expected_beams(request, self.config.max_model_len)
         for index in range(request.params.beam_width):
             expected, logprob = ExpectedOutput((), FinishReason.ERROR, None, None), None
@@ -173,7 +173,7 @@ class Clients:
         self._waiting[client.request.request_id, client.branch_index] = client
         self.report.num_sequences += 1
 
-    def _note_wait(self, waited_s: float) -> None:
+    def _record_wait(self, waited_s: float) -> None:
         report = self.report
         report.num_answered += 1
         report.first_token_s += waited_s

@@ -105,7 +105,7 @@ class EngineSimulator(Simulator):
     def on_plan(self, plan: StepPlan) -> float:
         """Check and count a plan before it is executed; returns the seconds of its step."""
         self._check()
-        return self._note_plan(plan)
+        return self._check_plan(plan)
 
     def on_sampled(self) -> None:
         """Let clients abort requests while a step is in flight."""

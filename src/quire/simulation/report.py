@@ -97,7 +97,7 @@ class SimulationReport:
     #: Steps per second of the wall clock.
     steps_per_s: float = field(default=0.0, compare=False)
 
-    def note_plan(self, plan: StepPlan, num_waiting: int) -> None:
+    def count_plan(self, plan: StepPlan, num_waiting: int) -> None:
         """Count the changes of a plan."""
         self.num_steps += 1
         self.max_num_running = max(self.max_num_running, plan.num_rows)
@@ -113,7 +113,7 @@ class SimulationReport:
             not targets.isdisjoint(admission.block_tables[0]) for admission in plan.admit
         )
 
-    def take_counts(self, scheduler: Scheduler) -> None:
+    def add_counts(self, scheduler: Scheduler) -> None:
         """Add the counts of a scheduler and its memory; called once, after their last step."""
         memory, preemptions = scheduler.memory, scheduler.running_set.stats
         self.num_preemptions += preemptions.num_preemptions

@@ -117,7 +117,7 @@ class Simulator:
         if config.snapshot_tokens:
             self.memory.snapshots.interval = config.snapshot_tokens
         self.adapters = _make_adapters(self)
-        self.runner.take_adapter = self.adapters.take
+        self.runner.take_adapter = self.adapters.pop_ready
         self.scheduler = Scheduler(
             SchedulerConfig(
                 config.max_num_seqs,
@@ -143,7 +143,7 @@ class Simulator:
         ):
             self._turn += 1
             self._crash_now_and_then()
-            self._take_arrivals()
+            self._admit_arrivals()
             self._abort_due(is_between=False)
             self._fork_now_and_then()
             has_planned = self._step()
@@ -177,7 +177,7 @@ class Simulator:
 
         Returns whether a step was planned and none failed.
         """
-        for digest, message in self.adapters.take_failed().items():
+        for digest, message in self.adapters.pop_failed().items():
             self._receive(fail_adapter(self.scheduler, digest, message))
         try:
             plan = self._execute() if self.scheduler.has_unfinished else None
@@ -204,7 +204,7 @@ class Simulator:
         self._check()
         if plan is None:
             return None
-        seconds = self._note_plan(plan)
+        seconds = self._check_plan(plan)
         self.now_s += seconds
         masks = self.grammars.begin_masks(plan.step_id, self.scheduler.running)
         self.runner.execute(plan)
@@ -213,12 +213,12 @@ class Simulator:
         self._tier_work.observe(plan.step_id, seconds)
         return plan
 
-    def _note_plan(self, plan: StepPlan) -> float:
+    def _check_plan(self, plan: StepPlan) -> float:
         """Check and count a plan; returns the seconds of its step."""
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert plan.num_rows <= self.config.max_num_seqs
         self._digest.update(_plan_bytes(plan))
-        self.report.note_plan(plan, len(self.scheduler.waiting))
+        self.report.count_plan(plan, len(self.scheduler.waiting))
         return self.step_time.draw_s(plan.num_tokens)
 
     def _check(self) -> None:
@@ -227,7 +227,7 @@ class Simulator:
 
     # ---- clients ----------------------------------------------------------------------------
 
-    def _take_arrivals(self) -> None:
+    def _admit_arrivals(self) -> None:
         config, waiting = self.config, self.scheduler.waiting
         if config.num_steps is not None and self.report.num_steps >= config.num_steps:
             self._next_arrival = None
@@ -251,7 +251,7 @@ class Simulator:
             return
         self.report.num_beams += request.params.beam_width > 0
         self.report.num_constrained += request.params.grammar is not None
-        self.clients.ask(request, entered, self.now_s)
+        self.clients.add(request, entered, self.now_s)
         for branch_index in range(len(branches)):
             self._plan_abort(arrival, branch_index)
 
@@ -264,7 +264,7 @@ class Simulator:
         """Crash at random: make a new engine, and add the requests that clients still wait for."""
         if self._crash_rng.random() >= self.config.crash_rate:
             return
-        self.report.take_counts(self.scheduler)
+        self.report.add_counts(self.scheduler)
         self.report.num_crashes += 1
         self._start_engine()
         for request, clients in self.clients.cut_off(self.now_s):
@@ -313,7 +313,7 @@ class Simulator:
             lambda: made.append(self._fork(parent, index, params)),
         ):
             self.report.num_forks += 1
-            self.clients.ask_fork(client, made[0], self.now_s)
+            self.clients.add_fork(client, made[0], self.now_s)
             if self._rng.random() < self.config.abort_rate:
                 due = self._turn + self._rng.randint(0, self.config.max_abort_age_steps)
                 heapq.heappush(self._aborts, (due, False, parent.request_id, index))
@@ -352,7 +352,7 @@ class Simulator:
         assert self._tier_work.wait_for_moves(NEVER_S), "moves are under way that never end"
         invariants.check_idle(self.scheduler)
         self.clients.check_all_answered()
-        self.report.take_counts(self.scheduler)
+        self.report.add_counts(self.scheduler)
         self.report.virtual_s = round(self.now_s, 6)
         self.report.digest = self._digest.hexdigest()
 

@@ -109,7 +109,7 @@ class World:
             return False
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-        sequence.leave_parent()
+        sequence.stop_waiting_for_fork()
         self.draft.copy(memory.admit(sequence, match, self.next_step_id))
         assert memory.pool.num_free == num_free - needed, "not as many blocks as predicted"
         assert sequence.num_computed_tokens == match.num_tokens
@@ -276,7 +276,7 @@ class World:
         sequence.row = None
         sequence.move_to(SequenceState.FINISHED)
         for child in list(sequence.forks):
-            child.leave_parent()
+            child.stop_waiting_for_fork()
 
     def recover(self) -> None:
         """All steps in flight fail: their blocks hold anything, and all rows are lost."""

@@ -178,7 +178,7 @@ def test_a_snapshot_is_whole_or_is_not() -> None:
     assert len(pages) == 6, "at the prompt's end, and at the answer's"
     order = pool.free_ids()
     first = min(pages, key=order.index)
-    taken = memory._take(order.index(first) + 1, serving.add(tokens(4, 9))[0])
+    taken = memory._take_blocks(order.index(first) + 1, serving.add(tokens(4, 9))[0])
     assert first in taken
     left = [block for block in pages if pool.content[block] is not None]
     assert len(left) in (0, 3), "the rest went with it"

@@ -51,7 +51,7 @@ def test_a_pace_that_cannot_be_kept_is_refused(options: dict[str, float], messag
 
 def test_the_constant_budget_is_given_out_in_turn() -> None:
     budget = ConstantPacer().open_step(StepDemand(10, 3, 900))
-    assert (budget.take(0, 4), budget.take(5000, 9), budget.is_spent) == (4, 6, True)
+    assert (budget.take_chunk(0, 4), budget.take_chunk(5000, 9), budget.is_spent) == (4, 6, True)
     assert StepBudget(0).is_spent
 
 
@@ -59,7 +59,7 @@ def test_a_paced_step_takes_at_most_its_ratio_of_the_decodes_alone() -> None:
     pacer = make_pacer(ratio=2.5)
     budget = open_paced(pacer)
     alone_s = pacer.model.predict_s(budget.load)
-    num_taken = budget.take(64, 1000)
+    num_taken = budget.take_chunk(64, 1000)
     longest_s = 2.5 / pacer.margin * alone_s
     assert pacer.model.predict_s(budget.load) <= longest_s
     assert pacer.model.predict_s(StepLoad(4, 400).with_chunk(64, num_taken + 1)) > longest_s
@@ -73,7 +73,7 @@ def test_prompts_behind_the_first_count_as_decoding_rows() -> None:
     sizes = []
     for num_prompts in (0, 1, 2, 13):
         budget = open_paced(pacer, num_decodes=32, num_prompts=num_prompts)
-        sizes.append(budget.take(64, 1000))
+        sizes.append(budget.take_chunk(64, 1000))
         num_rows = 32 + max(0, num_prompts - 1)
         limit_s = 2.5 / pacer.margin * pacer.model.predict_s(StepLoad(num_rows, 3200))
         assert pacer.model.predict_s(budget.load) <= limit_s
@@ -84,13 +84,13 @@ def test_prompts_behind_the_first_count_as_decoding_rows() -> None:
 
 def test_the_rest_of_a_budget_goes_to_the_next_prompt_if_enough_tokens_fit() -> None:
     pacer = make_pacer(least=4)
-    whole = open_paced(pacer).take(0, 1000)
+    whole = open_paced(pacer).take_chunk(0, 1000)
     budget = open_paced(pacer)
-    assert (budget.take(0, whole - 10), budget.is_spent) == (whole - 10, False)
-    assert 9 <= budget.take(0, 1000) <= 10  # its first tokens attend to less
+    assert (budget.take_chunk(0, whole - 10), budget.is_spent) == (whole - 10, False)
+    assert 9 <= budget.take_chunk(0, 1000) <= 10  # its first tokens attend to less
     assert budget.is_spent
     crumbs = open_paced(pacer)
-    crumbs.take(0, whole - 2)
+    crumbs.take_chunk(0, whole - 2)
     assert crumbs.is_spent
 
 
@@ -98,10 +98,10 @@ def test_the_first_prompt_goes_on_however_long_it_takes() -> None:
     """By the least, no more; and never beyond the tokens of a step."""
     pacer = make_pacer(ratio=1.1, least=6)
     budget = open_paced(pacer)
-    assert budget.take(1_000_000, 100) == 6
+    assert budget.take_chunk(1_000_000, 100) == 6
     assert budget.is_spent
     narrow = pacer.open_step(StepDemand(2, 4, 400))
-    assert (narrow.take(1_000_000, 100), narrow.is_spent) == (2, True)
+    assert (narrow.take_chunk(1_000_000, 100), narrow.is_spent) == (2, True)
     full = pacer.open_step(StepDemand(0, 4, 400))
     assert full.is_spent
 
@@ -109,9 +109,9 @@ def test_the_first_prompt_goes_on_however_long_it_takes() -> None:
 def test_a_further_prompt_after_a_long_context_gets_one_token_at_least() -> None:
     """It was admitted, so it has to be in the step."""
     budget = open_paced(make_pacer())
-    budget.take(0, 5)
+    budget.take_chunk(0, 5)
     assert not budget.is_spent
-    assert budget.take(10_000_000, 50) == 1
+    assert budget.take_chunk(10_000_000, 50) == 1
 
 
 def test_a_share_of_the_intervals_may_be_longer() -> None:
@@ -119,8 +119,12 @@ def test_a_share_of_the_intervals_may_be_longer() -> None:
     pacer = make_pacer(late_rows=16)
     for step_id in range(2):
         budget = open_paced(pacer, num_prompts=2)
-        assert (budget.take(0, 1000), budget.take(0, 900), budget.is_spent) == (1000, 900, False)
-        assert (budget.take(0, 900), budget.is_spent) == (148, True)
+        assert (budget.take_chunk(0, 1000), budget.take_chunk(0, 900), budget.is_spent) == (
+            1000,
+            900,
+            False,
+        )
+        assert (budget.take_chunk(0, 900), budget.is_spent) == (148, True)
         pacer.launch(step_id)
     num_between = 0
     while not open_paced(pacer, num_prompts=2).may_be_late:
@@ -134,15 +138,15 @@ def test_a_share_of_the_intervals_may_be_longer() -> None:
 
 def test_rows_that_pause_wait_for_the_step_as_those_that_decode() -> None:
     pacer = make_pacer(ratio=2.5)
-    beside = open_paced(pacer, num_decodes=4).take(64, 1000)
+    beside = open_paced(pacer, num_decodes=4).take_chunk(64, 1000)
     budget = pacer.open_step(StepDemand(2048, 0, 0, 1, num_paused=4))
     assert isinstance(budget, PacedBudget)
-    assert abs(budget.take(64, 1000) - beside) <= 4 + beside // 4, "not full speed"
+    assert abs(budget.take_chunk(64, 1000) - beside) <= 4 + beside // 4, "not full speed"
     assert pacer.model.predict_s(budget.load) <= 2.5 * pacer.model.predict_s(StepLoad(4))
     pacer.launch(1)
     pacer.observe(1, 1e-4)
     alone = pacer.open_step(StepDemand(2048, 0, 0, 1))
-    assert alone.take(64, 1000) == 1000, "no stream waits"
+    assert alone.take_chunk(64, 1000) == 1000, "no stream waits"
 
 
 def test_more_rows_than_may_be_saved_up_are_late_at_times_too() -> None:
@@ -154,28 +158,28 @@ def test_more_rows_than_may_be_saved_up_are_late_at_times_too() -> None:
         assert steps < 100
     assert steps >= (40 - 8) // 5, "an eighth of forty a step"
     budget = open_paced(pacer, num_decodes=40, num_prompts=2)
-    assert budget.take(0, 1000) == 1000 and budget.is_late
+    assert budget.take_chunk(0, 1000) == 1000 and budget.is_late
     pacer.launch(steps)
     assert not open_paced(pacer, num_decodes=40, num_prompts=2).may_be_late
 
 
 def test_a_step_is_late_only_where_that_saves_steps() -> None:
-    fitting = open_paced(make_pacer(), num_prompts=2).take(0, 1000)
+    fitting = open_paced(make_pacer(), num_prompts=2).take_chunk(0, 1000)
     pacer = make_pacer(late_rows=8)
     budget = open_paced(pacer, num_prompts=2)
-    assert budget.may_be_late and budget.take(0, 2 * fitting - 10) <= fitting + 1
+    assert budget.may_be_late and budget.take_chunk(0, 2 * fitting - 10) <= fitting + 1
     assert budget.is_spent and not budget.is_late
     single = pacer.open_step(StepDemand(2048, 4, 400, num_prompts=1))
     assert isinstance(single, PacedBudget) and not single.may_be_late
     crowd = open_paced(pacer, num_decodes=9, num_prompts=2)
-    assert not crowd.may_be_late and crowd.take(0, 1000) < 1000
+    assert not crowd.may_be_late and crowd.take_chunk(0, 1000) < 1000
 
 
 def test_the_debt_for_late_steps_is_bounded() -> None:
     """A noisy hour is forgotten once as many rows decoded as save up the most, and a step's."""
     pacer = make_pacer(late_rows=16)
     for step_id in range(100):
-        open_paced(pacer).take(0, 40)
+        open_paced(pacer).take_chunk(0, 40)
         pacer.launch(step_id)
         pacer.observe(step_id, 60.0)
     pacer.margin, num_since = 1.05, 0
@@ -187,7 +191,11 @@ def test_the_debt_for_late_steps_is_bounded() -> None:
 
 def test_where_nothing_decodes_the_budget_is_whole() -> None:
     budget = make_pacer().open_step(StepDemand(2048))
-    assert (budget.take(0, 2000), budget.take(0, 100), budget.is_spent) == (2000, 48, True)
+    assert (budget.take_chunk(0, 2000), budget.take_chunk(0, 100), budget.is_spent) == (
+        2000,
+        48,
+        True,
+    )
 
 
 # ---- log-probabilities of prompts ---------------------------------------------------------------
@@ -198,15 +206,15 @@ def take_all(budget: StepBudget, num_wanted: int, *, wants_logprobs: bool) -> in
     computes."""
     num_taken = 0
     while not budget.is_spent:
-        num_taken += budget.take(0, num_wanted, wants_logprobs=wants_logprobs)
+        num_taken += budget.take_chunk(0, num_wanted, wants_logprobs=wants_logprobs)
     return num_taken
 
 
 def test_a_paced_step_knows_what_log_probabilities_of_prompts_take() -> None:
     pacer = make_pacer(ratio=2.5, model=fitted_with_vocabulary())
     plain, asked = open_paced(pacer), open_paced(pacer)
-    num_plain = plain.take(0, 1000)
-    num_asked = asked.take(0, 1000, wants_logprobs=True)
+    num_plain = plain.take_chunk(0, 1000)
+    num_asked = asked.take_chunk(0, 1000, wants_logprobs=True)
     assert 0 < num_asked < 0.5 * num_plain
     assert pacer.model.predict_s(asked.load) <= 2.5 / pacer.margin * asked.alone_s
 
@@ -232,7 +240,7 @@ def test_prompts_with_and_without_log_probabilities_share_a_step() -> None:
     full_s = pacer.model.predict_s(StepLoad(0, 0, 2048, 0))
     budget = pacer.open_step(StepDemand(2048))
     assert isinstance(budget, PacedBudget)
-    assert budget.take(0, 256, wants_logprobs=True) == 256
+    assert budget.take_chunk(0, 256, wants_logprobs=True) == 256
     assert not budget.is_spent
     num_plain = take_all(budget, 5000, wants_logprobs=False)
     assert budget.num_tokens > 0, "time was up before the tokens were"
@@ -244,7 +252,7 @@ def test_a_prompt_with_log_probabilities_goes_on_however_long_it_takes() -> None
     model = StepCostModel([*fitted(roofline)._coefficients[:-1], 10.0])
     for num_decodes in (0, 4):
         budget = open_paced(make_pacer(least=6, late_rows=8, model=model), num_decodes)
-        assert budget.take(0, 1000, wants_logprobs=True) == 6
+        assert budget.take_chunk(0, 1000, wants_logprobs=True) == 6
         assert budget.is_spent
 
 
@@ -265,15 +273,15 @@ def test_the_scheduler_tells_who_wants_log_probabilities() -> None:
 
 def test_measured_step_times_change_the_next_budgets() -> None:
     pacer = make_pacer()
-    before = open_paced(pacer).take(0, 1000)
+    before = open_paced(pacer).take_chunk(0, 1000)
     for step_id in range(60):
         budget = open_paced(pacer)
         if step_id % 2:
-            budget.take(0, before)
+            budget.take_chunk(0, before)
         pacer.launch(step_id)
         factor = 2.0 if step_id % 2 else 1.0
         pacer.observe(step_id, factor * roofline(budget.load))
-    assert open_paced(pacer).take(0, 1000) < 0.75 * before
+    assert open_paced(pacer).take_chunk(0, 1000) < 0.75 * before
 
 
 def test_the_margin_follows_the_steps_that_take_longer_than_predicted() -> None:
@@ -282,7 +290,7 @@ def test_the_margin_follows_the_steps_that_take_longer_than_predicted() -> None:
     def run(step_id: int, factor: float, chunk: int) -> None:
         budget = open_paced(pacer)
         if chunk:
-            budget.take(0, chunk)
+            budget.take_chunk(0, chunk)
         pacer.launch(step_id)
         pacer.observe(step_id, factor * pacer.model.predict_s(budget.load))
 

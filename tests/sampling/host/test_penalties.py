@@ -88,7 +88,7 @@ def test_a_row_that_is_set_again_starts_anew() -> None:
 
 def test_many_distinct_tokens_grow_the_list() -> None:
     counts = TokenCounts(1000)
-    slot = np.array([counts.take()])
+    slot = np.array([counts.reserve_slot()])
     history = TokenHistory(np.arange(1000, dtype=np.int32)[None, :], np.array([1]))
     for length in (1, 2, 63, 64, 65, 66, 900, 901):
         history.num_tokens[0] = length
@@ -112,7 +112,7 @@ class FollowingCounts(RuleBasedStateMachine):
     @rule(prompt=st.lists(st.integers(0, V - 1), min_size=1, max_size=8))
     def enter(self, prompt: list[int]) -> None:
         row = next(row for row in range(6) if row not in self.live)
-        self.live[row] = (self.counts.take(), len(prompt))
+        self.live[row] = (self.counts.reserve_slot(), len(prompt))
         self.token_ids[row, : len(prompt)] = prompt
         self.history.num_tokens[row] = len(prompt)
 
@@ -169,10 +169,10 @@ TestFollowingCounts = FollowingCounts.TestCase
 
 def test_slots_are_used_again() -> None:
     counts = TokenCounts(V)
-    first = [counts.take() for _ in range(9)]
+    first = [counts.reserve_slot() for _ in range(9)]
     assert sorted(first) == list(range(9))
     counts.release(first[4])
-    assert counts.take() == first[4]
+    assert counts.reserve_slot() == first[4]
 
 
 @pytest.mark.parametrize("value", [1.0, 0.5])
@@ -190,7 +190,7 @@ def test_an_impossible_token_stays_impossible(value: float) -> None:
 def test_a_slot_takes_memory_when_it_first_counts() -> None:
     """Where a device counts, nobody does here."""
     counts = TokenCounts(V)
-    slots = np.array([counts.take() for _ in range(9)])
+    slots = np.array([counts.reserve_slot() for _ in range(9)])
     counts.release(8)
     assert counts._table.nbytes == 0
     counts.follow(slots[7:8], np.array([0]), np.array([2]), history_of([[3, 4, 4]]))

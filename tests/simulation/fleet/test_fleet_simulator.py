@@ -123,7 +123,7 @@ def test_the_longest_match_alone_overloads_one_replica() -> None:
 class Deaf(FleetSimulator):
     """The router hears of no slowness."""
 
-    def _tell_slowness(self, now_s: float) -> None:
+    def _report_slowness(self, now_s: float) -> None:
         pass
 
 

@@ -128,7 +128,9 @@ class _Errors:
         self._found: dict[str, list[_Noise]] = {}
         self._began_s = time.perf_counter()
 
-    def see(self, linear: LinearModule, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def measure_product(
+        self, linear: LinearModule, x: torch.Tensor, y: torch.Tensor
+    ) -> torch.Tensor:
         """An `OnProduct` that measures a product and returns it unchanged. Raises TimeoutError."""
         if time.perf_counter() - self._began_s > MOST_SECONDS:
             raise TimeoutError("its weights can't be read again quickly")
@@ -215,7 +217,7 @@ def measure_weights(
         if isinstance(module, Linear)
     }
     errors = _Errors(weights, dtype, paths)
-    quiet = _log_probabilities(model, places, errors.see)
+    quiet = _log_probabilities(model, places, errors.measure_product)
     by_path = errors.by_path()
     generator = torch.Generator(device).manual_seed(0)
 

@@ -43,7 +43,9 @@ class CopiedForksManager(KVCacheManager):
                 "this memory copies forks of full attention only, but the model has layers with"
                 " windows or states; compare another model"
             )
-        self.copy_on_write = CopyEverything(self.growth, self.pool, self.deferred, self._take)
+        self.copy_on_write = CopyEverything(
+            self.growth, self.pool, self.deferred, self._take_blocks
+        )
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
         """Fork as the base class does, but mark all blocks for copying, not only a partial one."""

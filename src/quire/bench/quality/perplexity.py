@@ -156,7 +156,7 @@ def main(args: argparse.Namespace) -> int:
     results = [as_data(*each) for each in found.items()]
     _write(args, measuring.window_tokens, results)
     folders = [kinds[each.model].folder for each in found]
-    _keep(args, origin, list(zip(folders, results, strict=True))[1:])
+    _store_results(args, origin, list(zip(folders, results, strict=True))[1:])
     return 0 if len(found) == len(combinations) else NOT_ALL_MEASURED
 
 
@@ -198,7 +198,7 @@ def _read_text(path: str) -> str:
     return text
 
 
-def _keep(
+def _store_results(
     args: argparse.Namespace,
     origin: Mapping[str, str],
     results: Sequence[tuple[Path, Mapping[str, Any]]],

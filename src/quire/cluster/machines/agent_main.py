@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from quire.child_process import leave_start_text
+from quire.child_process import redirect_start_text
 from quire.cluster.machines.agent import Agent
 from quire.cluster.machines.agent_arguments import add_arguments
 from quire.cluster.machines.cluster_key import read_key
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stderr-fd", type=int, help="inherited; see child_process.StartText")
     arguments = parser.parse_args(argv)
     if arguments.stderr_fd is not None:
-        leave_start_text(arguments.stderr_fd)
+        redirect_start_text(arguments.stderr_fd)
     log.configure(arguments.log_level)
     try:
         return run(arguments)

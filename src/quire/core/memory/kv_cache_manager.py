@@ -84,10 +84,10 @@ class KVCacheManager:
         self.demotion = HybridDemotion(
             self.cache, self.pool, growth, self.snapshots, self.resume_points
         )
-        self.copy_on_write = CopyOnWrite(growth, self.pool, self.deferred, self._take)
+        self.copy_on_write = CopyOnWrite(growth, self.pool, self.deferred, self._take_blocks)
         self.moves: BlockMoves | None = None
         if config.tiers is not None:
-            self.moves = BlockMoves(config.tiers, self.pool, self.cache, growth, self._take)
+            self.moves = BlockMoves(config.tiers, self.pool, self.cache, growth, self._take_blocks)
         #: Number of blocks that a sequence takes at once when it outgrows its tables; 0 if it never
         #: does.
         self.num_blocks_to_grow = len(growth.growing)
@@ -226,7 +226,7 @@ class KVCacheManager:
             table = sequence.block_tables[rule.group]
             missing = rule.num_reserved(num_tokens, end) - len(table)
             if missing > 0:
-                table.extend(self._take(missing, sequence))
+                table.extend(self._take_blocks(missing, sequence))
         sequence.num_slots = self.growth.num_slots(sequence)
         num_full = match.num_tokens // self.block_size
         self.prefixes.start_computing(sequence, num_full)
@@ -269,7 +269,7 @@ class KVCacheManager:
             table = tables[group]
             first = len(table)
             if first < end:
-                taken = self._take(end - first, sequence)
+                taken = self._take_blocks(end - first, sequence)
                 table.extend(taken)
                 edits.append(TableEdit(row, group, EditKind.APPEND, first, tuple(taken)))
         sequence.num_slots = end * self.block_size
@@ -339,7 +339,7 @@ class KVCacheManager:
         is_shared = bool(parent.num_computed_tokens % self.block_size or self.growth.states)
         child.shares_tail = parent.shares_tail = is_shared
 
-    def _take(self, count: int, sequence: Sequence) -> list[int]:
+    def _take_blocks(self, count: int, sequence: Sequence) -> list[int]:
         taken, evicted = self.pool.take(count)
         if evicted:
             self.num_evicted_blocks += len(evicted)

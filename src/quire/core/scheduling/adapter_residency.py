@@ -151,7 +151,7 @@ class AdapterResidency:
         if digest not in self._slots:
             victim = self._find_victim()
             assert victim is not None, f"{sequence} can't have a slot"
-            self._slots[digest] = self._take(victim)
+            self._slots[digest] = self._take_slot(victim)
             self._reading.add(digest)
             self.refresh()
         return digest not in self._reading
@@ -195,7 +195,7 @@ class AdapterResidency:
         order = (digest for digest in idle if not self._demand[digest])
         return next(order, min(idle, key=self._ready.__contains__, default=None))
 
-    def _take(self, victim: str) -> int:
+    def _take_slot(self, victim: str) -> int:
         """Take the slot of `victim`, or a free one."""
         if victim == BASE_MODEL:
             return min(set(range(self.num_slots)) - set(self._slots.values()))

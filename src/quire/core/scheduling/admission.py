@@ -150,7 +150,7 @@ class Admission:
             found = self.capacity.check(sequence, step_id)
             if isinstance(found, PrefixMatch):
                 self.admit(sequence, found, step_id, now_s)
-                chunks[sequence] = self.serve(sequence, budget)
+                chunks[sequence] = self.schedule_prefill(sequence, budget)
                 for overtaken in passed_over:
                     overtaken.num_overtaken += 1
                 if any(overtaken.num_overtaken >= MAX_OVERTAKEN for overtaken in passed_over):
@@ -163,12 +163,12 @@ class Admission:
                     or sequence.num_overtaken >= MAX_OVERTAKEN
                     or len(passed_over) >= MAX_PASSED_OVER
                 ):
-                    self._take_loaded(passed_over, drawn)
+                    self._pass_on_loaded_blocks(passed_over, drawn)
                     break
         if not len(self._waiting):
             self.capacity.is_crowded = False
 
-    def _take_loaded(self, passed_over: list[Sequence], drawn: set[Sequence]) -> None:
+    def _pass_on_loaded_blocks(self, passed_over: list[Sequence], drawn: set[Sequence]) -> None:
         """Give blocks of loads to the first passed-over sequence for which they suffice.
 
         Later sequences are not admitted ahead of the ones passed over. So the blocks loaded for
@@ -194,7 +194,7 @@ class Admission:
         """Move a waiting sequence to RUNNING, with a row and tables for all tokens known so far."""
         self._waiting.remove(sequence)
         parent = sequence.parent
-        sequence.leave_parent()
+        sequence.stop_waiting_for_fork()
         if parent is not None and not parent.needs_prompt_logprobs:
             sequence.prompt_logprobs = list(parent.prompt_logprobs)
         is_first = sequence.num_admissions == 0
@@ -233,7 +233,7 @@ class Admission:
             return True
         return sequence.num_pending_tokens > 0 or self._beams.has_reported(sequence)
 
-    def serve(self, sequence: Sequence, budget: StepBudget) -> int:
+    def schedule_prefill(self, sequence: Sequence, budget: StepBudget) -> int:
         """Take the next chunk of a prefilling sequence from the budget, and report it to the
         policy."""
         computed = sequence.num_computed_tokens
@@ -260,7 +260,7 @@ class Admission:
             num_blocks = max(0, memory.pool.num_free - num_spare) // len(memory.growth.growing)
             num_wanted = min(num_wanted, num_slots + num_blocks * memory.block_size - computed)
         wants_logprobs = sequence.needs_prompt_logprobs
-        chunk = budget.take(computed, num_wanted, wants_logprobs=wants_logprobs)
+        chunk = budget.take_chunk(computed, num_wanted, wants_logprobs=wants_logprobs)
         if computed + chunk > num_slots:
             grown = memory.grow(sequence, computed + chunk)
             assert grown is not None, "free blocks were counted, but are not there"

@@ -76,7 +76,7 @@ class StepBudget:
         """Whether no further chunk may be planned."""
         return self.num_tokens <= 0
 
-    def take(
+    def take_chunk(
         self, num_computed_tokens: int, num_wanted: int, *, wants_logprobs: bool = False
     ) -> int:
         """The length of a sequence's next chunk, at least 1 token; only called while not
@@ -197,7 +197,7 @@ class PacedBudget(StepBudget):
     def is_spent(self) -> bool:
         return self._is_full or self.num_tokens <= 0
 
-    def take(
+    def take_chunk(
         self, num_computed_tokens: int, num_wanted: int, *, wants_logprobs: bool = False
     ) -> int:
         most = min(num_wanted, self.num_tokens)

@@ -100,7 +100,7 @@ class PlanBuilder:
         self.token_edits = [edit for edit in self.token_edits if edit.row != row]
         self.table_edits = [edit for edit in self.table_edits if edit.row != row]
 
-    def take(
+    def build(
         self, step_id: int, num_rows: int, num_tokens: int, chunks: tuple[Chunk, ...]
     ) -> StepPlan:
         """Return the plan with all recorded changes, and forget them."""

@@ -207,7 +207,7 @@ class RunningSet:
 
     # ---- blocks -----------------------------------------------------------------------------
 
-    def note_reserve(self, sequence: Sequence) -> None:
+    def record_reserve(self, sequence: Sequence) -> None:
         """Remember that a sequence has blocks beyond its present need, which `reclaim` takes
         first."""
         self._reserving.add(sequence)
@@ -224,9 +224,9 @@ class RunningSet:
         pool, rank = self._memory.pool, () if from_all else needy.rank
         # First, take blocks that no running sequence needs now; the cheapest to lose go first.
         if pool.num_free < num_wanted:
-            self._take_reserves(num_wanted)
-            self._take_loaded(num_wanted, needy, rank)
-            self._take_preempted(num_wanted, needy, rank)
+            self._reclaim_reserves(num_wanted)
+            self._reclaim_loaded(num_wanted, needy, rank)
+            self._reclaim_preempted(num_wanted, needy, rank)
             num_missing = num_wanted - pool.num_free
             if from_running and num_missing > 0 and self._memory.moves is not None:
                 self._memory.moves.stores.cancel_last(num_missing)
@@ -251,7 +251,7 @@ class RunningSet:
             self.preempt_alone(others.pop(), num_wanted - pool.num_free)
         self.reclaim(num_wanted, sequence, from_running=False, from_all=True)
 
-    def _take_reserves(self, num_wanted: int) -> None:
+    def _reclaim_reserves(self, num_wanted: int) -> None:
         memory = self._memory
         for sequence in sorted(self._reserving, key=rank_of, reverse=True):
             if memory.num_free_soon >= num_wanted:
@@ -287,7 +287,7 @@ class RunningSet:
         ]
         return sorted(behind, key=rank_of, reverse=True)
 
-    def _take_loaded(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
+    def _reclaim_loaded(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
         moves = self._memory.moves
         # Its own loads are given up last: blocks behind one that failed to load are of no use.
         for sequence in (*self.loading(needy, rank), needy):
@@ -295,7 +295,7 @@ class RunningSet:
                 return
             moves.loads.abandon(sequence)
 
-    def _take_preempted(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
+    def _reclaim_preempted(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
         memory = self._memory
         first = bisect_left(self.preempted, rank, key=rank_of)
         for sequence in reversed(self.preempted[first:]):
@@ -405,4 +405,4 @@ class AppendSlots:
         assert grown is not None, "blocks were found, but are not there"
         builder.edit_tables(grown)
         if num_extra:
-            self._running_set.note_reserve(sequence)
+            self._running_set.record_reserve(sequence)

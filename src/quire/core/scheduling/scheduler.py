@@ -184,12 +184,12 @@ class Scheduler:
         self.running_set.remove(sequence)
         sequence.finish_reason = reason
         sequence.move_to(SequenceState.FINISHED)
-        sequence.leave_parent()
+        sequence.stop_waiting_for_fork()
         if sequence.forks:  # the first waiting fork becomes the parent of the others
             heir, *others = sequence.forks
-            heir.leave_parent()
+            heir.stop_waiting_for_fork()
             for child in others:
-                child.leave_parent()
+                child.stop_waiting_for_fork()
                 child.parent = heir
                 child.num_common_tokens = min(child.num_common_tokens, heir.num_common_tokens)
                 heir.forks.append(child)
@@ -233,7 +233,7 @@ class Scheduler:
         if self.memory.moves is not None:
             self.memory.moves.launch(step.step_id, chunks)
         self._join_forks(step, joins)
-        return self._builder.take(step.step_id, len(self.running), step.num_tokens, named)
+        return self._builder.build(step.step_id, len(self.running), step.num_tokens, named)
 
     def _plan_all(self, chunks: dict[Sequence, int], now_s: float) -> list[Sequence]:
         """Fill `chunks` from all sequences; returns the sequences whose forks may join this
@@ -335,7 +335,7 @@ class Scheduler:
         # Last, give chunks to prompts by rank, while the budget lasts.
         for sequence in partial:
             if not budget.is_spent and sequence.state is SequenceState.RUNNING:
-                chunks[sequence] = self.admission.serve(sequence, budget)
+                chunks[sequence] = self.admission.schedule_prefill(sequence, budget)
         return budget
 
     def _launch(self, chunks: dict[Sequence, int]) -> tuple[StepInFlight, tuple[Chunk, ...]]:
@@ -394,7 +394,7 @@ class Scheduler:
 
     def _join(self, step: StepInFlight, child: Sequence, parent: Sequence) -> None:
         self.waiting.remove(child)
-        child.leave_parent()
+        child.stop_waiting_for_fork()
         child.prompt_logprobs = parent.prompt_logprobs  # one list: it may still be filled
         child.num_cached_tokens = parent.num_cached_tokens
         self.memory.fork(child, parent)

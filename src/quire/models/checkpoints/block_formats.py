@@ -109,7 +109,7 @@ class BlockFormats:
             elif isinstance(module, VocabEmbedding):
                 module.method = self._methods.of_block_format(self.of_table(path))
 
-    def tell(self, folder: object, dtype: torch.dtype) -> None:
+    def log_dequantized(self, folder: object, dtype: torch.dtype) -> None:
         """Log which weights are dequantized, and the memory that they take."""
         for name, count in self._numbers.items():
             _log.warning(

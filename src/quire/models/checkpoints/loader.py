@@ -121,7 +121,7 @@ def load_model(
         model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
     # Choose a method for each linear by the block format of its weights, and allocate the weights.
     block_formats = _block_formats(whole, config, entry, checkpoint, stored)
-    block_formats.tell(folder, dtype)
+    block_formats.log_dequantized(folder, dtype)
     for remark in () if config.quantized is None else config.quantized.remarks:
         _log.warning("%s: %s", folder, remark)
     if methods is not None:

@@ -6,7 +6,7 @@ sequences, and masks for rows with a grammar. The results return in one copy, wh
 `sample` and which `fetch` waits for. The tokens are also written to the history on the device,
 where the next step reads them.
 
-    logits -> scan -> edits, scan again -> race, settle, weigh, finish -> tokens
+    logits -> scan -> edits, scan again -> race, choose, weigh, finish -> tokens
                  \\-> a copy of the lines that need log-probabilities -> entries
 
 Order and meaning of the options are those of `host/sampler.py`. The kernels are in

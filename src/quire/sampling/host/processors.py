@@ -40,7 +40,7 @@ class LogitsProcessor(ABC, Generic[T]):
     def set_row(self, row: int, params: DecodingParams, num_prompt_tokens: int) -> None:
         """Replace the data of `row` by that of a sequence that enters it."""
         self.clear_row(row)
-        kept = self._keep(params, num_prompt_tokens)
+        kept = self._row_data(params, num_prompt_tokens)
         if kept is not None:
             self._by_row[row] = kept
 
@@ -69,7 +69,7 @@ class LogitsProcessor(ABC, Generic[T]):
         return self._by_row.get(row)
 
     @abstractmethod
-    def _keep(self, params: DecodingParams, num_prompt_tokens: int) -> T | None:
+    def _row_data(self, params: DecodingParams, num_prompt_tokens: int) -> T | None:
         """The data to keep for a sequence; None if it does not use the option."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class LogitsProcessor(ABC, Generic[T]):
 class AllowedTokens(LogitsProcessor[tuple[int, ...]]):
     """The option allowed_token_ids: all other tokens are impossible."""
 
-    def _keep(self, params: DecodingParams, num_prompt_tokens: int) -> tuple[int, ...] | None:
+    def _row_data(self, params: DecodingParams, num_prompt_tokens: int) -> tuple[int, ...] | None:
         return params.allowed_token_ids
 
     def _bind(
@@ -111,7 +111,7 @@ class BadWords(LogitsProcessor[tuple[int, tuple[tuple[int, ...], ...]]]):
         super().__init__()
         self._vocab_size = vocab_size
 
-    def _keep(
+    def _row_data(
         self, params: DecodingParams, num_prompt_tokens: int
     ) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
         words = tuple(word for word in params.bad_words if word and max(word) < self._vocab_size)
@@ -166,7 +166,7 @@ class MinTokens(LogitsProcessor[tuple[int, tuple[int, ...]]]):
         super().__init__()
         self._vocab_size = vocab_size
 
-    def _keep(
+    def _row_data(
         self, params: DecodingParams, num_prompt_tokens: int
     ) -> tuple[int, tuple[int, ...]] | None:
         if params.grammar is not None:
@@ -202,7 +202,7 @@ class LogitBias(LogitsProcessor[tuple[tuple[int, float], ...]]):
     """The option logit_bias: adds a number to a token's logit, in fp32. An impossible token stays
     impossible."""
 
-    def _keep(
+    def _row_data(
         self, params: DecodingParams, num_prompt_tokens: int
     ) -> tuple[tuple[int, float], ...] | None:
         return params.logit_bias or None
@@ -257,11 +257,11 @@ class Penalties(LogitsProcessor[PenaltyRow]):
             self._counts.release(self._by_row[row].slot)
         super().clear_row(row)
 
-    def _keep(self, params: DecodingParams, num_prompt_tokens: int) -> PenaltyRow | None:
+    def _row_data(self, params: DecodingParams, num_prompt_tokens: int) -> PenaltyRow | None:
         wanted = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         if wanted == (1.0, 0.0, 0.0):
             return None
-        return PenaltyRow(*wanted, num_prompt_tokens, self._counts.take())
+        return PenaltyRow(*wanted, num_prompt_tokens, self._counts.reserve_slot())
 
     def _bind(
         self, lines: Rows, rows: Rows, kept: Sequence[PenaltyRow], device: torch.device
@@ -303,7 +303,7 @@ class TokenCounts:
         self._free: list[int] = []
         self._num_slots = 0
 
-    def take(self) -> int:
+    def reserve_slot(self) -> int:
         """Reserve an empty slot. Its memory is allocated when a token is first counted here, since
         a device may count tokens instead."""
         if not self._free:

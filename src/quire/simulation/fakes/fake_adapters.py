@@ -49,12 +49,12 @@ class FakeAdapters:
         self._due_s.pop(digest, None)
         self._ready.discard(digest)
 
-    def take(self, digest: str) -> None:
+    def pop_ready(self, digest: str) -> None:
         """Note that the runner loads an adapter, which must be ready."""
         assert digest in self._ready, f"adapter {digest} is loaded, but was not ready"
         self._ready.discard(digest)
 
-    def take_failed(self) -> dict[str, str]:
+    def pop_failed(self) -> dict[str, str]:
         """The adapters that failed since the last call, with the reasons."""
         now_s = self._clock()
         failed = [
@@ -70,7 +70,7 @@ class FakeAdapters:
         """Refuses: clients of a simulation name adapters by digest."""
         raise NotImplementedError("a simulated adapter has no files")
 
-    def know(self, ref: AdapterRef) -> None:
+    def remember_source(self, ref: AdapterRef) -> None:
         """See `engine.adapter_work.StoredAdapters`."""
 
     def counts(self) -> dict[str, int]:

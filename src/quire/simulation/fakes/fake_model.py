@@ -228,7 +228,7 @@ class FakeModel:
         while len(token_ids) < num_left:
             mask = None if constraint is None else constraint.mask()
             token_id = self.next_token(fingerprint, salt, mask)
-            is_over = constraint is not None and constraint.take(token_id)
+            is_over = constraint is not None and constraint.accept_token(token_id)
             token_ids.append(token_id)
             if params.logprobs is not None:
                 logprobs.append(fake_logprobs(fingerprint, token_id, params.logprobs))

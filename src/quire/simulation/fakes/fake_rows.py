@@ -148,7 +148,7 @@ class FakeRows:
             self.slots[group, row] = -1
             self.num_table_tokens[group, row] = 0
 
-    def take_new_blocks(self) -> list[int]:
+    def pop_new_blocks(self) -> list[int]:
         """The new, empty blocks that rows got since the last call.
 
         After all edits of a plan, each of these blocks must be in exactly one row's table.
@@ -197,7 +197,7 @@ class FakeRows:
                 refuse(
                     f"{computed} tokens are computed, but the table has {len(table)} blocks", row
                 )
-            self._put(row, group, 0, table[:first_new])
+            self._write_ids(row, group, 0, table[:first_new])
             self._append_new(row, group, table[first_new:])
 
     def load_adapters(self, loads: tuple[AdapterLoad, ...]) -> None:
@@ -235,7 +235,7 @@ class FakeRows:
         if fork.joins_step:
             self.joining[row] = source
         for group, tables in enumerate(self.tables):
-            self._put(row, group, 0, tables[source])
+            self._write_ids(row, group, 0, tables[source])
 
     def count_joined(self) -> None:
         """Count the tables of forks that joined; each must equal the tables of its source."""
@@ -295,16 +295,18 @@ class FakeRows:
             self.history.refuse(f"a hole names blocks: {ids}", row)
         if kind is EditKind.REPLACE and HOLE_BLOCK in ids:
             self.history.refuse(f"replaced by a hole: {edit}", row)
-        self._put(row, group, first, ids)
+        self._write_ids(row, group, first, ids)
 
     def _append_new(self, row: int, group: int, ids: tuple[int, ...]) -> None:
         if HOLE_BLOCK in ids:
             self.history.refuse(f"a hole is given to row {row} as a new block: {ids}", row)
-        self._put(row, group, len(self.tables[group][row]), ids)
+        self._write_ids(row, group, len(self.tables[group][row]), ids)
         if row not in self.joining:  # a joining row has the blocks of its source
             self._new += [(block, row) for block in ids]
 
-    def _put(self, row: int, group: int, first: int, ids: list[int] | tuple[int, ...]) -> None:
+    def _write_ids(
+        self, row: int, group: int, first: int, ids: list[int] | tuple[int, ...]
+    ) -> None:
         """Write ids into a table from its logical block `first` on; HOLE_BLOCK has no slots."""
         if not ids:
             return

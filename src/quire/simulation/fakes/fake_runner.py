@@ -141,7 +141,7 @@ class FakeRunner:
         for edit in plan.table_edits:
             rows.edit(edit)
         # Then, overwrite the blocks that the plan gives out.
-        self._give_out(self._check_copies(plan.copies, rows.take_new_blocks()))
+        self._overwrite_new(self._check_copies(plan.copies, rows.pop_new_blocks()))
         if rows.num_live != plan.num_rows:
             self.history.refuse(f"{rows.num_live} rows live, the plan says {plan.num_rows}")
         # Finally, launch the step, and inject its failure if there is one.
@@ -344,7 +344,7 @@ class FakeRunner:
         step.fingerprints = self.rows.fingerprints[step.rows, : step.longest]
         step.written = self.rows.fingerprints[step.write_rows, step.write_positions]
 
-    def _give_out(self, blocks: list[int]) -> None:
+    def _overwrite_new(self, blocks: list[int]) -> None:
         """Overwrite new blocks. Refuses blocks that a step in flight accesses."""
         if not blocks:
             return

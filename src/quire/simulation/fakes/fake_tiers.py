@@ -36,7 +36,7 @@ class KeptContents:
     #: Partly filled blocks, by the digest of the prefix before them and then by name.
     tails: dict[bytes, dict[bytes, Tail]] = field(default_factory=dict)
 
-    def keep(self, order: StoreOrder, found: BlockBytes) -> None:
+    def store(self, order: StoreOrder, found: BlockBytes) -> None:
         """Store `found`, the content of the block that `order` names."""
         self.contents[order.group, order.name] = found
         if order.tokens:
@@ -208,7 +208,7 @@ class FakeTiers:
             is_same = same and now.num_state_tokens == before.num_state_tokens
             assert is_same, f"block {order.block} was changed while it was stored"
             if is_done and rng.random() < self._tier.stored_share:
-                kept.keep(order, before)
+                kept.store(order, before)
         else:
             found = kept.contents.get((order.group, order.name))
             self.faults.num_vanished += is_done and found is None

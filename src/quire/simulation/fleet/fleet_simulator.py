@@ -80,7 +80,7 @@ class FleetSimulator:
             if self._ends and self._ends[0][0] <= next_s:
                 now_s, name = heapq.heappop(self._ends)
                 if now_s >= self._next_told_s:
-                    self._tell_slowness(now_s)
+                    self._report_slowness(now_s)
                 self._end_step(self.replicas[name], now_s)
                 continue
             # All requests with the same arrival time are added before any of their replicas begins
@@ -96,7 +96,7 @@ class FleetSimulator:
         self.report.busy_s = [replica.busy_s for replica in self.replicas.values()]
         return self.report
 
-    def _tell_slowness(self, now_s: float) -> None:
+    def _report_slowness(self, now_s: float) -> None:
         self._next_told_s = now_s + TELL_EVERY_S
         for name, replica in self.replicas.items():
             busy_s, told_s = self._told[name]

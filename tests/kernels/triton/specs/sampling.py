@@ -57,7 +57,7 @@ def _specs(vocab_size: int, tile: int) -> list[KernelSpec]:
         spec(scan_logits.scan_logits_kernel, 4),
         spec(scan_logits.kth_largest_kernel, 8),
         spec(gumbel_sample.race_kernel, 8),
-        spec(gumbel_sample.settle_kernel, 8),
+        spec(gumbel_sample.choose_kernel, 8),
         spec(gumbel_sample.weigh_kernel, 4),
         spec(gumbel_sample.finish_kernel, 16),
         spec(token_logprobs.sum_tiles_kernel, 4),

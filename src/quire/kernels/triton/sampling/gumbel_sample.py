@@ -6,14 +6,14 @@ as in the reference, these kernels run after `scan_logits`:
 
     race    finds the two best coarse scores x + gumbel, in fp32, of each tile's tokens that top_k
             and min_p keep
-    settle  takes the best score of all tiles; scores that are closer than the coarse error, which
+    choose  takes the best score of all tiles; scores that are closer than the coarse error, which
             occur in two lines of ten thousand, are computed exactly
     weigh   top_p: sums the weights of all tokens and of those above the winner, in whole units, so
             that sums are exact
     finish  top_p: if the winner is outside of the nucleus, so are all tokens not above it; the
             tokens above race again, in one program a line, until the winner is inside
 
-The launches do not depend on results, so the host waits for nothing: `settle_kernel` and
+The launches do not depend on results, so the host waits for nothing: `choose_kernel` and
 `finish_kernel` loop on the device. Each winner outside the nucleus removes half of the weight
 outside, on average.
 
@@ -149,7 +149,7 @@ def gumbel_sample(
         race_kernel[(num_tiles, num_lines)](
             *line, *options, workspace.scores, workspace.leaders, **sizes, num_warps=8
         )
-    settle_kernel[(num_lines,)](
+    choose_kernel[(num_lines,)](
         *(*line, scan.tile_token, raw_scan.tile_largest, *options),
         *(workspace.scores, workspace.leaders, *written, outcome.state, *lengths),
         too_close,
@@ -278,7 +278,7 @@ def race_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def settle_kernel(  # type: ignore[no-untyped-def]
+def choose_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, tile_largest_ptr, tile_token_ptr, raw_largest_ptr,
     stream_ptr, position_ptr, temperature_ptr, log_min_p_ptr, cutoff_ptr,
     scores_ptr, leaders_ptr, token_ptr, token_ids_ptr, row_ptr, state_ptr, ids_stride, max_len,
