@@ -154,7 +154,7 @@ def parts_us(tokenizer: Tokenizer, batch: int) -> dict[str, float]:
         assembler = RequestAssembler(request, SamplingParams(), tokenizer, None, deltas_only=True)
         for token_id in ids:
             assembler.push(SequenceOutput("r", 0, (token_id,)))
-            assembler.take_delta(0)
+            assembler.pop_delta(0)
 
     def write() -> bytes:
         choice = CompletionChoice(0, " file")

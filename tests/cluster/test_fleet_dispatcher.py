@@ -248,7 +248,7 @@ def test_a_request_of_an_engine_behind_a_cut_link_is_not_blamed() -> None:
 
 def test_where_caches_are_emptied_nothing_is_expected_in_them() -> None:
     world = FleetWorld("a", "b")
-    world.dispatcher.tell(ClearPrefixes())
+    world.dispatcher.send_control(ClearPrefixes())
     assert world.placement.forgotten == ["a", "b"]
 
 
@@ -314,8 +314,8 @@ def test_the_bound_and_unique_ids_hold_over_the_fleet() -> None:
 
 def test_a_pause_reaches_all_and_those_that_come_later() -> None:
     world = FleetWorld("a")
-    world.dispatcher.tell(SetPaused(True))
-    world.dispatcher.tell(ClearPrefixes())
+    world.dispatcher.send_control(SetPaused(True))
+    world.dispatcher.send_control(ClearPrefixes())
     later = world.ready("b")
     assert world.engines["a"].sent == [SetPaused(True), ClearPrefixes()]
     assert later.sent == [SetPaused(True)]

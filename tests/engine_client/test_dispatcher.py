@@ -134,15 +134,15 @@ def test_requests_are_sent_at_once_and_their_outputs_go_to_their_streams() -> No
 
 def test_each_new_process_is_told_of_a_pause() -> None:
     world = World()
-    world.dispatcher.tell(SetPaused(True))
-    world.dispatcher.tell(ClearPrefixes())  # there is nothing to forget yet
+    world.dispatcher.send_control(SetPaused(True))
+    world.dispatcher.send_control(ClearPrefixes())  # there is nothing to forget yet
     wire = world.start_process()
     world.open("a")
     assert [type(message) for message in wire.sent] == [SetPaused, AddRequest]
     world.die()
     assert [type(message) for message in world.start_process().sent] == [SetPaused, AddRequest]
-    world.dispatcher.tell(SetPaused(False))
-    world.dispatcher.tell(ClearPrefixes())
+    world.dispatcher.send_control(SetPaused(False))
+    world.dispatcher.send_control(ClearPrefixes())
     assert world.wire.sent[-2:] == [SetPaused(False), ClearPrefixes()]
     world.die()
     assert [type(message) for message in world.start_process().sent] == [AddRequest]

@@ -62,7 +62,7 @@ def test_deltas_add_up_and_never_split_a_character(tokenizer: Tokenizer) -> None
     pieces, tokens = [], []
     for index, token_id in enumerate(ids):
         feed(target, [token_id], FinishReason.LENGTH if index == len(ids) - 1 else None)
-        delta = target.take_delta(0)
+        delta = target.pop_delta(0)
         pieces.append(delta.text)
         tokens += delta.token_ids
         assert "\ufffd" not in delta.text
@@ -133,7 +133,7 @@ def test_branches_are_independent(tokenizer: Tokenizer) -> None:
     assert target.finished
     assert [branch.token_ids for branch in target.output.outputs] == [[left], [right]]
     assert target.output.num_cached_tokens == 32
-    assert target.take_delta(1).text == tokenizer.decode([right])
+    assert target.pop_delta(1).text == tokenizer.decode([right])
 
 
 def test_logprobs(tokenizer: Tokenizer) -> None:
@@ -150,7 +150,7 @@ def test_logprobs(tokenizer: Tokenizer) -> None:
     assert [list(entry) for entry in branch.logprobs] == [[10, 11], [10, 11, 12]]
     assert branch.logprobs[1][12].rank == 7
     assert branch.logprobs[0][11].decoded_token == tokenizer.token_text(11)
-    assert list(target.take_delta(0).logprobs) == list(entries)
+    assert list(target.pop_delta(0).logprobs) == list(entries)
 
 
 def test_prompt_logprobs_start_with_none(tokenizer: Tokenizer) -> None:
@@ -200,11 +200,11 @@ def test_a_delta_merges_what_came_since_the_last_and_tells_the_end_once(
     entries = [TokenLogprobs(token_id, -0.5, 1, (), ()) for token_id in ids]
     for token_id, entry in zip(ids[:-1], entries, strict=False):
         feed(target, [token_id], logprobs=(entry,))
-    first = target.take_delta(0)
+    first = target.pop_delta(0)
     assert (first.text, first.token_ids) == (tokenizer.decode(ids[:-1]), ids[:-1])
     assert (list(first.logprobs), first.finish_reason) == (entries[:-1], None)
     feed(target, ids[-1:], FinishReason.LENGTH, logprobs=(entries[-1],))
-    last, nothing = target.take_delta(0), target.take_delta(0)
+    last, nothing = target.pop_delta(0), target.pop_delta(0)
     assert (last.token_ids, list(last.logprobs), last.finish_reason) == (
         ids[-1:],
         entries[-1:],
@@ -225,7 +225,7 @@ def test_looking_at_the_output_takes_nothing_from_the_deltas(tokenizer: Tokenize
         assert branch.logprobs is not None and len(branch.logprobs) == len(branch.token_ids)
         seen.append(branch.text)
     assert seen == [tokenizer.decode(ids[: end + 1]) for end in range(len(ids))]
-    assert target.take_delta(0).text == tokenizer.decode(ids)
+    assert target.pop_delta(0).text == tokenizer.decode(ids)
 
 
 def test_with_deltas_only_texts_and_logprobs_are_kept_nowhere_else(tokenizer: Tokenizer) -> None:
@@ -242,7 +242,7 @@ def test_with_deltas_only_texts_and_logprobs_are_kept_nowhere_else(tokenizer: To
     assert target.output.prompt_logprobs is None
     assert target.prompt_entries is not None and list(target.prompt_entries) == [entry]
     assert [0] in aborts
-    delta = target.take_delta(0)
+    delta = target.pop_delta(0)
     assert (delta.text, delta.token_ids) == ("one two", branch.token_ids)
     assert list(delta.logprobs) == [entry] * len(branch.token_ids)
     assert (delta.finish_reason, delta.stop_reason) == ("stop", "!")
@@ -264,7 +264,7 @@ def test_a_fork_begins_with_its_parents_text_but_tells_only_its_own(tokenizer: T
     index = target.add_branch(0, params)
     for token_id in own:
         target.push(SequenceOutput("r", index, (token_id,), logprobs=(entry,)))
-    branch, delta = target.output.outputs[index], target.take_delta(index)
+    branch, delta = target.output.outputs[index], target.pop_delta(index)
     assert (branch.text, branch.token_ids) == ("left right", [*start, *own])
     assert branch.cumulative_logprob == -1.0 * len(branch.token_ids)
     assert (delta.text, delta.token_ids) == (" right", own)

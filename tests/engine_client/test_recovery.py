@@ -30,7 +30,7 @@ def make(name: str = "r", n: int = 1, **params: Any) -> OpenRequest:
 def bring(
     request: OpenRequest, branch: int = 0, *token_ids: int, end: FinishReason | None = None
 ) -> bool:
-    return request.take(
+    return request.record_output(
         SequenceOutput(request.request_id, branch, token_ids or (7,), finish_reason=end)
     )
 
@@ -53,7 +53,7 @@ def test_a_request_goes_on_from_the_tokens_that_came() -> None:
 
 def test_a_branch_that_fails_without_a_token_brings_nothing() -> None:
     request = make(n=2, prompt_logprobs=1)
-    request.take(SequenceOutput("r", 0, (), finish_reason=FinishReason.ERROR, error="NaN"))
+    request.record_output(SequenceOutput("r", 0, (), finish_reason=FinishReason.ERROR, error="NaN"))
     assert request.to_send(10.0).params.prompt_logprobs == 1
 
 
@@ -345,9 +345,9 @@ def test_a_request_that_was_dropped_is_not_sent_again() -> None:
     queue = with_all_sent(a, b)
     queue.add(c)
     b.drop(None)
-    assert not queue.leave(b)
+    assert not queue.remove_request(b)
     c.drop(None)
-    assert not queue.leave(c)
+    assert not queue.remove_request(c)
     crash(queue)
     assert send_all(queue) == ["a"]
     prove(a)
@@ -360,12 +360,12 @@ def test_a_suspect_dropped_on_trial_can_be_blamed_until_the_process_removed_it()
     crash(queue)
     send_all(queue)
     a.drop(None)
-    assert queue.leave(a)
+    assert queue.remove_request(a)
     assert send_all(queue) == [], "the process may still compute it"
     assert crash(queue).blamed is a
     assert send_all(queue) == ["b"]
     b.drop(None)
-    assert not queue.leave(b), "nobody is suspected any more"
+    assert not queue.remove_request(b), "nobody is suspected any more"
 
 
 def test_a_trial_ends_when_the_process_removed_the_dropped_suspect() -> None:
@@ -374,11 +374,11 @@ def test_a_trial_ends_when_the_process_removed_the_dropped_suspect() -> None:
     crash(queue)
     send_all(queue)
     a.drop(None)
-    assert queue.leave(a)
+    assert queue.remove_request(a)
     queue.clear(a)
     assert send_all(queue) == ["b"]
     b.drop(None)
-    assert queue.leave(b)
+    assert queue.remove_request(b)
     queue.clear(b)
     assert crash(queue) == Diagnosis()
     assert send_all(queue) == [] and queue.is_idle

@@ -117,14 +117,16 @@ class World:
             is_last = max(map(len, request.branches.values())) >= NUM_TOKENS - 1
             reason = FinishReason.LENGTH if is_last else None
             for branch in list(request.branches):
-                request.take(SequenceOutput(request.request_id, branch, (7,), finish_reason=reason))
+                request.record_output(
+                    SequenceOutput(request.request_id, branch, (7,), finish_reason=reason)
+                )
             if not request.branches:
                 self.queue.end(request)
                 self.ends[request.request_id] = "answered"
             elif self.rng.random() < self.leaving:
                 request.drop(None)
                 self.ends[request.request_id] = "left"
-                if self.queue.leave(request):
+                if self.queue.remove_request(request):
                     self.queue.clear(request)
         self.running = [request for request in self.running if request.branches]
 

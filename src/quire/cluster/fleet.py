@@ -149,10 +149,10 @@ class EngineFleet:
         self._check_alive()
         return self.dispatcher.open(requests, sink)
 
-    async def tell(self, message: Control) -> None:
-        """See `AsyncEngine.tell`."""
+    async def send_control(self, message: Control) -> None:
+        """See `AsyncEngine.send_control`."""
         self._check_alive()
-        self.dispatcher.tell(message)
+        self.dispatcher.send_control(message)
         # The answer to a ping shows that an engine has handled the message before it.
         links = [engine.supervisor.link for engine in self.engines.all.values()]
         await asyncio.gather(

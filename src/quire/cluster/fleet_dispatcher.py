@@ -137,7 +137,7 @@ class FleetDispatcher:
             self._remove_ended(request)
         self._book.end_if_done(request)
 
-    def tell(self, message: Control) -> None:
+    def send_control(self, message: Control) -> None:
         """Send a message to all replicas. If it is a pause, it is also sent to replicas that join
         later."""
         if isinstance(message, SetPaused):
@@ -186,7 +186,7 @@ class FleetDispatcher:
             if output.token_ids and output.request_id not in replica.with_tokens:
                 replica.with_tokens.add(output.request_id)
                 self.placement.on_first_token(output.request_id)
-            self._book.take(output)
+            self._book.deliver(output)
             if request is self.trials.attribution.trial:
                 self.trials.note_output(request)
         if self.trials.waits_for_replica:

@@ -176,14 +176,14 @@ class AsyncEngine:
         self._check_alive()
         return self._dispatcher.open(requests, sink)
 
-    async def tell(self, message: Control) -> None:
+    async def send_control(self, message: Control) -> None:
         """Pause or continue the engine's steps, or clear its cached prefixes.
 
         When this returns, the engine has read the message, or there is no process. A restarted
         process starts paused if the last SetPaused said so. Raises EngineDeadError.
         """
         self._check_alive()
-        self._dispatcher.tell(message)
+        self._dispatcher.send_control(message)
         link = self._supervisor.link
         if link is not None:  # else the next process gets it when it starts
             await link.ask(Ping())
@@ -285,7 +285,7 @@ class Dispatcher:
         if request is None:
             return
         is_sent = self._queue.is_sent(request)
-        is_on_trial = not request.branches and self._queue.leave(request)
+        is_on_trial = not request.branches and self._queue.remove_request(request)
         if is_sent and self._wire is not None:
             self._wire.send(encode(AbortRequest(request_id, branch_index)))
             # The process may still compute the request, so its trial lasts until the step has
@@ -296,7 +296,7 @@ class Dispatcher:
 
     # ---- for the supervisor and its link ----------------------------------------------------
 
-    def tell(self, message: Control) -> None:
+    def send_control(self, message: Control) -> None:
         """Send a message to the process. A pause is also sent to later processes; ClearPrefixes is
         not, since a new process has no cached prefixes."""
         if isinstance(message, SetPaused):
@@ -317,7 +317,7 @@ class Dispatcher:
             return
         if isinstance(message, Outputs):
             for output in message.outputs:
-                self._book.take(output)
+                self._book.deliver(output)
         else:
             self._book.fail(message.request_id, error_from(message))
         if not self._queue.is_idle:

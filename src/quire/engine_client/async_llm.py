@@ -58,7 +58,7 @@ class _OpenRequest:
     def on_output(self, output: SequenceOutput) -> None:
         assert self.stream is not None, "outputs come after the request was taken"
         if self._assembler.metrics is not None:
-            self._assembler.metrics.note(len(output.token_ids), time.monotonic())
+            self._assembler.metrics.count_tokens(len(output.token_ids), time.monotonic())
         for branch_index in self._assembler.push(output):
             self.stream.abort_branch(output.request_id, branch_index)
         self._news.set()
@@ -84,7 +84,7 @@ class _OpenRequest:
         """Wait for new outputs and return all since the last call; None after the last output.
         Raises the error that ended the request."""
         while True:
-            found = self._snapshots.take()
+            found = self._snapshots.pop_output()
             if found is not None:
                 return found
             if self._ended.is_set():
@@ -201,14 +201,14 @@ class AsyncLLM:
             await self.abort(self._open)
         elif mode == "wait":
             await asyncio.gather(*(each.wait_ended() for each in self._open.values()))
-        await engine.tell(SetPaused(True))
+        await engine.send_control(SetPaused(True))
         if clear_cache:
-            await engine.tell(ClearPrefixes())
+            await engine.send_control(ClearPrefixes())
 
     async def resume_generation(self) -> None:
         """Continue after `pause_generation`. Has no effect if nothing is paused."""
         if not self._may_begin.is_set():
-            await (await self._started()).tell(SetPaused(False))
+            await (await self._started()).send_control(SetPaused(False))
             self._may_begin.set()
 
     async def is_paused(self) -> bool:
@@ -217,7 +217,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Clear all cached prefixes, as `LLM.reset_prefix_cache`."""
-        await (await self._started()).tell(ClearPrefixes())
+        await (await self._started()).send_control(ClearPrefixes())
         return True
 
     async def stats(self) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class _Branch:
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
         self.output.finish_reason, self.output.stop_reason = reason, stop_reason
 
-    def take_delta(self) -> Delta:
+    def pop_delta(self) -> Delta:
         output, texts, entries = self.output, self._new_texts, self._new_entries
         delta = Delta(
             texts[0] if len(texts) == 1 else "".join(texts),
@@ -248,7 +248,7 @@ class RequestAssembler:
     def push(self, new: SequenceOutput) -> list[int]:
         """Append one output. Returns the branches to abort, since a stop string ended them."""
         if new.prompt_logprobs is not None:
-            self._take_prompt_logprobs(LogprobEntries.of(new.prompt_logprobs))
+            self._store_prompt_logprobs(LogprobEntries.of(new.prompt_logprobs))
         if new.branch_index == 0 and not self._knows_cached:
             # Only the first output counts, because a request that is resumed finds other cached
             # tokens.
@@ -274,11 +274,11 @@ class RequestAssembler:
         branch.inherit(parent)
         return branch.output.index
 
-    def take_delta(self, branch_index: int) -> Delta:
+    def pop_delta(self, branch_index: int) -> Delta:
         """The new part of a branch since the last call."""
-        return self._branches[branch_index].take_delta()
+        return self._branches[branch_index].pop_delta()
 
-    def _take_prompt_logprobs(self, entries: LogprobEntries) -> None:
+    def _store_prompt_logprobs(self, entries: LogprobEntries) -> None:
         """Keep the first entries; a request that is resumed sends the same again."""
         if self._deltas_only:
             self.prompt_entries = self.prompt_entries or entries
@@ -334,7 +334,7 @@ class OutputSnapshots:
         self._name = name
         self._num_seen = [(0, False)] * len(assembler.output.outputs)
 
-    def take(self) -> RequestOutput | None:
+    def pop_output(self) -> RequestOutput | None:
         """The outputs since the last call; None if there is nothing to show."""
         output = self._assembler.output
         seen = [(len(each.token_ids), bool(each.finished)) for each in output.outputs]
@@ -354,7 +354,7 @@ class OutputSnapshots:
         return replace(output, request_id=self._name, outputs=branches)
 
     def _news(self, branch: CompletionOutput, num_tokens: int) -> CompletionOutput:
-        delta = self._assembler.take_delta(branch.index)
+        delta = self._assembler.pop_delta(branch.index)
         logprobs = None if branch.logprobs is None else branch.logprobs[num_tokens:]
         return replace(branch, text=delta.text, token_ids=delta.token_ids, logprobs=logprobs)
 

@@ -220,7 +220,7 @@ class OpenRequest:
         """Whether all of its outputs come at its end."""
         return self.request.params.beam_width > 0
 
-    def take(self, output: SequenceOutput) -> bool:
+    def record_output(self, output: SequenceOutput) -> bool:
         """Record an output. Returns whether it is still wanted."""
         token_ids = self.branches.get(output.branch_index)
         if token_ids is None:
@@ -354,7 +354,7 @@ class ResumeQueue:
         if self._trial is request:
             self._acquit(request)
 
-    def leave(self, request: OpenRequest) -> bool:
+    def remove_request(self, request: OpenRequest) -> bool:
         """Remove a request whose client has left. Returns whether it is on trial: the process may
         still compute it, so its trial lasts until `clear`."""
         self._sent.pop(request.request_id, None)

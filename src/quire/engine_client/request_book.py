@@ -141,10 +141,10 @@ class RequestBook:
             self.num_open += request.request.n
         return stream, opened
 
-    def take(self, output: SequenceOutput) -> None:
+    def deliver(self, output: SequenceOutput) -> None:
         """Pass an output to its stream, unless it is no longer wanted."""
         request, stream = self._open.get(output.request_id, (None, None))
-        if request is None or stream is None or not request.take(output):
+        if request is None or stream is None or not request.record_output(output):
             return  # aborted before this output arrived
         if output.finish_reason is not None:
             self.num_open -= 1

@@ -87,7 +87,7 @@ class RequestMetrics:
     #: Tokens of all branches.
     num_generation_tokens: int = 0
 
-    def note(self, num_tokens: int, now_s: float) -> None:
+    def count_tokens(self, num_tokens: int, now_s: float) -> None:
         """Count tokens that arrive now."""
         if not num_tokens:
             return

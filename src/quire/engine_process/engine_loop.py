@@ -256,10 +256,10 @@ class EngineLoop:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case AddRequest(request):
-                self._record.take_in(request.request_id)
+                self._record.record_request(request.request_id)
                 self._add(request)
             case AbortRequest(request_id, branch_index):
-                self._record.take_in(request_id)
+                self._record.record_request(request_id)
                 self._engine.abort(request_id, branch_index)
             case AbortAll():
                 self._engine.abort(None)

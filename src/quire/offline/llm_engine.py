@@ -79,7 +79,7 @@ class LLMEngine(LocalEngine):
         self._requests.advance()
         outputs: list[RequestOutput] = []
         for name, each in list(self._open.items()):
-            found = each.snapshots.take()
+            found = each.snapshots.pop_output()
             if found is not None:
                 outputs.append(found)
             if not each.group.unfinished:

@@ -134,7 +134,7 @@ class RequestTable:
 
         def has_come() -> bool:
             nonlocal found
-            found = assembler.take_delta(branch_index).text
+            found = assembler.pop_delta(branch_index).text
             return bool(found) or assembler.has_ended(branch_index)
 
         self._turns.until(has_come)
@@ -146,7 +146,7 @@ class RequestTable:
         with self._turns.turn():
             if not assembler.has_ended(branch_index):
                 self._turns.step()
-            return assembler.take_delta(branch_index).text
+            return assembler.pop_delta(branch_index).text
 
     def output(self, assembler: RequestAssembler) -> RequestOutput:
         """The output of an open request so far."""
@@ -281,7 +281,7 @@ class RequestTable:
             group.num_new_tokens += len(output.token_ids)
             metrics = assembler.metrics
             if metrics is not None:
-                metrics.note(len(output.token_ids), now_s)
+                metrics.count_tokens(len(output.token_ids), now_s)
             for branch_index in assembler.push(output):
                 self._engine.abort(output.request_id, branch_index)
             if assembler.finished and output.request_id in group.unfinished:

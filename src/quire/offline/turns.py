@@ -88,13 +88,13 @@ class Turns:
             waiter = _Waiter(lambda: False)
             try:
                 with self._mutex:
-                    self._stand_in_line(waiter)
+                    self._join_line(waiter)
                 while not waiter.has_turn:
                     waiter.sleep()
                 with self._gate:
                     yield
             finally:
-                self._leave(waiter)
+                self._release_turn(waiter)
 
     def until(self, has_come: Callable[[], bool]) -> None:
         """Step the engine until has_come() is true, or wait while another thread steps it.
@@ -104,7 +104,8 @@ class Turns:
         are handled between two steps, and within MAX_SLEEP_S in a thread that only waits.
         """
         waiter = _Waiter(has_come)
-        while not self._take_part(waiter):  # a signal interrupted it, whose handler did not raise
+        # Each further round follows a signal whose handler did not raise.
+        while not self._step_until_answered(waiter):
             pass
 
     def step(self) -> None:
@@ -153,14 +154,14 @@ class Turns:
             try:
                 with self._mutex:
                     if not self._is_taken:
-                        self._stand_in_line(waiter)  # which gets the turn at once
+                        self._join_line(waiter)  # which gets the turn at once
                 was_free = waiter.has_turn
-                self._leave(waiter)
+                self._release_turn(waiter)
             finally:
                 self._present.discard(me)
         return was_free
 
-    def _take_part(self, waiter: _Waiter) -> bool:
+    def _step_until_answered(self, waiter: _Waiter) -> bool:
         """Lead the crowd or follow. Returns whether the result has come; if not, a signal has."""
         # The leader steps at least once per turn, so that a long line can't prevent steps.
         has_stepped = False
@@ -173,14 +174,14 @@ class Turns:
                     elif waiter.has_come():
                         waiter.is_answered = True
                     elif has_stepped and self._line:
-                        self._let_others(waiter)
+                        self._pass_turn_to_line(waiter)
                         has_stepped = False
                     else:
                         with self._gate:
                             self.step()
                         has_stepped = True
             finally:
-                self._leave(waiter)
+                self._release_turn(waiter)
         return waiter.is_answered
 
     @contextmanager
@@ -198,7 +199,7 @@ class Turns:
             self._present.discard(me)
             self._flush()
 
-    def _stand_in_line(self, waiter: _Waiter) -> None:
+    def _join_line(self, waiter: _Waiter) -> None:
         self._line.append(waiter)
         if not self._is_taken:
             self._serve_next()
@@ -215,18 +216,18 @@ class Turns:
         with self._mutex:
             if self._leader is None:
                 self._leader = waiter
-                self._stand_in_line(waiter)
+                self._join_line(waiter)
             else:
                 self._crowd.append(waiter)
 
-    def _let_others(self, leader: _Waiter) -> None:
+    def _pass_turn_to_line(self, leader: _Waiter) -> None:
         """Pass the turn to the threads now in line; those that come later wait for a step."""
         with self._mutex:
             leader.has_turn = False
             self._line.append(leader)
             self._serve_next()
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def _release_turn(self, waiter: _Waiter) -> None:
         """Give up the waiter's turn, lead and place, after running postponed actions."""
         try:
             if waiter.has_turn:

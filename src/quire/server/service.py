@@ -139,15 +139,15 @@ class Service:
                 " (see /v1/models)"
             )
 
-    def leave_out(self, http: HTTPRequest, labels: Collection[str]) -> None:
-        """List in the answer's header nested fields of the body that have no effect. Raises
+    def report_or_refuse_fields(self, http: HTTPRequest, labels: Collection[str]) -> None:
+        """Report in the answer's header nested fields of the body that have no effect. Raises
         InvalidRequestError instead if the operator has unknown fields refused."""
         if self.unknown_fields == "refuse":
             for name in labels:
                 raise InvalidRequestError(
                     f"unknown field {name!r:.80}; leave it out", name.partition(".")[0]
                 )
-        note_ignored(http, labels)
+        report_ignored_fields(http, labels)
 
     def check_accepting(self) -> None:
         """Raises ServerDrainingError once the server is ending."""
@@ -163,6 +163,6 @@ def service_of(http: HTTPRequest) -> Service:
     return cast(Service, http.app.state.service)
 
 
-def note_ignored(http: HTTPRequest, names: Iterable[str]) -> None:
-    """List these fields of the body in the answer's header, since they have no effect."""
+def report_ignored_fields(http: HTTPRequest, names: Iterable[str]) -> None:
+    """Report these fields of the body in the answer's header, since they have no effect."""
     http.scope.setdefault("state", {}).setdefault("ignored_fields", []).extend(names)

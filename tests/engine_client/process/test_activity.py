@@ -20,7 +20,7 @@ from quire.engine_client.process.activity import ActivityRecord
 
 record = ActivityRecord(int(sys.argv[1]))
 record.compute({"a", "b"})
-record.take_in("c")
+record.record_request("c")
 record.compute(None)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -45,7 +45,7 @@ def test_each_thing_that_is_done_replaces_the_one_before() -> None:
     assert record.read() == (Doing.IDLE, frozenset())
     record.plan()
     assert record.read() == (Doing.PLANNING, None)
-    record.take_in("x" * 100)
+    record.record_request("x" * 100)
     assert record.read() == (Doing.TAKING_IN, {"x" * 100})
     record.compute(None)
     assert record.read() == (Doing.COMPUTING, {"with\nbreaks", "and \N{SNOWMAN}", ""})

@@ -317,7 +317,7 @@ def test_an_answer_to_an_earlier_link_is_none_to_this_one() -> None:
         new = now.find("y", "/y", False)
         (asked, _) = (decode_to_engine(frame[4:]) for frame in sent)
         assert isinstance(asked, FindAdapter)
-        now.take(AdapterReply(asked.find_id, AdapterRef("x", "/x", "digest")))
+        now.resolve(AdapterReply(asked.find_id, AdapterRef("x", "/x", "digest")))
         assert not old.done() and not new.done() and len(now.waiters) == 1
 
     run(test)

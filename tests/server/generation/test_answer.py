@@ -51,7 +51,7 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
     service = SimpleNamespace(
         adapters=adapters,
         check_model=nothing,
-        leave_out=nothing,
+        report_or_refuse_fields=nothing,
         answer_defaults=None,
         limits=None,
         default_deadline_s=None,

@@ -26,14 +26,14 @@ def history(store, owner, name):
 
 def test_nothing_is_kept_without_room():
     store = AnswerStore()
-    store.keep(Owner(""), answer("a"))
+    store.store(Owner(""), answer("a"))
     assert not store.is_on and store.find(Owner(""), "a") is None and len(store) == 0
 
 
 def test_a_history_is_all_that_came_before():
     store = AnswerStore(ROOM)
     for name, previous in (("a", None), ("b", "a"), ("c", "b"), ("other", None)):
-        store.keep(Owner(""), answer(name, previous))
+        store.store(Owner(""), answer(name, previous))
     assert [item["id"] for item in history(store, Owner(""), "c")] == ["item_a", "item_b", "item_c"]
     assert store.drop(Owner(""), "a") and not store.drop(Owner(""), "a")
     assert history(store, Owner(""), "c") is None and store.find(Owner(""), "c") is not None
@@ -42,7 +42,7 @@ def test_a_history_is_all_that_came_before():
 def test_a_history_is_read_in_pieces_and_has_a_bound(monkeypatch):
     store = AnswerStore(ROOM)
     for name, previous in (("a", None), ("b", "a"), ("c", "b")):
-        store.keep(Owner(""), answer(name, previous, size=1000))
+        store.store(Owner(""), answer(name, previous, size=1000))
     items, num_pauses = finished(store.history(Owner(""), "c"))
     assert len(items) == num_pauses == 3
     monkeypatch.setattr(answer_store, "MAX_HISTORY_BYTES", 3000)
@@ -53,7 +53,7 @@ def test_a_history_is_read_in_pieces_and_has_a_bound(monkeypatch):
 
 def test_tenants_see_their_own_alone():
     store = AnswerStore(ROOM)
-    store.keep(Owner("alice"), answer("a"))
+    store.store(Owner("alice"), answer("a"))
     assert store.find(Owner("bob"), "a") is None and not store.items_by_id(Owner("bob"), ["item_a"])
     assert history(store, Owner("bob"), "a") is None and not store.drop(Owner("bob"), "a")
     item = {"id": "item_a", "text": ""}
@@ -63,20 +63,20 @@ def test_tenants_see_their_own_alone():
 def test_the_one_used_least_recently_goes_first():
     store = AnswerStore(ROOM)
     for name in "abc":
-        store.keep(Owner(""), answer(name, size=2000))
+        store.store(Owner(""), answer(name, size=2000))
     assert history(store, Owner(""), "a") is not None  # used now
-    store.keep(Owner(""), answer("d", size=2000))
+    store.store(Owner(""), answer("d", size=2000))
     assert [store.find(Owner(""), name) is not None for name in "abcd"] == [True, False, True, True]
     assert not store.items_by_id(Owner(""), ["item_b"])
-    store.keep(Owner(""), answer("e", size=ROOM))  # larger than all of it
+    store.store(Owner(""), answer("e", size=ROOM))  # larger than all of it
     assert store.find(Owner(""), "e") is None and len(store) == 3
 
 
 def test_no_tenant_pushes_out_anothers():
     store = AnswerStore(ROOM)
-    store.keep(Owner("alice"), answer("a", size=8000))
+    store.store(Owner("alice"), answer("a", size=8000))
     for name in "bcdef":
-        store.keep(Owner("bob"), answer(name, size=8000))
+        store.store(Owner("bob"), answer(name, size=8000))
     assert store.find(Owner("alice"), "a") is not None
     assert [store.find(Owner("bob"), name) is not None for name in "bcdef"] == [False] * 4 + [True]
 
@@ -84,12 +84,12 @@ def test_no_tenant_pushes_out_anothers():
 def test_callers_without_keys_see_their_own_alone_and_share_one_room():
     store = AnswerStore(ROOM)
     first, second = Owner("", "first"), Owner("", "second")
-    store.keep(first, answer("a", size=3000))
-    store.keep(second, answer("b", size=3000))
+    store.store(first, answer("a", size=3000))
+    store.store(second, answer("b", size=3000))
     for owner, name in ((second, "a"), (Owner(""), "a"), (first, "b")):
         assert store.find(owner, name) is None and history(store, owner, name) is None
         assert not store.items_by_id(owner, [f"item_{name}"]) and not store.drop(owner, name)
-    store.keep(second, answer("c", size=3000))
+    store.store(second, answer("c", size=3000))
     assert store.find(first, "a") is None and store.find(second, "b") is not None
     assert store.num_bytes("") <= ROOM
 
@@ -101,7 +101,7 @@ def test_it_never_holds_more_than_its_bound(steps):
         if size < 0:
             store.drop(Owner(tenant), str(number))
         else:
-            store.keep(Owner(tenant), answer(str(number), size=size))
+            store.store(Owner(tenant), answer(str(number), size=size))
         held = [store.find(Owner(of), str(name)) for of in "AB" for name in range(6)]
         for of, first in (("A", 0), ("B", 6)):
             kept = [each.num_bytes for each in held[first : first + 6] if each]

@@ -208,13 +208,13 @@ def test_each_waiting_choice_is_assembled_when_its_turn_comes(
 ):
     """A thousand long ones at once would hold up all other calls."""
     taken = []
-    take_delta = RequestAssembler.take_delta
+    take_delta = RequestAssembler.pop_delta
 
     def note_and_take(assembler, branch):
         taken.append(branch)
         return take_delta(assembler, branch)
 
-    monkeypatch.setattr(RequestAssembler, "take_delta", note_and_take)
+    monkeypatch.setattr(RequestAssembler, "pop_delta", note_and_take)
 
     async def play():
         async with make(service, tokenizer, params=SamplingParams(n=3)) as generation:

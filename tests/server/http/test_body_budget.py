@@ -34,7 +34,7 @@ def uploading(budget, tenant, num_bytes):
     upload = budget.open(tenant)
     upload.cuts = []
     upload.on_cut = lambda: upload.cuts.append(True)
-    upload.take(FREE_BYTES + num_bytes)
+    upload.count_bytes(FREE_BYTES + num_bytes)
     return upload
 
 
@@ -42,7 +42,7 @@ def test_bytes_count_from_their_arrival_until_the_call_is_answered():
     budget = BodyBudget()
     first, second = uploading(budget, "", 100), uploading(budget, "", 20)
     assert budget.num_bytes == 120
-    first.take(5)
+    first.count_bytes(5)
     first.end()
     assert budget.num_bytes == 125
     first.close()
@@ -56,7 +56,7 @@ def test_short_bodies_always_have_room():
     uploading(budget, "alice", 1000)
     short = budget.open("alice")
     short.expect(FREE_BYTES)
-    short.take(FREE_BYTES)
+    short.count_bytes(FREE_BYTES)
     assert budget.num_bytes == 1000
 
 
@@ -64,7 +64,7 @@ def test_the_server_and_each_tenant_have_bounds():
     budget = BodyBudget(max_bytes=1000, max_tenant_bytes=600)
     alice = uploading(budget, "alice", 600)
     with pytest.raises(TenantBusyError, match="'alice' may have 600 bytes of long bodies"):
-        alice.take(1)
+        alice.count_bytes(1)
     uploading(budget, "bob", 400)
     with pytest.raises(UploadsFullError):
         uploading(budget, "carol", 1)
@@ -109,8 +109,8 @@ def test_drops_that_keep_coming_make_no_upload_fast():
     slow, fast = uploading(budget, "", 100), uploading(budget, "", PROGRESS_BYTES)
     for _ in range(int(SLOW_S)):
         clock.now_s += 1
-        slow.take(1)
-        fast.take(PROGRESS_BYTES // 2)
+        slow.count_bytes(1)
+        fast.count_bytes(PROGRESS_BYTES // 2)
     uploading(budget, "", PROGRESS_BYTES)
     assert (slow.cuts, fast.cuts) == ([True], [])
 

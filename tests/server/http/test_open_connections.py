@@ -34,7 +34,7 @@ class World:
         found = [Fake(self.book) for _ in range(number)]
         for each in found:
             assert self.book.admit(each, address)
-            self.book.note_waiting(each)
+            self.book.record_waiting(each)
         return found
 
     def pass_time(self):
@@ -61,7 +61,7 @@ def test_room_is_made_at_the_address_with_most_idle_connections():
     assert not world.book.make_room()  # all have just come: their requests are on their way
     world.pass_time()
     busy = crowd[0]
-    world.book.note_answering(busy)
+    world.book.record_answering(busy)
     assert world.book.make_room()
     assert [each.is_closed for each in crowd] == [False] + [True] * CLOSED_AT_ONCE + [False] * 3
     assert world.book.num_closed_idle == CLOSED_AT_ONCE
@@ -72,7 +72,7 @@ def test_bytes_of_a_head_that_does_not_end_make_no_connection_younger():
     world = World()
     (slow,) = world.open("10.0.0.1")
     world.pass_time()
-    world.book.note_waiting(slow)
+    world.book.record_waiting(slow)
     assert world.book.make_room() and slow.is_closed
 
 
@@ -80,9 +80,9 @@ def test_an_upload_that_has_stopped_is_closed_after_what_waits_for_a_request():
     world = World()
     stopped, moving, idle = world.open("10.0.0.1", 3)
     for each in (stopped, moving):
-        world.book.note_uploading(each)
+        world.book.record_uploading(each)
     world.pass_time()
-    world.book.note_uploading(moving)
+    world.book.record_uploading(moving)
     assert world.book.make_room() and idle.is_closed
     assert world.book.make_room() and stopped.is_closed
     assert not world.book.make_room() and not moving.is_closed
@@ -104,7 +104,7 @@ def test_connections_per_address_are_bounded_and_idle_ones_are_closed_first(addr
     assert world.book.num_refused == 1
     world.open(other, 2)
     world.pass_time()
-    world.book.note_answering(first)
+    world.book.record_answering(first)
     assert world.book.admit(Fake(world.book), address)
     assert second.is_closed and not first.is_closed
 
@@ -118,7 +118,11 @@ def test_addresses_of_this_machine_have_no_bound_of_their_own(address):
 def test_a_connection_that_was_never_admitted_changes_nothing():
     world = World()
     stranger = Fake(world.book)
-    for note in (world.book.note_waiting, world.book.note_uploading, world.book.note_answering):
+    for note in (
+        world.book.record_waiting,
+        world.book.record_uploading,
+        world.book.record_answering,
+    ):
         note(stranger)
     world.book.remove(stranger)
     world.pass_time()

@@ -292,7 +292,7 @@ def test_a_call_has_its_own_deadline_or_the_servers(asked, default, expected):
 def test_a_call_that_was_not_taken_in_costs_nothing(clock):
     book = TenantBook(4, 600, clock=clock)
     for _ in range(5):
-        book.open(ALICE, 4, 500).take_back()
+        book.open(ALICE, 4, 500).cancel()
     assert book.num_open() == {"alice": 0}
     book.open(ALICE, 1, 600)
     with pytest.raises(TokenRateError):

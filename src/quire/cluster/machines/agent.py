@@ -124,7 +124,7 @@ class HostedEngine(ProcessLink):
         tag = _tag(body)
         if tag == b"pong":
             self._num_pings -= 1
-            self.note_life()
+            self.record_life()
             # Only after the answer to the last ping can no output of the former requests follow.
             if self._is_flushing:
                 if not self._num_pings:

@@ -97,7 +97,7 @@ class RemoteLink(EngineLink):
         """See `EngineLink`. An agent that can't be reached ends the engine by itself."""
         if self._channel is not None:
             self._killed_because = self._killed_because or why
-            self._undead = self._undead or self._loop.call_later(UNDEAD_S, self._give_up)
+            self._undead = self._undead or self._loop.call_later(UNDEAD_S, self._abort_connection)
             self._channel.send_message(KillEngine(why))
 
     async def close(self) -> None:
@@ -111,7 +111,7 @@ class RemoteLink(EngineLink):
             self._channel.abort()
             await asyncio.shield(self._dead.wait())
 
-    def _give_up(self) -> None:
+    def _abort_connection(self) -> None:
         """See `EngineLink`. The engine counts as lost."""
         if self._channel is not None:
             self._channel.abort()
@@ -134,7 +134,7 @@ class RemoteLink(EngineLink):
         """See `FrameHandler`."""
         self.connection_lost(None)
 
-    async def _bury(self) -> tuple[QuireError, Death]:
+    async def _await_exit(self) -> tuple[QuireError, Death]:
         if self._died is None:
             why = self._killed_because or "its machine can't be reached, or its agent has ended"
             return (

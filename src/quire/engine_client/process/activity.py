@@ -79,7 +79,7 @@ class ActivityRecord:
         """Record that there is no work until a message comes."""
         self._memory[: _HEAD.size] = _HEAD.pack(Doing.IDLE, 0)
 
-    def take_in(self, request_id: str) -> None:
+    def record_request(self, request_id: str) -> None:
         """Record that a message about this request is handled."""
         self._write(_record(Doing.TAKING_IN, [request_id]))
 

@@ -30,7 +30,7 @@ class _Deaths:
     #: The link to the last process that died.
     last: EngineLink | None = None
 
-    def note(self, link: EngineLink) -> None:
+    def count(self, link: EngineLink) -> None:
         """Count a death, once for each process, even if several calls were waiting for it."""
         if link is not self.last:
             self.number, self.last = self.number + 1, link
@@ -67,7 +67,7 @@ class AdapterSearch:
                 try:
                     ref = await link.adapters.find(name, path, anew)
                 except EngineDeadError:
-                    self._deaths.setdefault(path, _Deaths(stamps)).note(link)
+                    self._deaths.setdefault(path, _Deaths(stamps)).count(link)
                 else:
                     self._deaths.pop(path, None)
                     return ref

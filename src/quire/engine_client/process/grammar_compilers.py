@@ -143,7 +143,7 @@ class GrammarCompilers:
         limits (WorkerLostError if the worker may have died of another cause), and EngineDeadError
         if there is no process.
         """
-        worker = self._take_worker()
+        worker = self._acquire_worker()
         is_kept, began_s = False, time.monotonic()
         try:
             reply = await worker.work(form)
@@ -178,7 +178,7 @@ class GrammarCompilers:
         """End the process and all its workers at once. May be called twice."""
         self._forget_process()
 
-    def _take_worker(self) -> _Worker:
+    def _acquire_worker(self) -> _Worker:
         try:
             self._start()
             while self._idle:

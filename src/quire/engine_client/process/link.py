@@ -92,7 +92,7 @@ class AdapterCalls:
         self._send(encode(FindAdapter(find_id, name, path, anew)))
         return waiter
 
-    def take(self, reply: AdapterReply) -> None:
+    def resolve(self, reply: AdapterReply) -> None:
         """Resolve the question of a reply, if this link has asked it."""
         waiter = self.waiters.pop(reply.find_id, None)
         if waiter is None or waiter.done():  # asked by an earlier link, or its caller was cancelled
@@ -133,7 +133,7 @@ class EngineLink(asyncio.Protocol):
         self._has_hung = False
         self._reaper: asyncio.Task[None] | None = None
         self._undead: asyncio.TimerHandle | None = None
-        self._is_given_up = False
+        self._is_aborted = False
         self._dead = asyncio.Event()
         self._pulse: asyncio.TimerHandle | None = None
         #: When the oldest unanswered heartbeat ping was sent; None if all are answered.
@@ -157,17 +157,17 @@ class EngineLink(asyncio.Protocol):
 
     @abstractmethod
     def kill(self, why: str) -> None:
-        """Kill the process. The owner is called when it is gone, or after UNDEAD_S by `_give_up`;
-        subclasses set the timer `_undead`."""
+        """Kill the process. The owner is called when it is gone, or after UNDEAD_S by
+        `_abort_connection`; subclasses set the timer `_undead`."""
 
-    def _give_up(self) -> None:
+    def _abort_connection(self) -> None:
         """Treat the process as gone."""
-        self._is_given_up = True
+        self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
 
     @abstractmethod
-    async def _bury(self) -> tuple[QuireError, Death]:
+    async def _await_exit(self) -> tuple[QuireError, Death]:
         """Wait after the connection's end until the process is gone, and kill it if necessary.
         Returns the reason for people, and the evidence."""
 
@@ -201,7 +201,7 @@ class EngineLink(asyncio.Protocol):
         self._pulse = self._loop.call_later(timeout_s / _PULSES_PER_TIMEOUT, self.watch, timeout_s)
         if self._asked_s is None:
             self._asked_s = now_s
-            self.call_between_steps(self._note_pulse)
+            self.call_between_steps(self._record_pulse)
         elif now_s - self._asked_s >= timeout_s:
             self._has_hung = True
             self.kill(
@@ -209,7 +209,7 @@ class EngineLink(asyncio.Protocol):
                 " (heartbeat_timeout_s says how long a step may take)"
             )
 
-    def _note_pulse(self) -> None:
+    def _record_pulse(self) -> None:
         self._asked_s = None
 
     async def wait_dead(self) -> None:
@@ -252,7 +252,7 @@ class EngineLink(asyncio.Protocol):
             case Pong():
                 self._answer({})
             case AdapterReply():
-                self.adapters.take(message)
+                self.adapters.resolve(message)
             case Progress():
                 self._owner.on_progress(self, message)
             case Ready():
@@ -269,7 +269,7 @@ class EngineLink(asyncio.Protocol):
         for timer in (self._pulse, self._undead):
             if timer is not None:
                 timer.cancel()
-        error, death = await self._bury()
+        error, death = await self._await_exit()
         _fail(self._waiters)
         _fail(self.adapters.waiters.values())
         self._waiters.clear()

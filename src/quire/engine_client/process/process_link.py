@@ -90,20 +90,20 @@ class ProcessLink(EngineLink):
         """See `EngineLink`."""
         if self._process is not None and self._process.returncode is None:
             self._killed_because = self._killed_because or why
-            self._undead = self._undead or self._loop.call_later(UNDEAD_S, self._give_up)
+            self._undead = self._undead or self._loop.call_later(UNDEAD_S, self._abort_connection)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    def note_life(self) -> None:
+    def record_life(self) -> None:
         """Note that the process is alive. Earlier out-of-memory kills are then not counted as kills
         of this process."""
         self._num_oom_kills = num_oom_kills()
 
-    def _note_pulse(self) -> None:
-        self.note_life()
-        super()._note_pulse()
+    def _record_pulse(self) -> None:
+        self.record_life()
+        super()._record_pulse()
 
-    async def _bury(self) -> tuple[QuireError, Death]:
+    async def _await_exit(self) -> tuple[QuireError, Death]:
         process = self._process
         assert process is not None
         # First, wait for the process, then kill it and wait again.
@@ -114,7 +114,7 @@ class ProcessLink(EngineLink):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.0 if self._is_given_up else UNDEAD_S):
+                async with asyncio.timeout(0.0 if self._is_aborted else UNDEAD_S):
                     await process.wait()
         if process.returncode is None:
             logger.error("process %d can't be ended; it is left behind", process.pid)
@@ -126,9 +126,9 @@ class ProcessLink(EngineLink):
         self._start_text.close()
         if said:
             logger.error("the engine process wrote before it had started:\n%s", said)
-        return self._judge(process.returncode, said)
+        return self._explain_death(process.returncode, said)
 
-    def _judge(self, status: int | None, said: str) -> tuple[QuireError, Death]:
+    def _explain_death(self, status: int | None, said: str) -> tuple[QuireError, Death]:
         """The reason of a death: a message for people, and the evidence.
 
         `status` is the exit status; None means that the process was killed and has not ended.

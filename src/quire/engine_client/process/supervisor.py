@@ -243,7 +243,7 @@ class Supervisor:
             took_s = self._loop.time() - self._began_s
             self.build_limit_s = max(LEAST_BUILD_LIMIT_S, BUILD_LIMIT_RATIO * took_s)
         elif ready.limits != self.limits:
-            self._give_up(
+            self._fail(
                 EngineDeadError(
                     "the engine was started again, but has other limits than before: the files of"
                     " the model have changed; restart the server"
@@ -262,11 +262,11 @@ class Supervisor:
         """See `LinkOwner`."""
         if link is self._link:
             self._link = None
-            self._note_death(error, death)
+            self._handle_death(error, death)
 
     # ---- starting anew ----------------------------------------------------------------------
 
-    def _note_death(self, error: QuireError, death: Death) -> None:
+    def _handle_death(self, error: QuireError, death: Death) -> None:
         """Handle the end of a process, or a failed start: start another one, or end everything."""
         if self._build_timer is not None:
             self._build_timer.cancel()
@@ -297,7 +297,7 @@ class Supervisor:
                 delay_s = self._budget.note_death(self._loop.time(), death, explained)
                 if delay_s is None:
                     config = self._recovery
-                    self._give_up(
+                    self._fail(
                         EngineDeadError(
                             f"the engine process has died more than {config.max_restarts} times"
                             f" within {config.window_s:g} s and is not started again; the last"
@@ -326,7 +326,7 @@ class Supervisor:
             if not isinstance(error, OSError):
                 logger.exception("the engine process can't be started")
             self._link = None
-            self._note_death(
+            self._handle_death(
                 EngineDeadError(f"the engine process can't be started: {error}"),
                 Death(Activity(Doing.LOADING), status=None),
             )
@@ -339,7 +339,7 @@ class Supervisor:
         self._link = self._new_link(self, self._listener)
         await self._link.open(encode(Start(self._options)))
 
-    def _give_up(self, error: QuireError) -> None:
+    def _fail(self, error: QuireError) -> None:
         logger.error("%s", error)
         self.state = EngineState.FAILED
         self._failed.set_result(error)

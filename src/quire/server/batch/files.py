@@ -131,7 +131,7 @@ class BatchOutput:
         self._file: FileIO | None = None
         try:
             if path.is_file():  # a device or a pipe holds no earlier answers
-                self._take_over(custom_ids)
+                self._resume_output(custom_ids)
             # Unbuffered, so that no part of a line is left to be written again after an error.
             self._file = FileIO(path, "ab", opener=_open_private)
         except OSError as error:
@@ -163,7 +163,7 @@ class BatchOutput:
             raise OSError(error.errno, text, str(self.path)) from error
         self.answered.add(custom_id)
 
-    def _take_over(self, custom_ids: Collection[str]) -> None:
+    def _resume_output(self, custom_ids: Collection[str]) -> None:
         size = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):

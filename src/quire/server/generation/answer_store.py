@@ -107,7 +107,7 @@ class AnswerStore:
     def __len__(self) -> int:
         return sum(map(len, self._answers.values()))
 
-    def keep(self, owner: Owner, stored: StoredAnswer) -> None:
+    def store(self, owner: Owner, stored: StoredAnswer) -> None:
         """Store an answer, evicting the tenant's least recently used ones. An answer above the
         tenant's bound is not stored."""
         if stored.num_bytes > self._max_bytes:

@@ -213,7 +213,7 @@ class HTTPGeneration:
         with ExitStack() as undo:
             self._lease = service.tenants.open(caller.tenant, self.num_choices, num_prompt_tokens)
             not_taken = undo.enter_context(ExitStack())
-            not_taken.callback(self._lease.take_back)
+            not_taken.callback(self._lease.cancel)
             self._stream = service.engine.generate(self.requests, self)
             not_taken.pop_all()
             undo.callback(self._lease.close)
@@ -259,7 +259,7 @@ class HTTPGeneration:
             if self._has_ended:
                 return []
             await self._wait()
-        return self._take()
+        return self._pop_deltas()
 
     async def rest(self) -> Iterator[tuple[int, Delta]]:
         """All unread output once every choice has finished: each choice once, in order.
@@ -276,7 +276,7 @@ class HTTPGeneration:
             raise self._error
         news, self._news = self._news, {}
         return (
-            (choice, assembler.take_delta(branch))
+            (choice, assembler.pop_delta(branch))
             for choice, (assembler, branch) in sorted(news.items(), key=lambda item: item[0])
         )
 
@@ -286,7 +286,7 @@ class HTTPGeneration:
         if self._error is not None:
             return
         try:
-            self._take_in(output)
+            self._add_output(output)
         except Exception as error:  # `next_batch` and `rest` raise it
             self._fail(error)
 
@@ -296,7 +296,7 @@ class HTTPGeneration:
         self._error = self._error or error
         self._wake()
 
-    def _take_in(self, output: SequenceOutput) -> None:
+    def _add_output(self, output: SequenceOutput) -> None:
         assert self._stream and self._record and self._lease, "outputs come inside `async with`"
         if self.first_output_s is None:
             self.first_output_s = time.monotonic()
@@ -314,10 +314,10 @@ class HTTPGeneration:
         if not self._waits_for_end:
             self._wake()
 
-    def _take(self) -> list[tuple[int, Delta]]:
+    def _pop_deltas(self) -> list[tuple[int, Delta]]:
         news, self._news = self._news, {}
         return [
-            (choice, assembler.take_delta(branch)) for choice, (assembler, branch) in news.items()
+            (choice, assembler.pop_delta(branch)) for choice, (assembler, branch) in news.items()
         ]
 
     def _fail(self, error: Exception) -> None:

@@ -134,7 +134,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_known_fields(cls, body: Any) -> Any:
+    def _select_known_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
         if cls.takes_extra_body and "extra_body" in body:

@@ -55,16 +55,17 @@ class Upload:
         return self._num_bytes - self._num_at_progress
 
     def expect(self, num_bytes: int) -> None:
-        """Check that a body of an announced length has room now. Raises the errors of `take`."""
+        """Check that a body of an announced length has room now. Raises the errors of
+        `count_bytes`."""
         self._budget.make_room(self, max(0, num_bytes - FREE_BYTES))
 
-    def take(self, num_bytes: int) -> None:
+    def count_bytes(self, num_bytes: int) -> None:
         """Count bytes that have arrived. Raises TenantBusyError and UploadsFullError where there is
         no room for them."""
         self._num_bytes += num_bytes
         if self.num_since_progress >= PROGRESS_BYTES:
             self._num_at_progress = self._num_bytes
-            self._budget.note_progress(self)
+            self._budget.record_progress(self)
         more = max(0, self._num_bytes - FREE_BYTES) - self.num_counted
         if more > 0:
             self._budget.make_room(self, more)
@@ -73,7 +74,7 @@ class Upload:
     def end(self) -> None:
         """Mark the body as complete; from now on it can't be cut."""
         self.on_cut = None
-        self._budget.note_whole(self)
+        self._budget.record_whole(self)
 
     def close(self) -> None:
         """Release the body's room once its call has been answered. May be called twice."""
@@ -138,13 +139,13 @@ class BodyBudget:
         if not self._of_tenant[upload.tenant]:
             del self._of_tenant[upload.tenant]
 
-    def note_progress(self, upload: Upload) -> None:
+    def record_progress(self, upload: Upload) -> None:
         """Record that the upload is fast enough at this moment."""
         upload.progress_s = self._clock()
-        self.note_whole(upload)
+        self.record_whole(upload)
         self._coming[upload] = None
 
-    def note_whole(self, upload: Upload) -> None:
+    def record_whole(self, upload: Upload) -> None:
         """Record that the upload is complete."""
         self._coming.pop(upload, None)
 

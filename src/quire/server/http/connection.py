@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, **from_uvicorn: Any) -> None:
         self._inner: Any = protocol_class()(**from_uvicorn)
         self._inner.refuse = self._refuse
-        self._inner.on_answered = self._note_state
+        self._inner.on_answered = self._record_state
         self._is_refused = False
         self._transport: asyncio.Transport | None = None
         self._cycle: Any = None  # uvicorn's last request
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
         self._bound_in_kernel(transport)
         self._inner.connection_made(transport)
         self._head.start()
-        self._note_state()
+        self._record_state()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
                 self._cut()
             return
         self._inner.data_received(data)
-        self._note_state()
+        self._record_state()
         cycle = self._inner.cycle  # the last request whose head has come
         if cycle is None or cycle.response_complete:
             self._head.start()
@@ -181,14 +181,14 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _note_state(self) -> None:
+    def _record_state(self) -> None:
         cycle = self._inner.cycle
         if cycle is None or cycle.response_complete:
-            self.connections.note_waiting(self)
+            self.connections.record_waiting(self)
         elif cycle.more_body and not getattr(self._inner, "pipeline", ()):
-            self.connections.note_uploading(self)
+            self.connections.record_uploading(self)
         else:
-            self.connections.note_answering(self)
+            self.connections.record_answering(self)
 
     def _refuse(self, error: RequestHeadError) -> None:
         """Answer malformed input, read no more, and close once the client has the answer."""

@@ -430,7 +430,7 @@ class _Body:
         self._num_bytes += num_bytes
         if self._num_bytes > self._max_bytes:
             raise _body_too_long(self._max_bytes)
-        upload.take(num_bytes)
+        upload.count_bytes(num_bytes)
         if not message.get("more_body", False):
             self._is_whole = True
             upload.end()

@@ -128,13 +128,13 @@ class Listener:
 
     def _stop_for(self, seconds: float) -> None:
         self._loop.remove_reader(self._sock)
-        self._pause = self._loop.call_later(seconds, self._go_on)
+        self._pause = self._loop.call_later(seconds, self._resume_accepting)
 
     def _on_room(self) -> None:
         if self._pause is not None and not self._has_failed:
-            self._go_on()
+            self._resume_accepting()
 
-    def _go_on(self) -> None:
+    def _resume_accepting(self) -> None:
         if self._pause is not None:
             self._pause.cancel()
         self._pause, self._has_failed = None, False

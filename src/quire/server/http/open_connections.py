@@ -101,7 +101,7 @@ class OpenConnections:
         address = self._address_of.get(connection)
         if address is None:
             return
-        self.note_answering(connection)
+        self.record_answering(connection)
         del self._address_of[connection]
         self._num_of[address] -= 1
         if not self._num_of[address]:
@@ -109,24 +109,24 @@ class OpenConnections:
         if self.on_room is not None:
             self.on_room()
 
-    def note_waiting(self, connection: Closable) -> None:
+    def record_waiting(self, connection: Closable) -> None:
         """Record that the connection waits for a complete request. Its waiting time does not start
         again with bytes of a head that does not end."""
         address = self._address_of.get(connection)
         if address is None or connection in self._waiting.get(address, ()):
             return
-        self.note_answering(connection)
+        self.record_answering(connection)
         self._waiting.setdefault(address, {})[connection] = self._clock()
 
-    def note_uploading(self, connection: Closable) -> None:
+    def record_uploading(self, connection: Closable) -> None:
         """Record that a piece of a body has arrived, but not its end. The waiting time starts
         again."""
         address = self._address_of.get(connection)
         if address is not None:
-            self.note_answering(connection)
+            self.record_answering(connection)
             self._uploading.setdefault(address, {})[connection] = self._clock()
 
-    def note_answering(self, connection: Closable) -> None:
+    def record_answering(self, connection: Closable) -> None:
         """Record that a request is being answered, so that the connection is not idle."""
         address = self._address_of.get(connection)
         if address is None:
@@ -146,7 +146,7 @@ class OpenConnections:
         found = kind.get(address, {}).items()
         idle = [each for each, since_s in islice(found, most) if since_s <= last_s]
         for each in idle:
-            self.note_answering(each)  # it is closing, and must not be closed twice
+            self.record_answering(each)  # it is closing, and must not be closed twice
             self.num_closed_idle += 1
             each.close_idle()
         return idle

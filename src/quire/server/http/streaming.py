@@ -210,12 +210,12 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             try:
                 async for each in events:
-                    await outlet.put(each)
+                    await outlet.send_body(each)
             except QuireError as error:
                 if not outlet.has_begun:
                     raise
-                await outlet.put(self._error_event(error))
-        await outlet.put(self._end, is_last=True)
+                await outlet.send_body(self._error_event(error))
+        await outlet.send_body(self._end, is_last=True)
 
 
 class _Outlet:
@@ -235,7 +235,7 @@ class _Outlet:
         self._lock = asyncio.Lock()
         self._last_s = time.monotonic()
 
-    async def put(self, body: bytes, *, is_last: bool = False) -> None:
+    async def send_body(self, body: bytes, *, is_last: bool = False) -> None:
         """Returns once the client's buffer has room again."""
         async with self._lock:
             if not self.has_begun:
@@ -251,5 +251,5 @@ class _Outlet:
         left_s = self._last_s + self._keep_alive_s - time.monotonic()
         if left_s > 0:
             return left_s
-        await self.put(self._keep_alive)
+        await self.send_body(self._keep_alive)
         return self._keep_alive_s

@@ -32,7 +32,7 @@ from quire.server.http.json_body import LONG_BODY_BYTES, MAX_VALUES, parse
 from quire.server.http.streaming import json_response
 from quire.server.limits import CallLimits
 from quire.server.routes.unsupported import METHODS, refuse
-from quire.server.service import note_ignored, service_of
+from quire.server.service import report_ignored_fields, service_of
 
 MAX_FIELDS = 1000
 """Most fields of a body's object, and of its extra_body: unknown ones are named one by one."""
@@ -74,10 +74,10 @@ async def read_json(http: HTTPRequest, content: bytes, body_class: type[Body] | 
         rule = service.unknown_fields or body_class.unknown_fields
         if rule == "ignore" and isinstance(value, dict):
             value, unknown = body_class.without_unknown(value)
-            note_ignored(http, unknown)
+            report_ignored_fields(http, unknown)
         if service.unknown_fields != "refuse" and isinstance(value, dict):
             value, unknown = body_class.without_unknown_inside(value)
-            note_ignored(http, unknown)
+            report_ignored_fields(http, unknown)
     return value
 
 

@@ -121,7 +121,7 @@ class RecordedCall:
         if all(found.ends):
             del self._open[request_id]
             found.ended_s, found.is_streamed = now_s, self.is_streamed
-            self._recorder.put(found)
+            self._recorder.submit(found)
 
 
 class LoadRecorder:
@@ -186,14 +186,14 @@ class LoadRecorder:
 
     def refuse(self, began_s: float, status: int, kind: str) -> None:
         """Record a call that was answered with an error before the engine accepted it."""
-        self.put(_RefusedCall(self.next_number(), began_s, status, kind))
+        self.submit(_RefusedCall(self.next_number(), began_s, status, kind))
 
     def next_number(self) -> int:
         """Assign the number of the next request."""
         self._num_numbers += 1
         return self._num_numbers - 1
 
-    def put(self, ended: _EndedRequest | _RefusedCall) -> None:
+    def submit(self, ended: _EndedRequest | _RefusedCall) -> None:
         """Hand an ended request or a refused call to the thread."""
         if self._has_failed:
             return

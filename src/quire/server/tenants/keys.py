@@ -70,7 +70,7 @@ class ApiKeys:
 
     def tenant_of(self, presented: Iterable[bytes]) -> Tenant | None:
         """The tenant of the first valid one of the presented keys; None if none is valid."""
-        self._look_at_file()
+        self._reload_file()
         for key in presented:
             digest, found = self._digest(key), None
             for known, tenant in self._all.items():
@@ -80,7 +80,7 @@ class ApiKeys:
                 return found
         return None
 
-    def _look_at_file(self) -> None:
+    def _reload_file(self) -> None:
         """Read the file again, at most once a second. A file that can't be read changes nothing.
 
         Its content is compared rather than its modification time, which two writes within one tick

@@ -59,7 +59,7 @@ class Lease:
         """Count generated tokens. Never refuses: they may turn the tenant's level negative."""
         self._book._spend(self._account, num_tokens)
 
-    def take_back(self) -> None:
+    def cancel(self) -> None:
         """Undo the call's counts, since the engine did not accept it."""
         self._book._spend(self._account, -self._num_prompt_tokens)
         self.close()

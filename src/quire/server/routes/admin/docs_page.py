@@ -172,7 +172,7 @@ def _body(schema: Schema, parts: Schema) -> str:
             values = ", ".join(f"`{json.dumps(value)}`" for value in harmless)
             refused.append(Row(name, note=f"but for {values}" if values else ""))
             continue
-        row = Row(name, _kind(field, parts), _bounds(field, name in required), _note(field))
+        row = Row(name, _kind(field, parts), _bounds(field, name in required), _description(field))
         taken.append(row)
         inner = _followed(_not_null(field), parts)
         taken += _inner_rows(name, inner, parts) if "$ref" in str(field) else []
@@ -186,7 +186,9 @@ def _body(schema: Schema, parts: Schema) -> str:
 def _inner_rows(name: str, schema: Schema, parts: Schema) -> Iterator[Row]:
     for inner, field in schema.get("properties", {}).items():
         if not _is_refused(field):
-            yield Row(f"{name}.{inner}", _kind(field, parts), _bounds(field, False), _note(field))
+            yield Row(
+                f"{name}.{inner}", _kind(field, parts), _bounds(field, False), _description(field)
+            )
 
 
 def _answer(status: str, media: str, schema: Schema, parts: Schema) -> str:
@@ -211,7 +213,9 @@ def _answer_rows(prefix: str, schema: Schema, parts: Schema) -> Iterator[Row]:
         inner = _followed(_not_null(field), parts)
         while inner.get("type") == "array":
             path, inner = f"{path}[]", _followed(_not_null(inner.get("items", {})), parts)
-        yield Row(path, _kind(field, parts), _default(field), _note(field) or _note(inner))
+        yield Row(
+            path, _kind(field, parts), _default(field), _description(field) or _description(inner)
+        )
         yield from _answer_rows(f"{path}.", inner, parts)
 
 
@@ -364,6 +368,6 @@ _RANGES = {
 }
 
 
-def _note(field: Schema) -> str:
+def _description(field: Schema) -> str:
     """The description of a field, or of an answer's object as a whole."""
     return " ".join(str(field.get("description", "")).split())

@@ -40,7 +40,7 @@ from quire.server.routes.anthropic.messages_body import (
 )
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import answers
-from quire.server.service import Service, note_ignored, service_of
+from quire.server.service import Service, report_ignored_fields, service_of
 from quire.text.parsers.message_events import MessageEvent
 
 router = Endpoints(error_form=anthropic_error, generating_paths=("/v1/messages",))
@@ -49,7 +49,7 @@ router = Endpoints(error_form=anthropic_error, generating_paths=("/v1/messages",
 @router.post("/v1/messages", responses=answers(Message, streams=True, errors=ERROR_RESPONSES))
 async def create_message(body: MessagesRequest, http: HTTPRequest) -> Response:
     """Answer the messages, in Anthropic's form."""
-    note_ignored(http, body.ignored_tools)
+    report_ignored_fields(http, body.ignored_tools)
     return await generate(http, body, _MessageAnswer)
 
 
@@ -58,10 +58,10 @@ async def count_tokens(body: CountTokensRequest, http: HTTPRequest) -> Response:
     """The number of tokens of a prompt, equal to the usage of a call with these fields."""
     service = service_of(http)
     service.check_model(body.model)
-    note_ignored(http, body.ignored_tools)
+    report_ignored_fields(http, body.ignored_tools)
     with fields_named(FIELD_NAMES):
         prompt = await chat_prompt(service, await chat_call_of(body))
-    service.leave_out(http, prompt.left_out)
+    service.report_or_refuse_fields(http, prompt.left_out)
     return json_response(TokenCount(len(prompt.token_ids)))
 
 

@@ -134,9 +134,9 @@ async def tokenize(body: TokenizeRequest, http: HTTPRequest) -> Response:
             len(body.prompt), _encode, service, body.prompt, with_special
         )
     else:
-        service.leave_out(http, labels_of_tools(body.tools))
+        service.report_or_refuse_fields(http, labels_of_tools(body.tools))
         prompt = await chat_prompt(service, await chat_call_of(body))
-        service.leave_out(http, prompt.left_out)
+        service.report_or_refuse_fields(http, prompt.left_out)
         token_ids = prompt.token_ids
     content = await call_for_text(
         len(token_ids), _tokenized, service, token_ids, body.return_token_strs

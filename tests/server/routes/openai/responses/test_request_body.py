@@ -79,7 +79,7 @@ def test_params_are_the_bodys():
 
 def test_the_conversation_comes_first():
     found = body()
-    found.go_on_in(Conversation(history=({"role": "user", "content": "before"},)))
+    found.continue_conversation(Conversation(history=({"role": "user", "content": "before"},)))
     contents = [message["content"] for message in found.to_chat_call().messages]
     assert contents == ["before", "hi"]
 

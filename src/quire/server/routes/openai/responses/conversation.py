@@ -107,12 +107,12 @@ class Conversation:
         items = [_listed(item) for item in given]
         return StoredItems(msgspec.json.encode(items), tuple(item["id"] for item in items))
 
-    def keep(self, response: ResponseObject, given: StoredItems) -> None:
+    def store_answer(self, response: ResponseObject, given: StoredItems) -> None:
         """Store an answer. `given` is the result of `listed` for its input."""
         output = response.output
         made = StoredItems(msgspec.json.encode(output), tuple(item.id for item in output))
         answer = msgspec.json.encode(response)
-        self.store.keep(
+        self.store.store(
             self.owner, StoredAnswer(response.id, answer, given, made, self.previous_id)
         )
 

@@ -177,7 +177,7 @@ class ContextBody(TemplateOptions):
         """The names of the defined tools. Raises InvalidRequestError."""
         return self._read_tools()[1]
 
-    def go_on_in(self, conversation: Conversation) -> None:
+    def continue_conversation(self, conversation: Conversation) -> None:
         """Make the input continue a conversation, with references replaced by stored items. Raises
         InvalidRequestError."""
         self._conversation = conversation

@@ -46,7 +46,7 @@ from quire.server.routes.openai.responses.stream_events import (
     encoded,
 )
 from quire.server.routes.openapi import answers
-from quire.server.service import note_ignored
+from quire.server.service import report_ignored_fields
 from quire.text.parsers.message_events import (
     CallArguments,
     CallEnd,
@@ -67,8 +67,8 @@ _encode_json = msgspec.json.Encoder().encode
 @router.post("/v1/responses", responses=answers(ResponseObject, streams=True))
 async def create_response(body: ResponsesRequest, http: HTTPRequest) -> Response:
     """Answer the input."""
-    body.go_on_in(await Conversation.of(http, body.previous_response_id))
-    note_ignored(http, body.tool_names.left_out)
+    body.continue_conversation(await Conversation.of(http, body.previous_response_id))
+    report_ignored_fields(http, body.tool_names.left_out)
     return await generate(http, body, _ResponsesAnswer)
 
 
@@ -96,13 +96,13 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
     def _message_events(
         self, choice: int, events: Sequence[MessageEvent], delta: Delta
     ) -> Generator[bytes, None, None]:
-        made = yield from self._take_in(events, delta)
+        made = yield from self._events_of(events, delta)
         yield from map(encoded, made)
 
     def _end_events(self) -> Iterable[bytes]:
         response = self._response(self._writer.items)
         last = Completed if self._status == "completed" else Incomplete
-        self._keep(response)
+        self._store_response(response)
         return map(encoded, self._writer.numbered([last(response=response)]))
 
     def _error_event(self, error: QuireError) -> bytes:
@@ -122,17 +122,17 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
     def _whole_message(
         self, choice: int, message: CollectedMessage, delta: Delta
     ) -> Generator[bytes, None, None]:
-        yield from self._take_in(list(_events_of(message)), delta)
+        yield from self._events_of(list(_events_of(message)), delta)
         separator = b""
         for item in self._writer.items:
             yield separator + _encode_json(item)
             separator = b","
 
     def _rest_of_whole(self) -> Iterable[Iterable[bytes]]:
-        self._keep(self._response(self._writer.items))
+        self._store_response(self._response(self._writer.items))
         return ()
 
-    def _take_in(
+    def _events_of(
         self, events: Sequence[MessageEvent], delta: Delta
     ) -> Generator[bytes, None, list[StreamEvent]]:
         """The new stream events of a delta, as the return value. Yields nothing; may pause at each
@@ -219,9 +219,9 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
     def _is_stored(self) -> bool:
         return self._body.store and self._service.answers.is_on
 
-    def _keep(self, response: ResponseObject) -> None:
+    def _store_response(self, response: ResponseObject) -> None:
         if self._is_stored:
-            self._body.conversation.keep(response, self._body.listed_items)
+            self._body.conversation.store_answer(response, self._body.listed_items)
 
 
 def _events_of(message: CollectedMessage) -> Iterator[MessageEvent]:

@@ -21,7 +21,7 @@ from quire.server.routes.openai.responses.conversation import (
 from quire.server.routes.openai.responses.request_body import FIELD_NAMES, InputTokensRequest
 from quire.server.routes.openai.responses.response_object import ResponseObject
 from quire.server.routes.openapi import answers
-from quire.server.service import note_ignored, service_of
+from quire.server.service import report_ignored_fields, service_of
 
 router = Endpoints()
 
@@ -67,11 +67,11 @@ async def count_input_tokens(body: InputTokensRequest, http: HTTPRequest) -> Res
     """Count the tokens of an input, its tools and instructions included."""
     service = service_of(http)
     service.check_model(body.model)
-    body.go_on_in(await Conversation.of(http, body.previous_response_id))
-    note_ignored(http, body.tool_names.left_out)
+    body.continue_conversation(await Conversation.of(http, body.previous_response_id))
+    report_ignored_fields(http, body.tool_names.left_out)
     with fields_named(FIELD_NAMES):
         prompt = await chat_prompt(service, await chat_call_of(body))
-    service.leave_out(http, prompt.left_out)
+    service.report_or_refuse_fields(http, prompt.left_out)
     num_tokens, longest = len(prompt.token_ids), service.engine.limits.max_model_len
     is_cut = body.truncation == "auto"
     return json_response(InputTokens(min(num_tokens, longest - 1) if is_cut else num_tokens))
