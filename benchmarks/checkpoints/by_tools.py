@@ -28,12 +28,13 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quire.attention.interface import rotated
 from quire.formats.block_quantized.linear_methods import CHUNK_INPUTS, BlockQuantizedMethods
 from quire.formats.block_quantized.weights import BlockFormat
 from quire.formats.dense import DenseMethod
 from quire.formats.weight_format import LinearModule
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.quantize import quantize_groups
-from quire.kernels.rotary import rotate
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints.loader import load_model
 from quire.models.checkpoints.readers import open_checkpoint
@@ -213,9 +214,9 @@ def cases() -> Iterator[tuple[str, Callable[[Path], Numbers]]]:
 class _Attention:
     """Causal attention over one chunk."""
 
-    def __call__(self, layer: int, q: Any, k: Any, v: Any, sinks: Any = None, rotation: Any = None):
-        q, k = rotate(q, k, rotation)
-        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+    def __call__(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
+        parts = (*rotated(inputs), inputs.v)
+        q, k, v = (each.transpose(0, 1)[None] for each in parts if each is not None)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
 

@@ -23,6 +23,7 @@ from quire.attention.interface import (
 from quire.attention.quantized_kv import rotate_vectors
 from quire.attention.reference import attend_sequences
 from quire.attention.triton_paged import kv_pages
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.triton.attention.latent_write import latent_write
 from quire.kernels.triton.attention.quantized_kv import CODE_DTYPES, quantize_tokens
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
@@ -138,7 +139,7 @@ class PagedSequences:
         inputs = self.qkv(sum(queries))
         kept = tuple(part.clone() for part in inputs)
         self.backend.plan(self.batch(befores, queries))
-        out = self.backend.run(0, *inputs)
+        out = self.backend.run(0, AttentionInputs(*inputs))
         return out, (kept[0], kept[1], kept[2])
 
 
@@ -298,7 +299,7 @@ def _measure_decode(
     _fill(paged, befores)
     q, k, v = paged.qkv(num)
     paged.backend.plan(paged.batch(befores, queries))
-    seconds = bench.time_graph_s(lambda: paged.backend.run(0, q, k, v))
+    seconds = bench.time_graph_s(lambda: paged.backend.run(0, AttentionInputs(q, k, v)))
     # Scales included: a block has as many bytes for each of its tokens.
     num_bytes = num * context * paged.layer.format.bytes_per_layer // block_size
     share = num_bytes / seconds / bench.roofline().read_bytes_s
@@ -319,7 +320,7 @@ def _measure_latents(bench: Bench, spec: AttentionSpec, num: int, context: int) 
     _fill(paged, befores)
     q, k, v = paged.qkv(num)
     paged.backend.plan(paged.batch(befores, queries))
-    seconds = bench.time_graph_s(lambda: paged.backend.run(0, q, k, v))
+    seconds = bench.time_graph_s(lambda: paged.backend.run(0, AttentionInputs(q, k, v)))
     num_bytes = num * context * paged.layer.format.bytes_per_layer // 16
     ops = 2 * num * context * spec.num_heads * (spec.head_dim + spec.output_dim)
     roofline = bench.roofline()
@@ -364,7 +365,7 @@ def _measure_prefill(
     paged = PagedSequences(bench, Case("", spec, bench.dtype, 16, (0,), (num_tokens,), kv))
     q, k, v = paged.qkv(num_tokens)
     paged.backend.plan(paged.batch((0,), (num_tokens,)))
-    seconds = bench.time_s(lambda: paged.backend.run(0, q, k, v))
+    seconds = bench.time_s(lambda: paged.backend.run(0, AttentionInputs(q, k, v)))
     ops = 4 * spec.num_heads * spec.head_dim * num_tokens * (num_tokens + 1) / 2
     rate = ops / seconds
     share = rate / bench.roofline().ops_s["bf16"]

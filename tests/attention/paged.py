@@ -19,6 +19,7 @@ from quire.attention.interface import (
     LayerKV,
 )
 from quire.attention.reference import attend_sequences
+from quire.kernels.attention_inputs import AttentionInputs
 
 POISON = 10**9
 """A block id far outside every pool: gathering it raises."""
@@ -159,14 +160,14 @@ class PagedStep:
         return rows, GroupBatch(block_tables, torch.tensor(slots))
 
     def inputs(self, layer, query_lens, contexts=None, order=None):
-        """q, k, v of the step's tokens, and the layer's sinks; v is None where it is latent."""
+        """The inputs of a layer in the step, without a rotation."""
         contexts = contexts or self.contexts
         order = order if order is not None else range(len(contexts))
         spans = [(i, slice(contexts[i] - query_lens[i], contexts[i])) for i in order]
         q, k = (torch.cat([x[layer][i][s] for i, s in spans]) for x in (self.q, self.k))
         is_latent = self.specs[layer].value_dim is not None
         v = None if is_latent else torch.cat([self.v[layer][i][s] for i, s in spans])
-        return q, k, v, self.sinks[layer]
+        return AttentionInputs(q, k, v, self.sinks[layer])
 
     def fill(self, contexts):
         """Store the first contexts[i] tokens of each sequence, by the documented page layout."""
@@ -187,7 +188,7 @@ class PagedStep:
         """Plan once and run every layer: the list of their outputs."""
         self.backend.plan(self.batch(query_lens, contexts, order))
         return [
-            self.backend.run(layer, *self.inputs(layer, query_lens, contexts, order))
+            self.backend.run(layer, self.inputs(layer, query_lens, contexts, order))
             for layer in range(len(self.specs))
         ]
 

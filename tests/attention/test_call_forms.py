@@ -15,6 +15,7 @@ from quire.attention.interface import rotated
 from quire.attention.reference import attend_dense
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.rotary import Angles, Rotation
 
 BACKENDS = ["native", "torch", "triton"]
@@ -64,14 +65,14 @@ def test_queries_alone_attend_what_another_call_has_stored(make_step, is_turned,
     positions = torch.cat([torch.arange(count) for count in lens])
     rotation = rotation_of(24, positions, is_turned=is_turned, offset=offset)
     step.backend.plan(step.batch(lens, contexts))
-    q, k, v, _ = step.inputs(0, lens, contexts)
+    q, k, v, *_ = step.inputs(0, lens, contexts)
     other = torch.randn(q.shape, generator=torch.Generator().manual_seed(4))
-    kept_q, kept_k = rotated(q.clone(), k.clone(), rotation)
-    kept_other, _ = rotated(other.clone(), None, rotation)
+    kept_q, kept_k = rotated(AttentionInputs(q.clone(), k.clone(), None, rotation=rotation))
+    kept_other, _ = rotated(AttentionInputs(other.clone(), None, None, rotation=rotation))
     outputs = [
-        step.backend.run(0, q.clone(), k.clone(), v.clone(), rotation=rotation),
-        step.backend.run(0, other.clone(), None, None, rotation=rotation),
-        step.backend.run(0, kept_other.clone(), None, None),
+        step.backend.run(0, AttentionInputs(q.clone(), k.clone(), v.clone(), rotation=rotation)),
+        step.backend.run(0, AttentionInputs(other.clone(), None, None, rotation=rotation)),
+        step.backend.run(0, AttentionInputs(kept_other.clone(), None, None)),
     ]
     for out, queries in zip(outputs, (kept_q, kept_other, kept_other), strict=True):
         parts = zip(queries.split(lens), kept_k.split(lens), v.split(lens), strict=True)

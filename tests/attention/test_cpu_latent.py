@@ -18,6 +18,7 @@ from quire.attention.cpu_paged import CpuPagedAttention
 from quire.attention.interface import AttentionSpec
 from quire.core.step import HOLE_BLOCK
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.options import NATIVE_KERNELS
 
@@ -129,7 +130,7 @@ def test_the_table_is_not_read_below_a_window(best):
     for row, context, n in zip(batch.rows_list, step.contexts, query_lens, strict=True):
         batch.groups[0].block_tables[row, : max(0, context - n - 19) // 16] = HOLE_BLOCK
     step.backend.plan(batch)
-    out = step.backend.run(0, *step.inputs(0, query_lens))
+    out = step.backend.run(0, step.inputs(0, query_lens))
     torch.testing.assert_close(out.double(), step.expected(0, query_lens), atol=2e-6, rtol=2e-6)
 
 
@@ -204,12 +205,16 @@ def test_a_shared_prefix_gives_the_bits_of_a_copy(kernels, dtype):
 def test_run_takes_non_contiguous_inputs(best):
     step = make_step(best, make_latent(), [20, 30])
     step.fill([19, 20])
-    q, k, _, _ = step.inputs(0, [1, 10])
+    q, k, *_ = step.inputs(0, [1, 10])
     (expected,) = step.run_all([1, 10])
     fused = torch.cat([q, k], dim=1)
-    assert torch.equal(step.backend.run(0, *fused.split([5, 1], dim=1), None), expected)
+    assert torch.equal(
+        step.backend.run(0, AttentionInputs(*fused.split([5, 1], dim=1), None)), expected
+    )
     by_heads = q.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(step.backend.run(0, by_heads, k, k * float("nan")), expected)
+    assert torch.equal(
+        step.backend.run(0, AttentionInputs(by_heads, k, k * float("nan"))), expected
+    )
 
 
 def test_page_format():

@@ -22,6 +22,7 @@ from quire.attention.cpu_paged import CpuPagedAttention
 from quire.attention.interface import AttentionSpec
 from quire.core.step import HOLE_BLOCK
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.options import NATIVE_KERNELS
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -160,7 +161,7 @@ def test_the_table_is_not_read_beyond_a_row_or_below_its_window(best):
         assert (tables[row, -(-context // 16) :] == POISON).all()
         tables[row, : max(0, context - n - 19) // 16] = HOLE_BLOCK
     step.backend.plan(batch)
-    out = step.backend.run(0, *step.inputs(0, query_lens))
+    out = step.backend.run(0, step.inputs(0, query_lens))
     expected = step.expected(0, query_lens)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
 
@@ -169,14 +170,16 @@ def test_run_takes_non_contiguous_inputs(best):
     """Models pass slices of one fused projection."""
     step = make_step(best, make_spec(), [20, 30])
     step.fill([19, 20])
-    q, k, v, _ = step.inputs(0, [1, 10])
+    q, k, v, *_ = step.inputs(0, [1, 10])
     (expected,) = step.run_all([1, 10])
     fused = torch.cat([q, k, v], dim=1)
-    assert torch.equal(step.backend.run(0, *fused.split([4, 2, 2], dim=1)), expected)
+    assert torch.equal(
+        step.backend.run(0, AttentionInputs(*fused.split([4, 2, 2], dim=1))), expected
+    )
     by_heads = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
-    assert torch.equal(step.backend.run(0, *by_heads), expected)
+    assert torch.equal(step.backend.run(0, AttentionInputs(*by_heads)), expected)
     wide_v = torch.cat([v, v], dim=1)[:, :2]
-    assert torch.equal(step.backend.run(0, q, k, wide_v), expected)
+    assert torch.equal(step.backend.run(0, AttentionInputs(q, k, wide_v)), expected)
 
 
 def test_a_backend_serves_steps_of_any_shape_in_turn(best):

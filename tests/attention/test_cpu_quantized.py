@@ -170,7 +170,7 @@ def test_blocks_that_a_window_has_passed_are_not_read(kernels, block_size):
         passed = max(0, context - n - 19) // block_size
         batch.groups[0].block_tables[row, :passed] = HOLE_BLOCK
     step.backend.plan(batch)
-    assert torch.equal(step.backend.run(0, *step.inputs(0, query_lens)), expected)
+    assert torch.equal(step.backend.run(0, step.inputs(0, query_lens)), expected)
 
 
 @pairwise(kernels=NATIVE_KERNELS)

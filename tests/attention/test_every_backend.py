@@ -46,7 +46,7 @@ def drive(make_step, combination, seed):
             passed = 0 if window is None else max(0, context - queries - window + 1) // size
             tables[row, :passed] = UNREADABLE[number % 2]
         step.backend.plan(batch)
-        out = step.backend.run(0, *step.inputs(0, query_lens, contexts))
+        out = step.backend.run(0, step.inputs(0, query_lens, contexts))
         yield out.double(), step.expected(0, query_lens, contexts)
         start += count
 

@@ -20,6 +20,7 @@ from quire.attention.flashinfer_paged import FlashInferAttention
 from quire.attention.interface import AttentionSpec
 from quire.attention.reference import attend_dense
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.rotary import Angles, Rotation, rotate
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
@@ -144,7 +145,7 @@ def test_blocks_before_the_window_are_not_named(backend, window):
         first_seen = max(0, context - num_new - window + 1) // 8
         batch.groups[0].block_tables[row, :first_seen] = -1
     step.backend.plan(batch)
-    out = step.backend.run(0, *step.inputs(0, query_lens))
+    out = step.backend.run(0, step.inputs(0, query_lens))
     torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
 
 
@@ -155,10 +156,10 @@ def test_norms_rotates_and_writes_first(backend):
     norms = torch.rand(2, 64, generator=generator).to(FLOAT16)
     positions = torch.tensor([*range(9), *range(4)])
     rotation = Rotation(Angles(table, positions, FLOAT16), norms[0], norms[1], 1e-6)
-    q, k, v, _ = step.inputs(0, [9, 4])
+    q, k, v, *_ = step.inputs(0, [9, 4])
     rotated_q, rotated_k = rotate(q.clone(), k.clone(), rotation)
     step.backend.plan(step.batch([9, 4]))
-    out = step.backend.run(0, q, k, v, None, rotation)
+    out = step.backend.run(0, AttentionInputs(q, k, v, None, rotation))
     for first, last in ((0, 9), (9, 13)):
         parts = (x[first:last] for x in (rotated_q, rotated_k, v))
         expected, _ = attend_dense(step.specs[0], *parts)

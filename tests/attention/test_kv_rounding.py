@@ -14,6 +14,7 @@ from quire.attention.quantized_kv import rotate_vectors
 from quire.attention.reference import attend_dense
 from quire.attention.whole_sequence import PIECE_QUERIES
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 
 SPECS = [
     AttentionSpec(4, 2, 32, 0.2),
@@ -42,7 +43,7 @@ def test_it_is_dense_attention_over_what_the_format_gives_back(spec, num_tokens)
     form = KV_ROUNDINGS["int8"]
     kept = rotate_vectors(form.apply(rotate_vectors(k)))
     expected, _ = attend_dense(spec, q, kept, form.apply(v), sinks)
-    found = RoundedAttention((spec,), form)(0, q, k, v, sinks)
+    found = RoundedAttention((spec,), form)(0, AttentionInputs(q, k, v, sinks))
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -51,7 +52,7 @@ def test_the_probe_changes_nothing_and_finds_no_error_where_none_is(spec):
     q, k, v, sinks = _qkv(spec, PIECE_QUERIES + 5)
     probe = KeyProbe((spec,), _exact)
     expected, _ = attend_dense(spec, q, k, v, sinks)
-    found = probe(0, q, k, v, sinks)
+    found = probe(0, AttentionInputs(q, k, v, sinks))
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     assert probe.divergence == {0: 0.0}
 
@@ -61,7 +62,7 @@ def test_the_probe_finds_the_mean_divergence_of_the_weights():
     q, k, v, _ = _qkv(spec, 12)
     rounding = KV_ROUNDINGS["int4"].apply
     probe = KeyProbe((spec,), rounding)
-    probe(0, q, k, v)
+    probe(0, AttentionInputs(q, k, v))
     total = 0.0
     for token in range(12):
         for head in range(4):

@@ -15,6 +15,7 @@ from quire.attention.interface import AttentionSpec
 from quire.attention.reference import attend_dense
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 
 
 def make_latent(num_heads=5, head_dim=40, value_dim=32, **options):
@@ -110,9 +111,11 @@ def test_torch_gives_the_same_in_chunks(seed):
 def test_a_value_that_is_given_is_ignored():
     step = make_step((make_latent(),), [20, 30])
     step.fill([19, 20])
-    q, k, _, _ = step.inputs(0, [1, 10])
+    q, k, *_ = step.inputs(0, [1, 10])
     (expected,) = step.run_all([1, 10])
-    assert torch.equal(step.backend.run(0, q, k, torch.full_like(k, float("nan"))), expected)
+    assert torch.equal(
+        step.backend.run(0, AttentionInputs(q, k, torch.full_like(k, float("nan")))), expected
+    )
 
 
 def test_a_page_is_one_vector_a_token():

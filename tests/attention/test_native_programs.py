@@ -12,6 +12,7 @@ from tests.attention.native import NativeStep
 from tests.attention.paged import make_spec
 
 from quire.attention.cpu_paged import CpuPagedAttention
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.rotary import Angles, Rotation
 
@@ -81,8 +82,10 @@ def test_a_program_attends_as_the_backend_does(best, form, dtype):
         q, k, v, other = parts(rows, spec, form.gap)
         angles = Angles(turns, positions, dtype) if form.is_turned else None
         rotation = Rotation(angles, *norms, 1e-5, form.offset) if form.rotates else None
-        out = call(0, q, k, v, sinks, rotation)
-        return out if form.stores else call(0, other, None, None, sinks, rotation)
+        out = call(0, AttentionInputs(q, k, v, sinks, rotation))
+        if form.stores:
+            return out
+        return call(0, AttentionInputs(other, None, None, sinks, rotation))
 
     token_ids = torch.arange(NUM_TOKENS)
     positions = torch.cat(

@@ -15,6 +15,7 @@ from quire.attention.interface import AttentionSpec
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.step import HOLE_BLOCK
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 
 OPTIONS = {
     "plain": {},
@@ -212,7 +213,7 @@ def test_the_table_is_not_read_beyond_a_row_or_below_its_window():
         assert (tables[row, -(-context // 16) :] == POISON).all()
         tables[row, : max(0, context - n - 19) // 16] = HOLE_BLOCK
     step.backend.plan(batch)
-    out = step.backend.run(0, *step.inputs(0, query_lens))
+    out = step.backend.run(0, step.inputs(0, query_lens))
     expected = step.expected(0, query_lens)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
 
@@ -221,10 +222,12 @@ def test_non_contiguous_inputs():
     """Models pass slices of one fused projection."""
     step = make_step(make_spec(), [20, 30])
     step.fill([19, 20])
-    q, k, v, _ = step.inputs(0, [1, 10])
+    q, k, v, *_ = step.inputs(0, [1, 10])
     fused = torch.cat([q, k, v], dim=1)
     (expected,) = step.run_all([1, 10])
-    assert torch.equal(step.backend.run(0, *fused.split([4, 2, 2], dim=1)), expected)
+    assert torch.equal(
+        step.backend.run(0, AttentionInputs(*fused.split([4, 2, 2], dim=1))), expected
+    )
 
 
 def test_a_backend_serves_steps_of_any_shape_in_turn():

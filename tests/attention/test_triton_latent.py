@@ -9,6 +9,7 @@ from tests.attention.paged import make_spec
 from tests.attention.test_latent import make_latent
 
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 
 pytest.importorskip("triton")
 
@@ -121,10 +122,10 @@ def test_vectors_are_written_to_their_slots_alone():
 def test_a_model_turns_its_own_latents():
     step = make_step(make_latent(3), [20])
     step.backend.plan(step.batch([1], [20]))
-    q, k, v, _ = step.inputs(0, [1], [20])
+    q, k, v, *_ = step.inputs(0, [1], [20])
     turned = Rotation(Angles(torch.zeros(30, 8), torch.zeros(1, dtype=torch.int64), q.dtype))
     with pytest.raises(AssertionError, match="turn q and k themselves"):
-        step.backend.run(0, q, k, v, None, turned)
+        step.backend.run(0, AttentionInputs(q, k, v, None, turned))
 
 
 @pytest.mark.parametrize(

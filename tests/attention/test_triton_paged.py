@@ -16,6 +16,7 @@ from tests.attention.triton_step import TritonStep, torch_write
 from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.core.step import HOLE_BLOCK
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.rotary import Angles, Rotation, rotate
 
 pytest.importorskip("triton")
@@ -187,11 +188,11 @@ def test_padding_writes_nothing_and_yields_zero(has_sinks):
     step.fill([39, 299])
     (expected,) = step.run_all([1, 1])
     stored = step.storage.clone()
-    q, k, v, sinks = step.inputs(0, [1, 1])
+    q, k, v, sinks, _ = step.inputs(0, [1, 1])
     junk = torch.full((3, 2, 16), 7.0)
     step.backend.plan(padded(step.batch([1, 1]), 3))
     inputs = (torch.cat([q, junk]), torch.cat([k, junk[:, :1]]), torch.cat([v, junk[:, :1]]))
-    out = step.backend.run(0, *inputs, sinks)
+    out = step.backend.run(0, AttentionInputs(*inputs, sinks))
     assert torch.equal(out[:2], expected)
     assert not out[2:].any()
     assert torch.equal(step.storage, stored)
@@ -208,7 +209,7 @@ def test_a_decode_step_follows_its_tensors_and_not_its_lists():
         getattr(batch, name).copy_(getattr(now, name))
     batch.groups[0].slot_mapping.copy_(now.groups[0].slot_mapping)
     step.backend.plan(batch)
-    out = step.backend.run(0, *step.inputs(0, [1, 1], [259, 17]))
+    out = step.backend.run(0, step.inputs(0, [1, 1], [259, 17]))
     torch.testing.assert_close(out.double(), expected, atol=5e-6, rtol=5e-6)
 
 
@@ -223,7 +224,7 @@ def test_the_table_is_not_read_beyond_a_row_or_below_its_window():
         assert (tables[row, -(-context // 16) :] == POISON).all()
         tables[row, : max(0, context - n - 19) // 16] = HOLE_BLOCK
     step.backend.plan(batch)
-    out = step.backend.run(0, *step.inputs(0, query_lens))
+    out = step.backend.run(0, step.inputs(0, query_lens))
     expected = step.expected(0, query_lens)
     torch.testing.assert_close(out.double(), expected, atol=5e-6, rtol=5e-6)
 
@@ -232,20 +233,23 @@ def test_parts_of_one_fused_projection_are_rotated_and_written(monkeypatch):
     """By the kernel that norms, rotates and writes, as models call it."""
     monkeypatch.setattr(triton_paged, "rotate_and_write", rotate_and_write)
     step = make_step(make_spec(2, 1, 16), [20, 30])
-    q, k, v, _ = step.inputs(0, [1, 3])
+    q, k, v, *_ = step.inputs(0, [1, 3])
     table = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
     angles = Angles(table, torch.tensor([19, 27, 28, 29]), torch.float32)
     rotation = Rotation(angles, torch.full((16,), 0.5), torch.full((16,), 2.0), 1e-6)
     turned_q, turned_k = rotate(q.clone(), k.clone(), rotation)
     step.fill([19, 27])
     step.backend.plan(step.batch([1, 3]))
-    expected = step.backend.run(0, turned_q, turned_k, v)
+    expected = step.backend.run(0, AttentionInputs(turned_q, turned_k, v))
     stored = step.storage.clone()
     step.storage.fill_(255)
     step.fill([19, 27])
     fused = torch.cat([q, k, v], dim=1).split([2, 1, 1], dim=1)
     torch.testing.assert_close(
-        step.backend.run(0, *fused, rotation=rotation), expected, atol=1e-6, rtol=1e-6
+        step.backend.run(0, AttentionInputs(*fused, rotation=rotation)),
+        expected,
+        atol=1e-6,
+        rtol=1e-6,
     )
     pages = (s.view(torch.float32).nan_to_num() for s in (step.storage, stored))
     torch.testing.assert_close(*pages, atol=1e-6, rtol=1e-6)

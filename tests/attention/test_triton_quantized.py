@@ -88,7 +88,7 @@ def test_random_steps_with_holes(seed, torch_writes):
         passed = max(0, context - n - (window or context) + 1) // size
         batch.groups[0].block_tables[row, :passed] = rng.choice([HOLE_BLOCK, POISON, 2**30])
     step.backend.plan(batch)
-    out = step.backend.run(0, *step.inputs(0, query_lens))
+    out = step.backend.run(0, step.inputs(0, query_lens))
     expected = step.expected(0, query_lens)
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
 

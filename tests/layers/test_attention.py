@@ -6,8 +6,8 @@ Its numbers as a whole are compared with transformers in tests/models.
 import pytest
 import torch
 
-from quire.attention.interface import AttentionSpec
-from quire.kernels.rotary import Angles, rotate
+from quire.attention.interface import AttentionSpec, rotated
+from quire.kernels.rotary import Angles
 from quire.layers.attention import Attention, AttentionBias, QKNorm
 from quire.layers.linear import LinearKind
 
@@ -18,11 +18,10 @@ NUM_TOKENS, HIDDEN = 5, 10
 class Recorder:
     """Returns q plus one and remembers what it was given, q and k as they are to be stored."""
 
-    def __call__(self, layer, q, k, v, sinks=None, rotation=None):
-        self.layer, self.sinks = layer, sinks
-        if rotation is not None:
-            q, k = rotate(q, k, rotation)
-        self.q, self.k, self.v = q.clone(), k.clone(), v.clone()
+    def __call__(self, layer, inputs):
+        self.layer, self.sinks = layer, inputs.sinks
+        q, k = rotated(inputs)
+        self.q, self.k, self.v = q.clone(), k.clone(), inputs.v.clone()
         return q + 1
 
 
@@ -103,9 +102,9 @@ def test_heads_of_values_may_be_smaller(hidden):
     block = Attention(3, HIDDEN, spec, **options)
     assert block.qkv_proj.part_sizes == (24, 8, 6) and block.o_proj.input_size == 18
 
-    def attend(layer, q, k, v, sinks, rotation):
-        assert v.shape == (NUM_TOKENS, 2, 3) and rotation is None
-        return q[..., :3]
+    def attend(layer, inputs):
+        assert inputs.v.shape == (NUM_TOKENS, 2, 3) and inputs.rotation is None
+        return inputs.q[..., :3]
 
     assert block(hidden, None, attend).shape == hidden.shape
 

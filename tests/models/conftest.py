@@ -11,9 +11,8 @@ from tests.models.family_shapes import SMALL
 from tests.models.plain_states import PlainStates
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from quire.attention.interface import AttentionSpec
+from quire.attention.interface import AttentionSpec, rotated
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
-from quire.kernels.rotary import rotate, rotate_queries
 from quire.models.checkpoints.loader import load_model
 from quire.models.interface import CausalLM
 from quire.models.registry import load_config
@@ -29,11 +28,10 @@ class DenseAttention:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
-    def __call__(self, layer, q, k, v, sinks=None, rotation=None):
-        spec = self.specs[layer]
+    def __call__(self, layer, inputs):
+        spec, v, sinks = self.specs[layer], inputs.v, inputs.sinks
         assert (sinks is not None) == spec.has_sinks
-        if rotation is not None:
-            q, k = (rotate_queries(q, rotation), None) if k is None else rotate(q, k, rotation)
+        q, k = rotated(inputs)
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
         if k is not None:  # else an earlier call has stored them
             assert k.shape[1:] == (spec.num_kv_heads, spec.head_dim)

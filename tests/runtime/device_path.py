@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.interface import AttentionBatch, GroupBatch
+from quire.attention.interface import AttentionBatch, GroupBatch, rotated
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.step import TokenMasks
 from quire.engine.engine import Engine
-from quire.kernels.rotary import Rotation, rotate
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.transfers import DeviceLink
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_rows import DeviceRows
@@ -106,23 +106,17 @@ class TensorsOnly(TorchPagedAttention):
             ),
         )
 
-    def run(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
+    def run(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         if not self.num_padded:
-            return super().run(layer, q, k, v, sinks, rotation)
-        if rotation is not None:
-            q, k = rotate(q, k, rotation)
+            return super().run(layer, inputs)
+        (q, k), v = rotated(inputs), inputs.v
+        assert k is not None and v is not None
         output = torch.full_like(q, float("nan"))
         count = len(q) - self.num_padded
         if count:
-            output[:count] = super().run(layer, q[:count], k[:count], v[:count], sinks)
+            output[:count] = super().run(
+                layer, AttentionInputs(q[:count], k[:count], v[:count], inputs.sinks)
+            )
         return output
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.state_calls import GatedDeltaInputs
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import Linear, LinearKind
@@ -119,7 +120,7 @@ class HybridAttention(nn.Module):
         names = ("q_proj", "k_proj", "k_proj" if self.value_dim else "v_proj")
         q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.spec.head_dim)) for name in names)
         sinks = self.sinks if self.spec.has_sinks else None
-        return self.o_proj(attention(self.layer, q, k, v, sinks).flatten(-2))
+        return self.o_proj(attention(self.layer, AttentionInputs(q, k, v, sinks)).flatten(-2))
 
 
 class HybridDelta(RecurrentModule):

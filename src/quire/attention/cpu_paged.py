@@ -30,9 +30,9 @@ from quire.attention.interface import (
 from quire.attention.quantized_kv import with_scales
 from quire.attention.shared_prefix import DecodeRows, SharedTiles, shared_runs
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.rotary import Rotation
 
 TILE_TOKENS = 256
 """The number of tokens in a tile, as in csrc/attention/attention_kernels.h."""
@@ -140,18 +140,10 @@ class CpuPagedAttention(AttentionBackend):
         self._step.num_shared_runs = len(runs)
         self._runs = natives, sequences
 
-    def run(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
+    def run(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         bound, kernels = self._layers[layer], self._kernels
-        assert rotation is None or not bound.value_dim, "models of latent layers turn q, k"
-        q, k = rotated(q, k, rotation)
+        assert inputs.rotation is None or not bound.value_dim, "models of latent layers turn q, k"
+        (q, k), sinks = rotated(inputs), inputs.sinks
         q = _with_adjacent_heads(q)
         assert len(q) == self._step.num_tokens, "run serves the step that was planned"
         if bound.kv_format == abi.KVFormat.INT8:
@@ -161,7 +153,7 @@ class CpuPagedAttention(AttentionBackend):
             self._sinks[layer] = sinks.float().contiguous()
             bound.sinks = self._sinks[layer].data_ptr()
         if k is not None:
-            self._write(bound, k, v)
+            self._write(bound, k, inputs.v)
         out = q.new_empty(*q.shape[:2], bound.value_dim or bound.v_head_dim or bound.head_dim)
         kernels.library.attention(
             kernels.context,

@@ -29,7 +29,7 @@ from quire.attention.interface import (
     plain_page_format,
 )
 from quire.errors import ConfigurationError
-from quire.kernels.rotary import Rotation
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.transfers import DeviceLink
 
 KV_DTYPES = (torch.bfloat16, torch.float16)
@@ -185,33 +185,18 @@ class FlashInferAttention(AttentionBackend):
         last_lens = ((contexts - 1) % key.block_size + 1).astype(np.int32)
         return _PageTable(starts, indices, torch.from_numpy(last_lens))
 
-    def run(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        q, pages, wrapper = self._write(layer, q, k, v, sinks, rotation)
+    def run(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
+        q, pages, wrapper = self._write(layer, inputs)
         out: torch.Tensor = wrapper.run(q, pages, out=torch.empty_like(q))
         return out
 
-    def _write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        rotation: Rotation | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def _write(self, layer: int, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Returns (normed and rotated q, contiguous; the layer's pages; the planned wrapper)."""
         # Imported here because it imports Triton.
         from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
         key, pages = self._layers[layer]
+        q, k, v, sinks, rotation = inputs
         assert q.shape[0] == self._num_tokens, "run serves the step that was planned"
         assert sinks is None and q.dtype == key.dtype
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

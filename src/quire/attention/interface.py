@@ -17,17 +17,17 @@ Hq query heads, Hkv KV heads, D head size, Dv value size (D in most layers).
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from quire.errors import ConfigurationError
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.rotary import Rotation, rotate, rotate_queries
+from quire.kernels.rotary import rotate, rotate_queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,40 +242,15 @@ class AttentionBackend(ABC):
         """Do the part of a step's work that does not depend on any layer's q, k and v."""
 
     @abstractmethod
-    def run(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        """Write k [T, Hkv, D] and v [T, Hkv, Dv] into the blocks, then attend with q [T, Hq, D].
+    def run(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
+        """Write the inputs' k and v into the blocks, then attend with q.
 
-        k and v are None if an earlier call of this step with the same `layer` has written them, as
-        in models whose layers share K and V. Then only q is rotated.
-        Latent layers take their vectors as k and ignore v.
-        `sinks` [Hq] is given for specs with has_sinks.
-        `rotation` is applied to q and k first, unless it is None. It is always None in latent
-        layers, whose models rotate the elements after the value themselves:
-        q = [absorbed q, rotated q], k = [latent, rotated k].
-        Returns [T, Hq, Dv] in q's dtype. q, k and v may be overwritten.
+        Returns [T, Hq, Dv] in q's dtype.
         """
 
 
-class AttentionCall(Protocol):
-    """The function with which a model attends: `AttentionBackend.run` of the planned step."""
-
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor: ...
+AttentionCall = Callable[[int, AttentionInputs], torch.Tensor]
+"""The function with which a model attends: `AttentionBackend.run` of the planned step."""
 
 
 def filled_up(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -284,10 +259,9 @@ def filled_up(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
     return heads if missing == 0 else functional.pad(heads, (0, missing))
 
 
-def rotated(
-    q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply the rotation of a call to its q and k, in torch. q and k may be overwritten."""
+def rotated(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The inputs' q and k with their rotation applied, in torch. They may be overwritten."""
+    q, k, _, _, rotation = inputs
     if rotation is None:
         return q, k
     if k is None:

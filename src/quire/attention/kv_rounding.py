@@ -10,14 +10,14 @@ Shapes: T tokens of one sequence from its start, Hq query heads, Hkv KV heads, D
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from quire.attention.interface import AttentionSpec
 from quire.attention.quantized_kv import quantize_vectors, rotate_vectors, widen_codes
-from quire.attention.whole_sequence import WholeSequence, log_weights, mixed_values
+from quire.attention.whole_sequence import ExactAttention, log_weights
 from quire.errors import ConfigurationError
 
 _SCALE_BYTES = 2
@@ -112,27 +112,18 @@ KV_ROUNDINGS: Mapping[str, KVRounding] = {
 """Formats by their value of the option `kv_cache_dtype`."""
 
 
-class RoundedAttention(WholeSequence):
+class RoundedAttention(ExactAttention):
     """Attends K and V as they are read from a quantized format's pages."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], form: KVRounding) -> None:
         super().__init__(specs)
         self._form = form
 
-    def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        k, v = self._form.of_keys(k), self._form.apply(v)
-        pieces = log_weights(self._specs[layer], q, k, sinks)
-        return torch.cat([mixed_values(piece, v) for piece in pieces])
+    def _read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._form.of_keys(k), self._form.apply(v)
 
 
-class KeyProbe(WholeSequence):
+class KeyProbe(ExactAttention):
     """Attends exact K and V, and measures the effect of rounded keys."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], rounding: Rounding) -> None:
@@ -142,23 +133,15 @@ class KeyProbe(WholeSequence):
         #: rounded keys from that over exact keys.
         self.divergence: dict[int, float] = {}
 
-    def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        spec = self._specs[layer]
-        outputs: list[torch.Tensor] = []
-        total = 0.0
+    def _weights(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None
+    ) -> Iterator[torch.Tensor]:
+        spec, total = self._specs[layer], 0.0
         rounded_pieces = log_weights(spec, q, self._rounding(k), sinks)
         for exact, rounded in zip(log_weights(spec, q, k, sinks), rounded_pieces, strict=True):
             total += divergence(exact, rounded).sum().item()
-            outputs.append(mixed_values(exact, v))
+            yield exact
         self.divergence[layer] = total / (len(q) * spec.num_heads)
-        return torch.cat(outputs)
 
 
 def divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ from quire.attention.quantized_kv import (
 )
 from quire.attention.shared_prefix import DecodeRows, Ints, SharedTiles, shared_runs
 from quire.errors import ConfigurationError
-from quire.kernels.rotary import Rotation
+from quire.kernels.attention_inputs import AttentionInputs
 
 Table = npt.NDArray[np.int32]
 
@@ -410,22 +410,15 @@ class TorchPagedAttention(AttentionBackend):
             slots = batch.groups[group].slot_mapping
             self._slots[group, block_size] = (slots // block_size, slots % block_size)
 
-    def run(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        bound = self._layers[layer]
-        assert q.shape[0] == self._num_tokens, "run serves the step that was planned"
+    def run(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
+        bound, sinks = self._layers[layer], inputs.sinks
+        assert len(inputs.q) == self._num_tokens, "run serves the step that was planned"
         assert (sinks is not None) == bound.spec.has_sinks
-        assert rotation is None or bound.spec.value_dim is None, "models of latent layers turn q, k"
-        q, k = rotated(q, k, rotation)
+        is_latent = bound.spec.value_dim is not None
+        assert inputs.rotation is None or not is_latent, "models of latent layers turn q, k"
+        q, k = rotated(inputs)
         if k is not None:
-            bound.store(self._slots[bound.group, bound.block_size], k, v)
+            bound.store(self._slots[bound.group, bound.block_size], k, inputs.v)
         plan = self._plans[bound.view]
         wide_q = (rotate_vectors(q) if bound.is_rotated else q.float()).contiguous()
         parts = [bound.attend(wide_q, call) for call in plan.calls]

@@ -41,7 +41,7 @@ from quire.attention.triton_plan import (
     uniform_shape,
 )
 from quire.errors import ConfigurationError
-from quire.kernels.rotary import Rotation
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.transfers import DeviceLink
 from quire.kernels.triton.attention.decode_work import decode_work
 from quire.kernels.triton.attention.latent_attention import latent_attention
@@ -217,16 +217,9 @@ class TritonPagedAttention(AttentionBackend):
         parts = torch.empty((num_rows, shape.output_dim), dtype=torch.float32, device=device)
         return parts, torch.empty((num_rows, 2), dtype=torch.float32, device=device)
 
-    def run(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
+    def run(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         bound, batch = self._layers[layer], self._batch
+        q, k, v, sinks, rotation = inputs
         assert batch is not None, "a step is planned before it is run"
         assert (sinks is not None) == bound.spec.has_sinks
         group = batch.groups[bound.group]

@@ -6,14 +6,13 @@ Shapes: T tokens of one sequence from its start, m queries that are attended at 
 heads, Hkv KV heads, G = Hq / Hkv, D head size, Dv value size.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
 
 from quire.attention.interface import AttentionSpec, rotated
 from quire.attention.reference import visible_keys
-from quire.kernels.rotary import Rotation
+from quire.kernels.attention_inputs import AttentionInputs
 
 PIECE_QUERIES = 256
 """The number of queries attended at once. Scores take memory for each pair of query and key."""
@@ -48,53 +47,30 @@ def mixed_values(log_weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-class WholeSequence(ABC):
+class ExactAttention:
     """An `AttentionCall` over one sequence, whose K and V are not stored in pages."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...]) -> None:
         self._specs = specs
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        q, k = rotated(q, k, rotation)
+    def __call__(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
+        q, k = rotated(inputs)
         if k is not None:
             value_dim = self._specs[layer].value_dim
-            values = v if value_dim is None else k[..., :value_dim]
+            values = inputs.v if value_dim is None else k[..., :value_dim]
             assert values is not None, "a layer that is not latent is called with values"
             self._written[layer] = k, values
-        keys, values = self._written[layer]
-        return self._attend(layer, q, keys.float(), values.float(), sinks).to(q.dtype)
+        keys, values = self._read(*(part.float() for part in self._written[layer]))
+        weights = self._weights(layer, q, keys, inputs.sinks)
+        return torch.cat([mixed_values(piece, values) for piece in weights]).to(q.dtype)
 
-    @abstractmethod
-    def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The outputs [T, Hq, Dv] fp32. Subclasses define which K and V are attended."""
+    def _read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [T, Hkv, *] fp32 as they are attended."""
+        return k, v
 
-
-class ExactAttention(WholeSequence):
-    """Attends K and V without rounding."""
-
-    def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        pieces = log_weights(self._specs[layer], q, k, sinks)
-        return torch.cat([mixed_values(piece, v) for piece in pieces])
+    def _weights(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None
+    ) -> Iterator[torch.Tensor]:
+        """The `log_weights` of the layer."""
+        return log_weights(self._specs[layer], q, k, sinks)

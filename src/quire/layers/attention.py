@@ -13,6 +13,7 @@ from torch import nn
 from quire.attention.interface import AttentionCall, AttentionSpec
 from quire.formats.weight_format import empty_parameter
 from quire.kernels.activations import ActivationFunction
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.rotary import Angles, Rotation
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import RMSNorm
@@ -117,7 +118,8 @@ class Attention(OperatorModule):
             q = self.operators.gate(q, angles.growth, ActivationFunction.IDENTITY)
         q, k = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in (q, k))
         v = v.unflatten(-1, (-1, self.spec.output_dim))
-        attended = attention(self.layer, q, k, v, self.sinks, self._rotation(angles)).flatten(-2)
+        inputs = AttentionInputs(q, k, v, self.sinks, self._rotation(angles))
+        attended = attention(self.layer, inputs).flatten(-2)
         if self.gate_proj is not None:
             by = self.gate_proj(hidden)
             attended = self.operators.gate(attended, by, ActivationFunction.SIGMOID)

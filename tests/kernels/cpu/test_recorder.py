@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.kernels.activations import ActivationFunction, Gating
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
 from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters, PackedRows
@@ -216,7 +217,7 @@ def attend(recorder: Recorder, change=lambda parts: parts, **options: object) ->
     q, k, v = map(heads_of_eight, parts)
     angles = Angles(random(9, 8), recorder.inputs[1], torch.float32)
     given = {"rotation": Rotation(angles)} | options
-    return recorder.attend(0, q, k, **{"v": v} | given).flatten(-2)
+    return recorder.attend(0, AttentionInputs(q, k, **{"v": v} | given)).flatten(-2)
 
 
 def test_attention_reads_the_product_that_was_rotated_in_place(recorder: Recorder) -> None:

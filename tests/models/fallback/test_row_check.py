@@ -5,6 +5,7 @@ import torch
 
 from quire.attention.interface import AttentionSpec
 from quire.errors import UnsupportedModelError
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.models.fallback.row_check import check_rows
 from quire.models.interface import ModelOutput, TextModel
 
@@ -23,7 +24,7 @@ class OneLayer(TextModel):
     def forward(self, token_ids, positions, attention, *, input_embeds=None, capture_layers=()):
         x = self.mix(self.table[token_ids], positions)
         k = v = x[:, :8].unflatten(1, (1, 8))
-        return ModelOutput(attention(0, x.unflatten(1, (2, 8)), k, v).flatten(1))
+        return ModelOutput(attention(0, AttentionInputs(x.unflatten(1, (2, 8)), k, v)).flatten(1))
 
 
 def test_rows_by_themselves_pass():

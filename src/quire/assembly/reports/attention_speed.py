@@ -19,6 +19,7 @@ from quire.attention.interface import (
     GroupBatch,
     LayerKV,
 )
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.options.engine_options import EngineOptions
 
 NUM_ROWS, CONTEXT, NUM_QUERIES = 4, 2048, 64
@@ -103,7 +104,7 @@ class _Runs:
             heads(spec.num_heads, spec.head_dim),
             heads(spec.num_kv_heads, spec.head_dim),
         )
-        self._backend.run(0, queries, keys, values, sinks)
+        self._backend.run(0, AttentionInputs(queries, keys, values, sinks))
 
     def _batch(self, lengths: list[int], block_size: int) -> AttentionBatch:
         device, rows = self._device, list(range(len(lengths)))

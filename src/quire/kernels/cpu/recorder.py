@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
 from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters, PackedRows
@@ -184,17 +185,10 @@ class Recorder(StateRecorder):
         self._compute(OpKind.LINEARS_BY_HEAD, operand, out, fields, kept=(struct, array, weights))
         return out
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         """Records an `AttentionCall`."""
         spec = self._attention_layers[layer]
+        q, k, v, sinks, rotation = inputs
         if spec.value_dim:
             if rotation is not None or sinks is not None or k is None:
                 raise UnrecordableError("latent attention has sinks, or turns its heads itself")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.attention.interface import AttentionCall
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.rotary import Angles
 from quire.layers.linear import AdapterHalf, Linear, LinearKind
 from quire.layers.mixers.head_linears import HeadLinears
@@ -95,6 +96,6 @@ class LatentAttention(OperatorModule):
         q = self.operators.join_turned(absorbed, rope.unflatten(-1, heads), angles)
         latent = self.kv_a_layernorm(latent)
         k = self.operators.join_turned(latent.unsqueeze(1), k.unsqueeze(1), angles)
-        attended = attention(self.layer, q, k, None)
+        attended = attention(self.layer, AttentionInputs(q, k, None))
         output: torch.Tensor = self.o_proj(self.v_up(attended).flatten(-2))
         return output

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quire.attention.interface import AttentionCall, AttentionSpec, filled_up
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.models.fallback.hf_classes import ATTENTION
 
 
@@ -94,7 +95,7 @@ def attend(
     step.num_called = layer + 1
     head_dim, value_dim = step.specs[layer].head_dim, value.shape[3]
     q, k, v = (_rows(part, head_dim) for part in (query, key, value))
-    out = step.call(layer, q, k, v, kwargs.get("s_aux"))
+    out = step.call(layer, AttentionInputs(q, k, v, kwargs.get("s_aux")))
     return out[None] if value_dim == head_dim else out[None, ..., :value_dim], None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from quire.attention.interface import AttentionSpec
 from quire.errors import UnsupportedModelError
-from quire.kernels.rotary import Rotation
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.models.interface import TextModel
 
 NUM_TOKENS = 7
@@ -26,16 +26,9 @@ class _Recorder:
         self._specs = specs
         self.seen: list[torch.Tensor] = []
 
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        assert v is not None
+    def __call__(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
+        q, k, v, _, _ = inputs
+        assert k is not None and v is not None
         self.seen += [each.flatten(1).float() for each in (q, k, v)]
         spec = self._specs[layer]
         return v.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)

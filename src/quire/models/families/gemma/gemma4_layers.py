@@ -8,6 +8,7 @@ from torch import nn
 
 from quire.attention.interface import AttentionCall
 from quire.formats.weight_format import empty_parameter
+from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.rotary import Angles, Rotation
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.experts import MoESpec, SparseMLP
@@ -77,7 +78,7 @@ class Gemma4Attention(OperatorModule):
         if len(parts) > 1:
             k = parts[1]  # its norm overwrites it, so v, which may be k, is computed first
             v = self.operators.rms_norm(parts[-1], None, self.eps)
-        attended = attention(self.stored_by, parts[0], k, v, rotation=rotation)
+        attended = attention(self.stored_by, AttentionInputs(parts[0], k, v, rotation=rotation))
         output: torch.Tensor = self.o_proj(attended.flatten(-2))
         return output
 
