@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -274,6 +275,57 @@ def test_a_script_can_be_run_and_parses(path: str) -> None:
     script = ROOT / "scripts" / path
     assert os.access(script, os.X_OK)
     subprocess.run(["sh", "-n", script], check=True)
+
+
+# ---- what CI runs ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ci_run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `.ci/run` with scripts that print their name and words, and end with the given codes."""
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+
+    def run(**codes: int) -> subprocess.CompletedProcess[str]:
+        for name in ("setup", "models", "test", "check"):
+            script = tmp_path / "scripts" / name
+            script.write_text(
+                f'#!/bin/sh\necho "{name} $*" | cut -c1-60\nexit {codes.get(name, 0)}\n'
+            )
+            script.chmod(0o755)
+        command = [str(tmp_path / ".ci" / "run")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+    return run
+
+
+def test_ci_runs_all_tests_those_on_torch_and_reports_the_checks_last(
+    ci_run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    run = ci_run()
+    assert run.returncode == 0, run.stderr
+    first, second, third, fourth, last = run.stdout.splitlines()
+    assert [first.split()[0], second.split()[0], third.strip()] == ["setup", "models", "test"]
+    assert "--kernels torch" in fourth and last == "check --without-guards"
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ({"models": 3}, 0),
+        ({"models": 1}, 1),
+        ({"test": 5}, 5),
+        ({"check": 1}, 1),
+        ({"setup": 2}, 2),
+    ],
+)
+def test_ci_fails_where_one_of_its_scripts_does(
+    ci_run: Callable[..., subprocess.CompletedProcess[str]], codes: dict[str, int], expected: int
+) -> None:
+    run = ci_run(**codes)
+    assert run.returncode == expected
+    assert ("check --without-guards" in run.stdout) == (expected == 0 or "check" in codes)
 
 
 # ---- the lock -------------------------------------------------------------------------------
