@@ -4,17 +4,27 @@ Knows no engine. Called by `launch` for each report of the engine.
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import TextIO
 
-BAR_WIDTH = 30
+from tqdm import tqdm
+
+BAR_FORMAT = "{desc} [{bar:30}] {percentage:3.0f}%"
 REDRAW_S = 0.1
 QUIET_S = 2.0
 """Without a terminal, loading that takes less than this time is not reported."""
 LINE_EVERY_PERCENT = 25
 
-_CLEAR = "\r\x1b[K"
+
+class LoadingBar(tqdm):  # type: ignore[type-arg]  # it cannot be subscripted when run
+    """A bar without tqdm's thread, which would outlive it, and without its lock of processes."""
+
+    monitor_interval = 0
+
+
+LoadingBar.set_lock(threading.RLock())
 
 
 class LoadingProgress:
@@ -35,8 +45,9 @@ class LoadingProgress:
         self._stream = stream
         self._clock = clock
         self._is_terminal = stream is not None and stream.isatty()
+        #: The bar of the current text on a terminal; None before the first and after the last.
+        self._bar: LoadingBar | None = None
         self._started_s: float | None = None
-        self._drawn_s = -REDRAW_S
         self._text = ""
         self._next_percent = 0
 
@@ -44,28 +55,35 @@ class LoadingProgress:
         if self._started_s is None:
             self._started_s = self._clock()
         if text != self._text:
-            self._text, self._next_percent, self._drawn_s = text, 0, -REDRAW_S
+            self.close()
+            self._text, self._next_percent = text, 0
         if self._is_terminal:
-            self._draw(done, total)
+            with contextlib.suppress(OSError, ValueError):
+                self._draw(done, total)
         elif self._clock() - self._started_s >= QUIET_S:
             self._write_line(done, total)
 
     def close(self) -> None:
         """Erase the bar. May be called twice."""
-        if self._is_terminal and self._text:
-            self._write(_CLEAR)
-            self._text = ""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                bar.close()
 
     def _draw(self, done: int, total: int) -> None:
-        now_s = self._clock()
-        if now_s - self._drawn_s < REDRAW_S and done < total:
-            return
-        self._drawn_s = now_s
-        bar = ""
-        if total:
-            filled = BAR_WIDTH * done // total
-            bar = f" [{'#' * filled}{' ' * (BAR_WIDTH - filled)}] {100 * done // total:3}%"
-        self._write(f"{_CLEAR}{self._text}{bar}")
+        if self._bar is None:
+            self._bar = LoadingBar(
+                desc=self._text,
+                total=total or None,
+                initial=done,
+                leave=False,
+                file=self._stream,
+                mininterval=REDRAW_S,
+                bar_format=BAR_FORMAT if total else "{desc}",
+            )
+        self._bar.update(done - self._bar.n)
+        if done == total:  # is always drawn
+            self._bar.refresh()
 
     def _write_line(self, done: int, total: int) -> None:
         percent = 100 * done // total if total else 0
