@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -28,7 +29,7 @@ from quire.server.generation.http_generation import (
     options_of,
     prepare,
 )
-from quire.server.http.errors import ErrorForm, error_body, error_form, openai_error
+from quire.server.http.errors import CLIENT_GONE_STATUS, ErrorForm, error_body, error_form
 from quire.server.http.streaming import (
     DONE,
     KEEP_ALIVE,
@@ -108,6 +109,18 @@ def usage_of(results: Sequence[RequestOutput], num_generated: int) -> Usage:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class AnsweredCall(Generic[BodyT]):
+    """One call whose generation has begun."""
+
+    service: Service
+    body: BodyT
+    prompts: Prompts
+    generation: HTTPGeneration
+    #: Form of an error within a stream.
+    error_form: ErrorForm
+
+
 class Answer(ABC, Generic[BodyT]):
     """The answer to one call, made in pieces so that the event loop can serve other calls in
     between.
@@ -136,20 +149,13 @@ class Answer(ABC, Generic[BodyT]):
     async def prompts(cls, service: Service, body: BodyT) -> Prompts:
         """The prompts that the answer continues. Raises InvalidRequestError."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: BodyT,
-        prompts: Prompts,
-        generation: HTTPGeneration,
-        form: ErrorForm = openai_error,
-    ) -> None:
-        self._service = service
-        self._body = body
-        self._prompts = prompts
-        self._generation = generation
+    def __init__(self, call: AnsweredCall[BodyT]) -> None:
+        self._service = call.service
+        self._body = call.body
+        self._prompts = call.prompts
+        self._generation = generation = call.generation
         self._call_id = generation.call_id
-        self._error_form = form
+        self._error_form = call.error_form
         self._created_s = int(time.time())
         self._results: Sequence[RequestOutput] = generation.results
         self._num_generated = 0
@@ -300,6 +306,6 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
             try:  # grammars may take long to compile; a disconnect must stop their worker
                 generation = await unless_disconnected(http.receive, preparing)
             except ClientGoneError:
-                return Response(status_code=499)
-    answer = kind(service, body, prompts, generation, error_form(http.scope))
+                return Response(status_code=CLIENT_GONE_STATUS)
+    answer = kind(AnsweredCall(service, body, prompts, generation, error_form(http.scope)))
     return answer.stream() if body.stream else await answer.whole(http.receive)

@@ -11,12 +11,11 @@ from typing import ClassVar, TypeVar
 
 from quire.core.request import FinishReason
 from quire.engine_client.results import Delta
-from quire.server.generation.answer import Answer
+from quire.server.generation.answer import Answer, AnsweredCall
 from quire.server.generation.call_body import ChatBody
 from quire.server.generation.chat_prompt import ChatPrompt, chat_call_of, chat_prompt
 from quire.server.generation.collected_message import CollectedMessage
-from quire.server.generation.http_generation import HTTPGeneration, Prompts
-from quire.server.http.errors import ErrorForm, openai_error
+from quire.server.generation.http_generation import Prompts
 from quire.server.service import Service
 from quire.text.parsers.dialect import MessageParser
 from quire.text.parsers.message_events import (
@@ -48,15 +47,9 @@ class ChatAnswer(Answer[ChatBodyT]):
     async def prompts(cls, service: Service, body: ChatBodyT) -> Prompts:
         return await chat_prompt(service, await chat_call_of(body))
 
-    def __init__(
-        self,
-        service: Service,
-        body: ChatBodyT,
-        prompts: Prompts,
-        generation: HTTPGeneration,
-        form: ErrorForm = openai_error,
-    ) -> None:
-        super().__init__(service, body, prompts, generation, form)
+    def __init__(self, call: AnsweredCall[ChatBodyT]) -> None:
+        super().__init__(call)
+        prompts, service = call.prompts, call.service
         assert isinstance(prompts, ChatPrompt), "as `prompts` has made them"
         self._tool_use = prompts.tool_use
         self._readers = [

@@ -11,7 +11,9 @@ from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.engine_client.logprob_entries import CHUNK_TOKENS
+from quire.server.generation.answer import AnsweredCall
 from quire.server.generation.chat_prompt import ChatPrompt
+from quire.server.http.errors import openai_error
 from quire.server.http.long_work import WorkPieces
 from quire.server.routes.openai.chat import _ChatAnswer
 from quire.server.routes.openai.chat_body import ChatCompletionRequest
@@ -400,7 +402,7 @@ def test_a_long_answer_is_made_in_pieces_while_others_go_on(
         service = Service(engine, tokenizer, None, "model", work=pieces)
         generation = faked.make(service, tokenizer, params=SamplingParams(n=5, logprobs=2))
         prompt = ChatPrompt(inputs=[], dialect=find_dialect(None))
-        call = make_call(service, body, prompt, generation)
+        call = make_call(AnsweredCall(service, body, prompt, generation, openai_error))
         num_turns = 0
 
         async def send(message):

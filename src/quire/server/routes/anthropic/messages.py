@@ -13,12 +13,12 @@ from starlette.responses import Response
 from quire.core.request import FinishReason
 from quire.engine_client.results import Delta
 from quire.errors import QuireError
-from quire.server.generation.answer import generate
+from quire.server.generation.answer import AnsweredCall, generate
 from quire.server.generation.chat_answer import TOOL_CALLS, ChatAnswer
 from quire.server.generation.chat_prompt import chat_call_of, chat_prompt
 from quire.server.generation.collected_message import CollectedMessage
-from quire.server.generation.http_generation import HTTPGeneration, Prompts, fields_named
-from quire.server.http.errors import ErrorForm, error_body
+from quire.server.generation.http_generation import fields_named
+from quire.server.http.errors import error_body
 from quire.server.http.streaming import json_response, named_event
 from quire.server.routes.anthropic.anthropic_errors import ERROR_RESPONSES, anthropic_error
 from quire.server.routes.anthropic.block_writer import BlockWriter, whole_blocks
@@ -40,7 +40,7 @@ from quire.server.routes.anthropic.messages_body import (
 )
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import answers
-from quire.server.service import Service, report_ignored_fields, service_of
+from quire.server.service import report_ignored_fields, service_of
 from quire.text.parsers.message_events import MessageEvent
 
 router = Endpoints(error_form=anthropic_error, generating_paths=("/v1/messages",))
@@ -77,16 +77,9 @@ class _MessageAnswer(ChatAnswer[MessagesRequest]):
     keep_alive: ClassVar[bytes] = named_event("ping", PingEvent())
     field_names: ClassVar[Mapping[str, str]] = FIELD_NAMES
 
-    def __init__(
-        self,
-        service: Service,
-        body: MessagesRequest,
-        prompts: Prompts,
-        generation: HTTPGeneration,
-        form: ErrorForm = anthropic_error,
-    ) -> None:
-        super().__init__(service, body, prompts, generation, form)
-        self._writer = BlockWriter(shows_thinking=body.shows_thinking)
+    def __init__(self, call: AnsweredCall[MessagesRequest]) -> None:
+        super().__init__(call)
+        self._writer = BlockWriter(shows_thinking=call.body.shows_thinking)
         self._end = MessageEnd(None, None)
 
     def _read(self, choice: int, delta: Delta) -> Sequence[MessageEvent]:

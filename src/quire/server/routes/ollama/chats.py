@@ -16,11 +16,10 @@ from starlette.responses import Response
 from quire.core.request import FinishReason
 from quire.engine_client.results import Delta
 from quire.errors import QuireError
-from quire.server.generation.answer import LATER, generate
+from quire.server.generation.answer import LATER, AnsweredCall, generate
 from quire.server.generation.chat_answer import ChatAnswer
 from quire.server.generation.collected_message import CallPart, CollectedMessage
-from quire.server.generation.http_generation import HTTPGeneration, Prompts
-from quire.server.http.errors import ErrorForm, error_body
+from quire.server.http.errors import error_body
 from quire.server.http.streaming import NDJSON
 from quire.server.routes.anthropic.block_writer import input_of
 from quire.server.routes.ollama.ollama_body import (
@@ -28,10 +27,9 @@ from quire.server.routes.ollama.ollama_body import (
     OllamaChatRequest,
     OllamaGenerateRequest,
 )
-from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints, ollama_error
+from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.ollama.served_models import ERROR_RESPONSES, rfc3339
 from quire.server.routes.openapi import answers
-from quire.server.service import Service
 from quire.text.parsers.message_events import CallEnd, MessageEvent, ReasoningPiece, TextPiece
 
 router = OllamaEndpoints(generating_paths=("/api/chat", "/api/generate"))
@@ -118,15 +116,8 @@ class _OllamaLines(ChatAnswer[OllamaBodyT]):
     keep_alive = b" "  # JSON may begin with spaces
     media_type = NDJSON
 
-    def __init__(
-        self,
-        service: Service,
-        body: OllamaBodyT,
-        prompts: Prompts,
-        generation: HTTPGeneration,
-        form: ErrorForm = ollama_error,
-    ) -> None:
-        super().__init__(service, body, prompts, generation, form)
+    def __init__(self, call: AnsweredCall[OllamaBodyT]) -> None:
+        super().__init__(call)
         self._message = CollectedMessage()
 
     @abstractmethod

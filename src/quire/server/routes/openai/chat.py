@@ -15,6 +15,7 @@ from starlette.responses import Response
 from quire.engine_client.results import Delta
 from quire.server.generation.answer import (
     LATER,
+    AnsweredCall,
     CompletionTokensDetails,
     Usage,
     event_of,
@@ -179,8 +180,8 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
     bytes_per_logprob = BYTES_PER_LOGPROB
     field_names: ClassVar[Mapping[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
 
-    def __init__(self, *made_by_generate: Any) -> None:
-        super().__init__(*made_by_generate)
+    def __init__(self, call: AnsweredCall[ChatCompletionRequest]) -> None:
+        super().__init__(call)
         #: Choices of a stream whose content began with null and that have had no text and no call
         #: since.
         self._unsaid: set[int] = set()

@@ -16,11 +16,18 @@ from starlette.responses import Response
 from quire.core.request import prompt_too_long
 from quire.engine_client.results import Delta
 from quire.errors import InvalidRequestError
-from quire.server.generation.answer import LATER, Answer, Usage, event_of, filled, generate
+from quire.server.generation.answer import (
+    LATER,
+    Answer,
+    AnsweredCall,
+    Usage,
+    event_of,
+    filled,
+    generate,
+)
 from quire.server.generation.body import NOT_FOR_BEAMS, NOT_SUPPORTED, GenerationBody
 from quire.server.generation.call_body import Params, Texts, TokenIds, bounded
-from quire.server.generation.http_generation import HTTPGeneration, Prompts, blamed_on
-from quire.server.http.errors import ErrorForm, openai_error
+from quire.server.generation.http_generation import Prompts, blamed_on
 from quire.server.http.json_body import MAX_VALUES
 from quire.server.http.long_work import call_for_text
 from quire.server.http.streaming import event
@@ -199,16 +206,9 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         num_characters = sum(len(prompt) for prompt in body.prompts)
         return Prompts(await call_for_text(num_characters, _without_special_tokens, service, body))
 
-    def __init__(
-        self,
-        service: Service,
-        body: CompletionRequest,
-        prompts: Prompts,
-        generation: HTTPGeneration,
-        form: ErrorForm = openai_error,
-    ) -> None:
-        super().__init__(service, body, prompts, generation, form)
-        self._writers = self._make_writers(body.logprobs)
+    def __init__(self, call: AnsweredCall[CompletionRequest]) -> None:
+        super().__init__(call)
+        self._writers = self._make_writers(call.body.logprobs)
 
     def _whole(self, choices: list[Any]) -> Completion:
         answer = self._answer(choices, self._usage())

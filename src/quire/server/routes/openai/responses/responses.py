@@ -16,7 +16,7 @@ from quire.core.request import FinishReason
 from quire.engine_client.logprob_entries import LogprobEntries
 from quire.engine_client.results import Delta
 from quire.errors import QuireError
-from quire.server.generation.answer import generate
+from quire.server.generation.answer import AnsweredCall, generate
 from quire.server.generation.chat_answer import ChatAnswer
 from quire.server.generation.collected_message import CollectedMessage, ReasoningPart, TextPart
 from quire.server.http.errors import error_body
@@ -80,8 +80,8 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
     field_names: ClassVar[Mapping[str, str]] = FIELD_NAMES
     stream_end = b""
 
-    def __init__(self, *made_by_generate: Any) -> None:
-        super().__init__(*made_by_generate)
+    def __init__(self, call: AnsweredCall[ResponsesRequest]) -> None:
+        super().__init__(call)
         self._writer = ResponseWriter(self._body.tool_names)
         self._status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
         self._error: ResponseError | None = None
