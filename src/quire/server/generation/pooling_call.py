@@ -28,6 +28,7 @@ from quire.server.generation.http_generation import (
     options_of,
 )
 from quire.server.http.body import Body
+from quire.server.http.errors import CLIENT_GONE_STATUS
 from quire.server.http.streaming import ClientGoneError, unless_disconnected
 from quire.server.limits import check_text, too_many_entries
 from quire.server.service import Service, service_of
@@ -153,7 +154,7 @@ class PoolingCall:
         try:
             pooled = await unless_disconnected(self._http.receive, self._run(given))
         except ClientGoneError:
-            return Response(status_code=499)
+            return Response(status_code=CLIENT_GONE_STATUS)
         return await write(pooled)
 
     async def _run(self, given: Sequence[PoolingInput]) -> "Pooled":

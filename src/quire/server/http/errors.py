@@ -39,7 +39,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 """Codes of errors that the HTTP framework raises, by status."""
 
 CLIENT_GONE_STATUS = 499
-"""Status in the log of a call whose client left before its answer began."""
+"""nginx's status for a client that left before there was a status. No client receives it."""
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of the operating system that pass once other work has ended."""

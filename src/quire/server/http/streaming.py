@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import QuireError
 from quire.server.config import KEEP_ALIVE_S
-from quire.server.http.errors import error_body
+from quire.server.http.errors import CLIENT_GONE_STATUS, error_body
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ async def answer(
         await unless_disconnected(receive, work)
     except ClientGoneError:
         await pieces.aclose()
-        return Response(status_code=499)
+        return Response(status_code=CLIENT_GONE_STATUS)
     return PieceByPiece(pieces)
 
 

@@ -27,7 +27,7 @@ from quire.errors import DeadlineExceededError
 from quire.observability.histogram import Histogram
 from quire.observability.log import CallContext, begin_call, current_call, fields, get_logger
 from quire.observability.spans import CallSpan, Spans
-from quire.server.http.errors import bug_response
+from quire.server.http.errors import CLIENT_GONE_STATUS, bug_response
 from quire.server.telemetry.load_recorder import LoadRecorder
 from quire.server.telemetry.span_attributes import (
     FIRST_TOKEN,
@@ -293,8 +293,6 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 OTHER = "other"
 """Replaces unknown methods and paths, of which clients can invent any number."""
 
-CLIENT_GONE_STATUS = 499
-"""nginx's status for a client that left before there was a status. No client receives it."""
 CLIENT_GONE = "client_gone"
 
 logger = get_logger("quire.access")
