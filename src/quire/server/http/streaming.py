@@ -114,6 +114,7 @@ class PieceByPiece(Response):
         """`pieces` is closed in any case."""
         self.status_code = 200
         self.background = None
+        self.init_headers()
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,19 +133,18 @@ class PieceByPiece(Response):
                 if num_held > SHORT_ANSWER_BYTES:
                     break
             else:
-                length = {"content-length": str(num_held)}
-                await self._begin(send, length)
+                self.headers["content-length"] = str(num_held)
+                await self._begin(send)
                 await _send_body(send, b"".join(held), more_body=False)
                 return
-            await self._begin(send, {})
+            await self._begin(send)
             await _send_body(send, b"".join(held))
             held.clear()
             async for piece in pieces:
                 await _send_body(send, piece)
             await _send_body(send, b"", more_body=False)
 
-    async def _begin(self, send: Send, headers: dict[str, str]) -> None:
-        self.init_headers(headers)
+    async def _begin(self, send: Send) -> None:
         await send(
             {
                 "type": "http.response.start",

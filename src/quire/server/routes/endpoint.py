@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route, get_name
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from quire.errors import InvalidRequestError
 from quire.server.http.body import Body
@@ -37,7 +37,7 @@ from quire.server.service import report_ignored_fields, service_of
 MAX_FIELDS = 1000
 """Most fields of a body's object, and of its extra_body: unknown ones are named one by one."""
 
-IGNORED_HEADER = b"x-ignored-fields"
+IGNORED_HEADER = "x-ignored-fields"
 MAX_IGNORED_CHARACTERS = 1000
 MAX_NAME_CHARACTERS = 80
 """The bounds of the header and of one name in it."""
@@ -97,23 +97,11 @@ def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len
         kind.check_fields(fields, limits, max_model_len)
 
 
-class _NamingIgnored(Response):
-    """An answer with a header that names the ignored fields of the call."""
-
-    def __init__(self, answer: Response, names: Iterable[str]) -> None:
-        self._answer = answer
-        few = islice(names, MAX_IGNORED_CHARACTERS)  # the header has no room for more
-        # Replace characters of a client's names that a header must not contain.
-        known = dict.fromkeys(_NOT_PRINTABLE.sub("?", name)[:MAX_NAME_CHARACTERS] for name in few)
-        self._value = ", ".join(known)[:MAX_IGNORED_CHARACTERS].encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (IGNORED_HEADER, self._value)]
-            await send(message)
-
-        await self._answer(scope, receive, send_named)
+def _as_header(names: Iterable[str]) -> str:
+    """A client's names as the value of a header, without characters that it must not contain."""
+    few = islice(names, MAX_IGNORED_CHARACTERS)  # the header has no room for more
+    known = dict.fromkeys(_NOT_PRINTABLE.sub("?", name)[:MAX_NAME_CHARACTERS] for name in few)
+    return ", ".join(known)[:MAX_IGNORED_CHARACTERS]
 
 
 class JSONRoute(Route):
@@ -173,8 +161,9 @@ class JSONRoute(Route):
             return Response(status_code=CLIENT_GONE_STATUS)
         result = await self.handler(**arguments)
         response = result if isinstance(result, Response) else json_response(result)
-        ignored = http.scope.get("state", {}).get("ignored_fields")
-        return _NamingIgnored(response, ignored) if ignored else response
+        if ignored := http.scope.get("state", {}).get("ignored_fields"):
+            response.headers[IGNORED_HEADER] = _as_header(ignored)
+        return response
 
     async def _arguments(self, http: HTTPRequest) -> dict[str, Any]:
         """The handler's arguments by name. Raises InvalidRequestError if one does not validate."""
