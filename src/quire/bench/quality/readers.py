@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from quire.assembly.device_setup import choose_device, choose_setup
+from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.format_checks.compensated_rounding import compensate_rounding
 from quire.assembly.host_memory_plan import wanted_model_len
-from quire.assembly.model_kind import choose_kind
+from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.attention.backends import AUTO, FP8, INT8
 from quire.attention.kv_rounding import KV_ROUNDINGS, RoundedAttention
 from quire.bench.quality.comparison import Logits
@@ -143,27 +143,7 @@ class SimulatedReader:
         checked, config = kind.options, kind.config
         device = choose_device(checked.device)
         setup = choose_setup(checked, config, device, checked.num_threads)
-        model_len, reading = wanted_model_len(checked, config), Reading(setup.num_threads)
-        model = load_model(
-            kind.folder,
-            config,
-            dtype=setup.dtype,
-            device=device,
-            max_model_len=model_len,
-            methods=setup.methods,
-            reading=reading,
-        )
-        assert isinstance(model, CausalLM), "the engine has read the text with the same model"
-        use_operators(model, setup.operators)
-        reload = partial(
-            load_again,
-            model=model,
-            folder=kind.folder,
-            config=config,
-            methods=setup.methods,
-            reading=reading,
-        )
-        compensate_rounding(model, model_len, reload)
+        model = _load(kind, setup)
         rounding = KV_ROUNDINGS[name]
         self._model = model
         self._device = device
@@ -205,3 +185,30 @@ def _linear_bits(model: nn.Module, dtype: torch.dtype) -> float:
         each.method.num_bytes(each.output_size, each.input_size, dtype) for each in linears
     )
     return 8 * num_bytes / sum(each.output_size * each.input_size for each in linears)
+
+
+def _load(kind: ModelKind, setup: DeviceSetup) -> CausalLM:
+    """The model with the weights that an engine computes with."""
+    model_len = wanted_model_len(kind.options, kind.config)
+    reading = Reading(setup.num_threads)
+    model = load_model(
+        kind.folder,
+        kind.config,
+        dtype=setup.dtype,
+        device=setup.device,
+        max_model_len=model_len,
+        methods=setup.methods,
+        reading=reading,
+    )
+    assert isinstance(model, CausalLM), "the engine has read the text with the same model"
+    use_operators(model, setup.operators)
+    reload = partial(
+        load_again,
+        model=model,
+        folder=kind.folder,
+        config=kind.config,
+        methods=setup.methods,
+        reading=reading,
+    )
+    compensate_rounding(model, model_len, reload)
+    return model
