@@ -139,7 +139,7 @@ class TestDistributions:
     """Of SmolLM2 in fp32."""
 
     def test_int8(self, of_int8: Quality) -> None:
-        assert_within(of_int8, 0.004, 0.004, 0.97)
+        assert_within(of_int8, 0.004, 0.003, 0.98)
 
     def test_int8_is_no_worse_than_a_q8_0_file(
         self,

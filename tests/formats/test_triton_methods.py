@@ -11,6 +11,7 @@ from quire.formats.int4 import Int4, Int4TorchMethod, TritonInt4Method
 from quire.formats.int8 import Int8, Int8TorchMethod, TritonInt8Method
 from quire.formats.registry import load_weight_format
 from quire.formats.weight_format import TritonLinears
+from quire.kernels.compensation import compensate_int8, error_feedback
 from quire.kernels.operators import TORCH_OPERATORS
 from quire.kernels.triton.linear import skinny_matmul as skinny_kernel
 from quire.layers.embedding import LMHead, VocabEmbedding
@@ -50,6 +51,23 @@ def _close(result, expected):
     is_wide = result.dtype == torch.float32
     limits = (2e-5, 1e-5) if is_wide else (2e-2, 2**-7)
     torch.testing.assert_close(result, expected, atol=limits[0], rtol=limits[1])
+
+
+def test_int8_is_compensated_as_by_torch():
+    """Rows that are loaded with error feedback, on the device of the weights."""
+    weight, feedback = _numbers(45, 128), error_feedback(_numbers(30, 128, seed=1))
+    found = []
+    for method in PAIRS["int8"]:
+        linear = Linear(128, (45,), LinearKind.COLUMN, bias=False, dtype=torch.float32, device=CPU)
+        linear.use(method, torch.float32, CPU)
+        assert method.can_compensate(linear)
+        method.use_feedback(linear, feedback)
+        linear.slots()["weight", 0].load(0, weight)
+        linear.finish()
+        assert linear.state is None
+        found.append((linear.get_parameter("levels"), linear.get_parameter("scales")))
+    assert all(map(torch.equal, *found))
+    assert torch.equal(found[0][0], compensate_int8(weight, feedback)[0])
 
 
 @pytest.mark.parametrize("num_rows", [2, 20])

@@ -2,7 +2,8 @@
 
 Blocks of inputs are rotated, that is multiplied by a Hadamard matrix: in weights when they are
 loaded, in x at each product. `kernels.quantize` says why. Rotated weights are divided by the
-block's size and rounded to int8 levels. Rotated x is rounded to int8 with a scale for each group g
+block's size and rounded to int8 levels, so that errors cancel where typical inputs are known
+(`kernels.compensation`). Rotated x is rounded to int8 with a scale for each group g
 of 256 inputs. For a row m and an output n, the result is
 
     scale[n] * sum over g of x_scale[m, g] * dot[m, n, g]

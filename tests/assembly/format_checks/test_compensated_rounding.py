@@ -182,7 +182,7 @@ def test_models_that_cannot_run_the_prompt_are_rounded_to_nearest(
             compensate_rounding(model, MODEL_LEN, refuse)
     reasons = [record.getMessage().partition(", as ")[2] for record in caplog.records]
     assert reasons == [
-        "torch multiplies on the CPU, which would take long",
+        "no native kernels multiply on the CPU, which would take long",
         "the model has recurrent layers",
     ]
 

@@ -86,9 +86,9 @@ def _compensable(model: TextModel) -> dict[Linear, str]:
 
 def _why_not(model: TextModel, linears: Collection[Linear]) -> str | None:
     devices = {parameter.device.type for parameter in model.parameters()}
-    by_torch = any(type(each.method.storage).apply is RoundedTorchMethod.apply for each in linears)
+    by_torch = any(isinstance(each.method.storage, RoundedTorchMethod) for each in linears)
     if by_torch and devices == {"cpu"}:
-        return "torch multiplies on the CPU, which would take long"
+        return "no native kernels multiply on the CPU, which would take long"
     return "the model has recurrent layers" if model.recurrent_specs else None
 
 
