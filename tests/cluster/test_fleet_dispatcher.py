@@ -1,7 +1,6 @@
 """Requests over several engines: where they are, and where they go when one is gone."""
 
 import logging
-import signal
 
 import pytest
 from tests.cluster.fleet_world import FleetWorld, crash, expected, kill, lost
@@ -9,9 +8,7 @@ from tests.cluster.fleet_world import FleetWorld, crash, expected, kill, lost
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine_client.messages import ClearPrefixes, Outputs, SetPaused
-from quire.engine_client.process.activity import Activity, Doing
-from quire.engine_client.recovery import Death
-from quire.errors import EngineDeadError, OverloadedError, RequestKillsEngineError
+from quire.errors import EngineDeadError, OverloadedError
 
 
 def test_requests_are_spread_and_each_gets_what_it_gets_alone() -> None:
@@ -73,122 +70,6 @@ def test_without_any_replica_requests_wait_for_the_first() -> None:
     assert list(reader.ends) == list(later.ends) == [None]
 
 
-def test_a_request_that_kills_is_ended_after_two_deaths_and_harms_no_third() -> None:
-    world = FleetWorld("a", "b", "c")
-    killer = world.open("killer", max_tokens=50)
-    others = {name: world.open(name, max_tokens=9) for name in "uvwxyz"}
-    world.step()
-    home = world.where("killer")
-    assert home is not None
-    world.die(home)
-    deaths = 1
-    for _ in range(200):
-        at = world.where("killer")
-        world.step(*[name for name in world.engines if name != at])
-        if at is not None:
-            world.die(at)
-            deaths += 1
-        if killer.ends:
-            break
-    assert deaths == 2 and isinstance(killer.ends[0], RequestKillsEngineError)
-    while world.dispatcher.num_open:
-        world.step()
-    for name, reader in others.items():
-        assert reader.tokens == expected(name, 9) and list(reader.ends) == [None]
-
-
-def test_suspects_are_tried_alone_and_go_on_elsewhere_when_they_pass() -> None:
-    world = FleetWorld("a", "b", "c")
-    readers = {name: world.open(name, max_tokens=8) for name in "uvwxyz"}
-    world.step()
-    world.die("a")
-    ground = world.dispatcher.trials.reserved
-    assert ground is not None and len(world.dispatcher.replicas.get(ground).requests) == 1
-    (other,) = set("bc") - {ground}
-    assert world.num_in(other) == 4, "those of the emptied engine are there, too"
-    world.step()
-    world.step()
-    assert world.num_in(ground) == 1 and world.num_in(other) == 5, "the next one is tried"
-    assert world.where("new") is None and world.open("new") and world.where("new") == other
-    while world.dispatcher.num_open:
-        world.step()
-    assert world.dispatcher.trials.reserved is None and world.placement.accepts[ground]
-    for name, reader in readers.items():
-        assert reader.tokens == expected(name, 8) and list(reader.ends) == [None]
-
-
-def test_beside_one_busy_engine_suspects_wait_for_another_or_for_a_while() -> None:
-    world = FleetWorld("a", "b")
-    suspect, busy = world.open("s", max_tokens=30), world.open("b0", max_tokens=30)
-    world.step()
-    assert world.where("s") == "a"
-    world.die("a")
-    assert world.where("s") is None
-    world.step()
-    world.now_s += 6.0
-    world.step()
-    assert world.where("s") == "b", "in company, as no other engine came"
-    world.die("b")
-    assert not suspect.ends and not busy.ends
-    world.ready("a")
-    for _ in range(70):
-        world.step()
-    assert suspect.tokens == expected("s", 30) and busy.tokens == expected("b0", 30)
-
-
-def test_suspects_are_tried_once_the_clients_of_a_busy_engine_have_left() -> None:
-    world = FleetWorld("a", "b")
-    suspect = world.open("s")
-    world.open("busy", max_tokens=30)
-    world.step()
-    world.die("a")
-    world.step()
-    assert world.where("s") is None, "b is busy"
-    world.dispatcher.abort("busy")
-    assert world.where("s") == "b", "an empty engine sends nothing by which it would be noticed"
-    while world.dispatcher.num_open:
-        world.step()
-    assert suspect.tokens == expected("s")
-
-
-def test_a_trial_that_dies_beside_one_that_has_just_left_proves_nothing() -> None:
-    """Where steps overlap, what has left is in a step still."""
-    world = FleetWorld("a", "b", "c")
-    readers = {name: world.open(name, max_tokens=8) for name in "uvwxyz"}
-    world.step()
-    world.die("a")
-    ground, trial = world.dispatcher.trials.reserved, world.dispatcher.trials.attribution.trial
-    assert ground is not None and trial is not None
-    computing = frozenset({trial.request_id, "one that has left"})
-    world.die(ground, Death(Activity(Doing.COMPUTING, computing), -int(signal.SIGSEGV)))
-    assert not readers[trial.request_id].ends
-    world.ready("a")
-    for _ in range(80):
-        world.step()
-    for name, reader in readers.items():
-        assert reader.tokens == expected(name, 8) and list(reader.ends) == [None]
-
-
-def test_a_trial_stays_alone_while_its_engine_is_drained() -> None:
-    world = FleetWorld("a", "b", "c", "d")
-    readers = {name: world.open(name, max_tokens=9) for name in "stuvwxyz"}
-    world.step()
-    world.die("a")
-    ground, trial = world.dispatcher.trials.reserved, world.dispatcher.trials.attribution.trial
-    assert ground is not None and trial is not None
-    world.dispatcher.move_all(ground)
-    assert world.where(trial.request_id) == ground, "elsewhere it would be tried in company"
-    world.step()
-    world.step()
-    assert world.dispatcher.trials.reserved not in (None, ground), "the next one is tried elsewhere"
-    world.die(ground, kill())
-    world.ready("a")
-    while world.dispatcher.num_open:
-        world.step()
-    for name, reader in readers.items():
-        assert reader.tokens == expected(name, 9) and list(reader.ends) == [None]
-
-
 def test_clients_that_leave_while_no_replica_is_there_leave_nothing_behind() -> None:
     world = FleetWorld("a")
     world.die("a", kill())
@@ -217,33 +98,6 @@ def test_a_request_that_comes_back_gets_no_token_of_its_earlier_stay() -> None:
     while world.dispatcher.num_open:
         world.step("a")
     assert reader.tokens == expected("x", 6)
-
-
-def test_a_request_whose_engines_are_lost_again_and_again_is_tried_and_ended() -> None:
-    world = FleetWorld("a", "b", "c", "d", "e")
-    killer = world.open("killer", max_tokens=500)
-    world.dispatcher.undo_losses(
-        ["killer"]
-    )  # of a loss that was forgotten: it counts no further back
-    for _ in range(4):
-        at = world.where("killer")
-        assert at is not None
-        world.die(at, lost())
-    assert isinstance(killer.ends[0], RequestKillsEngineError)
-
-
-def test_a_request_of_an_engine_behind_a_cut_link_is_not_blamed() -> None:
-    world = FleetWorld("a", "b")
-    reader = world.open("x", max_tokens=50)
-    for _ in range(5):
-        at = world.where("x")
-        assert at is not None
-        held = list(world.dispatcher.replicas.get(at).requests)
-        world.die(at, lost())
-        world.step()
-        world.dispatcher.undo_losses(held)
-        world.ready(at)
-    assert not reader.ends
 
 
 def test_where_caches_are_emptied_nothing_is_expected_in_them() -> None:
