@@ -234,6 +234,23 @@ def test_messages_sent_before_a_close_arrive() -> None:
     with_pair(test)
 
 
+def test_abort_ends_a_close_that_the_other_end_does_not_confirm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel_module, "CLOSE_TIMEOUT_S", 60.0)
+
+    async def test(pair: Pair) -> None:
+        pair.wire.change = lambda record: b""
+        pair.server.close()
+        pair.server.close()
+        await asyncio.sleep(0.05)
+        assert not pair.at_server.num_ends
+        pair.server.abort()
+        await until(lambda: pair.at_server.num_ends == 1)
+
+    with_pair(test)
+
+
 def test_silent_connection_is_closed_after_a_heartbeat() -> None:
     async def test(pair: Pair) -> None:
         pair.agent.beat(0.2)

@@ -126,7 +126,8 @@ class AgentChannel(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection after the buffered bytes are sent."""
-        if self._transport is not None:
+        # A second close would let go of the connection, so that `abort` had no effect any more.
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 
     def abort(self) -> None:
