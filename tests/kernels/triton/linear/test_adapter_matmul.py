@@ -105,17 +105,17 @@ def test_all_rows_are_in_one_tile_of_their_slot():
     tiles.set(rows)
     found = []
     most = tiles.most_tiles(len(rows))
-    for slot, first, end in zip(tiles.slots, tiles.firsts, tiles.ends, strict=True):
+    for slot, first, end in tiles.of_slots:
         assert int(end) - int(first) <= 16
         for place in range(int(first), int(end)):
             assert rows[tiles.order[place]] == slot
             found.append(int(tiles.order[place]))
     assert sorted(found) == (rows >= 0).nonzero().flatten().tolist()
-    assert not tiles.ends[most:].any()
-    addresses = [each.data_ptr() for each in (tiles.order, tiles.slots)]
+    assert not tiles.of_slots[most:].any()
+    addresses = [each.data_ptr() for each in (tiles.order, tiles.of_slots)]
     tiles.set(torch.full((5,), -1, dtype=torch.int32))
-    assert not tiles.has_rows and not tiles.ends.any()
-    assert addresses == [each.data_ptr() for each in (tiles.order, tiles.slots)]
+    assert not tiles.has_rows and not tiles.of_slots.any()
+    assert addresses == [each.data_ptr() for each in (tiles.order, tiles.of_slots)]
 
 
 def test_other_rows_are_named():

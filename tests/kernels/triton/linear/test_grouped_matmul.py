@@ -59,7 +59,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(num_tokens, top_k):
         ids[:, 0] = torch.where((ids[:, 1:] == 4).any(1), ids[:, 0], 4)  # more than a tile
     plan = plan_groups(ids, 7)
     pairs = []
-    for expert, first, end in zip(plan.experts, plan.firsts, plan.ends, strict=True):
+    for expert, first, end in plan.tiles:
         for place in range(first, min(end, first + 16)):
             pair = int(plan.order[place])
             assert ids.view(-1)[pair] == expert

@@ -71,8 +71,7 @@ def _grouped(block_format: str, top_k: int) -> KernelSpec:
         grouped_block_quantized_matmul_kernel,
         f"experts, {top_k}, {block_format}",
         {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "addresses_ptr": "*i64", "out_ptr": "*bf16"}
-        | dict.fromkeys(("experts_ptr", "firsts_ptr", "ends_ptr"), "*i32")
-        | ({"order_ptr": "*i32"} if top_k > 1 else {})
+        | dict.fromkeys(["tiles_ptr"] + ["order_ptr"] * (top_k > 1), "*i32")
         | {"num_experts": "i32:16", "num_outputs": "i32:16", "num_stretches": "i32"},
         {"biases_ptr": None, "LAYOUT": _layout(block_format), "PAIRS_PER_ROW": top_k}
         | {"BLOCK_M": 16, "BLOCK_N": 32}

@@ -80,7 +80,7 @@ def _grouped(
     bias: bool = False,
     targets: tuple[int, ...] = (90,),
 ) -> KernelSpec:
-    pointers = ["experts_ptr", "firsts_ptr", "ends_ptr"] + ["order_ptr"] * (top_k > 1)
+    pointers = ["tiles_ptr"] + ["order_ptr"] * (top_k > 1)
     constants = {"PAIRS_PER_ROW": top_k, "IS_EVEN": even, "BLOCK_M": 16, "BLOCK_N": 64}
     return KernelSpec(
         grouped_matmul_kernel,
@@ -102,7 +102,7 @@ def _grouped(
 def _inner_adapter(
     label: str, dtype: str, block_inputs: int, *, slices: int = 1, even: bool = True
 ) -> KernelSpec:
-    pointers = ("order_ptr", "slots_ptr", "firsts_ptr", "ends_ptr", "ranks_ptr")
+    pointers = ("order_ptr", "tiles_ptr", "ranks_ptr")
     sizes = {"num_inputs": "i32:16", "num_columns": "i32:16", "x_stride": "i32:16"}
     return KernelSpec(
         inner_adapter_kernel,
@@ -120,7 +120,7 @@ def _inner_adapter(
 
 
 def _outer_adapter(dtype: str, out: str, slices: int) -> KernelSpec:
-    pointers = ("order_ptr", "slots_ptr", "firsts_ptr", "ends_ptr", "ranks_ptr", "blocks_ptr")
+    pointers = ("order_ptr", "tiles_ptr", "ranks_ptr", "blocks_ptr")
     sizes = {"num_outputs": "i32:16", "num_columns": "i32:16", "num_blocks": "i32"}
     return KernelSpec(
         outer_adapter_kernel,

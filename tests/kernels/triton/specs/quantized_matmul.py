@@ -121,7 +121,7 @@ def _int4(
 def _grouped(
     label: str, *, has_groups: bool = True, even: bool = True, targets: tuple[int, ...] = (90,)
 ) -> KernelSpec:
-    pointers = ("order_ptr", "experts_ptr", "firsts_ptr", "ends_ptr")
+    pointers = ("order_ptr", "tiles_ptr")
     return KernelSpec(
         grouped_int8_matmul_kernel,
         label,
@@ -144,8 +144,7 @@ def _grouped_int4(label: str, top_k: int, targets: tuple[int, ...]) -> KernelSpe
         label,
         {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "addresses_ptr": "*i64"}
         | {"scale_factors_ptr": "*bf16", "offset_factors_ptr": "*bf16", "out_ptr": "*bf16"}
-        | dict.fromkeys(("experts_ptr", "firsts_ptr", "ends_ptr"), "*i32")
-        | ({"order_ptr": "*i32"} if top_k > 1 else {})
+        | dict.fromkeys(["tiles_ptr"] + ["order_ptr"] * (top_k > 1), "*i32")
         | {
             "num_rows": "i32",
             "num_experts": "i32:16",

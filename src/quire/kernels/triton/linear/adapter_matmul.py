@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.linear.grouped_matmul import tile_at
 from quire.kernels.triton.linear.matmul import load_rows, load_weight
 from quire.kernels.triton.support import as_rows
 
@@ -53,8 +54,9 @@ class AdapterTiles:
         self._device = torch.zeros(len(self._host), dtype=torch.int32, device=device)
         #: The rows that use a slot, sorted by slot.
         self.order = self._device[:max_num_tokens]
-        #: Each tile's slot, and its first place and end in the order; an empty tile has none.
-        self.slots, self.firsts, self.ends = self._device[max_num_tokens:].view(3, -1)
+        #: The slot of each tile, and its first place and end in the order, [tiles, 3]; an empty
+        #: tile has no places.
+        self.of_slots = self._device[max_num_tokens:].view(-1, 3)
 
     def most_tiles(self, num_tokens: int) -> int:
         """An upper bound of the number of tiles for this number of rows: one for each row, or all
@@ -73,8 +75,8 @@ class AdapterTiles:
             return
         order = used[np.argsort(row_slots_array[used], kind="stable")]
         num_rows = len(self._host) - 3 * self._most
-        slots, firsts, ends = self._host[num_rows:].reshape(3, self._most)
-        ends[:] = firsts[:] = 0
+        tiles = self._host[num_rows:].reshape(self._most, 3)
+        tiles[:] = 0
         self._host[: len(order)] = order
         tile = 0
         found, counts = np.unique(row_slots_array[used], return_counts=True)
@@ -82,8 +84,7 @@ class AdapterTiles:
         for slot, count in zip(found, counts, strict=True):
             first, end = end, end + int(count)
             for start in range(first, end, _BLOCK_ROWS):
-                slots[tile], firsts[tile] = slot, start
-                ends[tile] = min(start + _BLOCK_ROWS, end)
+                tiles[tile] = slot, start, min(start + _BLOCK_ROWS, end)
                 tile += 1
         self._device.copy_(torch.from_numpy(self._host))
 
@@ -163,9 +164,7 @@ def add_adapters(
     outer_adapter_kernel[(num_tiles, weights.blocks.shape[1])](
         inner,
         tiles.order,
-        tiles.slots,
-        tiles.firsts,
-        tiles.ends,
+        tiles.of_slots,
         weights.b,
         weights.ranks,
         weights.scales,
@@ -200,9 +199,7 @@ def _launch_inner(
     inner_adapter_kernel[(num_tiles, num_columns // COLUMNS, len(inner))](
         rows,
         tiles.order,
-        tiles.slots,
-        tiles.firsts,
-        tiles.ends,
+        tiles.of_slots,
         weights.a,
         weights.ranks,
         inner,
@@ -238,9 +235,7 @@ def rows_of_tile(  # type: ignore[no-untyped-def]
 def inner_adapter_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, K], rows x_stride apart
     order_ptr,  # [T]
-    slots_ptr,  # [tiles]
-    firsts_ptr,  # [tiles]
-    ends_ptr,  # [tiles]
+    tiles_ptr,  # [tiles, 3]: slot, first place, end
     a_ptr,  # [S, C, K]
     ranks_ptr,  # [S, P]
     out_ptr,  # [programs along axis 2, T, C] fp32
@@ -258,11 +253,9 @@ def inner_adapter_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
 ):
     # First, find the tile's rows and the columns of A; the slot's rank may not reach them.
-    tile = tl.program_id(0)
-    first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
+    slot, first, end = tile_at(tiles_ptr, tl.program_id(0))
     if first >= end:
         return
-    slot = tl.load(slots_ptr + tile)
     first_column = tl.program_id(1) * BLOCK_C
     part = first_column // MAX_RANK
     if first_column - part * MAX_RANK >= tl.load(ranks_ptr + slot * NUM_PARTS + part):
@@ -296,9 +289,7 @@ def inner_adapter_kernel(  # type: ignore[no-untyped-def]
 def outer_adapter_kernel(  # type: ignore[no-untyped-def]
     inner_ptr,  # [NUM_SLICES, T, C] fp32
     order_ptr,  # [T]
-    slots_ptr,  # [tiles]
-    firsts_ptr,  # [tiles]
-    ends_ptr,  # [tiles]
+    tiles_ptr,  # [tiles, 3]: slot, first place, end
     b_ptr,  # [S, N, R]
     ranks_ptr,  # [S, P]
     scales_ptr,  # [S, P]
@@ -316,11 +307,11 @@ def outer_adapter_kernel(  # type: ignore[no-untyped-def]
     BLOCK_C: tl.constexpr,
 ):
     # First, find the tile's rows and the block of outputs.
-    tile, block = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
+    slot, first, end = tile_at(tiles_ptr, tl.program_id(0))
     if first >= end:
         return
-    slot, part = tl.load(slots_ptr + tile), tl.load(blocks_ptr + block)
+    block = tl.program_id(1)
+    part = tl.load(blocks_ptr + block)
     rank = tl.load(ranks_ptr + slot * NUM_PARTS + part)
     if rank == 0:
         return

@@ -26,13 +26,15 @@ from quire.kernels.triton.linear.block_quantized_matmul import multiply_stretche
 from quire.kernels.triton.linear.grouped_matmul import (
     GroupPlan,
     addresses_of,
+    multiply_tiles,
+    outputs_of_program,
     places_of_tile,
     pointer_at,
     store_places,
+    tile_at,
 )
 from quire.kernels.triton.linear.quantize_groups import quantize_groups
 
-_BLOCK_ROWS = 16
 _BLOCK_OUTPUTS = 32
 
 
@@ -88,50 +90,34 @@ def grouped_block_quantized_matmul(
             f"x is {tuple(x.shape)}, but the weights have {weights.num_stretches} stretches of "
             f"{STRETCH} inputs"
         )
-    num_outputs, layout = weights.num_outputs, weights.layout
-    out = torch.empty(len(plan.order), num_outputs, dtype=x.dtype, device=x.device)
-    if not out.numel():
-        return out
+    addresses = weights.addresses
     rows = quantize_groups(x, CHUNK_INPUTS, STRETCH)
-    grouped_block_quantized_matmul_kernel[
-        (triton.cdiv(num_outputs, _BLOCK_OUTPUTS), len(plan.experts))
-    ](
-        rows.q,
-        rows.scales,
-        plan.order if pairs_per_row else None,
-        weights.addresses,
-        weights.biases,
-        plan.experts,
-        plan.firsts,
-        plan.ends,
-        out,
-        weights.addresses.shape[1],
-        num_outputs,
-        weights.num_stretches,
-        LAYOUT=layout,
-        PAIRS_PER_ROW=max(1, pairs_per_row),
-        BLOCK_M=_BLOCK_ROWS,
+    return multiply_tiles(
+        grouped_block_quantized_matmul_kernel,
+        torch.empty(len(plan.order), weights.num_outputs, dtype=x.dtype, device=x.device),
+        plan,
+        pairs_per_row,
+        (rows.q, rows.scales, addresses, weights.biases),
+        (addresses.shape[1], weights.num_stretches),
+        LAYOUT=weights.layout,
         BLOCK_N=_BLOCK_OUTPUTS,
         num_warps=_BLOCK_OUTPUTS // 16,
         num_stages=4,
         enable_fp_fusion=False,
     )
-    return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def grouped_block_quantized_matmul_kernel(  # type: ignore[no-untyped-def]
+    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
+    tiles_ptr,  # [tiles, 3]: expert, first place, end
     x_ptr,  # [rows, 256 stretches] int8
     x_scales_ptr,  # [rows, 8 stretches]
-    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
     addresses_ptr,  # [2, E] int64
     biases_ptr,  # [E, N], or None
-    experts_ptr,  # [tiles]
-    firsts_ptr,  # [tiles]
-    ends_ptr,  # [tiles]
     out_ptr,  # [P, N]
-    num_experts,
     num_outputs,
+    num_experts,
     num_stretches,
     LAYOUT: tl.constexpr,  # a BlockQuantizedLayout
     PAIRS_PER_ROW: tl.constexpr,
@@ -139,15 +125,11 @@ def grouped_block_quantized_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
 ):
     # First, find the tile's expert and rows; a tile without places ends at once.
-    tile = tl.program_id(1)
-    first = tl.load(firsts_ptr + tile)
-    end = tl.load(ends_ptr + tile)
+    expert, first, end = tile_at(tiles_ptr, tl.program_id(1))
     if first >= end:
         return
-    expert = tl.load(experts_ptr + tile)
     places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    outputs, near = outputs_of_program(num_outputs, BLOCK_N)
     levels = pointer_at(addresses_ptr + expert, tl.uint8 if LAYOUT.width == 4 else tl.int8)
     words = pointer_at(addresses_ptr + num_experts + expert, tl.int32)
     # Then multiply, add the bias, and store.

@@ -17,9 +17,12 @@ import triton.language as tl
 from quire.kernels.triton.linear.grouped_matmul import (
     GroupPlan,
     addresses_of,
+    multiply_tiles,
+    outputs_of_program,
     places_of_tile,
     pointer_at,
     store_places,
+    tile_at,
 )
 from quire.kernels.triton.linear.int4_matmul import (
     STRETCH,
@@ -30,7 +33,6 @@ from quire.kernels.triton.linear.int4_matmul import (
 )
 from quire.kernels.triton.linear.quantize_groups import quantize_groups
 
-_BLOCK_ROWS = 16
 _BLOCK_OUTPUTS = 32
 
 
@@ -78,68 +80,48 @@ def grouped_int4_matmul(
             f"{STRETCH} inputs"
         )
     num_experts, num_outputs = weights.scale_factors.shape
-    out = torch.empty(len(plan.order), num_outputs, dtype=x.dtype, device=x.device)
-    if not out.numel():
-        return out
     rows = quantize_groups(x, STRETCH, STRETCH, by_group=True)
-    grouped_int4_matmul_kernel[(triton.cdiv(num_outputs, _BLOCK_OUTPUTS), len(plan.experts))](
-        rows.q,
-        rows.scales,
-        plan.order if pairs_per_row else None,
-        weights.addresses,
-        weights.scale_factors,
-        weights.offset_factors,
-        weights.biases,
-        plan.experts,
-        plan.firsts,
-        plan.ends,
-        out,
-        len(rows.q),
-        num_experts,
-        num_outputs,
-        weights.num_stretches,
-        PAIRS_PER_ROW=max(1, pairs_per_row),
-        BLOCK_M=_BLOCK_ROWS,
+    factors = weights.scale_factors, weights.offset_factors
+    return multiply_tiles(
+        grouped_int4_matmul_kernel,
+        torch.empty(len(plan.order), num_outputs, dtype=x.dtype, device=x.device),
+        plan,
+        pairs_per_row,
+        (rows.q, rows.scales, weights.addresses, *factors, weights.biases),
+        (len(rows.q), num_experts, weights.num_stretches),
         BLOCK_N=_BLOCK_OUTPUTS,
         num_warps=_BLOCK_OUTPUTS // 16,
         num_stages=6,
         enable_fp_fusion=False,
     )
-    return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
+    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
+    tiles_ptr,  # [tiles, 3]: expert, first place, end
     x_ptr,  # [rows of x, 128 stretches] int8
     x_scales_ptr,  # [stretches, rows of x]
-    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
     addresses_ptr,  # [3, E] int64
     scale_factors_ptr,  # [E, N]
     offset_factors_ptr,  # [E, N]
     biases_ptr,  # [E, N], or None
-    experts_ptr,  # [tiles]
-    firsts_ptr,  # [tiles]
-    ends_ptr,  # [tiles]
     out_ptr,  # [P, N]
+    num_outputs,
     num_rows,  # of x
     num_experts,
-    num_outputs,
     num_stretches,
     PAIRS_PER_ROW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     # First, find the tile's expert and rows; a tile without places ends at once.
-    tile = tl.program_id(1)
-    first = tl.load(firsts_ptr + tile)
-    end = tl.load(ends_ptr + tile)
+    expert, first, end = tile_at(tiles_ptr, tl.program_id(1))
     if first >= end:
         return
-    expert = tl.load(experts_ptr + tile)
     places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs, near = outputs_of_program(num_outputs, BLOCK_N)
     inputs = tl.arange(0, 32)
-    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     levels = pointer_at(addresses_ptr + expert, tl.uint8)
     scales = pointer_at(addresses_ptr + num_experts + expert, tl.int32)
     offsets = pointer_at(addresses_ptr + 2 * num_experts + expert, tl.int32)

@@ -19,9 +19,12 @@ from quire.kernels.triton.linear.grouped_matmul import (
     GroupedWeights,
     GroupPlan,
     group_weights,
+    multiply_tiles,
+    outputs_of_program,
     places_of_tile,
     pointer_at,
     store_places,
+    tile_at,
 )
 from quire.kernels.triton.linear.int8_matmul import (
     add_group,
@@ -32,7 +35,6 @@ from quire.kernels.triton.linear.int8_matmul import (
 )
 from quire.kernels.triton.linear.matmul import load_rows, load_weight
 
-_BLOCK_ROWS = 16
 _BLOCK_OUTPUTS = 64
 
 
@@ -68,52 +70,35 @@ def grouped_int8_matmul(
     levels = weights.levels
     if x.shape[-1] != levels.num_inputs:
         raise ValueError(f"x is {tuple(x.shape)}, but must be [any, {levels.num_inputs}]")
-    out = torch.empty(len(plan.order), levels.num_outputs, dtype=x.dtype, device=x.device)
-    if not out.numel():
-        return out
     rows = quantize(x, INT8_GROUP, is_rotated=weights.is_rotated)
-    grid = (triton.cdiv(levels.num_outputs, _BLOCK_OUTPUTS), len(plan.experts))
-    grouped_int8_matmul_kernel[grid](
-        rows.q,
-        rows.scales,
-        plan.order if pairs_per_row else None,
-        levels.addresses,
-        weights.scales,
-        levels.biases,
-        plan.experts,
-        plan.firsts,
-        plan.ends,
-        out,
-        len(rows.q),
-        levels.num_outputs,
-        levels.num_inputs,
-        rows.q.stride(0),
-        PAIRS_PER_ROW=max(1, pairs_per_row),
+    return multiply_tiles(
+        grouped_int8_matmul_kernel,
+        torch.empty(len(plan.order), levels.num_outputs, dtype=x.dtype, device=x.device),
+        plan,
+        pairs_per_row,
+        (rows.q, rows.scales, levels.addresses, weights.scales, levels.biases),
+        (len(rows.q), levels.num_inputs, rows.q.stride(0)),
         HAS_GROUPS=weights.is_rotated,
         IS_EVEN=levels.num_inputs % INT8_GROUP == 0,
-        BLOCK_M=_BLOCK_ROWS,
         BLOCK_N=_BLOCK_OUTPUTS,
         num_warps=4,
         num_stages=3,
         enable_fp_fusion=False,
     )
-    return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
+    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
+    tiles_ptr,  # [tiles, 3]: expert, first place, end
     x_ptr,  # [rows of x, x_stride] int8, x_stride a multiple of 256
     x_scales_ptr,  # [x_stride / 256, rows of x], or [rows of x] without HAS_GROUPS
-    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
     addresses_ptr,  # [E] int64, of levels [N, I] int8
     scales_ptr,  # [E, N]
     biases_ptr,  # [E, N], or None
-    experts_ptr,  # [tiles]
-    firsts_ptr,  # [tiles]
-    ends_ptr,  # [tiles]
     out_ptr,  # [P, N]
-    num_rows,  # of x
     num_outputs,
+    num_rows,  # of x
     num_inputs,
     x_stride,
     PAIRS_PER_ROW: tl.constexpr,
@@ -123,16 +108,12 @@ def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
 ):
     # First, find the tile's expert and rows; a tile without places ends at once.
-    tile = tl.program_id(1)
-    first = tl.load(firsts_ptr + tile)
-    end = tl.load(ends_ptr + tile)
+    expert, first, end = tile_at(tiles_ptr, tl.program_id(1))
     if first >= end:
         return
-    expert = tl.load(experts_ptr + tile)
     places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs, near = outputs_of_program(num_outputs, BLOCK_N)
     inputs = tl.arange(0, 128)
-    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weight_ptrs = pointer_at(addresses_ptr + expert, tl.int8) + near[:, None] * num_inputs
     weight_ptrs += inputs[None, :]
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]

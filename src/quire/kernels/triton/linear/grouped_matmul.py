@@ -19,6 +19,7 @@ fp16, fp32. Called by `formats.dense`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -58,10 +59,8 @@ class GroupPlan:
     order: torch.Tensor
     #: The places of each token's pairs, ascending, so in ascending order of experts, [T, K].
     places: torch.Tensor
-    #: The expert, first place and end of each tile, [tiles]; a missing tile has no places.
-    experts: torch.Tensor
-    firsts: torch.Tensor
-    ends: torch.Tensor
+    #: The expert, first place and end of each tile, [tiles, 3]; a missing tile has no places.
+    tiles: torch.Tensor
 
 
 def group_weights(
@@ -115,7 +114,8 @@ def plan_groups(ids: torch.Tensor, num_experts: int) -> GroupPlan:
     ends = torch.where(expert < num_experts, starts[near + 1], firsts)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(num_pairs, device=ids.device))
     ordered = places.view(num_tokens, top_k).sort(dim=1).values
-    return GroupPlan(*(each.int() for each in (order, ordered, near, firsts, ends)))
+    of_tiles = torch.stack((near, firsts, ends), 1)
+    return GroupPlan(*(each.int() for each in (order, ordered, of_tiles)))
 
 
 def grouped_matmul(
@@ -130,31 +130,50 @@ def grouped_matmul(
             f"x is {tuple(x.shape)} {x.dtype}, but must be [any, {weights.num_inputs}] "
             f"{weights.dtype}"
         )
-    out = torch.empty(len(plan.order), weights.num_outputs, dtype=x.dtype, device=x.device)
-    num_tiles = len(plan.experts)
-    if not out.numel():
-        return out
     block_inputs = 32 if x.dtype == torch.float32 else 128
-    grouped_matmul_kernel[(triton.cdiv(weights.num_outputs, _BLOCK_OUTPUTS), num_tiles)](
-        rows,
-        plan.order if pairs_per_row else None,
-        weights.addresses,
-        weights.biases,
-        plan.experts,
-        plan.firsts,
-        plan.ends,
+    out = torch.empty(len(plan.order), weights.num_outputs, dtype=x.dtype, device=x.device)
+    return multiply_tiles(
+        grouped_matmul_kernel,
         out,
-        weights.num_outputs,
-        weights.num_inputs,
-        rows.stride(0),
-        PAIRS_PER_ROW=max(1, pairs_per_row),
+        plan,
+        pairs_per_row,
+        (rows, weights.addresses, weights.biases),
+        (weights.num_inputs, rows.stride(0)),
         IS_EVEN=weights.num_inputs % block_inputs == 0,
-        BLOCK_M=_BLOCK_ROWS,
         BLOCK_N=_BLOCK_OUTPUTS,
         BLOCK_K=block_inputs,
         num_warps=4,
         num_stages=3,
     )
+
+
+def multiply_tiles(
+    kernel: Any,
+    out: torch.Tensor,
+    plan: GroupPlan,
+    pairs_per_row: int,
+    tensors: tuple[torch.Tensor | None, ...],
+    sizes: tuple[int, ...],
+    **options: Any,
+) -> torch.Tensor:
+    """Fill out [P, N] by a kernel's programs for all tiles of the plan, and return it.
+
+    `tensors` are the kernel's operands between the plan and out, and `sizes` follow N. `options`
+    are its constants, such as BLOCK_N, and Triton's.
+    """
+    num_outputs = out.shape[1]
+    if out.numel():
+        kernel[(triton.cdiv(num_outputs, options["BLOCK_N"]), len(plan.tiles))](
+            plan.order if pairs_per_row else None,
+            plan.tiles,
+            *tensors,
+            out,
+            num_outputs,
+            *sizes,
+            PAIRS_PER_ROW=max(1, pairs_per_row),
+            BLOCK_M=_BLOCK_ROWS,
+            **options,
+        )
     return out
 
 
@@ -182,13 +201,11 @@ def add_experts(outputs: torch.Tensor, weights: torch.Tensor, plan: GroupPlan) -
 
 @triton.jit  # type: ignore[untyped-decorator]
 def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # rows of I elements, x_stride apart
     order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
+    tiles_ptr,  # [tiles, 3]: expert, first place, end
+    x_ptr,  # rows of I elements, x_stride apart
     addresses_ptr,  # [E] int64, of weights [N, I]
     biases_ptr,  # [E, N], or None
-    experts_ptr,  # [tiles]
-    firsts_ptr,  # [tiles]
-    ends_ptr,  # [tiles]
     out_ptr,  # [P, N]
     num_outputs,
     num_inputs,
@@ -200,16 +217,12 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
 ):
     # First, find the tile's expert and rows; a tile without places ends at once.
-    tile = tl.program_id(1)
-    first = tl.load(firsts_ptr + tile)
-    end = tl.load(ends_ptr + tile)
+    expert, first, end = tile_at(tiles_ptr, tl.program_id(1))
     if first >= end:
         return
-    expert = tl.load(experts_ptr + tile)
     places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs, near = outputs_of_program(num_outputs, BLOCK_N)
     inputs = tl.arange(0, BLOCK_K)
-    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weight_ptr = pointer_at(addresses_ptr + expert, x_ptr.dtype.element_ty)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     weight_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
@@ -232,6 +245,21 @@ def pointer_at(address_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """The address as a pointer to KIND that is known to be aligned, so that loads take vectors."""
     # Triton 3.7 forgets the alignment of an integer that becomes a pointer.
     return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(KIND)), 16)
+
+
+@triton.jit
+def tile_at(tiles_ptr, tile):  # type: ignore[no-untyped-def]
+    """The weight of a tile, and its first place and its end."""
+    tile_ptr = tiles_ptr + 3 * tile
+    return tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def outputs_of_program(num_outputs, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The program's outputs [BLOCK_N], and as int64 those whose weights it may read: the last one
+    instead of missing ones."""
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return outputs, tl.minimum(outputs, num_outputs - 1).to(tl.int64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
