@@ -63,7 +63,7 @@ def test_commands_are_ones_that_exist(readme: str) -> None:
             parser.parse_args(words[1:])
 
 
-def test_it_is_short(readme: str) -> None:
+def test_readme_has_at_most_150_lines(readme: str) -> None:
     assert len(readme.splitlines()) <= 150
 
 

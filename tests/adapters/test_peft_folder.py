@@ -118,7 +118,7 @@ def test_fields_that_are_refused(tmp_path: Path, fields, message: str) -> None:
         read_adapter(folder_of(tmp_path, **fields), 4)
 
 
-def test_fields_that_are_off_are_not_in_the_way(tmp_path: Path) -> None:
+def test_disabled_fields_of_an_adapter_are_accepted(tmp_path: Path) -> None:
     fields = {"use_sorcery": False, "trainable_token_indices": None, "layer_replication": None}
     assert read_adapter(folder_of(tmp_path, **fields), 4).rank == 4
 

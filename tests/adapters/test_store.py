@@ -179,7 +179,7 @@ def test_any_folder_with_equal_content_can_be_read(folders: Folders) -> None:
     assert store.pop_failed().keys() == {refs[0].digest} and store.counts()["num_failed"] == 1
 
 
-def test_other_content_in_its_place_is_not_taken_for_it(folders: Folders) -> None:
+def test_adapter_whose_files_changed_is_not_loaded(folders: Folders) -> None:
     store = make(folders, 1)
     digest = find(store, "a", folders.save("a", 1)).digest
     find(store, "b", folders.save("b", 2))

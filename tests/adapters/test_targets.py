@@ -93,7 +93,7 @@ def test_names_of_a_multimodal_model_are_those_of_its_language_model(
     assert all(targets.uses(path) for path in wrapped.weights)
 
 
-def test_more_outputs_than_a_model_has_are_not_even_counted_one_by_one(targets_of) -> None:
+def test_adapter_with_too_many_outputs_is_refused_at_once(targets_of) -> None:
     b = torch.empty(1 << 40, 3, device="meta")
     pair = LoRAWeights(torch.empty(3, HIDDEN, device="meta"), b, 1.0)
     with pytest.raises(AdapterError, match="1 linears with 1099511627776 outputs are more than"):

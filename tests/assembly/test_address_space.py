@@ -69,7 +69,7 @@ def test_failures_for_lack_of_memory_are_named(
 @pytest.mark.parametrize(
     "error", [ImportError("No module named 'torch'"), OSError(2, "No such file"), RuntimeError("x")]
 )
-def test_other_failures_stay_what_they_are(error: Exception, limit: list[int]) -> None:
+def test_unrelated_errors_are_raised_unchanged(error: Exception, limit: list[int]) -> None:
     with pytest.raises(type(error)) as caught, named_memory_failures():
         raise error
     assert caught.value is error

@@ -166,7 +166,7 @@ def test_graphs_that_come_later_are_reserved_for() -> None:
     assert graph_reserve_bytes(21) == 20 * graph_reserve_bytes(2) > 20 * MIB
 
 
-def test_more_than_the_device_has_is_refused_with_what_it_has() -> None:
+def test_refusal_of_too_many_blocks_names_the_possible_number() -> None:
     text = refusal(needs(num_blocks=436 * MIB // PAGE), Device())
     assert text.startswith("num_blocks=3488 asks for 436.0 MiB of KV cache, but weights take 400.0")
     assert text.endswith(f"lower it to at most 3480 blocks ({435 * MIB} bytes)")

@@ -129,7 +129,7 @@ def test_other_weights_under_the_same_name_are_others(copied: Path, usual: Finge
     assert difference.startswith("weights is ")
 
 
-def test_the_kernels_are_in_it(usual: Fingerprint, native_library: NativeLibrary) -> None:
+def test_fingerprint_covers_the_kernels(usual: Fingerprint, native_library: NativeLibrary) -> None:
     isas = ["portable", *native_library.isas()]
     found = [fingerprint(kernels=name) for name in sorted(set(isas))]
     found += [fingerprint(kernels="torch"), fingerprint(kernels="portable", block_size=32)]

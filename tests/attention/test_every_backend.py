@@ -53,7 +53,7 @@ def drive(make_step, combination, seed):
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["native", "torch"])
-def test_on_the_cpu(best, name, combination):
+def test_cpu_backends_match_the_reference(best, name, combination):
     def make_step(*arguments, **options):
         if name == "torch":
             return PagedStep(TorchPagedAttention(), *arguments, **options)

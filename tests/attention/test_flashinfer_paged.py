@@ -200,7 +200,7 @@ def test_no_step_is_captured():
     assert not FlashInferAttention.serves_graphs
 
 
-def test_the_package_where_it_is_has_the_arguments_of_the_stand_in():
+def test_flashinfer_takes_the_arguments_of_the_stand_in():
     flashinfer = pytest.importorskip("flashinfer")
     real = flashinfer.BatchPrefillWithPagedKVCacheWrapper
     plan = tuple(inspect.signature(real.plan).parameters)[1:]

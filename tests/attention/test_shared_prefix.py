@@ -103,7 +103,7 @@ def test_long_prefixes_are_compared_in_strides(num_shared):
     assert runs_of(decodes) == [([0, 1, 2, 3], 0, num_shared // 2)]
 
 
-def test_no_more_of_a_table_is_compared_than_is_shared():
+def test_table_comparison_stops_at_the_first_difference():
     """A million entries of a row: comparing them would show."""
     entries = np.zeros((2, 1_000_000), np.int32)
     entries[1] = 1

@@ -145,7 +145,7 @@ def test_latent_specs_beyond_the_kernels_are_refused(spec, dtype, message):
 
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("num_heads", [1, 16, 128])
-def test_one_shape_and_no_more_parts_than_there_is_room_for(is_wide, num_heads):
+def test_latent_shape_is_uniform_and_parts_fit_the_workspace(is_wide, num_heads):
     limits = DeviceLimits(132, 228 << 10, 227 << 10, is_wide=is_wide)
     spec = make_latent(num_heads, 576, 512)
     shape = latent_shape(spec, 16, torch.bfloat16, limits)

@@ -104,7 +104,7 @@ def test_one_long_sequence_makes_work_for_a_whole_gpu_and_a_short_one_for_some_p
 
 
 @pytest.mark.parametrize(("group", "least"), [(1, 64), (4, 64), (8, 128), (16, 256), (64, 256)])
-def test_a_part_is_a_small_share_of_what_it_stands_for(group, least):
+def test_least_tokens_of_a_part_grow_with_the_query_group(group, least):
     shape = decode_shape(make_spec(2 * group, 2, 128), 16, torch.bfloat16, H200)
     assert chunk_rule(shape, 4096).least_tokens == least
 

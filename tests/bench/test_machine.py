@@ -35,7 +35,7 @@ def _numbers(monkeypatch: pytest.MonkeyPatch, machine_s: list[float], own_s: lis
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(times))
 
 
-def test_others_are_what_is_busy_and_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_cores_exclude_our_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     _numbers(monkeypatch, machine_s=[50.0, 53.0], own_s=[1.0, 3.0])
     noise = NoiseMeter().stop()
     assert noise.other_cores == pytest.approx((3.0 - 2.0) / 2.0)

@@ -61,7 +61,7 @@ def test_end_to_end_latency_over_requests() -> None:
     assert found["p90_e2el_ms"] == pytest.approx(1880)
 
 
-def test_a_latency_that_no_request_has_is_none() -> None:
+def test_latency_without_samples_is_none() -> None:
     found = figures([ONE], 2.0)
     assert found["mean_tpot_ms"] is None and found["p99_itl_ms"] is None
     assert found["mean_ttft_ms"] == pytest.approx(2000)

@@ -10,7 +10,7 @@ from quire.errors import ConfigurationError
 from quire.options.engine_options import EngineOptions
 
 
-def test_it_is_the_options_as_an_object() -> None:
+def test_engine_args_hold_and_check_the_engine_options() -> None:
     args = EngineArgs(max_model_len="4k", trust_remote_code=False, dtype=None)
     assert asdict(args) == asdict(EngineOptions(max_model_len=4000))
     args.max_num_seqs = 3

@@ -40,7 +40,7 @@ def test_every_field_of_the_server_has_its_flag() -> None:
         assert getattr(server, field.name) != getattr(unchanged, field.name), field.name
 
 
-def test_nothing_given_is_nothing_handed_on() -> None:
+def test_omitted_flags_yield_no_server_options() -> None:
     assert server_options(build_parser().parse_args(["serve"])) == {}
 
 

@@ -54,7 +54,7 @@ def test_a_new_sequence_waits_with_nothing() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "max_num_tokens", "expected"), [(4, None, 7), (4, 100, 7), (4, 5, 5), (1, 7, 4)]
 )
-def test_the_length_at_which_it_ends(
+def test_max_num_tokens_is_limited_by_both_bounds(
     max_tokens: int, max_num_tokens: int | None, expected: int
 ) -> None:
     assert make(3, max_num_tokens, max_tokens=max_tokens).max_num_tokens == expected
@@ -109,7 +109,7 @@ def test_prompt_logprobs_are_needed_until_all_but_the_first_position_are_there()
     assert needs == [True, True, False]
 
 
-def test_it_tells_what_it_is() -> None:
+def test_repr_shows_id_state_row_and_progress() -> None:
     sequence = make()
     sequence.num_computed_tokens = 2
     assert repr(sequence) == "<Sequence r/0 waiting row=None computed=2/3>"

@@ -46,7 +46,7 @@ def test_a_sum_is_the_same_however_many_elements_there_are_beside_it(num_rows: i
         assert torch.equal(total, expected[:num_rows])
 
 
-def test_the_least_of_all() -> None:
+def test_least_returns_the_minimum_over_ranks() -> None:
     assert run_ranks(3, lambda group: group.least((7, 5, 2**40)[group.rank])) == [5] * 3
 
 

@@ -205,7 +205,7 @@ def test_adapters_on_quantized_weights_are_as_exact_as_the_base_model(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_request_is_the_same_in_any_company(files: Files, dtype: str) -> None:
+def test_output_does_not_depend_on_the_batch(files: Files, dtype: str) -> None:
     wish = SamplingParams(temperature=0.9, seed=5, max_tokens=8, ignore_eos=True, logprobs=1)
     wish.detokenize = False
     rng = random.Random(2)

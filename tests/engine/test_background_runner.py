@@ -176,7 +176,7 @@ def test_steps_under_way_are_waited_for_by_a_reset() -> None:
     assert inner.done in ([[], "reset"], ["reset"])
 
 
-def test_an_engine_on_the_cpu_has_one_where_it_is_asked_for(tmp_path) -> None:
+def test_async_scheduling_on_the_cpu_uses_a_background_runner(tmp_path) -> None:
     given = {"model": str(EMBEDDED_MODEL), "max_model_len": 64, "skip_tokenizer_init": True}
     plain = build_engine(given)
     assert not plain.overlap and not isinstance(plain._runner, BackgroundRunner)

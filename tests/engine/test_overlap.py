@@ -463,7 +463,7 @@ def test_nothing_is_held_once_the_last_generation_was_stepped_to_its_end() -> No
     check_idle(llm.engine.scheduler)
 
 
-def test_on_the_path_of_a_device(tmp_path: Path) -> None:
+def test_overlapped_answers_are_equal_on_the_gpu_path(tmp_path: Path) -> None:
     """Rows, sampler and attention as on a GPU, or attention alone, in Triton's interpreter."""
     pytest.importorskip("triton")
     changes = {"num_hidden_layers": 1, "vocab_size": 64, "eos_token_id": 1}

@@ -35,7 +35,7 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[tuple[tuple[int, ...], f
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_request_is_the_same_in_any_company(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_output_does_not_depend_on_the_batch(kind: str, dtype: str, tmp_path: Path) -> None:
     other = "Q8_0" if kind == "Q6_K" else "Q6_K"
     tensors = layer(kind, other) | ends(kind)
     tensors["output_norm.weight"] *= 0.02  # so that logits lie near each other

@@ -113,7 +113,7 @@ def undisturbed() -> Answers:
     ],
     ids=str,
 )
-def test_the_answers_are_those_of_an_engine_that_lived(
+def test_resumed_answers_equal_those_of_an_undisturbed_engine(
     options: dict[str, Any], deaths: list[int], undisturbed: Answers, why_torch: str | None
 ) -> None:
     """The engines' options may differ, too: nothing of what they change is in an answer."""

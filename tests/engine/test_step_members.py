@@ -60,7 +60,7 @@ class Watched:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_all_in_the_steps_in_flight_are_told(seed: int, overlap: bool) -> None:
+def test_record_names_all_requests_of_steps_in_flight(seed: int, overlap: bool) -> None:
     """Long prompts in chunks, branches, preemptions, aborts."""
     rng = random.Random(seed)
     world = Watched(overlap=overlap)

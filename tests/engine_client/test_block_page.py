@@ -54,6 +54,6 @@ def test_pages_follow_one_another_to_the_end() -> None:
     assert found == [(use.block, use.owners) for use in blocks]
 
 
-def test_past_the_end_there_is_nothing_more() -> None:
+def test_page_past_the_last_block_is_empty() -> None:
     page = block_page(BlockMap(20, 16, 30, ()))
     assert page["blocks"] == [] and page["next_block"] is None

@@ -162,7 +162,7 @@ def test_a_hub_that_knows_no_ranges_is_cut_off(gguf_hub, monkeypatch):
     assert not any(content[40_000:])
 
 
-def test_a_file_at_the_hub_that_is_none_is_said(gguf_hub):
+def test_invalid_gguf_file_at_the_hub_is_named(gguf_hub):
     gguf_hub.files["tiny-Q8_0.gguf"] = b"GGUF" + bytes(100)
     with pytest.raises(CheckpointError, match=r"resolve/.*/tiny-Q8_0\.gguf is a GGUF file of ver"):
         find_model("org/tiny-GGUF:Q8_0")

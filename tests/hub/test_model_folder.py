@@ -39,7 +39,7 @@ def test_no_name_is_the_embedded_model(hub):
     assert not hub.requests
 
 
-def test_a_folder_is_itself(hub, tmp_path, monkeypatch):
+def test_path_of_a_folder_is_used_as_the_model(hub, tmp_path, monkeypatch):
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -7,7 +7,7 @@ from quire.hub.ollama_names import _FAMILIES, advice_for
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_each_tag_has_an_id_that_can_be_one(family):
+def test_each_tag_maps_to_a_valid_repo_id(family):
     entry = _FAMILIES[family]
     ids = {entry.named(size) for size in entry.sizes or ("latest",)}
     assert len(ids) == max(1, len(entry.sizes))

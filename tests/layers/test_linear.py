@@ -69,7 +69,7 @@ def test_parts_lie_one_after_the_other(rows_at_once):
         assert torch.equal(linear.get_parameter(name), expected)
 
 
-def test_without_bias_there_is_no_place_for_one():
+def test_linear_without_bias_has_only_weight_slots():
     assert set(_linear(bias=False).slots()) == {("weight", 0), ("weight", 1), ("weight", 2)}
 
 

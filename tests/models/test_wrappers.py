@@ -260,7 +260,7 @@ def test_a_text_config_must_be_there(text):
         unwrapped(RAW | {"text_config": text})
 
 
-def test_other_configs_are_left_as_they_are():
+def test_configs_without_wrapper_are_unchanged():
     raw = {"architectures": ["LlamaForCausalLM"], "text_config": {"model_type": "qwen2"}}
     assert unwrapped(raw) == (raw, None)
 

@@ -84,7 +84,7 @@ def test_named_nodes_and_cpus_are_kept_to(tmp_path: Path) -> None:
     assert second.cpus == (6, 7)
 
 
-def test_a_node_is_kept_to_where_it_is_the_only_one(tmp_path: Path) -> None:
+def test_single_memory_node_is_bound(tmp_path: Path) -> None:
     part = chosen("0", ONE_NODE, tmp_path)
     assert part is not None
     assert part.memory_nodes == (0,)

@@ -51,6 +51,6 @@ def test_it_is_told_as_plain_data_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("bounds", [(), (2.0, 1.0), (1.0, 1.0)])
-def test_bounds_that_are_no_bounds_are_a_bug(bounds: tuple[float, ...]) -> None:
+def test_invalid_histogram_bounds_raise_assertion_error(bounds: tuple[float, ...]) -> None:
     with pytest.raises(AssertionError):
         Histogram(bounds)

@@ -213,7 +213,7 @@ def test_a_template_writes_a_pair_in_the_words_of_a_model(tmp_path):
     assert len(cut.prompt_token_ids) == 3
 
 
-def test_tensors_of_what_other_methods_have_as_lists(bert):
+def test_encode_returns_the_tensors_that_embed_lists(bert):
     llm, model = bert
     for output, listed in zip(llm.encode(TEXTS), vectors(llm.embed(TEXTS)), strict=True):
         assert torch.equal(output.outputs.data, listed) and output.finished

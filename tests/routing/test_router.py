@@ -121,7 +121,7 @@ TestRouter = RouterMachine.TestCase
 TestRouter.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
-def test_only_what_no_cache_has_is_in_flight() -> None:
+def test_only_uncached_tokens_count_as_in_flight() -> None:
     router = make_router(find_routing_policy("expected_ttft"), 1)
     (replica,) = router.replicas
     router.place(make_request("first", "a", 8), 0.0)

@@ -223,7 +223,7 @@ def test_without_memory_for_a_graph_its_steps_are_launched_singly(caplog, monkey
     assert "enforce_eager" in record.getMessage()
 
 
-def test_asked_for_at_the_start_it_is_an_error() -> None:
+def test_capture_at_start_raises_out_of_memory() -> None:
     forward = GraphForward(Doubling(), Full(), padding)
     with pytest.raises(torch.OutOfMemoryError):
         forward.capture_all((1,))

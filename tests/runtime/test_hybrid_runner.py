@@ -117,7 +117,7 @@ def same(found: Held, expected: Held) -> bool:
     return (found.sampled, found.logprobs) == (expected.sampled, expected.logprobs)
 
 
-def test_all_kinds_are_there(make_core: MakeCore) -> None:
+def test_model_has_full_window_and_state_groups(make_core: MakeCore) -> None:
     groups = make_core().groups
     assert {group.kind for group in groups} >= {KVKind.FULL, KVKind.WINDOW, KVKind.STATE}
     assert max(group.num_state_blocks for group in groups) > 1

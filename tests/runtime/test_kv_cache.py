@@ -64,7 +64,7 @@ def test_one_block_may_be_copied_to_several(
     assert torch.equal(cache.storage, before[[2, 5, 2, 3, 2, 5, 6, 2]])
 
 
-def test_memory_that_is_not_there() -> None:
+def test_cache_above_the_machines_memory_is_refused() -> None:
     with pytest.raises(InsufficientMemoryError, match="lower kv_cache_memory or num_blocks"):
         KVCache(layout(spec()), 1 << 45, CPU)
 

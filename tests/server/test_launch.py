@@ -346,7 +346,7 @@ def test_a_gguf_file_is_served_by_its_stem_with_its_own_tokenizer_and_template(t
     assert named.model_names == ("mine",)
 
 
-def test_weights_that_are_not_here_are_the_engines_to_fetch(monkeypatch, tmp_path):
+def test_engine_fetches_missing_weights_of_the_pinned_revision(monkeypatch, tmp_path):
     shutil.copytree(EMBEDDED_MODEL, tmp_path / "snapshot")
     found = FoundModel(tmp_path / "snapshot", has_weights=False, revision="abc")
     monkeypatch.setattr(launch, "find_model", lambda *name, needs_tokenizer: found)

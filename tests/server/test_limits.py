@@ -173,7 +173,7 @@ def test_the_bounds_reach_the_client_by_name(server):
         assert answer.json()["error"]["param"] == param
 
 
-def test_prompt_logprobs_are_bounded_by_all_that_the_answer_has_of_them(server):
+def test_prompt_logprobs_of_a_whole_answer_are_bounded(server):
     fields = {"prompt": [[5] * 1000] * 8, "n": 8, "max_tokens": 1, "seed": 1}
     for more in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
         answer = server.http.post("/v1/completions", json=fields | more)

@@ -166,7 +166,7 @@ def test_kinds_say_the_groups() -> None:
         ("state:many", "'state:many'"),
     ],
 )
-def test_kinds_that_there_are_not_are_refused(kinds: str, word: str) -> None:
+def test_unknown_kinds_are_refused(kinds: str, word: str) -> None:
     with pytest.raises(ConfigurationError, match=f"but {word} is none of full, latent"):
         SimulationConfig(kinds=kinds)
 

@@ -29,7 +29,7 @@ def test_values_at_any_depth_count(value, bound):
 
 
 @given(st.dictionaries(st.text(max_size=4), VALUES, max_size=4), st.integers(0, 20), st.booleans())
-def test_a_text_counts_as_what_it_is_the_json_of(value, bound, is_ascii):
+def test_values_are_counted_in_json_text_as_in_the_value(value, bound, is_ascii):
     text = json.dumps(value, ensure_ascii=is_ascii)
     if count(value) > bound:
         assert text_has_more_values(text, bound)

@@ -141,7 +141,7 @@ def test_outliers_are_bad_for_a_format_that_rounds(outliers: Path, name: str) ->
     assert next(iter(found.errors)).endswith(("qkv_proj", "gate_up_proj"))
 
 
-def test_outliers_are_no_harm_to_weights_as_they_are(outliers: Path) -> None:
+def test_unquantized_weights_diverge_little_despite_outliers(outliers: Path) -> None:
     assert _measure(model=str(outliers), dtype="bfloat16").divergence < 0.001
 
 

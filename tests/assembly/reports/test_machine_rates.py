@@ -33,7 +33,7 @@ def test_machine_rates_are_measured_once(setup, caplog: pytest.LogCaptureFixture
     assert "Tflop/s" in line
 
 
-def test_an_interpreter_has_none(setup) -> None:
+def test_interpreted_kernels_have_no_machine_rates(setup) -> None:
     assert measure_rates(dataclasses.replace(setup, is_triton=True), None) is None
 
 

@@ -28,7 +28,7 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def test_the_embedded_model_is_all_there() -> None:
+def test_report_on_the_embedded_model() -> None:
     found = report_on(str(EMBEDDED_MODEL), None, 100)
     config = load_config(EMBEDDED_MODEL)
     assert (found.architecture, found.generates) == (config.architecture, True)

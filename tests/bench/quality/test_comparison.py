@@ -17,7 +17,7 @@ def _logits(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.clone()
 
 
-def test_it_is_what_the_definitions_say():
+def test_figures_follow_their_definitions():
     window = Window((0, 2, 1), 1)
     found = compare([window], [FOUND], _logits, Reference([EXACT], _logits))
     assert found.num_tokens == 2 and found.agreement == 0.5

@@ -39,7 +39,7 @@ def test_each_case_has_a_row(
     ]
 
 
-def test_a_client_that_is_not_installed_is_no_failure(
+def test_missing_client_is_skipped_without_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert table(monkeypatch, capsys, "--only", "no-such-client")[1] == 0

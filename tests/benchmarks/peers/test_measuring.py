@@ -61,7 +61,7 @@ def test_the_result_file_has_every_part(
     assert found["peak_rss_mib"] > 50 and found["load_s"] > 0 and found["kv_bytes"] > 0
 
 
-def test_another_length_than_asked_for_is_no_result(driver: ModuleType, workload: Path) -> None:
+def test_measurement_rejects_answers_of_another_length(driver: ModuleType, workload: Path) -> None:
     engine = SimpleNamespace(
         name="short", version="0", run_workload=lambda prompts, lens: 9, details=dict
     )

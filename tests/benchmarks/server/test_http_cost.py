@@ -16,7 +16,7 @@ def http_cost(load_script: LoadScript) -> ModuleType:
     return load_script("benchmarks.server.http_cost")
 
 
-def test_the_share_is_that_of_both_processes(http_cost: ModuleType) -> None:
+def test_share_is_the_servers_part_of_both_processes(http_cost: ModuleType) -> None:
     cost = http_cost.Cost("chat", 1000, 2.0, 50.0, 450.0, 0.0)
     assert cost.share == 0.1
     assert cost.could_carry == 20_000

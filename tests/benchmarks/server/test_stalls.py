@@ -31,7 +31,7 @@ def test_a_wait_that_goes_on_counts(stalls: ModuleType, monkeypatch: pytest.Monk
     assert gaps.longest_s() == 0
 
 
-def test_the_calls_are_as_large_as_they_are_called(stalls: ModuleType) -> None:
+def test_cases_have_the_sizes_in_their_names(stalls: ModuleType) -> None:
     path, body = stalls.CASES["190,000 prompts [1]"][1]()
     assert path == "/v1/completions" and json.loads(body) == {"prompt": [[1]] * 190_000}
     path, body = stalls.CASES["1,024 answers of 180 tokens with 20 logprobs"][1]()

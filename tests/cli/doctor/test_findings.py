@@ -136,7 +136,7 @@ def test_a_problem_is_told_first_and_is_the_exit_code(
     assert printed.startswith(f"problem: {expected}")
 
 
-def test_everything_there_is_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_a_line_for_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
     limited = replace(
         SOUND,
         cpu_limit=4.0,

@@ -63,5 +63,5 @@ def test_measurements_of_another_version_say_so() -> None:
     assert list(quality_lines("m", SERVED, [old]))[1].endswith("2026-01-02, quire 0.0.1)")
 
 
-def test_a_model_that_predicts_nothing_has_none() -> None:
+def test_model_without_generation_has_no_quality_lines() -> None:
     assert list(quality_lines("m", replace(SERVED, generates=False), [])) == []

@@ -38,7 +38,7 @@ def test_each_end_is_reported_once_and_in_time() -> None:
 
 
 @pytest.mark.parametrize("until_s", [None, 9.0])
-def test_the_end_of_a_pin_that_is_no_more_is_not_reported(until_s: float | None) -> None:
+def test_end_of_a_removed_pin_is_not_reported(until_s: float | None) -> None:
     pins = pins_of((0, 0, 3.0))
     pins.remove(0)
     pins.unpin(0)

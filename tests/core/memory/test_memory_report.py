@@ -190,7 +190,7 @@ def test_shared_blocks_count_once_and_are_split_among_tenants() -> None:
     assert report.tenants["b"] == TenantMemory(1, pytest.approx(32.0), pytest.approx(32 / 3), 0.0)
 
 
-def test_a_shared_block_is_as_full_as_for_whom_it_is_fullest() -> None:
+def test_shared_block_counts_its_most_written_tokens() -> None:
     """After a step that failed, one of two branches may have fallen back behind the other."""
     memory = make_memory(16)
     parent = admitted(memory, 6, 6)
@@ -347,9 +347,7 @@ def test_the_table_has_a_line_for_each_part_with_its_bar() -> None:
     ]
 
 
-def test_nothing_is_said_of_tenants_where_there_are_none_nor_of_shares_where_nothing_is_held() -> (
-    None
-):
+def test_report_omits_absent_tenants_and_shares_of_nothing() -> None:
     memory = make_memory(16)
     report = memory_report(memory, [admitted(memory, 4, 4)])
     assert "tenant" not in str(report) and "100.0% of what is held" in str(report)

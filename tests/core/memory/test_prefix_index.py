@@ -277,7 +277,7 @@ def test_a_fork_finds_the_blocks_of_its_parent(num_tokens: int, caching: bool) -
     assert match.partial == tuple(parent.block_tables[0][full : full + (num_tokens % 4 != 1)])
 
 
-def test_a_fork_shares_no_more_than_the_tokens_that_they_have_in_common() -> None:
+def test_fork_shares_only_its_parents_common_tokens() -> None:
     memory = make_memory(caching=False)
     parent = write(memory, list(range(9)))
     child = waiting_fork(parent)

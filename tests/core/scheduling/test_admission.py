@@ -65,7 +65,7 @@ def test_under_a_stream_of_small_ones_a_large_one_waits_for_a_bounded_number() -
     harness.run()
 
 
-def test_no_more_than_a_few_are_passed_over_in_a_step() -> None:
+def test_admission_passes_over_a_bounded_number_per_step() -> None:
     harness = crowded()
     larges = [harness.add(f"large{index}", 25, 1) for index in range(MAX_PASSED_OVER)]
     small = harness.add("small", 1, 1)

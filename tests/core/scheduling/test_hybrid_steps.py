@@ -269,7 +269,7 @@ def test_a_sequence_preempted_at_a_snapshot_continues_from_it() -> None:
     serving.run()
 
 
-def test_more_than_the_pool_is_served_one_after_the_other(recurrent: Serving) -> None:
+def test_requests_beyond_the_pool_are_served_in_turn(recurrent: Serving) -> None:
     groups = recurrent.memory.config.groups
     growth = recurrent.memory.growth
     serving = Serving(*groups, num_blocks=growth.most_to_hold(130), budget=32)

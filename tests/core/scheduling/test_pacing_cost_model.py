@@ -182,7 +182,7 @@ def test_a_model_that_is_wrong_about_prompts_learns(factor: float) -> None:
     assert error(model, roofline, StepLoad(4, 800)) < 0.1
 
 
-def test_a_slope_that_is_wrongly_nothing_is_learned() -> None:
+def test_cost_model_learns_a_slope_that_was_fitted_as_zero() -> None:
     """From 64 tokens on further ones seem to cost nothing: chunks that end there are learned as
     fast as others."""
     values = list(fitted(roofline).coefficients)

@@ -81,7 +81,7 @@ def test_a_row_whose_former_owner_it_knew_is() -> None:
     assert draft.build(0, 1, 1, ()) == StepPlan(0, 1, 1, release=(2,))
 
 
-def test_a_copy_of_a_copy_to_come_is_one_of_the_original() -> None:
+def test_chained_copies_read_from_the_original_block() -> None:
     draft = PlanBuilder()
     draft.copy([BlockCopy(1, 2), BlockCopy(3, 4)])
     draft.copy([BlockCopy(2, 5)])

@@ -53,7 +53,7 @@ def test_each_thing_that_is_done_replaces_the_one_before() -> None:
     assert record.read() == (Doing.COMPUTING, frozenset())
 
 
-def test_more_requests_than_have_room_stand_for_all() -> None:
+def test_too_many_request_ids_are_recorded_as_all() -> None:
     record = ActivityRecord()
     record.compute([f"{index:0128}" for index in range(NUM_BYTES // 128)])
     found = record.read()

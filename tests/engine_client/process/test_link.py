@@ -309,7 +309,7 @@ def test_a_process_that_can_not_be_ended_is_given_up(
     assert "can't be ended; it is left behind" in caplog.text
 
 
-def test_an_answer_to_an_earlier_link_is_none_to_this_one() -> None:
+def test_reply_to_an_earlier_link_resolves_no_question() -> None:
     async def test() -> None:
         sent: list[bytes] = []
         earlier, now = AdapterCalls(sent.append), AdapterCalls(sent.append)

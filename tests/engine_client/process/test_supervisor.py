@@ -249,7 +249,7 @@ def test_an_engine_that_can_not_be_built_again_fails_after_the_same_patience(
     run(test)
 
 
-def test_an_engine_that_is_not_what_it_was_is_refused() -> None:
+def test_restarted_engine_with_other_limits_is_refused() -> None:
     async def test() -> None:
         async with kept() as (supervisor, listener):
             assert supervisor.limits is not None

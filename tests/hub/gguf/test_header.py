@@ -209,7 +209,7 @@ def test_a_header_is_kept_while_the_file_is_the_same(tmp_path):
             read_gguf(path)
 
 
-def test_a_file_that_is_none(tmp_path):
+def test_missing_file_and_folder_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         read_gguf(tmp_path / "x.gguf")
     with pytest.raises(CheckpointError, match="it is not a file"):

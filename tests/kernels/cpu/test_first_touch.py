@@ -64,7 +64,7 @@ def test_whole_pages_of_the_first_bytes_are_given_and_keep_what_is_in_them(
     assert memory[20 * mmap.PAGESIZE + 3] == 7 and memory.sum() == 7
 
 
-def test_no_more_is_asked_for_than_there_is(memory: torch.Tensor) -> None:
+def test_first_touch_stops_at_the_end_of_the_memory(memory: torch.Tensor) -> None:
     touch = FirstTouch(memory, 2 * memory.nbytes, lambda: True)
     until(lambda: touch.num_bytes_touched == memory.nbytes, "all of it")
     assert num_resident(memory) == NUM_PAGES

@@ -264,7 +264,7 @@ def test_parts_in_another_order_and_of_other_products(recorder: Recorder) -> Non
     assert (turned.second - turned.input, turned.third - turned.input) == (48 * 4, 32 * 4)
 
 
-def test_queries_that_are_as_they_should_be_are_read_where_they_are(recorder: Recorder) -> None:
+def test_queries_without_rotation_are_read_in_place(recorder: Recorder) -> None:
     with recorder.recording():
         attend(recorder)
         output = attend(recorder, lambda parts: (parts[0], None, None), rotation=None, v=None)

@@ -121,7 +121,7 @@ def test_the_description_lists_versions_and_kernels_best_first(library: NativeLi
     assert kernels.startswith(f"kernels: {next(iter(library.isas()))}, ")
 
 
-def test_why_there_are_none_is_described(no_library: None) -> None:
+def test_reason_for_missing_native_kernels_is_described(no_library: None) -> None:
     assert describe_kernels().splitlines()[1] == (
         "kernels: torch, since it was not built; build it"
     )

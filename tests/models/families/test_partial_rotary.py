@@ -133,7 +133,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kernels", ["auto", "triton"])
-def test_bits_are_the_same_in_any_arrangement(kernels, save):
+def test_results_do_not_depend_on_batch_and_chunks(kernels, save):
     options: dict[str, Any] = {"dtype": "bfloat16", "kernels": kernels}
     prompts, num_tokens, num_layers = PROMPTS, 6, 2
     if kernels == "triton":

@@ -68,7 +68,7 @@ def test_without_one_each_call_gets_its_own():
     assert id_of(call(answering())[0]) != id_of(call(answering())[0])
 
 
-def test_the_call_is_known_to_what_serves_it():
+def test_served_app_sees_the_current_call():
     seen = []
 
     async def app(scope, receive, send):

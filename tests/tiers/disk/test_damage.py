@@ -266,7 +266,7 @@ def test_one_record_that_cannot_be_read_costs_only_itself(tmp_path: Path) -> Non
     opened.close(seals=False)
 
 
-def test_a_length_other_than_asked_for_is_a_miss(tmp_path: Path) -> None:
+def test_record_of_another_length_is_a_miss(tmp_path: Path) -> None:
     """Another layout of groups under one fingerprint would be a mistake; it shows none of it."""
     make(tmp_path, sealed=True)
     opened = Opened(tmp_path, files=FaultyFiles())

@@ -153,7 +153,7 @@ def test_both_tiers_serve_one_prefix(opened: Opener) -> None:
     assert world.wait(loaded) == [True] * 6 and world.has(range(6))
 
 
-def test_a_tail_is_known_to_both(opened: Opener) -> None:
+def test_partial_blocks_are_found_in_host_and_disk_tiers(opened: Opener) -> None:
     opened().store([1], parent=b"parent", tokens=b"abcd")
     world = opened()
     tail = Tail(b"abcd", name_of(1))

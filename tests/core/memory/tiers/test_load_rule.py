@@ -8,7 +8,7 @@ from quire.core.memory.tiers.load_rule import MIN_STEP_TOKENS, ComputeTime, pair
 
 
 @given(st.integers(0, 50), st.integers(0, 50))
-def test_pairs_are_those_that_attend_to_each_other(num_computed: int, num_new: int) -> None:
+def test_pairs_count_each_new_tokens_context(num_computed: int, num_new: int) -> None:
     assert pairs_of(num_computed, num_new) == sum(num_computed + at + 1 for at in range(num_new))
 
 

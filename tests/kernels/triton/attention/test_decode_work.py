@@ -20,7 +20,7 @@ def rows_of(items):
 @pytest.mark.parametrize("window", [None, 300, 5])
 @pytest.mark.parametrize("choose", [decode_shape, uniform_shape])
 @pytest.mark.parametrize("contexts", [CONTEXTS, [700]])
-def test_it_is_the_list_of_the_host(window, choose, contexts):
+def test_work_list_equals_the_hosts_list(window, choose, contexts):
     shape = choose(make_spec(8, 2, 64, window=window), 16, torch.bfloat16, H200)
     rule = chunk_rule(shape, 8192)
     batch = make_batch([1] * len(contexts), contexts)

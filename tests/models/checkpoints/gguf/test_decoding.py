@@ -97,7 +97,7 @@ def test_rows_of_blocks_are_rows_of_codes(name):
 
 
 @pytest.mark.parametrize("name", sorted(BLOCK_QUANTIZED_TYPES))
-def test_numbers_of_some_rows_are_those_of_all(name):
+def test_selected_rows_decode_like_the_whole_tensor(name):
     _, storage = BY_NAME[name]
     rows = BlockRows(storage, random_blocks(name, num_rows=9, blocks=2))
     whole = bits(rows.numbers())

@@ -186,7 +186,7 @@ def test_a_model_in_several_files(tmp_path):
         ({0: {"split.tensors.count": 99}}, "the model has 99 tensors, but 13 are in its 3 files"),
     ],
 )
-def test_files_that_are_not_of_one_model(changes, reason, tmp_path):
+def test_split_files_of_different_models_are_refused(changes, reason, tmp_path):
     with pytest.raises(CheckpointError, match=reason):
         GGUFModel(write_split(tmp_path, changes))
 
@@ -257,7 +257,7 @@ def test_a_tensor_that_is_not_as_the_metadata_says(shape, tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 3, 10**9, 2**32 - 1])
-def test_heads_that_are_not_those_of_the_tensors(count, tmp_path):
+def test_head_count_that_contradicts_tensor_shapes_is_refused(count, tmp_path):
     metadata = METADATA | {"llama.attention.head_count": count}
     path = write_gguf(tmp_path / "x.gguf", metadata, layer("Q4_0") | ends("Q4_0"))
     with pytest.raises(CheckpointError, match=r"attn_q\.weight has the shape"):

@@ -80,7 +80,7 @@ def test_a_config_says_how_its_weights_are_quantized(save_checkpoint) -> None:
     assert load_config(folder).quantized == Quantized("fp8")
 
 
-def test_it_is_not_overridden(save_checkpoint) -> None:
+def test_override_of_quantization_config_is_refused(save_checkpoint) -> None:
     folder, _ = save_checkpoint(HFLlamaConfig)
     with pytest.raises(ConfigurationError, match="hf_overrides has quantization_config, but how"):
         load_config(folder, overrides={"quantization_config": FP8})

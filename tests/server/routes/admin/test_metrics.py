@@ -186,7 +186,7 @@ def test_labels_are_of_a_fixed_set(http):
     assert "other" in methods and "PROPFIND" not in methods
 
 
-def test_it_is_openmetrics_for_those_who_accept_that(http):
+def test_metrics_are_openmetrics_if_the_client_accepts_it(http):
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
     answer = http.get("/metrics", headers=accept)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")

@@ -72,7 +72,7 @@ def test_the_token_itself_is_reported_beside_the_likeliest(tokenizer):
 
 
 @pytest.mark.parametrize("are_listed", [True, False])
-def test_the_token_itself_is_one_of_those_that_a_chat_lists(tokenizer, are_listed):
+def test_chat_top_logprobs_include_the_sampled_token(tokenizer, are_listed):
     found = [
         TokenLogprobs(7, -0.3, 3, (8, 9), (-0.1, -0.2)),
         TokenLogprobs(8, -0.1, 1, (8,), (-0.1,)),
@@ -139,7 +139,7 @@ def test_offsets_in_an_echo_of_token_ids_are_those_of_their_own_text(tokenizer, 
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 1])
-def test_in_parts_it_is_the_same_json(tokenizer, num_tokens):
+def test_json_written_in_parts_equals_the_whole(tokenizer, num_tokens):
     ids = (tokenizer.encode(TEXT) * num_tokens)[:num_tokens]
     found = LogprobEntries.of(entries(ids))
     whole = msgspec.json.encode(chat_logprobs(tokenizer, found))

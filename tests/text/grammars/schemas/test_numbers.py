@@ -41,7 +41,7 @@ def test_constants_that_are_kept(compiler: GrammarCompiler, number: float) -> No
 
 
 @pytest.mark.parametrize("number", [2**60 + 1, 2**63, -(2**63), 2**60 * 1.0, 1e300])
-def test_constants_that_are_not(number: float) -> None:
+def test_inexact_constants_are_detected(number: float) -> None:
     assert not is_exact(number)
 
 

@@ -64,7 +64,7 @@ def test_conditions_at_the_start_stay_apart() -> None:
     assert len(PatternTranslator("json").conditions(pattern, "#", "pattern")) == 5
 
 
-def test_a_schema_has_so_few_of_them_that_none_takes_long() -> None:
+def test_number_of_lookahead_patterns_per_schema_is_bounded() -> None:
     patterns = PatternTranslator("json")
     for _ in range(2):
         for index in range(MAX_AUTOMATA):
