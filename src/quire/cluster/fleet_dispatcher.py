@@ -15,7 +15,7 @@ from quire.cluster.failover.connected_replicas import ConnectedReplica, Connecte
 from quire.cluster.failover.isolated_trials import IsolatedTrials
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
-from quire.engine_client.async_engine import Wire, add_frames
+from quire.engine_client.async_engine import Wire
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
@@ -118,10 +118,8 @@ class FleetDispatcher:
     def open(self, requests: Sequence[Request], sink: OutputSink) -> RequestStream:
         """Accept requests, and send them to replicas as soon as possible. Raises OverloadedError or
         InvalidRequestError; then no request was accepted."""
-        self._book.check(requests)
-        frames = add_frames(requests)
         stream, opened = self._book.enter(requests, sink, self._clock())
-        for request, frame in zip(opened, frames, strict=True):
+        for request, frame in opened:
             self._place(request, frame)
         return stream
 

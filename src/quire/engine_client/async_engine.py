@@ -48,11 +48,10 @@ from quire.engine_client.recovery import (
 from quire.engine_client.request_book import OutputSink, RequestBook, RequestStream
 from quire.errors import (
     EngineDeadError,
-    InvalidRequestError,
     QuireError,
     RequestKillsEngineError,
 )
-from quire.ipc import MessageError, encode
+from quire.ipc import encode
 from quire.observability.log import get_logger
 
 DEFAULT_MAX_QUEUED_REQUESTS = 1024
@@ -264,10 +263,8 @@ class Dispatcher:
     def open(self, requests: Sequence[Request], sink: OutputSink) -> RequestStream:
         """Accept requests, and send them as soon as there is a process. Raises OverloadedError or
         InvalidRequestError; then no request was accepted."""
-        self._book.check(requests)
-        frames = add_frames(requests)
         stream, opened = self._book.enter(requests, sink, self._clock())
-        for request, frame in zip(opened, frames, strict=True):
+        for request, frame in opened:
             # After a death, new requests wait until the trials are over.
             may_go = self._wire is not None and self._queue.is_idle
             self._queue.add(request)
@@ -363,12 +360,3 @@ class Dispatcher:
     def _clear(self, request: OpenRequest) -> None:
         self._queue.clear(request)
         self._send_next()
-
-
-def add_frames(requests: Sequence[Request]) -> list[bytes]:
-    """Encode the AddRequest message of each request. Raises InvalidRequestError for a request that
-    can't be encoded."""
-    try:
-        return [encode(AddRequest(request)) for request in requests]
-    except MessageError as error:
-        raise InvalidRequestError(str(error)) from error

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 from quire.core.request import Request, SequenceOutput
+from quire.engine_client.messages import AddRequest
 from quire.engine_client.recovery import OpenRequest
 from quire.errors import InvalidRequestError, OverloadedError, QuireError
+from quire.ipc import MessageError, encode
 
 Abort: TypeAlias = Callable[[str, int | None], None]
 """Ends a request, by id, or one branch of it."""
@@ -122,24 +124,30 @@ class RequestBook:
                 f" {bound}; retry later"
             )
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raises OverloadedError or InvalidRequestError for requests that `enter` must not be
-        called with."""
+    def enter(
+        self, requests: Sequence[Request], sink: OutputSink, now_s: float
+    ) -> tuple[RequestStream, list[tuple[OpenRequest, bytes]]]:
+        """Add the requests of one call.
+
+        Returns their stream, and each request with its encoded AddRequest message. Raises
+        OverloadedError or InvalidRequestError; then no request was added.
+        """
+        # First, refuse requests that can't be added or sent.
         self.check_room(sum(request.n for request in requests))
         ids = {request.request_id for request in requests}
         if len(ids) < len(requests) or ids & self._open.keys():
             raise InvalidRequestError("request ids must be unique", "request_id")
-
-    def enter(
-        self, requests: Sequence[Request], sink: OutputSink, now_s: float
-    ) -> tuple[RequestStream, list[OpenRequest]]:
-        """Add the requests of one call, which `check` has accepted."""
-        stream = RequestStream(self._abort, {request.request_id for request in requests}, sink)
+        try:
+            frames = [encode(AddRequest(request)) for request in requests]
+        except MessageError as error:
+            raise InvalidRequestError(str(error)) from error
+        # Then add them.
+        stream = RequestStream(self._abort, ids, sink)
         opened = [OpenRequest(request, now_s) for request in requests]
         for request in opened:
             self._open[request.request_id] = request, stream
             self.num_open += request.request.n
-        return stream, opened
+        return stream, list(zip(opened, frames, strict=True))
 
     def deliver(self, output: SequenceOutput) -> None:
         """Pass an output to its stream, unless it is no longer wanted."""
