@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from tests.collecting import begin_elsewhere, put_in_one_order
 from tests.forking import Forks
 from tests.native_library import OPTION as WITHOUT_NATIVE
 from tests.native_library import why_missing
@@ -66,10 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """What collecting makes lives to the end: the garbage collector is not to look at it again and
     again, which was a quarter of the time of all tests. So with torch's loggers: pytest (from 9.1
     on) adds its handlers to those that do not propagate six times a test, and torch has forty."""
+    begin_elsewhere(session.config, os.environ)
     gc.disable()
     try:
         return (yield)
@@ -116,6 +118,11 @@ MAX_WORKERS = 4
 """By default: each takes up to 1.5 GB."""
 
 TURNS = pytest.StashKey[Turns]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    put_in_one_order(config, items)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may be missing
