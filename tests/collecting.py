@@ -38,3 +38,12 @@ def put_in_one_order(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {name: index for index, name in enumerate(config.stash[ENTRIES])}
     folder = config.rootpath / config.getini("testpaths")[0]
     items.sort(key=lambda item: place[item.path.relative_to(folder).parts[0]])
+
+
+def put_alone_first(items: list[pytest.Item]) -> None:
+    """So that all other processes wait only once, at a time when their tests are short.
+
+    A test that runs alone has to wait for the test that another process has begun, half a minute
+    for the longest.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("alone") is None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-from tests.collecting import begin_elsewhere, put_in_one_order
+from tests.collecting import begin_elsewhere, put_alone_first, put_in_one_order
 from tests.forking import Forks
 from tests.native_library import OPTION as WITHOUT_NATIVE
 from tests.native_library import why_missing
@@ -123,6 +123,8 @@ TURNS = pytest.StashKey[Turns]()
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     put_in_one_order(config, items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        put_alone_first(items)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may be missing
