@@ -20,13 +20,12 @@ from quire.formats.weight_format import (
     ExpertLinears,
     LinearMethod,
     LinearModule,
-    RowSource,
     TritonLinears,
     WeightFormat,
     empty_parameter,
 )
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.operators import TORCH_OPERATORS, Operators
+from quire.kernels.operators import TORCH_OPERATORS, Operators, RowTable
 from quire.kernels.routing import Routing
 
 
@@ -82,7 +81,7 @@ class DenseMethod(LinearMethod):
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._operators.silu_mul(gate_up)
 
-    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
         linear.weight = table
         return None
 

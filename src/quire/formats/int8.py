@@ -30,7 +30,6 @@ from quire.formats.weight_format import (
     ExpertLinears,
     LinearMethod,
     LinearModule,
-    RowSource,
     TritonLinears,
     WeightFormat,
     empty_parameter,
@@ -38,7 +37,7 @@ from quire.formats.weight_format import (
 from quire.kernels.compensation import can_compensate, compensate_int8
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.operators import Operators
+from quire.kernels.operators import Operators, RowTable
 from quire.kernels.quantize import (
     INT8_GROUP,
     multiply_add,
@@ -155,13 +154,13 @@ class GivenInt8TorchMethod(Int8TorchMethod):
         super().create(linear, bias, dtype, device)
         linear.state = dtype
 
-    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
         return _Int8Rows(linear)
 
 
 @dataclass(frozen=True, slots=True)
 class _Int8Rows:
-    """A `RowSource` that dequantizes rows of a linear's weight to the model's dtype."""
+    """A `RowTable` that dequantizes rows of a linear's weight to the model's dtype."""
 
     linear: LinearModule
 

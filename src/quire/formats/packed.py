@@ -16,7 +16,6 @@ from quire.formats.weight_format import (
     ExpertLinears,
     LinearMethod,
     LinearModule,
-    RowSource,
     SampledMethod,
 )
 from quire.kernels.cpu import abi
@@ -26,6 +25,7 @@ from quire.kernels.cpu.linear import PackedLinear, apply
 from quire.kernels.cpu.mixture import PackedExperts, mix_experts
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.operators import RowTable
 from quire.kernels.quantize import num_wide_inputs, widest_inputs
 from quire.kernels.routing import Routing
 
@@ -184,7 +184,7 @@ class PackedMethod(SampledMethod):
     def _mix(self, layer: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return mix_experts(self._kernels, layer, x, routing)
 
-    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
         return _state(linear).weights if self.is_exact else None
 
 

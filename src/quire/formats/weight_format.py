@@ -13,7 +13,6 @@ Shapes: ... any leading dimensions, I input size, O output size (the sum of the 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,19 +22,11 @@ from quire.kernels.activations import Gating, gated
 from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.experts import mix_experts
-from quire.kernels.operators import Operators
+from quire.kernels.operators import Operators, RowTable
 from quire.kernels.routing import Routing
 from quire.kernels.silu_mul import silu_mul
 
 Shape = tuple[int, ...]
-
-
-class RowSource(Protocol):
-    """A stored weight whose single rows can be read with exactly the checkpoint's numbers."""
-
-    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Read rows: outputs [R] int64, each below O -> [R, I] in the model's dtype."""
-        ...
 
 
 class LinearModule(nn.Module):
@@ -195,7 +186,7 @@ class LinearMethod(ABC):
 
         return mix_experts(x, routing, compute)
 
-    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
         """Share one weight between the linear, a head, and the embedding's `table` [O, I]. Called
         after `create`. Returns the source from which the embedding reads rows instead of `table`;
         None if `table` remains the shared weight, which is filled as the embedding's."""

@@ -26,10 +26,10 @@ from quire.kernels.silu_mul import silu_mul
 
 
 class RowTable(Protocol):
-    """A table of vectors in another form than a tensor, such as packed weights."""
+    """A table of vectors in another form than a tensor, such as a linear's packed weights."""
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Indices `outputs` [T] int64 -> the rows [T, H]."""
+        """Read rows: `outputs` [T] int64, each below V -> [T, H] in the model's dtype."""
         ...
 
 

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from quire.formats.weight_format import LinearMethod, LinearModule, RowSource, empty_parameter
+from quire.formats.weight_format import LinearMethod, LinearModule, empty_parameter
+from quire.kernels.operators import RowTable
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 from quire.layers.operator_module import OperatorModule
 
@@ -37,7 +38,7 @@ class VocabEmbedding(OperatorModule):
         self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
         #: The source of vectors stored by a tied head, or by `keep_quantized`; None if `weight` has
         #: the vectors.
-        self.source: RowSource | None = None
+        self.source: RowTable | None = None
         #: The method that stores the vectors block-quantized, as in the checkpoint; None if they
         #: are not.
         self.method: LinearMethod | None = None
@@ -52,7 +53,7 @@ class VocabEmbedding(OperatorModule):
         """The fraction of the table that one token reads; see `models.footprint`."""
         return 1 / self.vocab_size
 
-    def take_rows_from(self, source: RowSource) -> None:
+    def take_rows_from(self, source: RowTable) -> None:
         """Free the table `weight`, and read vectors from `source` from now on."""
         self.weight, self.source = None, source
 

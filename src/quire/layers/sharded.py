@@ -25,7 +25,8 @@ from torch.nn import functional
 from quire.distributed.group import ProcessGroup
 from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods, PartsMethod
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
-from quire.formats.weight_format import LinearMethod, LinearModule, RowSource, Shape
+from quire.formats.weight_format import LinearMethod, LinearModule, Shape
+from quire.kernels.operators import RowTable
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.experts import SparseMLP
 from quire.layers.linear import Linear, LinearKind, WeightSlot
@@ -234,7 +235,7 @@ class _WrappedMethod(LinearMethod):
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         return self._inner.num_bytes(num_outputs, num_inputs, dtype)
 
-    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
         return self._inner.tie(linear, table)
 
     @abstractmethod

@@ -37,12 +37,12 @@ from quire.formats.packed import is_packed, packed
 from quire.formats.weight_format import (
     LinearMethod,
     LinearModule,
-    RowSource,
     TritonLinears,
     empty_parameter,
 )
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.operators import RowTable
 from quire.kernels.quantize import multiply_add, quantize_groups
 
 # The most rows of x, and the approximate number of weights, in one product.
@@ -179,18 +179,18 @@ class BlockQuantizedTorchMethod(LinearMethod):
                 output[rows, outputs] = result.to(dtype)
         return output.view(*x.shape[:-1], linear.output_size)
 
-    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
         return QuantizedTable(linear)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTable:
-    """A `RowSource` that dequantizes rows of a linear's codes."""
+    """A `RowTable` that dequantizes rows of a linear's codes."""
 
     linear: LinearModule
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """See `RowSource`. Dequantized weights are rounded to the model's dtype."""
+        """See `RowTable`. Dequantized weights are rounded to the model's dtype."""
         stored = _stored(self.linear)
         return stored.codes.mapped(lambda tensor: tensor[outputs]).numbers().to(stored.dtype)
 

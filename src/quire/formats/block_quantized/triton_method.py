@@ -26,10 +26,10 @@ from quire.formats.weight_format import (
     ExpertLinears,
     LinearMethod,
     LinearModule,
-    RowSource,
     TritonLinears,
     empty_parameter,
 )
+from quire.kernels.operators import RowTable
 from quire.kernels.routing import Routing
 
 _MOST_ROWS = 128
@@ -256,7 +256,7 @@ class TritonBlockQuantizedMethod(LinearMethod):
         weight = _kept(linear).weight
         return self._make_weight(weight.layout, weight.levels, weight.words, linear.bias)
 
-    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
         return _PackedTable(self, linear)
 
     def unpack(self, linear: LinearModule, outputs: torch.Tensor) -> torch.Tensor:
@@ -270,13 +270,13 @@ class TritonBlockQuantizedMethod(LinearMethod):
 
 @dataclass(frozen=True, slots=True)
 class _PackedTable:
-    """A `RowSource` that dequantizes rows of a linear's packed weight."""
+    """A `RowTable` that dequantizes rows of a linear's packed weight."""
 
     method: TritonBlockQuantizedMethod
     linear: LinearModule
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """See `RowSource`."""
+        """See `RowTable`."""
         return self.method.unpack(self.linear, outputs)
 
 
