@@ -41,7 +41,7 @@ from quire.kernels.triton.linear.block_quantized_layout import (
     num_stretches,
     number_of,
 )
-from quire.kernels.triton.linear.matmul import place_of
+from quire.kernels.triton.linear.matmul import store_transposed, tile_of_program
 from quire.kernels.triton.linear.quantize_groups import quantize_groups
 
 _ENOUGH_PROGRAMS = 256
@@ -120,12 +120,9 @@ def block_quantized_matmul_kernel(  # type: ignore[no-untyped-def]
     PREFETCHED: tl.constexpr = 0,  # stretches of levels to prefetch, a power of two
     IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
-    tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_mask = rows < num_rows
-    # Outputs beyond the last read the last one again, and are not stored.
-    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    rows, row_mask, outputs, near = tile_of_program(
+        num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M
+    )
     # First, prefetch levels while the previous kernel still runs.
     if IS_EARLY and PREFETCHED:
         stretches = tl.minimum(tl.arange(0, PREFETCHED), num_stretches - 1).to(tl.int64)
@@ -149,9 +146,7 @@ def block_quantized_matmul_kernel(  # type: ignore[no-untyped-def]
     )
     if bias_ptr is not None:
         result += tl.load(bias_ptr + near)[:, None].to(tl.float32)
-    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    out_mask = row_mask[None, :] & (outputs[:, None] < num_outputs)
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
+    store_transposed(out_ptr, result, rows, row_mask, outputs, num_outputs)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

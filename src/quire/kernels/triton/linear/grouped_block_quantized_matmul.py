@@ -30,9 +30,9 @@ from quire.kernels.triton.linear.grouped_matmul import (
     outputs_of_program,
     places_of_tile,
     pointer_at,
-    store_places,
     tile_at,
 )
+from quire.kernels.triton.linear.matmul import store_transposed
 from quire.kernels.triton.linear.quantize_groups import quantize_groups
 
 _BLOCK_OUTPUTS = 32
@@ -148,4 +148,4 @@ def grouped_block_quantized_matmul_kernel(  # type: ignore[no-untyped-def]
     if biases_ptr is not None:
         bias = tl.load(biases_ptr + expert.to(tl.int64) * num_outputs + near)
         result += bias[:, None].to(tl.float32)
-    store_places(out_ptr, result, places, is_there, outputs, num_outputs)
+    store_transposed(out_ptr, result, places, is_there, outputs, num_outputs)

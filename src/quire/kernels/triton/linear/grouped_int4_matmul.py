@@ -21,7 +21,6 @@ from quire.kernels.triton.linear.grouped_matmul import (
     outputs_of_program,
     places_of_tile,
     pointer_at,
-    store_places,
     tile_at,
 )
 from quire.kernels.triton.linear.int4_matmul import (
@@ -31,6 +30,7 @@ from quire.kernels.triton.linear.int4_matmul import (
     multiply_stretches,
     num_stretches,
 )
+from quire.kernels.triton.linear.matmul import store_transposed
 from quire.kernels.triton.linear.quantize_groups import quantize_groups
 
 _BLOCK_OUTPUTS = 32
@@ -145,4 +145,4 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     result = in_units(scaled, below, scale_factors_ptr + own, offset_factors_ptr + own)
     if biases_ptr is not None:
         result += tl.load(biases_ptr + own)[:, None].to(tl.float32)
-    store_places(out_ptr, result, places, is_there, outputs, num_outputs)
+    store_transposed(out_ptr, result, places, is_there, outputs, num_outputs)

@@ -23,7 +23,6 @@ from quire.kernels.triton.linear.grouped_matmul import (
     outputs_of_program,
     places_of_tile,
     pointer_at,
-    store_places,
     tile_at,
 )
 from quire.kernels.triton.linear.int8_matmul import (
@@ -33,7 +32,7 @@ from quire.kernels.triton.linear.int8_matmul import (
     scaled,
     start_sums,
 )
-from quire.kernels.triton.linear.matmul import load_rows, load_weight
+from quire.kernels.triton.linear.matmul import load_rows, load_weight, store_transposed
 
 _BLOCK_OUTPUTS = 64
 
@@ -134,4 +133,4 @@ def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
     x_scales = None if HAS_GROUPS else tl.load(x_scales_ptr + rows, is_there, other=0.0)
     own = expert.to(tl.int64) * num_outputs + near
     result = scaled(sums, x_scales, scales_ptr, biases_ptr, own)
-    store_places(out_ptr, result, places, is_there, outputs, num_outputs)
+    store_transposed(out_ptr, result, places, is_there, outputs, num_outputs)

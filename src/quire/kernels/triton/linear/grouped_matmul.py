@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.linear.matmul import load_rows, load_weight
+from quire.kernels.triton.linear.matmul import load_rows, load_weight, store_transposed
 from quire.kernels.triton.support import as_rows, next_power_of_two
 
 _BLOCK_ROWS = 16
@@ -237,7 +237,7 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     if biases_ptr is not None:
         bias = tl.load(biases_ptr + expert.to(tl.int64) * num_outputs + near)
         sums += bias[:, None].to(tl.float32)
-    store_places(out_ptr, sums, places, is_there, outputs, num_outputs)
+    store_transposed(out_ptr, sums, places, is_there, outputs, num_outputs)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -273,16 +273,6 @@ def places_of_tile(  # type: ignore[no-untyped-def]
     if order_ptr is not None:
         rows = tl.load(order_ptr + places, is_there, other=0) // PAIRS_PER_ROW
     return places, is_there, rows
-
-
-@triton.jit
-def store_places(  # type: ignore[no-untyped-def]
-    out_ptr, result, places, is_there, outputs, num_outputs
-):
-    """Store a result [BLOCK_N, BLOCK_M] to rows of out [P, N]."""
-    out_ptrs = out_ptr + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    out_mask = is_there[None, :] & (outputs[:, None] < num_outputs)
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -44,7 +44,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from quire.kernels.quantize import INT4_GROUPS_PER_SCALE, Int4Rows, split_wide
-from quire.kernels.triton.linear.matmul import place_of
+from quire.kernels.triton.linear.matmul import store_transposed, tile_of_program
 from quire.kernels.triton.linear.quantize_groups import quantize_groups
 from quire.kernels.triton.linear.quantize_rows import quantize_rows
 from quire.kernels.triton.support import as_rows
@@ -204,12 +204,10 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
     GROUP_M: tl.constexpr,
 ):
     # First, sum over the stretches.
-    tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, row_mask, outputs, near = tile_of_program(
+        num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M
+    )
     inputs = tl.arange(0, 32)
-    row_mask = rows < num_rows
-    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     scaled, below = multiply_stretches(
         x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 128) + inputs[None, :],
         x_scales_ptr + rows,
@@ -237,9 +235,7 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
         result += added * tl.load(wide_scales_ptr + near)[:, None]
     if bias_ptr is not None:
         result += tl.load(bias_ptr + near)[:, None].to(tl.float32)
-    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    out_mask = row_mask[None, :] & (outputs[:, None] < num_outputs)
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
+    store_transposed(out_ptr, result, rows, row_mask, outputs, num_outputs)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

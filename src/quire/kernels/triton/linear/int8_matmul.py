@@ -26,7 +26,12 @@ import triton
 import triton.language as tl
 
 from quire.kernels.quantize import INT8_GROUP, rotation_size
-from quire.kernels.triton.linear.matmul import load_rows, load_weight, place_of
+from quire.kernels.triton.linear.matmul import (
+    load_rows,
+    load_weight,
+    store_transposed,
+    tile_of_program,
+)
 from quire.kernels.triton.linear.quantize_groups import QuantizedGroups, quantize_groups
 from quire.kernels.triton.linear.quantize_rows import QuantizedRows, quantize_rows
 
@@ -173,13 +178,9 @@ def int8_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    # First, find the program's tile; outputs beyond the last read the last one, unstored.
-    tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # First, find the program's tile.
+    rows, is_row, outputs, near = tile_of_program(num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
     inputs = tl.arange(0, 128)
-    is_row = rows < num_rows
-    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     x_scales_ptrs = x_scales_ptr + rows
     first_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
@@ -212,9 +213,7 @@ def int8_matmul_kernel(  # type: ignore[no-untyped-def]
         gate = result.to(dtype).to(tl.float32)
         up = up.to(dtype).to(tl.float32)
         result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
-    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    out_mask = is_row[None, :] & (outputs[:, None] < num_outputs)
-    tl.store(out_ptrs, result.to(dtype), out_mask)
+    store_transposed(out_ptr, result, rows, is_row, outputs, num_outputs)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

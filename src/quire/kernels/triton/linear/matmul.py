@@ -161,15 +161,11 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, is_row, outputs, near = tile_of_program(num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
     inputs = tl.arange(0, BLOCK_K)
     # Rows beyond the last are not read, since with few rows they would be most of the reads.
-    # Outputs beyond the last read the last one again, and are not stored.
-    row_mask = rows[:, None] < num_rows
+    row_mask = is_row[:, None]
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
-    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weight_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
     first_slice = tl.program_id(1)
 
@@ -213,22 +209,37 @@ def load_weight(ptrs, inputs, num_left, IS_EVEN: tl.constexpr):  # type: ignore[
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def place_of(  # type: ignore[no-untyped-def]
-    program,
+def tile_of_program(  # type: ignore[no-untyped-def]
     num_rows,
     num_outputs,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """The tile of rows and the tile of columns of a program. Programs go through GROUP_M tiles of
-    rows for each tile of columns in turn."""
+    """The rows of a program's tile, whether each exists, its outputs, and as int64 the outputs that
+    it reads: the last one instead of missing ones.
+
+    Programs go through GROUP_M tiles of rows for each tile of outputs in turn.
+    """
+    program = tl.program_id(0)
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
     group_size = GROUP_M * tl.cdiv(num_outputs, BLOCK_N)
     first_m = program // group_size * GROUP_M
     group_rows = tl.minimum(tiles_m - first_m, GROUP_M)
     place = program % group_size
-    return first_m + place % group_rows, place // group_rows
+    rows = (first_m + place % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = place // group_rows * BLOCK_N + tl.arange(0, BLOCK_N)
+    return rows, rows < num_rows, outputs, tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+
+
+@triton.jit
+def store_transposed(  # type: ignore[no-untyped-def]
+    out_ptr, result, rows, is_row, outputs, num_outputs
+):
+    """Store a result [outputs, rows] to rows of out [M, num_outputs]."""
+    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+    out_mask = is_row[None, :] & (outputs[:, None] < num_outputs)
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
