@@ -19,7 +19,7 @@ def opened(name: str, num_tokens: int = 0, beam_width: int = 0) -> OpenRequest:
     params = DecodingParams(max_tokens=100, beam_width=beam_width)
     request = OpenRequest(Request(name, [1], params), 0.0)
     if num_tokens:
-        request.take(SequenceOutput(name, 0, (7,) * num_tokens))
+        request.record_output(SequenceOutput(name, 0, (7,) * num_tokens))
     return request
 
 
@@ -54,7 +54,7 @@ def test_suspect_is_cleared_when_it_has_repeated_its_tokens_and_two_more() -> No
     assert attribution.next_trial() is suspect
     for number in range(NUM_PROOF_TOKENS):
         assert not attribution.note_output(suspect)
-        suspect.take(SequenceOutput("suspect", 0, (number,)))
+        suspect.record_output(SequenceOutput("suspect", 0, (number,)))
     assert attribution.note_output(suspect) and attribution.trial is None
 
 
