@@ -224,11 +224,11 @@ async def _load_server(server: Server, load: str, rows: int, seconds: float) -> 
 class NoAccounts(Utilization):
     """Keeps none."""
 
-    def arrive(self, now_s: float) -> None: ...
+    def record_arrival(self, now_s: float) -> None: ...
 
-    def rest(self, now_s: float) -> None: ...
+    def record_idle(self, now_s: float) -> None: ...
 
-    def land(self, *_: Any) -> tuple[float, float]:
+    def account_step(self, *_: Any) -> tuple[float, float]:
         return 0.0, 0.0
 
 
@@ -260,17 +260,17 @@ def measure_cost(model: str, load: str, rows: int, seconds: float) -> dict[str, 
 
 
 def _timed(accounts: Utilization) -> list[float]:
-    """Gets the seconds of each call of `land`: in its place, where the caches are cold."""
+    """Gets the seconds of each call of `account_step`: in its place, where the caches are cold."""
     found: list[float] = []
-    land = accounts.land
+    account_step = accounts.account_step
 
     def timed(*arguments: Any) -> tuple[float, float]:
         began_s = time.perf_counter()
-        result = land(*arguments)
+        result = account_step(*arguments)
         found.append(time.perf_counter() - began_s)
         return result
 
-    accounts.land = timed  # type: ignore[method-assign]
+    accounts.account_step = timed  # type: ignore[method-assign]
     return found
 
 

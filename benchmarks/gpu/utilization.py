@@ -290,11 +290,11 @@ def _measure_one_stream(bench: Bench, engine: Engine, rows: int) -> None:
 class _NoAccounts(Utilization):
     """Keeps none."""
 
-    def arrive(self, now_s: float) -> None: ...
+    def record_arrival(self, now_s: float) -> None: ...
 
-    def rest(self, now_s: float) -> None: ...
+    def record_idle(self, now_s: float) -> None: ...
 
-    def land(self, *_: Any) -> tuple[float, float]:
+    def account_step(self, *_: Any) -> tuple[float, float]:
         return 0.0, 0.0
 
 
@@ -346,7 +346,7 @@ def _measure_calls(bench: Bench, loop: _FullLoad, load: str) -> None:
     """The time of all calls that the accounts consist of, which includes that of measuring it."""
     engine: Any = loop.engine
     spent: dict[str, float] = {}
-    accounts = [(engine.utilization, "land")]
+    accounts = [(engine.utilization, "account_step")]
     if engine._runner._timer is not None:
         accounts += [(engine._runner._timer, name) for name in ("begin", "end", "wait")]
     for owner, name in accounts:

@@ -16,7 +16,7 @@ def test_results_come_in_order_and_dropped_steps_bring_none() -> None:
     steps = StepClock()
     for step_id in range(3):
         steps.launch(launched(step_id, 0.0))
-    assert [steps.land().plan.step_id, len(steps)] == [0, 2]
+    assert [steps.pop_oldest().plan.step_id, len(steps)] == [0, 2]
     steps.drop()
     assert not steps
 
@@ -26,7 +26,7 @@ def test_a_step_alone_is_counted_from_its_planning() -> None:
     for began_s in (1.0, 5.0):
         steps.begin_call(began_s)
         steps.launch(launched(0, began_s))
-        assert steps.end(steps.land(), began_s + 0.5) == (0.5, True)
+        assert steps.end(steps.pop_oldest(), began_s + 0.5) == (0.5, True)
         steps.end_call(began_s + 0.5)
 
 
@@ -37,10 +37,10 @@ def test_a_step_that_was_launched_while_another_ran_is_counted_from_the_end_of_t
     steps.end_call(0.1)
     steps.begin_call(0.1)
     steps.launch(launched(1, 0.1))
-    assert steps.end(steps.land(), 1.0) == (1.0, True)
+    assert steps.end(steps.pop_oldest(), 1.0) == (1.0, True)
     steps.end_call(1.0)
     steps.begin_call(1.25)  # while it runs the caller may do something
-    assert steps.end(steps.land(), 2.0) == (1.0, True)
+    assert steps.end(steps.pop_oldest(), 2.0) == (1.0, True)
 
 
 def test_a_step_during_which_the_host_was_away_has_no_duration() -> None:
@@ -49,11 +49,11 @@ def test_a_step_during_which_the_host_was_away_has_no_duration() -> None:
     steps.launch(launched(0, 0.0))
     steps.end_call(0.25)
     steps.begin_call(9.25)
-    assert steps.end(steps.land(), 9.5) == (0.5, False)
+    assert steps.end(steps.pop_oldest(), 9.5) == (0.5, False)
     steps.end_call(9.5)
     steps.begin_call(99.0)  # nothing ran meanwhile
     steps.launch(launched(1, 99.0))
-    assert steps.end(steps.land(), 99.5) == (0.5, True)
+    assert steps.end(steps.pop_oldest(), 99.5) == (0.5, True)
 
 
 def test_a_record_has_all_that_was_noted_at_the_launch() -> None:

@@ -47,13 +47,13 @@ def test_every_second_is_counted_once(events):
     for kind, passed_s, ran_s in events:
         now_s += passed_s
         if kind == "arrive":
-            times.arrive(now_s)
+            times.record_arrival(now_s)
             launched_s, is_working = now_s, True
         elif kind == "rest":
-            times.rest(now_s)
+            times.record_idle(now_s)
             is_working = False
         elif kind == "land" and is_working:
-            busy_s, gap_s = times.land(now_s, launched_s, ran_s, LOAD, 4, ran_s / 2)
+            busy_s, gap_s = times.account_step(now_s, launched_s, ran_s, LOAD, 4, ran_s / 2)
             assert busy_s >= 0 and gap_s >= 0
             device_s += ran_s or passed_s * len(events)
         found = times.as_dict(now_s, is_running=False)
@@ -67,9 +67,9 @@ def test_every_second_is_counted_once(events):
 
 def test_time_with_a_step_under_way_is_left_open_until_its_result() -> None:
     times = Utilization(0.0)
-    times.arrive(1.0)
+    times.record_arrival(1.0)
     assert account(times.as_dict(5.0, is_running=True)) == 1.0
-    assert times.land(6.0, 2.0, 0.0, LOAD, 4) == (4.0, 1.0)
+    assert times.account_step(6.0, 2.0, 0.0, LOAD, 4) == (4.0, 1.0)
     assert account(times.as_dict(7.0, is_running=False)) == 7.0
 
 
@@ -78,9 +78,9 @@ def test_time_with_a_step_under_way_is_left_open_until_its_result() -> None:
 def test_results_that_are_fetched_late_move_less_than_a_step_of_busy_time(late_s):
     """The device's steps take 1 s, one after the other; nobody asks at once when one has ended."""
     times = Utilization(0.0)
-    times.arrive(0.0)
+    times.record_arrival(0.0)
     for ended_s, late in enumerate(late_s, 1):
-        times.land(ended_s + late, 0.0, 1.0, LOAD, 4)
+        times.account_step(ended_s + late, 0.0, 1.0, LOAD, 4)
     assert len(late_s) - 0.9 <= times.busy_s <= len(late_s)
     assert times.busy_s + times.gap_s == pytest.approx(len(late_s) + late_s[-1])
 
@@ -88,36 +88,36 @@ def test_results_that_are_fetched_late_move_less_than_a_step_of_busy_time(late_s
 def test_the_recent_shares_forget_what_is_long_ago() -> None:
     times = Utilization(0.0)
     times.work, times.rates = WORK, RATES
-    times.arrive(50.0)
+    times.record_arrival(50.0)
     now_s = 50.0
     while now_s < 50 + 3 * WINDOW_S:  # each step 0.2 s, and 0.05 s before it
         now_s += 0.25
-        times.land(now_s, now_s - 0.2, 0.0, LOAD, 4)
+        times.account_step(now_s, now_s - 0.2, 0.0, LOAD, 4)
     found = times.as_dict(now_s, is_running=False)
     assert found["busy_share"] == pytest.approx(0.8)
     assert found["floor_share"] == pytest.approx(0.5)
     assert found["floor_s"] == pytest.approx(60 * 0.1) and found["num_bytes"] == 60_000
     assert in_short(found) == "busy 80.0% at 50% of the machine's rates"
-    times.rest(now_s)
+    times.record_idle(now_s)
     idle = times.as_dict(now_s + 100, is_running=False)
     assert idle["busy_share"] == 0.0 and "floor_share" not in idle
-    times.arrive(now_s + 200)
-    times.land(now_s + 205, now_s + 200, 0.0, LOAD, 4)
+    times.record_arrival(now_s + 200)
+    times.account_step(now_s + 205, now_s + 200, 0.0, LOAD, 4)
     assert times.as_dict(now_s + 205, is_running=False)["busy_share"] == pytest.approx(0.5)
 
 
 def test_steps_are_compared_with_what_they_took_at_the_start() -> None:
     times = Utilization(0.0)
     times.expected = StepCostModel.fit([StepSample(LOAD, 0.1)])
-    times.arrive(0.0)
+    times.record_arrival(0.0)
     now_s = 0.0
     for _ in range(100):  # each step 0.2 s, and 0.05 s before it
         now_s += 0.25
-        times.land(now_s, now_s - 0.2, 0.0, LOAD, 4)
+        times.account_step(now_s, now_s - 0.2, 0.0, LOAD, 4)
     assert times.as_dict(now_s, is_running=False)["slowness"] == pytest.approx(2.0, rel=0.01)
-    times.rest(now_s)
-    times.arrive(now_s + 100)
-    times.land(now_s + 100.2, now_s + 100, 0.0, LOAD, 4)
+    times.record_idle(now_s)
+    times.record_arrival(now_s + 100)
+    times.account_step(now_s + 100.2, now_s + 100, 0.0, LOAD, 4)
     assert "slowness" not in times.as_dict(now_s + 100.2, is_running=False), "too little is known"
 
 

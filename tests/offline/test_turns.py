@@ -222,7 +222,7 @@ def test_work_of_a_destructor_is_done_after_the_step(counter: Counter) -> None:
 
     class Abandoned:
         def __del__(self) -> None:
-            counter.turns.soon(lambda: done.append("closed"))
+            counter.turns.run_with_turn(lambda: done.append("closed"))
             done.append("destroyed")
 
     def collect() -> None:
@@ -236,7 +236,7 @@ def test_work_of_a_destructor_is_done_after_the_step(counter: Counter) -> None:
     counter.before_step = collect
     counter.wait(2)
     assert done == ["destroyed", "step", "closed"]
-    counter.turns.soon(lambda: done.append("at once"))
+    counter.turns.run_with_turn(lambda: done.append("at once"))
     assert done[-1] == "at once"
     assert_free(counter)
 
@@ -245,7 +245,7 @@ def test_postponed_work_is_done_though_the_step_fails(counter: Counter) -> None:
     done: list[str] = []
 
     def postpone_and_fail() -> None:
-        counter.turns.soon(lambda: done.append("closed"))
+        counter.turns.run_with_turn(lambda: done.append("closed"))
         raise ZeroDivisionError
 
     counter.before_step = postpone_and_fail
@@ -274,7 +274,7 @@ def test_soon_waits_for_the_thread_that_runs_the_action(
         done.set()
 
     def bring() -> None:
-        counter.turns.soon(act)
+        counter.turns.run_with_turn(act)
         seen.append(done.is_set())
 
     counter.turns._postponed = Taken()
@@ -301,10 +301,10 @@ def test_later_waits_for_no_step(counter: Counter, pool: ThreadPoolExecutor) -> 
     with lock:
         leader = pool.submit(counter.wait, 1)
         assert is_inside.wait(TIMEOUT_S)
-        counter.turns.later(lambda: done.append(threading.get_ident()))
+        counter.turns.run_or_postpone(lambda: done.append(threading.get_ident()))
         assert done == []
     assert done == [leader.result(TIMEOUT_S)]
-    counter.turns.later(lambda: done.append(0))
+    counter.turns.run_or_postpone(lambda: done.append(0))
     assert done[1:] == [0]  # at once, where no thread has the turn
     assert_free(counter)
 
@@ -321,7 +321,9 @@ def test_crowds_of_all_kinds_at_once(counter: Counter, pool: ThreadPoolExecutor)
                 with pytest.raises(ZeroDivisionError), counter.turns.turn():
                     raise ZeroDivisionError
             elif kind == 1:
-                (turns.soon if seed % 2 else turns.later)(lambda: closed.append(seed))
+                (turns.run_with_turn if seed % 2 else turns.run_or_postpone)(
+                    lambda: closed.append(seed)
+                )
             elif kind == 2:
                 with counter.turns.turn():
                     counter.turns.step()

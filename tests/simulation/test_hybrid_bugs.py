@@ -117,10 +117,10 @@ def take_any_state(original: Any) -> Any:
 def find_parts(original: Any) -> Any:
     """Also where a state would need the whole."""
 
-    def neighbour(self: PrefixCache, parent: bytes, token_ids: Any, **_: bool) -> Any:
+    def closest_block(self: PrefixCache, parent: bytes, token_ids: Any, **_: bool) -> Any:
         return original(self, parent, token_ids)
 
-    return neighbour
+    return closest_block
 
 
 def leave_states_shared(original: Any) -> Any:
@@ -255,7 +255,7 @@ MUTATIONS: dict[str, Patch] = {
     ),
     "a part of a block is hit with any state": both(
         replace(GroupMatch, "part", take_any_state),
-        replace(PrefixCache, "neighbour", find_parts),
+        replace(PrefixCache, "closest_block", find_parts),
     ),
     "a snapshot is written in its place": replace(CopyOnWrite, "_is_kept", always(False)),
     "a fork's state is written in its place": replace(

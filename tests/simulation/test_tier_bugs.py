@@ -81,14 +81,14 @@ def give_back_at_once(original: Any) -> Any:
 
 
 def land_unless_given_back(original: Any) -> Any:
-    def land(self: Loads, end: MoveEnd, now_s: float) -> None:
+    def finish_order(self: Loads, end: MoveEnd, now_s: float) -> None:
         filling = self._by_order[end.order_id]
         if not filling.has_landed:
             original(self, end, now_s)
             return
         del self._by_order[end.order_id], self._by_content[filling.wanted[:2]]
 
-    return land
+    return finish_order
 
 
 def hold_no_stored_block(original: Any) -> Any:
@@ -183,22 +183,22 @@ def file_under_another_prefix(original: Any) -> Any:
 
 
 def wake_one_waiter(original: Any) -> Any:
-    def land(self: Loads, end: MoveEnd, now_s: float) -> None:
+    def finish_order(self: Loads, end: MoveEnd, now_s: float) -> None:
         waiters = self._by_order[end.order_id].waiters
         missed = sorted(waiters, key=lambda sequence: sequence.request_id)[1:]
         original(self, end, now_s)
         for sequence in missed:
             self._loads[sequence].num_pending += 1
 
-    return land
+    return finish_order
 
 
 MUTATIONS: dict[str, Patch] = {
     "a block is published before its load has ended": replace(Loads, "_order", publish_at_once),
-    "a load that failed is published": replace(Loads, "land", call_it_done),
+    "a load that failed is published": replace(Loads, "finish_order", call_it_done),
     "a block is given back while it is filled": both(
         replace(Loads, "_stop_waiting", give_back_at_once),
-        replace(Loads, "land", land_unless_given_back),
+        replace(Loads, "finish_order", land_unless_given_back),
     ),
     "a block is not held while it is stored": both(
         replace(WriteBehind, "_order", hold_no_stored_block),
@@ -223,7 +223,7 @@ MUTATIONS: dict[str, Patch] = {
         Loads, "_publish", file_under_another_prefix
     ),
     "only one of those that wait for a load goes on": both(
-        replace(Loads, "land", wake_one_waiter), replace(Loads, "end_late", never)
+        replace(Loads, "finish_order", wake_one_waiter), replace(Loads, "end_late", never)
     ),
     "blocks are expected that never come": lambda monkeypatch: monkeypatch.setattr(
         BlockMoves, "num_free_soon", 1000

@@ -23,17 +23,17 @@ def move_overrides_to_options(options: EngineOptions) -> EngineOptions:
     """
     fields = dict(options.hf_overrides or {})
     if "max_model_len" in fields:
-        options = _with(options, "max_model_len", fields.pop("max_model_len"))
+        options = _with_option(options, "max_model_len", fields.pop("max_model_len"))
     said = {name: fields.pop(name) for name in _OF_TWO_TOKENS if name in fields}
     if said:
-        options = _with(options, "score_tokens", _score_tokens(said))
+        options = _with_option(options, "score_tokens", _score_tokens(said))
         # vLLM computes the same scores by a classifier made of two rows of the output head.
         if str(fields.get("architectures", [""])[0]).endswith(_CLASSIFIER):
             del fields["architectures"]
     return replace(options, hf_overrides=fields or None)
 
 
-def _with(options: EngineOptions, name: str, value: Any) -> EngineOptions:
+def _with_option(options: EngineOptions, name: str, value: Any) -> EngineOptions:
     given = getattr(options, name)
     if given is not None and given != value:
         raise ConfigurationError(

@@ -365,7 +365,7 @@ class _Builder:
             checked = CheckedSetup(self.folder, self.config, setup.dtype, self.num_ranks)
             check_weights(model, checked, rounding, model_len)
         if self.identity is not None:
-            self.identity.saw(model, model_len)
+            self.identity.record_model(model, model_len)
         return model
 
     def _compensate(self, model: TextModel, model_len: int, num_threads: int) -> None:

@@ -84,7 +84,7 @@ class PageIdentity:
         self._max_model_len = 0
         self._classes: set[type] = set()
 
-    def saw(self, model: TextModel, max_model_len: int) -> None:
+    def record_model(self, model: TextModel, max_model_len: int) -> None:
         """Note the classes of the loaded model, and the length of its longest sequence."""
         self._max_model_len = max_model_len
         modules = list(model.modules())
@@ -104,7 +104,7 @@ class PageIdentity:
         num_ranks: int,
         is_native: bool,
     ) -> Fingerprint:
-        """The fingerprint. `saw` must have been called.
+        """The fingerprint. `record_model` must have been called.
 
         Each rank has other heads in its pages, so the rank is part of it. `is_native` is as in
         `ModelRunner`. Raises ConfigurationError for parts that can't be identified.

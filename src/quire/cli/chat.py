@@ -96,11 +96,11 @@ class ChatSession:
             if line.startswith("/"):
                 if line == "/exit":
                     return
-                self._obey(line)
+                self._run_command(line)
             elif line:
                 self._ask_or_explain(line)
 
-    def _obey(self, command: str) -> None:
+    def _run_command(self, command: str) -> None:
         if command == "/reset":
             self.reset()
             print("The conversation is forgotten.")

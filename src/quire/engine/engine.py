@@ -160,7 +160,7 @@ class Engine:
             self.scheduler.add(group, now_s)
         self._requests[request.request_id] = [branch for group in groups for branch in group]
         self._next_branch[request.request_id] = request.n
-        self.utilization.arrive(now_s)
+        self.utilization.record_arrival(now_s)
 
     def fork(self, request_id: str, branch_index: int, params: DecodingParams | None = None) -> int:
         """Branch a running request: the new branch continues from the tokens of the given one.
@@ -254,7 +254,7 @@ class Engine:
                 self.scheduler.abort(sequence)
         self._forget_if_finished(request_id)
         if not self.has_work():
-            self.utilization.rest(self._clock())
+            self.utilization.record_idle(self._clock())
 
     def step(self, *, launches: bool = True) -> list[SequenceOutput]:
         """Run one forward pass over the scheduler's choice; returns the new tokens of each
@@ -295,7 +295,7 @@ class Engine:
         left_s = self._clock()
         self._in_flight.end_call(left_s)
         if not self.has_work():
-            self.utilization.rest(left_s)
+            self.utilization.record_idle(left_s)
         return [*refused, *outputs]
 
     def finish_steps(self) -> None:
@@ -375,10 +375,10 @@ class Engine:
             return None
         asked_s = self._clock()
         result = self._runner.result()
-        fetched_s, step = self._clock(), self._in_flight.land()
+        fetched_s, step = self._clock(), self._in_flight.pop_oldest()
         if self._timing.is_of_result:
             step = replace(step, timing=replace(self._timing))
-        busy_s, gap_s = self.utilization.land(
+        busy_s, gap_s = self.utilization.account_step(
             fetched_s,
             step.launched_s,
             self._timing.device_s,

@@ -107,7 +107,7 @@ class StepClock:
         """Add a step, which runs after those in flight."""
         self._steps.append(step)
 
-    def land(self) -> LaunchedStep:
+    def pop_oldest(self) -> LaunchedStep:
         """Remove and return the oldest step, whose result has come."""
         return self._steps.popleft()
 

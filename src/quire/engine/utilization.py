@@ -76,20 +76,20 @@ class Utilization:
         """Seconds with at least one request since the start."""
         return self.busy_s + self.gap_s
 
-    def arrive(self, now_s: float) -> None:
+    def record_arrival(self, now_s: float) -> None:
         """Note that a request has arrived."""
         if self._is_idle:
             self._pass_idle(now_s)
             self._is_idle = False
 
-    def rest(self, now_s: float) -> None:
+    def record_idle(self, now_s: float) -> None:
         """Note that no request is left."""
         if not self._is_idle:
             self._pass_gap(now_s)
             self._is_idle = True
             self._owed_s = 0.0
 
-    def land(
+    def account_step(
         self,
         now_s: float,
         launched_s: float,
@@ -121,7 +121,7 @@ class Utilization:
             if self.rates is not None:
                 self.floor_s += self.rates.floor_s(num_bytes, operations)
         if now_s - self._later_s >= WINDOW_S:
-            self._turn(now_s)
+            self._start_window(now_s)
         return busy_s, passed_s - busy_s
 
     def as_dict(self, now_s: float, *, is_running: bool) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Utilization:
         elif not is_running:
             self._pass_gap(now_s)
         if now_s - self._later_s >= WINDOW_S:
-            self._turn(now_s)
+            self._start_window(now_s)
         # Then compare the sums with those of a few seconds ago.
         sums, since = self._sums(), self._earlier
         busy_s = sums.busy_s - since.busy_s
@@ -196,7 +196,7 @@ class Utilization:
         self.idle_s += now_s - self._until_s
         self._until_s = now_s
 
-    def _turn(self, now_s: float) -> None:
+    def _start_window(self, now_s: float) -> None:
         self._earlier, self._later, self._later_s = self._later, self._sums(), now_s
 
 

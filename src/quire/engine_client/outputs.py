@@ -344,7 +344,7 @@ class OutputSnapshots:
         branches = output.outputs
         if self._kind is RequestOutputKind.DELTA:
             branches = [
-                self._news(each, before[0])
+                self._new_output(each, before[0])
                 for each, now, before in zip(branches, seen, self._num_seen, strict=True)
                 if now != before
             ]
@@ -353,7 +353,7 @@ class OutputSnapshots:
         self._num_seen = seen
         return replace(output, request_id=self._name, outputs=branches)
 
-    def _news(self, branch: CompletionOutput, num_tokens: int) -> CompletionOutput:
+    def _new_output(self, branch: CompletionOutput, num_tokens: int) -> CompletionOutput:
         delta = self._assembler.pop_delta(branch.index)
         logprobs = None if branch.logprobs is None else branch.logprobs[num_tokens:]
         return replace(branch, text=delta.text, token_ids=delta.token_ids, logprobs=logprobs)

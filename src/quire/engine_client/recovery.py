@@ -321,7 +321,7 @@ class ResumeQueue:
         """
         # First, end a trial that was passed.
         if self._trial is not None and self._has_passed(self._trial):
-            self._acquit(self._trial)
+            self._clear_suspect(self._trial)
         # Without a trial, a suspect whose trial has killed the process goes first, and alone.
         if self._trial is None:
             self._is_alone = False
@@ -352,7 +352,7 @@ class ResumeQueue:
         """Remove a request that was answered to its end or refused."""
         self._sent.pop(request.request_id, None)
         if self._trial is request:
-            self._acquit(request)
+            self._clear_suspect(request)
 
     def remove_request(self, request: OpenRequest) -> bool:
         """Remove a request whose client has left. Returns whether it is on trial: the process may
@@ -380,12 +380,12 @@ class ResumeQueue:
             self._cleared.extend(others)
         # Then decide by whether the request on trial was in the step.
         if trial is None:
-            self._suspect(concerned, death)
+            self._mark_suspects(concerned, death)
             return Diagnosis()
         if death.concerns(trial.request_id):
             return self._on_trial_death(trial, concerned, death)
         self._suspects.appendleft(trial)
-        self._suspect(concerned, death)
+        self._mark_suspects(concerned, death)
         return Diagnosis()
 
     def _on_trial_death(
@@ -404,7 +404,7 @@ class ResumeQueue:
         if is_repeated or len(case.trial_deaths) == MAX_TRIAL_DEATHS or not trial.branches:
             self._cleared.extend(beside)
             return self._blame(trial)
-        self._suspect(beside, death)
+        self._mark_suspects(beside, death)
         # Without proof, another trial follows: after all others for lack of memory, else at once.
         if may_be_others:
             self._suspects.append(trial)
@@ -422,7 +422,7 @@ class ResumeQueue:
             (self._suspects if case.deaths else self._cleared).append(request)
         return Diagnosis(blamed, explained)
 
-    def _acquit(self, trial: OpenRequest) -> None:
+    def _clear_suspect(self, trial: OpenRequest) -> None:
         """Clear a request that has passed its trial or was answered to its end."""
         self._trial = None
         case = self._cases[trial]
@@ -433,7 +433,7 @@ class ResumeQueue:
         else:
             self._others_passed = True
 
-    def _suspect(self, requests: Iterable[OpenRequest], death: Death) -> None:
+    def _mark_suspects(self, requests: Iterable[OpenRequest], death: Death) -> None:
         """Make requests suspects. Deadly requests mostly kill in their first steps, so those with
         the least output are tried first. Beam searches are tried last, since their trials take
         long."""

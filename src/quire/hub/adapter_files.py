@@ -12,10 +12,10 @@ FileStamps = tuple[tuple[int, int, int] | None, ...]
 def file_stamps(folder: str) -> FileStamps:
     """Inode, size and time of each adapter file in `folder`; if they are equal later, no file has
     changed."""
-    return tuple(_stamp(Path(folder) / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
+    return tuple(_file_version(Path(folder) / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _file_version(path: Path) -> tuple[int, int, int] | None:
     try:
         found = path.stat()
     except (OSError, ValueError):  # ValueError: the path is invalid, such as one with a NUL in it

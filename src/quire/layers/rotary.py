@@ -83,7 +83,7 @@ class LinearRope(Rope):
         return 1.0 / _wavelengths(self.rope_theta, limits.rotary_dim) / self.factor, 1.0
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        return _stretched(max_position_embeddings, self.factor)
+        return _scaled_length(max_position_embeddings, self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class DynamicRope(Rope):
         return 1.0 / _wavelengths(self.rope_theta * stretch ** (dim / (dim - 2)), dim), 1.0
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        return _stretched(max_position_embeddings, self.factor)
+        return _scaled_length(max_position_embeddings, self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class YarnRope(Rope):
     def max_positions(self, max_position_embeddings: int) -> int:
         # max_position_embeddings is the original length in Qwen's configs, and the stretched one in
         # DeepSeek's.
-        stretched = _stretched(self.original_max_position_embeddings, self.factor or 1.0)
+        stretched = _scaled_length(self.original_max_position_embeddings, self.factor or 1.0)
         return max(max_position_embeddings, stretched)
 
     @property
@@ -249,7 +249,7 @@ def _wavelengths(theta: float, dim: int) -> torch.Tensor:
     return torch.pow(theta, exponents)
 
 
-def _stretched(length: int, factor: float) -> int:
+def _scaled_length(length: int, factor: float) -> int:
     return max(length, int(length * factor))
 
 

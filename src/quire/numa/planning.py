@@ -73,7 +73,7 @@ def plan(topology: Topology, num_parts: int, *, uses_bare_memory: bool = False) 
             "no CPU is left for the engine: the nodes, the CPUs named with them and what this"
             " process may run on have none in common"
         )
-    homes = _homes(topology)
+    homes = _used_nodes(topology)
     if uses_bare_memory:
         homes = _with_bare_memory(topology, homes)
     if not homes:
@@ -88,7 +88,7 @@ def plan(topology: Topology, num_parts: int, *, uses_bare_memory: bool = False) 
     )
 
 
-def _homes(topology: Topology) -> list[_Home]:
+def _used_nodes(topology: Topology) -> list[_Home]:
     """The nodes whose memory is used, in order of their numbers, with the cores that use it."""
     with_cpus = [node for node in topology.nodes if node.cpus]
     with_memory = [node for node in topology.nodes if node.memory_bytes]

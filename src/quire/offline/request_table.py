@@ -215,15 +215,15 @@ class RequestTable:
             if assembler.finished:
                 self._close([assembler])
 
-        self._turns.soon(end)
+        self._turns.run_with_turn(end)
 
     def close(self, group: RequestGroup) -> None:
         """Forget a group's requests, and abort those that have not ended."""
-        self._turns.soon(lambda: self._close(group.assemblers))
+        self._turns.run_with_turn(lambda: self._close(group.assemblers))
 
     def abandon(self, group: RequestGroup) -> None:
         """Close a group without waiting: if another thread has the turn, it closes the group."""
-        self._turns.later(lambda: self._close(group.assemblers))
+        self._turns.run_or_postpone(lambda: self._close(group.assemblers))
 
     # ---- inside: all but `_prepare` and `_check_deadline` need the turn ---------------------
 

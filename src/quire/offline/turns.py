@@ -72,7 +72,8 @@ class Turns:
         self._line: deque[_Waiter] = deque()
         #: Threads that wait for a result of the leader's steps.
         self._crowd: deque[_Waiter] = deque()
-        #: Threads inside `turn`, `until` or `later`; each thread changes only its own entry.
+        #: Threads inside `turn`, `until` or `run_or_postpone`; each thread changes only its own
+        #: entry.
         self._present: set[int] = set()
         #: Actions for the thread that has the turn.
         self._postponed: deque[Callable[[], None]] = deque()
@@ -119,7 +120,7 @@ class Turns:
                     waiter.is_answered = True
                     waiter.ring()
 
-    def soon(self, action: Callable[[], None]) -> None:
+    def run_with_turn(self, action: Callable[[], None]) -> None:
         """Run `action` with the turn, before this returns.
 
         In a thread that is already inside `turn` or `until`, it runs later: the garbage collector
@@ -130,7 +131,7 @@ class Turns:
             with self.turn():  # runs the action at its end, unless another thread has run it
                 pass
 
-    def later(self, action: Callable[[], None]) -> None:
+    def run_or_postpone(self, action: Callable[[], None]) -> None:
         """Run `action` with the turn: now if it is free, or else after the step of its owner.
 
         Never waits for another thread. So the garbage collector may call it in a thread that holds

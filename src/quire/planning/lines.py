@@ -182,7 +182,7 @@ def _expectation_row(each: Expectation, price: float | None) -> tuple[str, ...]:
     row += (
         f"{each.replicas * numbers['output_tokens_per_s']:.4g}",
         f"{each.replicas * each.saturation_rate:.3g}/s",
-        _keeping(each),
+        _verdict(each),
     )
     return row if price is None else (*row, f"{cost_of_tokens(each, price):.3g}")
 
@@ -208,7 +208,7 @@ def _best_lines(plan: Plan, price: float | None) -> Iterator[str]:
         yield f"cost: {hourly:g} an hour, {cost_of_tokens(best, price):.3g} a million tokens"
 
 
-def _keeping(found: Expectation) -> str:
+def _verdict(found: Expectation) -> str:
     """The table's word for whether a candidate meets the objectives, or why not."""
     if found.keeps:
         return "yes"

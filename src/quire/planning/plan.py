@@ -195,8 +195,8 @@ class Planner:
         base = Candidate(
             precision.name, precision.kv_format, engine_shape(precision.options, fit), costs
         )
-        numbers = self._tried("max_num_seqs", TRIED_NUM_SEQS)
-        ratios = self._tried("max_itl_ratio", TRIED_RATIOS)
+        numbers = self._values_to_try("max_num_seqs", TRIED_NUM_SEQS)
+        ratios = self._values_to_try("max_itl_ratio", TRIED_RATIOS)
         found: list[Expectation] = []
         for candidate in variants(base, numbers, ratios):
             if any(_is_as(candidate, each) for each in found):
@@ -204,7 +204,7 @@ class Planner:
             found.append(expect(candidate, load.requests, objectives, replicas))
         return found
 
-    def _tried(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _values_to_try(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self._given[name],) if self._given.get(name) is not None else values
 
     def _precision(self, name: str | None, kv_format: str) -> ServedPrecision:

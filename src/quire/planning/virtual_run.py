@@ -212,7 +212,7 @@ class _VirtualEngine:
             if plan is not None:
                 self._launch(plan)
             if len(self._in_flight) > self._shape.overlap or (self._in_flight and plan is None):
-                self._land()
+                self._finish_step()
             elif plan is None and self._arrivals:
                 self._now_s = max(self._now_s, self._arrivals[0].at_s)
         outcome.duration_s = self._now_s - first_s
@@ -259,7 +259,7 @@ class _VirtualEngine:
         self._in_flight.append((plan.step_id, work.sampled, seconds, begins_s + seconds))
         self.outcome.note_step(work, seconds)
 
-    def _land(self) -> None:
+    def _finish_step(self) -> None:
         step_id, sampled, seconds, end_s = self._in_flight.popleft()
         outputs = self._scheduler.apply(
             StepResult(step_id, list(sampled), [(_TOKEN,)] * len(sampled))

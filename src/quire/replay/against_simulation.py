@@ -134,7 +134,7 @@ class _SimulatedReplay:
             if plan is not None:
                 self._launch(plan)
             if len(self._in_flight) > overlap or (self._in_flight and plan is None):
-                self._land()
+                self._finish_step()
             elif plan is None and self._coming:  # idle until the next arrival
                 self._now_s = max(self._now_s, self._coming[0][0])
             self._abort_abandoned()
@@ -205,7 +205,7 @@ class _SimulatedReplay:
         begins_s = max(self._now_s, self._in_flight[-1].end_s) if self._in_flight else self._now_s
         self._in_flight.append(_InFlight(plan, work.sampled, seconds, begins_s + seconds))
 
-    def _land(self) -> None:
+    def _finish_step(self) -> None:
         step = self._in_flight.popleft()
         tokens = [(next(self._tokens),) for _ in step.sampled]
         outputs = self._scheduler.apply(StepResult(step.plan.step_id, list(step.sampled), tokens))

@@ -91,9 +91,9 @@ class ReplayFigures:
             f"{found['answered']} of {found['requests']} requests answered in"
             f" {found['duration_s']:.1f} s{'; refused: ' + refused if refused else ''}",
             f"hit rate    {_percent(found['hit_rate'])}"
-            f"{_beside(_percent(recorded['hit_rate']), recorded['hit_rate'])}",
+            f"{_with_recorded(_percent(recorded['hit_rate']), recorded['hit_rate'])}",
             f"TTFT        {_times(found['ttft_s'])}"
-            f"{_beside(_times(recorded['ttft_s']), recorded['ttft_s'])}",
+            f"{_with_recorded(_times(recorded['ttft_s']), recorded['ttft_s'])}",
             f"ITL         {_times(found['itl_s'])}",
             f"throughput  {found['output_tokens_per_s']:.1f} output tokens/s,"
             f" {found['requests_per_s']:.2f} requests/s",
@@ -123,7 +123,7 @@ def _percent(rate: float | None) -> str:
     return "-" if rate is None else f"{100 * rate:.1f}%"
 
 
-def _beside(text: str, given: object) -> str:
+def _with_recorded(text: str, given: object) -> str:
     return "" if given is None else f"  (recorded: {text})"
 
 

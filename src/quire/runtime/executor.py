@@ -141,7 +141,7 @@ class Workers:
 
     def _wait_for(self, kind: type[FromWorker]) -> None:
         for rank, sock in enumerate(self._sockets, 1):
-            news = self._news(rank, sock)
+            news = self._next_message(rank, sock)
             if isinstance(news, QuireError):
                 raise news
             assert isinstance(news, kind), news
@@ -163,13 +163,13 @@ class Workers:
             poll.register(sock, select.POLLIN)
         # Messages sent before a failure are read and dropped.
         while happened := poll.poll(1000 * timeout_s):
-            news = [self._news(*ranks[fd]) for fd, _ in happened]
+            news = [self._next_message(*ranks[fd]) for fd, _ in happened]
             failures = [message for message in news if isinstance(message, QuireError)]
             if failures:
                 return max(failures, key=_is_death)
         return None
 
-    def _news(self, rank: int, sock: socket.socket) -> FromWorker | QuireError:
+    def _next_message(self, rank: int, sock: socket.socket) -> FromWorker | QuireError:
         """Wait for a worker's next message. Returns an error if the worker has failed or died."""
         try:
             news = receive_news(sock)

@@ -213,7 +213,7 @@ class _Engine:
             return
         outputs = [self._advance(key) for key in rows]
         if outputs and self.wire is not None:
-            self.wire.bring(Outputs(outputs))
+            self.wire.send_to_server(Outputs(outputs))
         self._world.later(STEP_S, self.step)
 
     def _advance(self, key: tuple[str, int]) -> SequenceOutput:
@@ -252,26 +252,28 @@ class _Wire:
 
         def answer() -> None:
             if self._engine.wire is self:
-                self.bring(call)
+                self.send_to_server(call)
 
         if not self.is_cut:
             self._later(0, answer)
 
-    def bring(self, message: Outputs | Callable[[], None]) -> None:
+    def send_to_server(self, message: Outputs | Callable[[], None]) -> None:
         """Bring outputs, or a call that is due, from the engine to the API server."""
         world, number = self._world, self._num_sent
         self._num_sent += 1
         if not self.is_cut:
-            self._later(1, lambda: self._hand(number, message))
+            self._later(1, lambda: self._deliver_in_order(number, message))
         elif world.rng.random() < 0.5:
             for _ in range(world.rng.choice((1, 2))):
-                world.later(world.rng.uniform(0, 3), lambda: self._hand(number, message))
+                world.later(
+                    world.rng.uniform(0, 3), lambda: self._deliver_in_order(number, message)
+                )
 
     def _deliver(self, frame: bytes) -> None:
         if self._engine.is_running and self._engine.wire is self:
             self._engine.take(frame)
 
-    def _hand(self, number: int, message: Outputs | Callable[[], None]) -> None:
+    def _deliver_in_order(self, number: int, message: Outputs | Callable[[], None]) -> None:
         counts = self._world.report.counts
         if self.is_broken:  # the dispatcher must ignore it
             counts["messages of old connections"] += 1
@@ -458,9 +460,9 @@ class FailoverWorld:
         replica = self.dispatcher.replicas.get(engine.name)
         held = [] if replica is None else list(replica.requests)
         self.dispatcher.on_death(engine.name, Death(Activity(Doing.IDLE), None, is_lost=True))
-        self.later(self.rng.uniform(0.1, 2.0), lambda: self._mend(engine, held))
+        self.later(self.rng.uniform(0.1, 2.0), lambda: self._reconnect(engine, held))
 
-    def _mend(self, engine: _Engine, held: list[str]) -> None:
+    def _reconnect(self, engine: _Engine, held: list[str]) -> None:
         if engine.is_running:
             self.dispatcher.undo_losses(held)
             self._connect(engine)

@@ -170,7 +170,7 @@ def weighed(value: Any) -> Any:
     return value
 
 
-def _ticked(value: Any) -> Any:
+def _count_iteration(value: Any) -> Any:
     """Take a step for an iteration that a loop's condition may skip, and return the condition."""
     CURRENT.budget.step()
     return value
@@ -179,7 +179,7 @@ def _ticked(value: Any) -> Any:
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "added": _added, "multiplied": _multiplied, "modulo": _modulo, "raised": _raised,
     "concatenated": _concatenated, "searched": _searched, "taken": taken, "weighed": weighed,
-    "ticked": _ticked, "written": written,
+    "ticked": _count_iteration, "written": written,
     **{f"is_{name}": _comparison(name) for name in COMPARISONS},
 }  # fmt: skip
 """The operations by the names that compiled templates call."""

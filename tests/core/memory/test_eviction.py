@@ -248,15 +248,15 @@ def test_samples_are_counted_in_each_bin_that_they_reach_and_reuse_in_its_own() 
     curve = ReuseCurve()
     for _ in range(10):
         curve.start(0)
-    curve.reused(0, 0)
+    curve.record_reuse(0, 0)
     curve.next_epoch()  # nine reach bin 1, of an age of one epoch
     curve.start(0)
     for _ in range(3):
-        curve.reused(0, 0)
+        curve.record_reuse(0, 0)
     curve.next_epoch()  # six and the one reach bins 2 and 1
     curve.next_epoch()  # the one reaches bin 2
-    curve.reused(0, 0)
-    curve.reused(0, 1)
+    curve.record_reuse(0, 0)
+    curve.record_reuse(0, 1)
     reached = [11.0, 10.0, 7.0, 0, 0, 0, 0, 0, 0]
     used = [1.0, 3.0, 2.0, 0, 0, 0, 0, 0, 0]
     assert curve.densities()[0] == pytest.approx(expected_densities(reached, used, PRIOR[0]))
@@ -268,7 +268,7 @@ def test_a_reuse_that_comes_late_makes_those_worth_more_that_have_waited() -> No
     for _ in range(400):
         curve.start(0)
         if curve.epoch >= 8:
-            curve.reused(0, curve.epoch - 8)  # always after eight epochs: bin 4
+            curve.record_reuse(0, curve.epoch - 8)  # always after eight epochs: bin 4
         curve.next_epoch()
     once, _ = curve.densities()
     assert once[0] < once[1] < once[2] < once[3] < once[4]
@@ -279,7 +279,7 @@ def test_observations_lose_half_their_weight_after_a_half_life() -> None:
     curve = ReuseCurve()
     for _ in range(64):
         curve.start(1)
-        curve.reused(1, 0)
+        curve.record_reuse(1, 0)
     for _ in range(HALF_LIFE):
         curve.next_epoch()
     reached = [32.0] + [0.0] * (NUM_BINS - 1)
@@ -293,5 +293,5 @@ def test_samples_of_every_age_up_to_the_greatest_can_be_reused() -> None:
     for _ in range(MAX_AGE):
         curve.next_epoch()
     before = curve.densities()[0][-1]
-    curve.reused(0, 0)
+    curve.record_reuse(0, 0)
     assert curve.densities()[0][-1] > before

@@ -134,7 +134,7 @@ def test_groups_are_maps_of_their_own() -> None:
     assert cache.find_all(digest, (0, 1)) == (0, 18)
     cache.remove_run([(0, digest)])
     assert (cache.find(0, digest), cache.find(1, digest), len(cache)) == (None, 18, 1)
-    assert cache.neighbour(ROOT, [1, 2, 3, 4]) is None, "the tree has what group 0 has"
+    assert cache.closest_block(ROOT, [1, 2, 3, 4]) is None, "the tree has what group 0 has"
     cache.check()
 
 
@@ -177,11 +177,11 @@ def test_the_neighbour_is_the_block_that_agrees_longest(
     tokens = [[5, 6, 7, 8], [5, 6, 256, 8], [70000, 1]]
     for block, token_ids in enumerate(tokens):
         insert(cache, 0, b"%d" % block, block, ROOT, token_ids, True)
-    near = cache.neighbour(ROOT, wanted)
+    near = cache.closest_block(ROOT, wanted)
     assert near is not None and near.num_common_tokens == num_common
     assert found is None or near.token_ids == found
     assert near.digest == b"%d" % tokens.index(list(near.token_ids))
-    assert cache.neighbour(b"another parent", wanted) is None
+    assert cache.closest_block(b"another parent", wanted) is None
 
 
 BLOCKS = st.lists(st.integers(0, 300), min_size=1, max_size=4)
@@ -194,7 +194,7 @@ def test_the_neighbour_agrees_as_long_as_any(blocks: list[list[int]], wanted: li
     for block, token_ids in enumerate(sorted(set(map(tuple, blocks)))):
         insert(cache, 0, repr(token_ids).encode(), block, ROOT, token_ids)
     cache.check()
-    near = cache.neighbour(ROOT, wanted)
+    near = cache.closest_block(ROOT, wanted)
     assert near is not None
     agreeing = [num_common(token_ids, wanted) for token_ids in blocks]
     assert near.num_common_tokens == max(agreeing) == num_common(near.token_ids, wanted)
@@ -248,7 +248,7 @@ def test_the_longest_block_that_agrees_whole_is_that_of_the_definition() -> None
             name = hash_tail(root, tokens)
             cache.insert_run(0, [name], [block], [sortable(tokens)], root)
         wanted = rng.choices((1, 2), k=rng.randrange(1, 5))
-        found = cache.neighbour(root, wanted, is_whole=True)
+        found = cache.closest_block(root, wanted, is_whole=True)
         whole = [each for each in contents if list(each) == wanted[: len(each)]]
         longest = max(whole, key=len, default=None)
         assert (found and found.token_ids) == longest

@@ -84,7 +84,7 @@ def test_adapters_without_requests_lose_their_slots_first():
     adapters, _ = make(2)
     users = [sequence("a"), sequence("b")]
     for user in users:
-        adapters.arrive(user)
+        adapters.count_sequence(user)
         adapters.prepare(user)
         adapters.acquire_slot(user)
         adapters.release_slot(user)

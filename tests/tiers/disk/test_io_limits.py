@@ -32,7 +32,7 @@ def test_pauses_grow_and_end(caplog: pytest.LogCaptureFixture) -> None:
         pauses.append(clock.now_s - begun_s)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert len(caplog.records) == 1 and "loads: paused: broken" in caplog.text
-    health.worked()
+    health.record_success()
     assert not health.is_paused and health.num_failures == 18
     health.failed(OSError("again"))
     clock.now_s += 1.0
@@ -42,7 +42,7 @@ def test_pauses_grow_and_end(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_operation_that_works_does_not_end_a_pause() -> None:
     health = Health("loads", Clock())
     health.failed(OSError("broken"))
-    health.worked()
+    health.record_success()
     assert health.is_paused
 
 

@@ -51,7 +51,7 @@ class Pins:
             self._num_pinned += 1
             heapq.heappush(self._ends, (until_s, self._num_pinned, block, pin))
             if len(self._ends) > 2 * len(self.by_block) + 16:  # mostly stale
-                self._ends = [entry for entry in self._ends if self._holds(entry)]
+                self._ends = [entry for entry in self._ends if self._is_current(entry)]
                 heapq.heapify(self._ends)
 
     def unpin(self, block: int) -> None:
@@ -76,7 +76,7 @@ class Pins:
         blocks: list[int] = []
         while self._ends and self._ends[0][0] <= now_s:
             entry = heapq.heappop(self._ends)
-            if self._holds(entry):
+            if self._is_current(entry):
                 blocks.append(entry[2])
         return blocks
 
@@ -93,7 +93,7 @@ class Pins:
         """All free pinned blocks in the order in which they would be taken."""
         return [block for priority in sorted(self._free) for block in self._free[priority]]
 
-    def _holds(self, entry: tuple[float, int, int, Pin]) -> bool:
+    def _is_current(self, entry: tuple[float, int, int, Pin]) -> bool:
         _, _, block, pin = entry
         return self.by_block.get(block) is pin
 

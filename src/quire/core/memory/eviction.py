@@ -53,7 +53,7 @@ class ReuseCurve:
         self._waiting[-1][reuse_class] += 1
         self._reached[reuse_class][0] += 1
 
-    def reused(self, reuse_class: int, epoch: int) -> None:
+    def record_reuse(self, reuse_class: int, epoch: int) -> None:
         """Record that a sample started at `epoch`, at most MAX_AGE epochs ago, is used again."""
         age = self.epoch - epoch
         self._waiting[-1 - age][reuse_class] -= 1
@@ -419,7 +419,7 @@ class HitDensityOrder:
     def _end_sample(self, digest: bytes) -> None:
         sample = self._samples.pop(digest, None)
         if sample is not None:
-            self._curve.reused(*sample)
+            self._curve.record_reuse(*sample)
 
     def _move_clock(self) -> None:
         if len(self._young_ghosts) >= self._ghosts_per_generation:

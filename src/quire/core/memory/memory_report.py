@@ -388,7 +388,7 @@ def block_map(
     shown = range(first_block, min(num_blocks, first_block + num_wanted))
     owners, groups = _owners(live, shown)
     fills = [group.fill for group in Holdings(memory, live).groups]
-    blocks = tuple(_use(memory, block, owners, groups, fills) for block in shown)
+    blocks = tuple(_block_use(memory, block, owners, groups, fills) for block in shown)
     return BlockMap(num_blocks, memory.block_size, first_block, blocks)
 
 
@@ -407,7 +407,7 @@ def _owners(
     return owners, groups
 
 
-def _use(
+def _block_use(
     memory: KVCacheManager,
     block: int,
     owners: Mapping[int, list[Owner]],

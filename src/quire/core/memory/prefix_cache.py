@@ -204,7 +204,7 @@ class PrefixCache:
         if remembers and len(evictions) >= self._evictions_per_generation:
             self._old_evictions, self._evictions = evictions, {}
 
-    def neighbour(
+    def closest_block(
         self, parent: bytes, token_ids: Sequence[int], *, is_whole: bool = False
     ) -> Neighbour | None:
         """The block after `parent` that agrees longest with token_ids; None if no block follows.

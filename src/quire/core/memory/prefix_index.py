@@ -239,7 +239,7 @@ class PrefixIndex:
             public_chain = self._public_chain(sequence, index)
             parents.append(public_chain[index - 1] if index else public_root(cache, sequence))
         for parent in parents:
-            near = cache.neighbour(parent, tail, is_whole=bool(self._growth.states))
+            near = cache.closest_block(parent, tail, is_whole=bool(self._growth.states))
             if near is not None and near.num_common_tokens > best[0]:
                 found = cache.find_all(near.digest, self._growing)
                 if found is not None:
@@ -438,7 +438,7 @@ def explain_miss(
             return PrefixMiss(MissReason.EVICTED, num_found_tokens, eviction=eviction)
     parent = chain[index - 1] if index else root
     tail = token_ids[index * size : (index + 1) * size]
-    seen = cache.neighbour(parent, tail)
+    seen = cache.closest_block(parent, tail)
     if seen is not None and seen.num_common_tokens < min(len(seen.token_ids), len(tail)):
         start = max(0, num_found_tokens - TOKENS_AROUND)
         before = tuple(token_ids[start:num_found_tokens])

@@ -86,7 +86,7 @@ class AdapterResidency:
 
     # ---- what sequences do ------------------------------------------------------------------
 
-    def arrive(self, sequence: Sequence) -> None:
+    def count_sequence(self, sequence: Sequence) -> None:
         """Count a sequence that the scheduler accepted."""
         if sequence.adapter:
             self._demand[sequence.adapter] += 1

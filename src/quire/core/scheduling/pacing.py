@@ -210,11 +210,11 @@ class PacedBudget(StepBudget):
             self.alone_s = self._model.predict_s(crowd)
             self._limit_s = self._ratio * self.alone_s
             if self.is_late:
-                self._be_late()
+                self._lift_time_limit()
         # Then find the longest chunk within the limit, and be late if that is worth it.
         fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
         if most > LATE_GAIN * fitting and self.may_be_late and not self.is_late:
-            self._be_late()
+            self._lift_time_limit()
             fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
         num_taken = max(fitting, min(self._least if is_first else 1, most))
         self._count(num_computed_tokens, num_taken, wants_logprobs)
@@ -222,7 +222,7 @@ class PacedBudget(StepBudget):
         self._is_full = num_taken < num_wanted or not self._may_go_on()
         return num_taken
 
-    def _be_late(self) -> None:
+    def _lift_time_limit(self) -> None:
         """Lift the time limit: allow all tokens of the budget, but no extra time for
         log-probabilities."""
         self.is_late = True

@@ -175,7 +175,7 @@ class Scheduler:
         sequence.arrival_s = now_s
         sequence.order = self._num_added
         self._num_added += 1
-        self.adapters.arrive(sequence)
+        self.adapters.count_sequence(sequence)
         self.waiting.enter(sequence, now_s)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -390,9 +390,9 @@ class Scheduler:
                     or not self.admission.fits_later(child, memory.growth.num_copied)
                 ):
                     break
-                self._join(step, child, parent)
+                self._join_fork(step, child, parent)
 
-    def _join(self, step: StepInFlight, child: Sequence, parent: Sequence) -> None:
+    def _join_fork(self, step: StepInFlight, child: Sequence, parent: Sequence) -> None:
         self.waiting.remove(child)
         child.stop_waiting_for_fork()
         child.prompt_logprobs = parent.prompt_logprobs  # one list: it may still be filled

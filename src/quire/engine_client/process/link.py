@@ -241,7 +241,7 @@ class EngineLink(asyncio.Protocol):
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._reaper = self._loop.create_task(self._reap())
+        self._reaper = self._loop.create_task(self._handle_exit())
 
     def _receive(self, message: ToServer) -> None:
         match message:
@@ -265,7 +265,7 @@ class EngineLink(asyncio.Protocol):
         if not waiter.done():  # else the caller was cancelled or timed out
             waiter.set_result(answer)
 
-    async def _reap(self) -> None:
+    async def _handle_exit(self) -> None:
         for timer in (self._pulse, self._undead):
             if timer is not None:
                 timer.cancel()

@@ -83,7 +83,7 @@ class OperatorRecorder(Recording, Operators):
         if is_replaceable and scale == 1.0 and operand.is_whole and _stores(last, operand, addend):
             assert last is not None
             out = self._values.over(residual)
-            last.out = _whole(addend)
+            last.out = _whole_operand(addend)
             last.fields = {**last.fields, "epilogue": Epilogue.ADD_RESIDUAL}
             self._values.in_place_of(x)
             return out
@@ -179,5 +179,5 @@ def _stores(op: Operation | None, x: Operand, addend: Operand) -> bool:
     return is_all and not op.reads(addend.memory)
 
 
-def _whole(operand: Operand) -> Operand:
+def _whole_operand(operand: Operand) -> Operand:
     return Operand(operand.memory, 0, operand.memory.width)

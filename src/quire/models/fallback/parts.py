@@ -264,7 +264,7 @@ class Parts:
             else:
                 new = self._new(path, module)
             if new is not None:
-                _put(self._model, path, new)
+                _set_module(self._model, path, new)
                 # The children of a replaced layer are replaced later. Other replacements have no
                 # old children.
                 if not isinstance(new, ResidualLayer):
@@ -277,9 +277,9 @@ class Parts:
             return
         path = next(name for name, module in self._model.named_modules() if module is head)
         if table is not None and fits_head(self._embedding, head):
-            _put(self._model, path, LMHead(table, tied=make.is_tied))
+            _set_module(self._model, path, LMHead(table, tied=make.is_tied))
         else:
-            _put(self._model, path, _linear(head, **make.kwargs))
+            _set_module(self._model, path, _linear(head, **make.kwargs))
 
     def _new(self, path: str, module: Any) -> nn.Module | None:
         """The replacement of a module; None if the module stays."""
@@ -437,7 +437,7 @@ def _is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, module)
 

@@ -42,7 +42,9 @@ def check_rows(model: TextModel, max_model_len: int) -> None:
     positions = torch.arange(count, device=device)
     token_ids = (positions * 7919 + 11) % model.vocab_size
     order = torch.arange(count - 1, -1, -1, device=device)
-    first, second = (_seen(model, token_ids[each], positions[each]) for each in (positions, order))
+    first, second = (
+        _recorded_calls(model, token_ids[each], positions[each]) for each in (positions, order)
+    )
     for one, other in zip(first, second, strict=True):
         difference = (one - other[order]).norm() / one.norm().clamp(min=1e-6)
         if not difference <= MOST_DIFFERENCE:
@@ -53,7 +55,9 @@ def check_rows(model: TextModel, max_model_len: int) -> None:
             )
 
 
-def _seen(model: TextModel, token_ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+def _recorded_calls(
+    model: TextModel, token_ids: torch.Tensor, positions: torch.Tensor
+) -> list[torch.Tensor]:
     recorder = _Recorder(model.attention_specs)
     hidden = model(token_ids, positions, recorder).hidden
     return [*recorder.seen, hidden.float()]

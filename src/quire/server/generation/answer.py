@@ -252,7 +252,7 @@ class Answer(ABC, Generic[BodyT]):
         for choice, delta in batch:
             yield from self._events(choice, delta)
 
-    def _begins(self, choice: int) -> bool:
+    def _is_first_piece(self, choice: int) -> bool:
         """Whether the next piece of a choice is its first. The call marks the choice as begun."""
         if choice not in self._unbegun:
             return False

@@ -127,7 +127,7 @@ class GrammarChecks:
             )
         self._num_calls[tenant] += 1
         try:
-            await self._turn(tenant)
+            await self._wait_for_worker(tenant)
             try:
                 # A call ahead in the queue may have compiled the same form.
                 outcome = self._known.find(options.cache_domain, key)
@@ -147,7 +147,7 @@ class GrammarChecks:
             and self._num_running[tenant] < MAX_WORKERS_OF_TENANT
         )
 
-    async def _turn(self, tenant: str) -> None:
+    async def _wait_for_worker(self, tenant: str) -> None:
         """Wait until a worker is free for the tenant. The call owns it until `_pass_on`."""
         if self._has_worker(tenant):
             self._num_running[tenant] += 1

@@ -39,7 +39,7 @@ def _describe(schema: dict[str, Any], body: type[Any]) -> None:
         if note := body.note_of(name):
             found["description"] = note
         if name not in schema.get("required", ()):
-            properties[name] = _or_null(found)
+            properties[name] = _allow_null(found)
     for name, harmless in body.not_supported.items():
         properties[name] = {"enum": [*harmless, None], "description": NOT_SUPPORTED}
     for name in sorted(body.hints):
@@ -51,7 +51,7 @@ def _describe(schema: dict[str, Any], body: type[Any]) -> None:
         }
 
 
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+def _allow_null(schema: dict[str, Any]) -> dict[str, Any]:
     if "anyOf" in schema:
         null = {"type": "null"}
         return schema if null in schema["anyOf"] else schema | {"anyOf": [*schema["anyOf"], null]}

@@ -121,12 +121,12 @@ def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names: set[str] = set()
         for name, _ in pairs:
             if name in names:
-                raise _twice(name)
+                raise _duplicate_field(name)
             names.add(name)
     return found
 
 
-def _twice(name: str) -> InvalidRequestError:
+def _duplicate_field(name: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"the body has the field {name!r:.80} twice in one object; give it once", name
     )
@@ -205,7 +205,7 @@ class _Reader:
             self._count(len(run), 0)
         else:
             for name in inner.keys() & run.keys():
-                raise _twice(name)
+                raise _duplicate_field(name)
             inner |= run
             self._count(len(run), len(run))
         if scalars is None:
@@ -238,7 +238,7 @@ class _Reader:
             raise json.JSONDecodeError(expected, self._text, self._at)
         self._name, self._at = _read_text(self._text, self._at + 1)
         if self._name in self._inner:
-            raise _twice(self._name)
+            raise _duplicate_field(self._name)
         if self._next_sign() != ":":
             raise json.JSONDecodeError("Expecting ':' delimiter", self._text, self._at)
         self._at += 1

@@ -351,7 +351,8 @@ class RequestIdMiddleware:
             if name in (b"x-request-id", b"traceparent", b"tracestate")
         }
         call = CallContext(
-            request_id=_sane(headers.get(b"x-request-id", b"")) or f"req-{uuid.uuid4().hex}",
+            request_id=_safe_client_id(headers.get(b"x-request-id", b""))
+            or f"req-{uuid.uuid4().hex}",
             began_s=self._monitor.clock(),
             began_at_ns=time.time_ns(),
             traceparent=headers.get(b"traceparent", b"").decode("latin-1"),
@@ -409,7 +410,7 @@ def _log_access(
     )
 
 
-def _sane(given: bytes) -> str:
+def _safe_client_id(given: bytes) -> str:
     """A client's id if it may stand in a header and in a log line; otherwise ""."""
     if len(given) > MAX_ID_LENGTH or not all(0x21 <= byte <= 0x7E for byte in given):
         return ""

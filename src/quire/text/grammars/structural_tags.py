@@ -129,7 +129,7 @@ class _Rules:
             )
         return self._rule(
             self._terminal(
-                expression(pattern) + _without(self._fields.texts(pointer, value, "excludes"))
+                expression(pattern) + _excluding(self._fields.texts(pointer, value, "excludes"))
             )
         )
 
@@ -205,9 +205,11 @@ class _Rules:
 
     def _tag(self, pointer: str, value: dict[str, Any], is_last: bool) -> str:
         begin = self._fields.text(pointer, value, "begin")
-        return self._rule(" ".join([literal(begin), self._behind_begin(pointer, value, is_last)]))
+        return self._rule(
+            " ".join([literal(begin), self._content_and_end(pointer, value, is_last)])
+        )
 
-    def _behind_begin(self, pointer: str, value: dict[str, Any], is_last: bool) -> str:
+    def _content_and_end(self, pointer: str, value: dict[str, Any], is_last: bool) -> str:
         """The term for a tag's content and its end."""
         self._fields.check_names(pointer, value, ("begin", "content", "end", "schema"))
         ends = self._fields.texts(pointer, value, "end")
@@ -252,12 +254,12 @@ class _Rules:
                 raise refusal(
                     self._origin, below, "begin must start with exactly one of the triggers"
                 )
-            rest = self._rule(self._behind_begin(below, tag, False))
+            rest = self._rule(self._content_and_end(below, tag, False))
             by_trigger[fitting[0]].append(f"{literal(begin[len(fitting[0]) :])} {rest}")
             whole.append(f"{literal(begin)} {rest}")
         # Last, join tags and free text.
         in_text = [
-            f"{self._lead(trigger, triggers, excludes)} ({' | '.join(rests)})"
+            f"{self._text_before(trigger, triggers, excludes)} ({' | '.join(rests)})"
             for trigger, rests in by_trigger.items()
             if rests
         ]
@@ -265,7 +267,7 @@ class _Rules:
         text = self._rule(self._terminal(_text_without([*triggers, *excludes])))
         return self._rule(_arranged(value, tag_in_text, tag_first, text))
 
-    def _lead(self, trigger: str, triggers: Sequence[str], excludes: Sequence[str]) -> str:
+    def _text_before(self, trigger: str, triggers: Sequence[str], excludes: Sequence[str]) -> str:
         """The term for text up to the trigger. The term is lazy, so that the text ends at the first
         trigger."""
         before = self._terminal(_text_without([*triggers, *excludes]))
@@ -287,10 +289,10 @@ class _Rules:
 
 def _text_without(texts: Sequence[str]) -> str:
     """The body of a terminal for any text that contains none of `texts`."""
-    return _ANYTHING + _without(texts)
+    return _ANYTHING + _excluding(texts)
 
 
-def _without(texts: Sequence[str]) -> str:
+def _excluding(texts: Sequence[str]) -> str:
     if not texts:
         return ""
     return f" & ~(/(?s:.*)/ ({' | '.join(map(literal, texts))}) /(?s:.*)/)"

@@ -68,7 +68,7 @@ class Health:
                 *(self._what, error, pause_s, LONGEST_PAUSE_S),
             )
 
-    def worked(self) -> None:
+    def record_success(self) -> None:
         if self._num_in_row and not self.is_paused:
             self._num_in_row = 0
             logger.info("%s: works again", self._what)

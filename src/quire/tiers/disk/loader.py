@@ -300,7 +300,7 @@ class Loader:
         if error is not None:
             self.health.failed(error)
         elif came:
-            self.health.worked()
+            self.health.record_success()
         ends = list(map(MoveEnd, [order[0] for order in orders], done))
         # A request waits for all of its loads, so the engine is not woken for each read.
         self._end(ends, self._count(parts, done, came, now_s) or not all(done))

@@ -237,7 +237,7 @@ class StoreWriter:
 
     def _write(self, orders: Sequence[StoreOrder]) -> None:
         """Append the orders that are new and within the limits, and end all orders."""
-        with self._under_way():  # choosing saves the spent bytes on the disk, which may hang
+        with self._timed_operation():  # choosing saves the spent bytes on the disk, which may hang
             written = self._chosen(orders)
         if written:
             payloads = self._pages.views(written)
@@ -278,17 +278,17 @@ class StoreWriter:
     def _try(self, *operations: Callable[[], object]) -> None:
         """Run disk operations. A failure ends them and begins a pause."""
         try:
-            with self._under_way():
+            with self._timed_operation():
                 for operation in operations:
                     operation()
         except Exception as error:
             # No error may end the thread, because waiting orders would keep their blocks forever.
             self.health.failed(error)
         else:
-            self.health.worked()
+            self.health.record_success()
 
     @contextmanager
-    def _under_way(self) -> Iterator[None]:
+    def _timed_operation(self) -> Iterator[None]:
         """Mark the time of an operation, so that `check` notices if it hangs."""
         self._since_s = self._clock()
         try:

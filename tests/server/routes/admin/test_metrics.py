@@ -216,8 +216,8 @@ def measured_on_a_gpu():
     times.work, times.rates = StepWork(1, 1, 1, 1, 1, 1), MachineRates(1.0, 1.0)
     times.monitor = SimpleNamespace(read=lambda: {"busy_share": 0.5, "memory_share": 0.25})
     times.expected = StepCostModel.fit([StepSample(StepLoad(1), 0.5)])
-    times.arrive(0.0)
-    times.land(1.0, 0.0, 0.0, StepLoad(1), 1)
+    times.record_arrival(0.0)
+    times.account_step(1.0, 0.0, 0.0, StepLoad(1), 1)
     return times.as_dict(1.0, is_running=False)
 
 

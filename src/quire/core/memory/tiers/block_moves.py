@@ -62,7 +62,7 @@ class BlockMoves:
             if end.order_id in self.stores.in_flight:
                 stored.append(end)
             else:
-                self.loads.land(end, now_s)
+                self.loads.finish_order(end, now_s)
         # Release the last ordered first, so that a prefix's tail is evicted before its head.
         for end in sorted(stored, reverse=True):
             self.stores.end(end.order_id, is_done=end.is_done)

@@ -204,7 +204,7 @@ class Loads:
 
     # ---- moves ------------------------------------------------------------------------------
 
-    def land(self, end: MoveEnd, now_s: float) -> None:
+    def finish_order(self, end: MoveEnd, now_s: float) -> None:
         """Handle the end of an order: publish its content, or give its block back."""
         filling = self._by_order.pop(end.order_id)
         if self._by_content.get(filling.wanted[:2]) is filling:  # else it was ordered again

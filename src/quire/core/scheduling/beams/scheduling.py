@@ -165,7 +165,7 @@ class BeamScheduling:
                 living.remove(parent)
                 beams.append(parent)
             elif dying:
-                beams.append(self._rebase(dying.pop(), parent))
+                beams.append(self._change_parent(dying.pop(), parent))
             else:
                 beams.append(self._fork(group, parent))
         for beam, parent, (_, token_id) in zip(beams, parents, choices, strict=True):
@@ -177,7 +177,7 @@ class BeamScheduling:
         group.members = beams
         return BeamOutcome([], dying)
 
-    def _rebase(self, dead: Sequence, parent: Sequence) -> Sequence:
+    def _change_parent(self, dead: Sequence, parent: Sequence) -> Sequence:
         """Turn a pruned beam into a child of `parent`."""
         self._memory.fork(dead, parent)
         dead.token_ids[:] = parent.token_ids

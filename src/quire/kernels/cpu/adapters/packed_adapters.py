@@ -173,7 +173,7 @@ class PackedAdapters:
         b_memory = self._b[index * self._shape.b_bytes :]
         if self._keeps_a:
             columns = torch.cat([_whole_steps(a.to(self._dtype)) for a, _, _ in given])
-            _put(a_memory, 0, _pack(columns))
+            _copy_into(a_memory, 0, _pack(columns))
         slot.a = a_memory.data_ptr()
         # Then, B and the scale of each part.
         column = offset = 0
@@ -186,7 +186,7 @@ class PackedAdapters:
             assert len(a) <= self._max_rank, (len(a), self._max_rank)
             entry.column, entry.b = column, b_memory.data_ptr() + offset
             if self._keeps_b:
-                _put(b_memory, offset, self._pack_b(number, b.to(self._dtype)))
+                _copy_into(b_memory, offset, self._pack_b(number, b.to(self._dtype)))
             offset += self._shape.part_bytes(number)
             end = column + _num_columns(len(a), self._dtype)
             self._scales[index, column:end] = scaling
@@ -260,7 +260,7 @@ def _whole_lines(num_bytes: int) -> int:
     return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
-def _put(memory: torch.Tensor, offset: int, numbers: torch.Tensor) -> None:
+def _copy_into(memory: torch.Tensor, offset: int, numbers: torch.Tensor) -> None:
     num_bytes = numbers.numel() * numbers.element_size()
     target = memory[offset : offset + num_bytes].view(numbers.dtype)
     target.view(numbers.shape).copy_(numbers)

@@ -65,7 +65,7 @@ async def restart_replicas(body: RestartReplicasRequest, http: HTTPRequest) -> d
     restarted: list[str] = []
     skipped: dict[str, str] = {}
     names = list(fleet.engines_by_name) if body.replica is None else [_known(fleet, body.replica)]
-    with _said_to_the_operator():
+    with _explained_to_operator():
         for name in names:
             if body.replica is None and (why := _why_not_restarted(fleet, name)):
                 skipped[name] = why
@@ -92,7 +92,7 @@ async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[
             f"num_replicas is {body.num_replicas}, but must be from 1 to {MAX_REPLICAS}",
             "num_replicas",
         )
-    with _said_to_the_operator():
+    with _explained_to_operator():
         if fleet.scaling is not None:
             fleet.scaling.check(body.num_replicas)
         await fleet.engines.scale(body.num_replicas)
@@ -100,7 +100,7 @@ async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[
 
 
 @contextlib.contextmanager
-def _said_to_the_operator() -> Iterator[None]:
+def _explained_to_operator() -> Iterator[None]:
     """Turn errors whose reason clients are not told into errors that tell it, since only the
     operator calls these endpoints."""
     try:

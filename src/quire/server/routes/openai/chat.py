@@ -256,7 +256,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
     ) -> Iterator[bytes]:
         pieces = [found for each in events if (found := self._delta(each)) is not None]
         # First, the chunk with the role.
-        if self._begins(choice):
+        if self._is_first_piece(choice):
             content = self._echoed or (None if self._tool_use.callable_tools else "")
             role = ChatChunkChoice(choice, ChatDelta(role="assistant", content=content))
             ids = self._prompt_token_ids(choice)

@@ -273,7 +273,7 @@ class _CompletionAnswer(Answer[CompletionRequest]):
     def _piece(self, choice: int, delta: Delta) -> CompletionChoice:
         """The next piece of a choice, without its log-probabilities."""
         echoes = self._echoes(choice)
-        begins = self._begins(choice)
+        begins = self._is_first_piece(choice)
         nothing = UNSET if self._body.stream else None
         return CompletionChoice(
             choice,

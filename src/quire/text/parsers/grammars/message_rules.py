@@ -92,7 +92,7 @@ class PlainRules:
         answer = self._answer(wanted)
         if answer is None and wanted.reasoning_budget is None:
             return None
-        thoughts = self._thoughts(wanted)
+        thoughts = self._reasoning_term(wanted)
         if answer is None and not thoughts:
             return None
         return self._rules.write(f"{thoughts} {answer or self._between_marks(None)}")
@@ -169,7 +169,7 @@ class PlainRules:
         text = self._rules.add("TEXT", f"{start} & {self._rules.without(marks)}")
         return f"({self._calls(wanted)} | {text})?"
 
-    def _thoughts(self, wanted: Wanted) -> str:
+    def _reasoning_term(self, wanted: Wanted) -> str:
         """The term for the reasoning up to its end; "" if none is allowed.
 
         The reasoning may begin only with a mark that is a token of the model.
@@ -179,12 +179,12 @@ class PlainRules:
             return ""
         begin, end = reasoning.begin[0], reasoning.end[0]
         if wanted.has_begun_reasoning:
-            return self._until(end, budget)
+            return self._text_until(end, budget)
         if begin.split()[0] not in self._tokens.ids or budget == 0:
             return ""
-        return f"({self._terms(begin)} {self._until(end, budget)})?"
+        return f"({self._terms(begin)} {self._text_until(end, budget)})?"
 
-    def _until(self, end: str, budget: int | None) -> str:
+    def _text_until(self, end: str, budget: int | None) -> str:
         """The term for any text up to and including the reasoning's end mark and white space."""
         assert self._reasoning is not None
         others = [*self._reasoning.end[1:]]

@@ -99,14 +99,14 @@ class _Chat:
             content = texts[0] if len(texts) == 1 else [_part(text) for text in texts]
             self.messages.append({"role": role, "content": content})
             return
-        message = self._turn(lambda open_: not open_["content"] and "tool_calls" not in open_)
+        message = self._open_turn(lambda open_: not open_["content"] and "tool_calls" not in open_)
         message["content"] = "".join(texts)
 
     def _add_reasoning(self, item: Mapping[str, Any], where: str) -> None:
         for name in ("content", "summary"):
             if item.get(name):
                 reasoning = "\n\n".join(_texts(item[name], f"{where}.{name}"))
-                message = self._turn(lambda open_: False)
+                message = self._open_turn(lambda open_: False)
                 message["reasoning_content"] = reasoning
                 return
 
@@ -127,7 +127,7 @@ class _Chat:
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }
-        message = self._turn(lambda open_: True)
+        message = self._open_turn(lambda open_: True)
         message.setdefault("tool_calls", []).append(call)
 
     def _add_output(self, item: Mapping[str, Any], where: str) -> None:
@@ -148,7 +148,7 @@ class _Chat:
         self.left_out[f"input.output ({kind})"] = None
         return {"type": "input_text", "text": stand_in(kind)}
 
-    def _turn(self, fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+    def _open_turn(self, fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
         """The last message, if it is the assistant's and `fits` accepts it; otherwise a new one."""
         last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant" or not fits(last):
