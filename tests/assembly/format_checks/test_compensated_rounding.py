@@ -23,7 +23,7 @@ from quire.assembly.format_checks.watched_products import TOKEN_STRIDE, watched_
 from quire.assembly.format_checks.weight_format_check import NUM_TOKENS as NUM_CHECKED
 from quire.attention.kv_rounding import divergence
 from quire.attention.whole_sequence import ExactAttention
-from quire.distributed.group import RankGroup
+from quire.distributed.group import ProcessGroup
 from quire.formats.packed import packed
 from quire.formats.registry import load_weight_format
 from quire.formats.weight_format import LinearModule
@@ -55,7 +55,7 @@ def load(
     folder: Path,
     quantization: str | None = None,
     kernels: NativeKernels | None = None,
-    group: RankGroup | None = None,
+    group: ProcessGroup | None = None,
 ) -> tuple[CausalLM, Reload]:
     """A model as `load_model` returns it, and the function that fills its linears again."""
     config, weight_format = load_config(folder), load_weight_format(quantization)
@@ -205,7 +205,7 @@ def test_experts_are_rounded_to_nearest(tmp_path: Path, kernels: NativeKernels) 
 def test_each_rank_compensates_its_share(kernels: NativeKernels) -> None:
     exact = log_probabilities(load(EMBEDDED_MODEL)[0])
 
-    def compute(group: RankGroup) -> list[torch.Tensor]:
+    def compute(group: ProcessGroup) -> list[torch.Tensor]:
         own = NativeKernels(kernels.library, num_threads=1)
         model, again = load(EMBEDDED_MODEL, "int8", own, group)
         plain = log_probabilities(model)
