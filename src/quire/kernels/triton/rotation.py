@@ -1,8 +1,8 @@
-"""Device function that multiplies blocks of numbers by a Hadamard matrix of ones and minus ones.
+"""Device functions that multiply blocks of numbers by a Hadamard matrix.
 
-The references are `kernels.quantize.rotate_blocks` and `attention.quantized_kv.rotate_vectors`. All
-sums have two terms, in the same order, so the bits are the same. Called by `attention/hadamard.py`
-and `linear/quantize_groups.py`.
+The references are `kernels.quantize.rotate_blocks` and `attention.quantized_kv.rotate_vectors`,
+and the latter says why K is rotated. All sums have two terms, in the same order, so the bits are
+the same. Called by `attention/rotary_kv_write.py` and `linear/quantize_groups.py`.
 """
 
 import triton
@@ -11,7 +11,8 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rotate_blocks(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x [n, D] fp32, with each block of SIZE elements of a row multiplied by the matrix.
+    """x [n, D] fp32, with each block of SIZE elements of a row multiplied by the matrix of ones and
+    minus ones.
 
     SIZE is a power of two of at most 256, and D a power of two that is at least SIZE.
     """
@@ -19,6 +20,16 @@ def rotate_blocks(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
         if 2**step < SIZE:
             x = _add(x, 2**step)
     return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def hadamard(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [n, D] fp32 with the same blocks multiplied by the orthonormal matrix.
+
+    SIZE is a power of two of at most 256, and D a power of two.
+    """
+    # The reference too multiplies by the fp32 number nearest to SIZE^-0.5.
+    return rotate_blocks(x, SIZE) * (SIZE**-0.5)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -10,10 +10,10 @@ the same bytes however it was chunked. A scale of 0 has codes of 0. A vector wit
 NaN has a scale of NaN, which shows in every result that reads it. Roundings are to nearest, ties to
 even; codes saturate.
 
-int8 has codes from -127 to 127; K is rotated first (`hadamard.py`). e4m3 codes are 8-bit floats of
-4 exponent and 3 mantissa bits (OCP 8-bit Floating Point Specification; e4m3fn, without infinities),
-stored as uint8. They are converted by integer arithmetic, since GPUs before sm_89 have no
-conversions. Every code is exact in bf16 and fp16.
+int8 has codes from -127 to 127; K is rotated first (`rotation.hadamard`). e4m3 codes are 8-bit
+floats of 4 exponent and 3 mantissa bits (OCP 8-bit Floating Point Specification; e4m3fn, without
+infinities), stored as uint8. They are converted by integer arithmetic, since GPUs before sm_89 have
+no conversions. Every code is exact in bf16 and fp16.
 
 The reference is `quantize_tokens` below, in torch. `rotary_kv_write.py` quantizes with these
 functions, and `paged_attention.py` widens.

@@ -28,9 +28,9 @@ thread. `low` begins with the first elements of the pairs that rotate, and `high
 ones; each ends with half of the remaining elements. If all elements rotate, they are the halves of
 the head.
 
-For int8 pages, q and k are then multiplied by a Hadamard matrix (`hadamard.py`) in fp32, after each
-head's elements are put in order. This happens to k before it is quantized. q must match, and is
-rounded to the dtype of `out` once more.
+For int8 pages, q and k are then multiplied by a Hadamard matrix (`rotation.hadamard`) in fp32,
+after each head's elements are put in order. This happens to k before it is quantized. q must match,
+and is rounded to the dtype of `out` once more.
 
 Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R elements of a head that rotate
 (even, in most models D), N blocks, B block size.
@@ -46,7 +46,6 @@ import triton
 import triton.language as tl
 
 from quire.kernels.rotary import Angles, Rotation
-from quire.kernels.triton.attention.hadamard import hadamard, in_order
 from quire.kernels.triton.attention.quantized_kv import (
     check_scales,
     pack_scales,
@@ -54,6 +53,7 @@ from quire.kernels.triton.attention.quantized_kv import (
     scales_of,
 )
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
+from quire.kernels.triton.rotation import hadamard
 from quire.kernels.triton.support import check_same, next_power_of_two
 
 #: The limit of a thread's registers for codes. Without it, ptxas would spill registers to fit more
@@ -293,7 +293,7 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
         if SPREAD == 1:
             _store(target, (low, high), places, mask)
         else:
-            _store_heads(target, hadamard(in_order(low, high, D, R), SPREAD), is_head, D)
+            _store_heads(target, hadamard(_in_order(low, high, D, R), SPREAD), is_head, D)
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
@@ -345,7 +345,7 @@ def _store_codes(  # type: ignore[no-untyped-def]
     kind: tl.constexpr = target.dtype.element_ty
     mask = is_head[:, None] & (tl.arange(0, k_low.shape[1]) < D // 2)[None, :]
     if SPREAD > 1:
-        k_wide = hadamard(in_order(k_low, k_high, D, R), SPREAD)
+        k_wide = hadamard(_in_order(k_low, k_high, D, R), SPREAD)
         k_scales = scales_of(k_wide, k_wide, kind)
         _store_heads(target, quantize(k_wide, k_scales, kind), is_head, D)
     else:
@@ -428,3 +428,23 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
             turned_high = tl.where(is_turned[None, :], turned_high, high)
         low, high = turned_low, turned_high
     return low, high
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _in_order(low, high, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Joins the two tiles [n, P] of heads to [n, 2 P] fp32.
+
+    The D elements of each head are in their order, followed by zeros.
+    """
+    PART: tl.constexpr = low.shape[1]
+    x = tl.join(low.to(tl.float32), high.to(tl.float32)).permute(0, 2, 1)
+    x = x.reshape(low.shape[0], 2 * PART)
+    if R < D or D < 2 * PART:
+        dims = tl.arange(0, 2 * PART)
+        places = tl.where(dims < R // 2, dims, PART + dims - R // 2)
+        of_rest = tl.where(dims < R // 2 + D // 2, dims - R // 2, PART + dims - D // 2)
+        places = tl.where(dims < R, places, of_rest)
+        places = tl.where(dims < D, places, 0)
+        x = tl.gather(x, tl.broadcast_to(places[None, :], x.shape), axis=1)
+        x = tl.where((dims < D)[None, :], x, 0.0)
+    return x
