@@ -23,6 +23,7 @@ from quire.formats.weight_format import (
     TritonLinears,
     WeightFormat,
     empty_parameter,
+    register_bias,
 )
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import TORCH_OPERATORS, Operators, RowTable
@@ -59,9 +60,7 @@ class DenseMethod(LinearMethod):
         linear.register_parameter(
             "weight", empty_parameter((linear.output_size, linear.input_size), dtype, device)
         )
-        linear.register_parameter(
-            "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
-        )
+        register_bias(linear, bias, dtype, device)
 
     def load_part(
         self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor

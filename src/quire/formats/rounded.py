@@ -11,7 +11,7 @@ from abc import abstractmethod
 
 import torch
 
-from quire.formats.weight_format import LinearMethod, LinearModule, empty_parameter
+from quire.formats.weight_format import LinearMethod, LinearModule, register_bias
 
 # The most rows of x in one product, which bounds the memory of its fp32 result.
 _MAX_ROWS = 256
@@ -28,9 +28,7 @@ class RoundedMethod(LinearMethod):
         self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.create_weights(linear, device)
-        linear.register_parameter(
-            "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
-        )
+        register_bias(linear, bias, dtype, device)
 
     def load_part(
         self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor

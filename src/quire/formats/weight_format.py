@@ -274,6 +274,14 @@ class WeightFormat(ABC):
         return self.torch_method() if native is None else self.native_method(native)
 
 
+def register_bias(
+    linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Register the parameter `bias` [O], uninitialised; as None if the linear has no bias."""
+    parameter = empty_parameter((linear.output_size,), dtype, device) if bias else None
+    linear.register_parameter("bias", parameter)
+
+
 def empty_parameter(shape: Shape, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Allocate a parameter, which is not initialised and never trained."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

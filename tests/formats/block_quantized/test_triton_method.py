@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from tests.formats.block_quantized_samples import BLOCK_FORMATS, INT8, random_codes
 
 from quire.formats.block_quantized import triton_method
+from quire.formats.block_quantized.kept_weight import KeptWeight
 from quire.formats.block_quantized.linear_methods import (
     BlockQuantizedMethods,
     BlockQuantizedTorchMethod,
@@ -151,7 +152,7 @@ def test_rows_come_back_and_the_size_is_that_of_the_tensors(block_format: BlockF
         rows = torch.tensor([39, 3, 3])
         assert torch.equal(source.unpack(rows), codes.numbers()[rows].to(dtype))
     kept = [*linear.parameters()]
-    if isinstance(linear.state, triton_method._PackedWeight):
+    if isinstance(linear.state, KeptWeight):
         kept += [linear.state.weight.levels, linear.state.weight.words]
     assert method.num_bytes(40, 256, torch.bfloat16) == sum(each.nbytes for each in kept)
 

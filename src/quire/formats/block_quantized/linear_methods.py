@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
+from quire.formats.block_quantized.kept_weight import KeptWeightMethod, kept_weight
 from quire.formats.block_quantized.native_method import native_block_quantized_method
 from quire.formats.block_quantized.triton_method import triton_block_quantized_method
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows, UnpackedRows
@@ -38,11 +38,9 @@ from quire.formats.weight_format import (
     LinearMethod,
     LinearModule,
     TritonLinears,
-    empty_parameter,
 )
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.recorder import Recorder
-from quire.kernels.operators import RowTable
 from quire.kernels.quantize import multiply_add, quantize_groups
 
 # The most rows of x, and the approximate number of weights, in one product.
@@ -84,47 +82,16 @@ class BlockQuantizedMethods:
         return BlockQuantizedTorchMethod(block_format) if is_served else None
 
 
-@dataclass(slots=True)
-class _KeptWeight:
-    """A linear's weight as codes, kept in `LinearModule.state`."""
-
-    codes: UnpackedRows
-
-    #: The model's dtype.
-    dtype: torch.dtype
-
-    #: The input of each column of the codes, int64 [I]; None if columns are in order.
-    inputs: torch.Tensor | None
-
-
-class BlockQuantizedTorchMethod(LinearMethod):
+class BlockQuantizedTorchMethod(KeptWeightMethod):
     """Keeps the fields of `UnpackedRows`, with one code in a byte, and multiplies them by torch."""
 
-    def __init__(self, block_format: BlockFormat) -> None:
-        self._block_format = block_format
-
-    def takes_quantized(self, index: int) -> bool:
-        return True
-
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-        codes = self._empty(num_outputs, num_inputs, torch.device("meta"))
-        tensors = (codes.codes, codes.scales, codes.zeros, codes.offsets, codes.factors)
-        return sum(each.nbytes for each in tensors if each is not None)
+        weight = self.empty(num_outputs, num_inputs, torch.device("meta"))
+        return sum(tensor.nbytes for tensor in weight.stored)
 
-    def create(
-        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        codes = self._empty(linear.output_size, linear.input_size, device)
-        order = self._block_format.input_order
-        inputs = None if order is None else order.inputs().to(device, torch.int64)
-        linear.state = _KeptWeight(codes, dtype, inputs)
-        linear.register_parameter(
-            "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
-        )
-
-    def _empty(self, outputs: int, inputs: int, device: torch.device) -> UnpackedRows:
-        block_format = self._block_format
-        groups = inputs // block_format.group_size
+    def empty(self, num_outputs: int, num_inputs: int, device: torch.device) -> UnpackedRows:
+        block_format, outputs = self._block_format, num_outputs
+        groups = num_inputs // block_format.group_size
         in_blocks = bool(block_format.block_size)
 
         def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -133,27 +100,20 @@ class BlockQuantizedTorchMethod(LinearMethod):
         offsets = torch.uint8 if in_blocks else block_format.scale_dtype
         return UnpackedRows(
             block_format,
-            room(outputs, inputs, dtype=torch.uint8),
+            room(outputs, num_inputs, dtype=torch.uint8),
             room(outputs, groups, dtype=torch.int8 if in_blocks else block_format.scale_dtype),
             room(outputs, groups, dtype=torch.uint8) if block_format.has_zeros else None,
             room(outputs, groups, dtype=offsets) if block_format.has_offsets else None,
-            room(outputs, inputs // block_format.block_size, 2, dtype=torch.float16)
+            room(outputs, num_inputs // block_format.block_size, 2, dtype=torch.float16)
             if in_blocks
             else None,
         )
-
-    def load_part(
-        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
-    ) -> None:
-        assert parameter == "bias" and linear.bias is not None, parameter
-        start = linear.part_start(index) + first_row
-        linear.bias[start : start + len(rows)].copy_(rows)
 
     def load_quantized(
         self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
     ) -> None:
         start = linear.part_start(index) + first_row
-        given, kept = rows.unpacked(), _stored(linear).codes
+        given, kept = rows.unpacked(), kept_weight(linear).weight
         for name in ("codes", "scales", "zeros", "offsets", "factors"):
             tensor = getattr(given, name)
             if tensor is not None:
@@ -163,14 +123,14 @@ class BlockQuantizedTorchMethod(LinearMethod):
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         dtype = out_dtype or x.dtype
-        codes, inputs = _stored(linear).codes, _stored(linear).inputs
+        kept = kept_weight(linear)
         flat = x.reshape(-1, linear.input_size)
-        flat = flat if inputs is None else flat[:, inputs]
+        flat = flat if kept.inputs is None else flat[:, kept.inputs]
         output = torch.empty(len(flat), linear.output_size, dtype=dtype, device=x.device)
         num_outputs = max(1, _MAX_WEIGHTS // linear.input_size)
         for first in range(0, linear.output_size, num_outputs):
             outputs = slice(first, first + num_outputs)
-            part = codes.rows(outputs.start, outputs.stop)
+            part = kept.weight.rows(outputs.start, outputs.stop)
             for start in range(0, len(flat), _MAX_ROWS):
                 rows = slice(start, start + _MAX_ROWS)
                 result = multiply_block_quantized(flat[rows], part)
@@ -179,25 +139,10 @@ class BlockQuantizedTorchMethod(LinearMethod):
                 output[rows, outputs] = result.to(dtype)
         return output.view(*x.shape[:-1], linear.output_size)
 
-    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
-        return QuantizedTable(linear)
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedTable:
-    """A `RowTable` that dequantizes rows of a linear's codes."""
-
-    linear: LinearModule
-
-    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """See `RowTable`. Dequantized weights are rounded to the model's dtype."""
-        stored = _stored(self.linear)
-        return stored.codes.mapped(lambda tensor: tensor[outputs]).numbers().to(stored.dtype)
-
-
-def _stored(linear: LinearModule) -> _KeptWeight:
-    assert isinstance(linear.state, _KeptWeight)
-    return linear.state
+    def unpack(self, linear: LinearModule, outputs: torch.Tensor) -> torch.Tensor:
+        kept = kept_weight(linear)
+        numbers: torch.Tensor = kept.weight.picked(outputs).numbers()
+        return numbers.to(kept.dtype)
 
 
 def multiply_block_quantized(x: torch.Tensor, codes: UnpackedRows) -> torch.Tensor:

@@ -13,12 +13,11 @@ docs/performance.md.
 Shapes: ... any leading dimensions, M rows of x, I input size, O output size.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
+from quire.formats.block_quantized.kept_weight import KeptWeightMethod, kept_weight
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows, UnpackedRows
 from quire.formats.grouped import GroupedExperts
 from quire.formats.int8 import GivenInt8TorchMethod, TritonInt8Method
@@ -27,9 +26,7 @@ from quire.formats.weight_format import (
     LinearMethod,
     LinearModule,
     TritonLinears,
-    empty_parameter,
 )
-from quire.kernels.operators import RowTable
 from quire.kernels.routing import Routing
 
 _MOST_ROWS = 128
@@ -127,32 +124,19 @@ class TritonGivenInt8Method(GivenInt8TorchMethod, TritonInt8Method):
     is_rotated = False
 
 
-@dataclass(slots=True)
-class _PackedWeight:
-    """A linear's packed weight, kept in `LinearModule.state`."""
-
-    #: A `BlockQuantizedWeight` without the bias.
-    weight: Any
-
-    #: The model's dtype.
-    dtype: torch.dtype
-
-    #: The input of each column of the codes, int64 [I]; None if columns are in order.
-    inputs: torch.Tensor | None
-
-
-class TritonBlockQuantizedMethod(LinearMethod):
+class TritonBlockQuantizedMethod(KeptWeightMethod):
     """Multiplies weights of one block format by Triton kernels. `layout` is the format's
-    `BlockQuantizedLayout`."""
+    `BlockQuantizedLayout`. A kept weight is a `BlockQuantizedWeight` without the bias."""
 
     def __init__(self, block_format: BlockFormat, layout: Any, linears: TritonLinears) -> None:
+        super().__init__(block_format)
         # Triton may be missing, and takes a while to load.
         from quire.kernels.triton.linear import grouped_block_quantized_matmul as grouped
         from quire.kernels.triton.linear.block_quantized_layout import BlockQuantizedWeight
         from quire.kernels.triton.linear.block_quantized_matmul import block_quantized_matmul
         from quire.kernels.triton.linear.block_quantized_rows import unpack_rows
 
-        self._block_format, self._layout = block_format, layout
+        self._layout = layout
         self._operators = linears.operators
         self._is_invariant = linears.batch_invariant
         self._make_weight = BlockQuantizedWeight
@@ -167,38 +151,19 @@ class TritonBlockQuantizedMethod(LinearMethod):
             group, grouped.grouped_block_quantized_matmul, linears.operators
         )
 
-    def takes_quantized(self, index: int) -> bool:
-        return True
-
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         num_bytes: int = self._layout.num_bytes(num_outputs, num_inputs)
         return num_bytes + (0 if self._block_format.input_order is None else 8 * num_inputs)
 
-    def create(
-        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        levels, words = self._layout.empty(linear.output_size, linear.input_size, device)
-        order = self._block_format.input_order
-        inputs = None if order is None else order.inputs().to(device, torch.int64)
-        linear.state = _PackedWeight(
-            self._make_weight(self._layout, levels, words, None), dtype, inputs
-        )
-        linear.register_parameter(
-            "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
-        )
-
-    def load_part(
-        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
-    ) -> None:
-        assert parameter == "bias" and linear.bias is not None, parameter
-        start = linear.part_start(index) + first_row
-        linear.bias[start : start + len(rows)].copy_(rows)
+    def empty(self, num_outputs: int, num_inputs: int, device: torch.device) -> Any:
+        levels, words = self._layout.empty(num_outputs, num_inputs, device)
+        return self._make_weight(self._layout, levels, words, None)
 
     def load_quantized(
         self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
     ) -> None:
         start = linear.part_start(index) + first_row
-        weight, codes = _kept(linear).weight, rows.unpacked()
+        weight, codes = kept_weight(linear).weight, rows.unpacked()
         device = weight.levels.device
         levels, words = _packed(self._layout, codes.mapped(lambda tensor: tensor.to(device)))
         weight.levels[:, start : start + len(rows)] = levels
@@ -207,7 +172,7 @@ class TritonBlockQuantizedMethod(LinearMethod):
     def apply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        kept = _kept(linear)
+        kept = kept_weight(linear)
         if kept.inputs is not None:
             x = x[..., kept.inputs]
         is_many = x.numel() > _MOST_ROWS * linear.input_size
@@ -221,7 +186,7 @@ class TritonBlockQuantizedMethod(LinearMethod):
     ) -> torch.Tensor:
         """Multiply many rows of x by dequantized pieces of the weight. x has the codes' column
         order."""
-        rows, weight = x.reshape(-1, linear.input_size), _kept(linear).weight
+        rows, weight = x.reshape(-1, linear.input_size), kept_weight(linear).weight
         out = torch.empty(len(rows), linear.output_size, dtype=out_dtype, device=x.device)
         count = max(1, _PIECE_BYTES // (linear.input_size * x.element_size()))
         for start in range(0, linear.output_size, count):
@@ -253,31 +218,15 @@ class TritonBlockQuantizedMethod(LinearMethod):
         return self._experts.mix(layer, x, routing)
 
     def _weight(self, linear: LinearModule) -> Any:
-        weight = _kept(linear).weight
+        weight = kept_weight(linear).weight
         return self._make_weight(weight.layout, weight.levels, weight.words, linear.bias)
 
-    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
-        return _PackedTable(self, linear)
-
     def unpack(self, linear: LinearModule, outputs: torch.Tensor) -> torch.Tensor:
-        """Dequantize rows of the weight: outputs [R] int64 -> [R, I] in the model's dtype."""
-        kept = _kept(linear)
+        kept = kept_weight(linear)
         numbers: torch.Tensor = self._unpack(kept.weight, outputs, linear.input_size, kept.dtype)
         if kept.inputs is None:
             return numbers
         return torch.empty_like(numbers).index_copy_(1, kept.inputs, numbers)
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedTable:
-    """A `RowTable` that dequantizes rows of a linear's packed weight."""
-
-    method: TritonBlockQuantizedMethod
-    linear: LinearModule
-
-    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """See `RowTable`."""
-        return self.method.unpack(self.linear, outputs)
 
 
 def _multiply_into(
@@ -293,8 +242,3 @@ def _multiply_into(
         torch.mm(x, weight.T, out=out)
     else:
         torch.addmm(bias, x, weight.T, out=out)
-
-
-def _kept(linear: LinearModule) -> _PackedWeight:
-    assert isinstance(linear.state, _PackedWeight)
-    return linear.state
