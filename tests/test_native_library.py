@@ -10,7 +10,7 @@ def missing() -> NativeLibrary:
     raise NativeUnavailableError("it was not built; build it")
 
 
-def test_a_library_that_is_there_is_not_missing() -> None:
+def test_present_library_yields_no_reason() -> None:
     assert why_missing(lambda: "the library", may_be_missing=False) is None
 
 

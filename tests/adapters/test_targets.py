@@ -133,7 +133,7 @@ def test_adapters_that_do_not_fit_the_model_are_refused(
     assert "adapter test: " in str(raised.value)
 
 
-def test_layers_that_are_not_there_are_refused(targets_of) -> None:
+def test_adapter_of_a_missing_layer_is_refused(targets_of) -> None:
     with pytest.raises(AdapterError, match="layer 3, but the model has layers 0 to 2"):
         targets_of("llama").resolve(adapter_of({f"{PLAIN}mlp.up_proj": (HIDDEN, INNER)}, (0, 3)))
 

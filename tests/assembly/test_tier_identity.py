@@ -271,7 +271,7 @@ def test_numbers_that_json_lacks_are_texts() -> None:
     assert found == {"limits": [0.0, "inf", "-inf", "nan"]}
 
 
-def test_layers_of_all_kinds_are_in_it(tmp_path: Path) -> None:
+def test_fingerprint_covers_layers_of_all_kinds(tmp_path: Path) -> None:
     folder = save_hybrid(tmp_path / "hybrid")
     with registered():
         first, again = (fingerprint(model=folder) for _ in range(2))

@@ -379,7 +379,7 @@ def test_a_conversation_that_no_longer_fits_is_explained(
     assert out.count("\n") >= 3
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> None:
+def test_missing_model_is_named(tmp_path: Path, capsys: Capture) -> None:
     assert cli.main(["generate", "x", "--model", str(tmp_path / "nothing")]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("quire: error: ")

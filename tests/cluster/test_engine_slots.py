@@ -78,7 +78,7 @@ def test_agents_are_given_out_and_taken_back() -> None:
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":8100", "host:0", "host:70000", "host:1x"])
-def test_an_address_that_is_none_is_refused(address) -> None:
+def test_invalid_or_doubled_address_is_refused(address) -> None:
     with pytest.raises(ConfigurationError, match="each must be HOST:PORT"):
         AgentSlots([address], KEY, 3.0)
     with pytest.raises(ConfigurationError, match="twice"):

@@ -231,7 +231,7 @@ def test_stop_strings_need_the_text() -> None:
         SamplingParams(stop="a", detokenize=False)
 
 
-def test_a_prompt_is_not_truncated_to_nothing() -> None:
+def test_truncation_to_zero_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="truncate_prompt_tokens is 0, which leaves no"):
         SamplingParams(truncate_prompt_tokens=0)
 

@@ -231,7 +231,7 @@ def test_a_head_says_its_size(num_inputs):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
-def test_the_size_is_that_of_the_parameters(method):
+def test_num_bytes_equals_the_parameters_size(method):
     linear = _linear(method, bias=False)
     num_bytes = sum(each.numel() * each.element_size() for each in linear.parameters())
     assert method.num_bytes(14, 70, torch.bfloat16) == num_bytes

@@ -131,7 +131,7 @@ def test_quantized_equal_torchs_to_the_bit(pair, dtype, num_rows):
 @pytest.mark.parametrize(
     "method", [*DENSE.values(), Int8().method(None, FAST), Int4().method(None, FAST)]
 )
-def test_the_size_is_that_of_the_parameters(method):
+def test_num_bytes_equals_the_parameters_size(method):
     linear = Linear(300, (20,), LinearKind.ROW, bias=False, dtype=torch.bfloat16, device=CPU)
     linear.use(method, torch.bfloat16, CPU)
     num_bytes = sum(each.numel() * each.element_size() for each in linear.parameters())

@@ -147,7 +147,7 @@ def test_a_token_is_sent(start_hub, monkeypatch):
     assert {*hub.fetched()} == TEXT | {*SHARDS}
 
 
-def test_a_revision_that_is_not_there_is_said(hub):
+def test_unknown_revision_is_named(hub):
     with pytest.raises(CheckpointError, match=r"revision 'v9', .* no such revision"):
         resolve_model_folder("org/model", "v9")
 

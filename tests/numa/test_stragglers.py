@@ -58,8 +58,8 @@ def stragglers(calls: FakeCalls, root: Path, clock: Clock) -> Stragglers:
 
 def test_an_engine_that_is_not_idle_yet_is_left_alone(calls: FakeCalls, tmp_path: Path) -> None:
     work = stragglers(calls, tmp_path, Clock(0.0))
-    assert work.tend(0.0) == IDLE_S
-    assert work.tend(IDLE_S / 4) == 0.75 * IDLE_S
+    assert work.search_when_idle(0.0) == IDLE_S
+    assert work.search_when_idle(IDLE_S / 4) == 0.75 * IDLE_S
     assert calls.made == []
 
 
@@ -67,7 +67,7 @@ def test_all_are_moved_piece_by_piece(calls: FakeCalls, tmp_path: Path) -> None:
     clock = Clock(PIECE_S / 3)
     work = stragglers(calls, tmp_path, clock)
     num_pieces = 0
-    while (wait_s := work.tend(IDLE_S)) == PAUSE_S:
+    while (wait_s := work.search_when_idle(IDLE_S)) == PAUSE_S:
         num_pieces += 1
         assert len(calls.made) <= 4 * num_pieces, "a piece ends after PIECE_S"
         clock.now_s += PAUSE_S
@@ -81,13 +81,13 @@ def test_all_are_moved_piece_by_piece(calls: FakeCalls, tmp_path: Path) -> None:
 def test_later_all_is_looked_through_again(calls: FakeCalls, tmp_path: Path) -> None:
     clock = Clock(0.0)
     work = stragglers(calls, tmp_path, clock)
-    assert work.tend(IDLE_S) == AGAIN_S
+    assert work.search_when_idle(IDLE_S) == AGAIN_S
     calls.where[BEGIN] = 0
     clock.now_s = AGAIN_S / 2
-    assert work.tend(IDLE_S) == AGAIN_S / 2
+    assert work.search_when_idle(IDLE_S) == AGAIN_S / 2
     assert calls.where[BEGIN] == 0
     clock.now_s = AGAIN_S
-    assert work.tend(IDLE_S) == AGAIN_S
+    assert work.search_when_idle(IDLE_S) == AGAIN_S
     assert calls.where[BEGIN] == 1
     assert work.num_moved_pages == 1
 
@@ -98,7 +98,7 @@ def test_pages_that_stay_are_counted_and_left(
     calls.stuck = {BEGIN, BEGIN + 3 * PAGE_BYTES}
     work = stragglers(calls, tmp_path, Clock(0.0))
     with caplog.at_level("INFO", "quire.numa"):
-        assert work.tend(IDLE_S) == AGAIN_S
+        assert work.search_when_idle(IDLE_S) == AGAIN_S
     assert work.num_stuck_pages == 2
     assert caplog.messages == ["numa: 998 pages were moved to node 1 while idle; 2 could not be"]
 
@@ -106,7 +106,7 @@ def test_pages_that_stay_are_counted_and_left(
 def test_a_page_that_ends_a_call_does_not_keep_others(calls: FakeCalls, tmp_path: Path) -> None:
     calls.ends_at = {BEGIN + 3 * i * PAGE_BYTES for i in (0, 40, 41, 999)}
     work = stragglers(calls, tmp_path, Clock(0.0))
-    assert work.tend(IDLE_S) == AGAIN_S
+    assert work.search_when_idle(IDLE_S) == AGAIN_S
     assert (work.num_moved_pages, work.num_stuck_pages) == (996, 4)
 
 
@@ -119,7 +119,7 @@ def test_a_huge_page_moves_once(tmp_path: Path) -> None:
     own = bound.part.memory_nodes
     assert len(own) == 2 and 4 not in own
     work = Stragglers(bound, clock=Clock(0.0), regions=lambda: [(huge, 4 * huge)])
-    assert work.tend(IDLE_S) == AGAIN_S
+    assert work.search_when_idle(IDLE_S) == AGAIN_S
     by_page = [
         {calls.where[each] for each in range(n * huge, n * huge + huge, PAGE_BYTES)}
         for n in (1, 2, 3)
@@ -132,18 +132,18 @@ def test_a_full_node_is_tried_again_later(calls: FakeCalls, tmp_path: Path) -> N
     clock = Clock(0.0)
     work = stragglers(calls, tmp_path, clock)
     calls.refused = errno.ENOMEM
-    assert work.tend(IDLE_S) == AGAIN_S
+    assert work.search_when_idle(IDLE_S) == AGAIN_S
     calls.refused, clock.now_s = None, AGAIN_S
-    assert work.tend(IDLE_S) == AGAIN_S
+    assert work.search_when_idle(IDLE_S) == AGAIN_S
     assert set(calls.where.values()) == {1}
 
 
 def test_where_it_is_refused_nothing_is_tried_again(calls: FakeCalls, tmp_path: Path) -> None:
     calls.refused = errno.EPERM
     work = stragglers(calls, tmp_path, Clock(0.0))
-    assert work.tend(IDLE_S) is None
+    assert work.search_when_idle(IDLE_S) is None
     calls.refused = None
-    assert work.tend(IDLE_S) is None
+    assert work.search_when_idle(IDLE_S) is None
     assert calls.made == []
 
 

@@ -119,7 +119,7 @@ def json_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
-def test_json_is_one_object_a_line_whatever_is_in_it(
+def test_json_log_escapes_line_breaks(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure("info", "json")

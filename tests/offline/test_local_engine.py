@@ -99,7 +99,7 @@ def test_the_engine_says_what_its_model_is(llm: LLM) -> None:
     assert config.tokenizer is not None and Path(config.tokenizer).is_dir()
 
 
-def test_names_that_are_not_there_are_answered(llm: LLM) -> None:
+def test_missing_methods_of_vllm_are_explained(llm: LLM) -> None:
     for name, why in COMPAT_METHODS.items():
         if not hasattr(LLM, name):
             with pytest.raises(AttributeError) as caught:

@@ -92,7 +92,7 @@ def test_a_wrong_url_is_refused(url: str) -> None:
     assert ServerAddress.of("https://[::1]/a/v1/", None) == ServerAddress("::1", 443, True, "/a")
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_unreachable_server_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = ServerAddress.of(f"http://127.0.0.1:{port}", None)

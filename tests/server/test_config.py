@@ -47,7 +47,7 @@ def test_a_name_that_is_unknown_is_refused(field):
         ServerConfig(**{field: "loud"})
 
 
-def test_the_names_are_those_of_the_log():
+def test_log_options_accept_the_logs_own_names():
     assert (LOG_LEVELS, LOG_FORMATS) == (LEVELS, FORMATS)
 
 
@@ -56,7 +56,7 @@ def test_no_bound_and_no_restart_may_be_asked_for():
     assert (server.max_tenant_requests, server.max_engine_restarts) == (None, 0)
 
 
-def test_the_bounds_are_those_that_the_parts_have_by_themselves():
+def test_server_defaults_equal_those_of_its_parts():
     server, limits = ServerConfig(), CallLimits()
     for name in ("max_prompts", "max_n", "max_choices", "max_stop_strings", "max_list_length"):
         assert getattr(server, name) == getattr(limits, name)

@@ -329,7 +329,7 @@ def test_added_tokens_that_are_not_special_are_found_in_messages() -> None:
     assert set(added) < set(encode(tokenizer, messages))
 
 
-def test_a_marker_that_is_in_the_text_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marker_that_occurs_in_the_text_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     characters = ["\U000f0001", "\U000f0002", "\U000f0003"]
     text = f"<|im_end|> {characters[0]} \\udb80\\udc02"  # the second, as JSON escapes it

@@ -238,7 +238,7 @@ def _build(
     if checked.tensor_parallel_size == 1:
         engine.kv_memory = rank.runner
     if rank.binding is not None and rank.binding.leaves_nodes:
-        engine.on_idle = Stragglers(rank.binding).tend
+        engine.on_idle = Stragglers(rank.binding).search_when_idle
     if checked.max_itl_ratio and kind.generates:  # a model that pools has no decodes to pace
         on_progress("measuring what steps take", 0, 0)
         pacer = _build_pacer(checked, own_runner, layout, memory_plan, config.vocab_size, is_on_gpu)

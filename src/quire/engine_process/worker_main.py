@@ -67,7 +67,7 @@ class _Rank:
 
     def use_idle_time(self, idle_s: float) -> float | None:
         """See `runtime.worker.serve_calls`."""
-        return None if self._stragglers is None else self._stragglers.tend(idle_s)
+        return None if self._stragglers is None else self._stragglers.search_when_idle(idle_s)
 
     def _serve_moves(self) -> None:
         assert self._service is not None

@@ -61,7 +61,7 @@ class Stragglers:
         #: Pages that the current or last search could not move.
         self.num_stuck_pages = 0
 
-    def tend(self, idle_s: float) -> float | None:
+    def search_when_idle(self, idle_s: float) -> float | None:
         """Do one piece of the search, given that the engine has been idle for `idle_s`.
 
         Returns the number of seconds until the next call is due; None if no call is needed.

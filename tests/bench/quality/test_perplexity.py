@@ -147,7 +147,7 @@ def test_options_that_cannot_be_measured_are_refused(text, words, match):
         (b"a", "nothing to predict"),
     ],
 )
-def test_a_text_that_is_none_is_refused(tmp_path, content, match):
+def test_unreadable_or_empty_text_is_refused(tmp_path, content, match):
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)

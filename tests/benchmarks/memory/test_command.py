@@ -41,7 +41,7 @@ def test_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         assert f"{name}: " in shown.err
 
 
-def test_the_cost_of_a_step_is_the_one_asked_for(tmp_path: Path) -> None:
+def test_step_takes_the_given_cost(tmp_path: Path) -> None:
     seconds = []
     for base_ms in ("10", "20"):
         path = tmp_path / f"{base_ms}.json"

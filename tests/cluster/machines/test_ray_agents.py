@@ -104,7 +104,7 @@ def test_each_replica_has_an_actor_with_its_resources_and_its_agent_ends_with_it
     assert resources[0]["max_restarts"] == -1
 
 
-def test_a_cluster_that_is_not_there_is_named(ray) -> None:
+def test_missing_ray_cluster_is_named(ray) -> None:
     ray.is_there = False
     with pytest.raises(ConfigurationError, match="no Ray cluster at 'auto': nobody listens"):
         new_agents()

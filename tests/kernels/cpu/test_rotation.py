@@ -208,7 +208,9 @@ def test_rotation_of_a_part_of_each_head(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_that_are_stored_as_they_are(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_heads_without_rotation_are_stored_unchanged(
+    kernels: NativeKernels, dtype: torch.dtype
+) -> None:
     heads = make_heads(21, dtype, head_dim=40)
     heads.rotation = None
     assert_equal(heads, kernels)

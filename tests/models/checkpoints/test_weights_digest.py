@@ -50,7 +50,7 @@ def rewrite(folder, tensors, num_shards=1):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-def test_the_same_weights_in_other_files_are_the_same(save_checkpoint):
+def test_digest_does_not_depend_on_the_division_into_files(save_checkpoint):
     folder, _ = save_checkpoint(LlamaConfig)
     expected = digest_of(folder)
     assert len(expected) == DIGEST_BYTES
@@ -92,7 +92,7 @@ def test_other_weights_under_the_same_name_are_others(save_checkpoint):
     assert len(found) == 1 + len(changes)
 
 
-def test_a_tensor_that_is_not_used_is_not_in_it(save_checkpoint):
+def test_weights_digest_ignores_unused_tensors(save_checkpoint):
     """Of a tied model's two ends one is read."""
     folder, _ = save_checkpoint(Qwen3Config, head_dim=16, tie_word_embeddings=True)
     expected = digest_of(folder)

@@ -26,7 +26,7 @@ def read(checkpoint, name):
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "apertus", "jais2", "gpt2"])
-def test_all_tensors_are_those_of_the_class(model_type, tiny_folder):
+def test_converted_tensors_equal_those_of_the_hf_class(model_type, tiny_folder):
     folder, reference = tiny_folder(model_type)
     checkpoint = opened(folder)
     wanted = reference.state_dict()

@@ -125,7 +125,7 @@ def test_equals_the_definition_over_a_large_vocabulary(
     assert sample(line, draw).tolist() == expected
 
 
-def test_rows_are_the_same_in_any_company() -> None:
+def test_sampled_rows_do_not_depend_on_the_batch() -> None:
     """With blocks of several rows, and with top_k rows beside others of another k."""
     rng = np.random.default_rng(2)
     num_rows, vocab_size = 70, 4999

@@ -52,7 +52,7 @@ def test_a_file_that_is_no_batch_is_refused_by_its_line(tmp_path, lines, reason)
         BatchInput(written(tmp_path / "in", *lines), URLS)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_input_and_output_folder_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match="nowhere can't be read: No such file"):
         BatchInput(tmp_path / "nowhere", URLS)
     with pytest.raises(ConfigurationError, match="can't be written"):

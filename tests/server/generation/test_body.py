@@ -99,7 +99,7 @@ def test_null_means_left_out():
         ([[]], [[]]),
     ],
 )
-def test_a_prompt_in_any_of_its_forms_is_a_list(prompt, prompts):
+def test_every_form_of_prompt_becomes_a_list(prompt, prompts):
     assert completion(prompt=prompt).prompts == prompts
 
 

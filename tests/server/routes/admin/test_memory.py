@@ -77,7 +77,7 @@ def test_blocks_come_in_pages(http):
         ("/memory/blocks?num_blocks=%C2%B2", "num_blocks", "whole number from 1"),
     ],
 )
-def test_a_page_that_is_not_there_is_refused_by_name(http, path, param, reason):
+def test_invalid_page_parameter_is_refused_by_name(http, path, param, reason):
     answer = http.get(path)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param

@@ -5,7 +5,7 @@ import json
 from quire.hub.model_folder import EMBEDDED_MODEL
 
 
-def test_the_fields_are_those_of_the_file(http):
+def test_tokenizer_info_equals_the_config_file(http):
     answer = http.get("/tokenizer_info")
     assert answer.status_code == 200
     assert answer.json() == json.loads((EMBEDDED_MODEL / "tokenizer_config.json").read_text())

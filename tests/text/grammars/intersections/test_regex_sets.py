@@ -51,5 +51,5 @@ def test_characters_of_a_set(text: str, inside: str, outside: str) -> None:
     assert mask <= ALL
 
 
-def test_a_literal_has_a_set_for_each_of_its_characters() -> None:
+def test_literal_has_a_set_per_distinct_character() -> None:
     assert literal_set("aab\u00e9\u65e5") == {"'a", "'b", "'\x80"}
