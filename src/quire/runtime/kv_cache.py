@@ -17,7 +17,7 @@ import torch
 from quire.attention.interface import LayerKV
 from quire.core.step import BlockCopy
 from quire.errors import InsufficientMemoryError
-from quire.kernels.cpu.memory import FirstTouch, allocate, give_back
+from quire.kernels.cpu.memory import FirstTouch, allocate, release_pages
 from quire.kernels.transfers import DeviceLink
 from quire.recurrence.state_backend import LayerStates
 from quire.runtime.page_layout import KVCacheLayout
@@ -57,7 +57,7 @@ class KVCache:
         if self._first_touch is not None:
             self._first_touch.stop()
         if self.storage.device.type == "cpu":
-            give_back(self.storage)
+            release_pages(self.storage)
         else:
             self.storage.untyped_storage().resize_(0)
             torch.cuda.empty_cache()

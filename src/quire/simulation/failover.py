@@ -181,7 +181,7 @@ class _Engine:
         self._requests: dict[str, Request] = {}
         self._branches: dict[tuple[str, int], list[int]] = {}
 
-    def take(self, frame: bytes) -> None:
+    def handle_message(self, frame: bytes) -> None:
         """Handle a message from the API server."""
         message = decode_to_engine(frame[_LENGTH_BYTES:])
         if isinstance(message, AddRequest):
@@ -271,7 +271,7 @@ class _Wire:
 
     def _deliver(self, frame: bytes) -> None:
         if self._engine.is_running and self._engine.wire is self:
-            self._engine.take(frame)
+            self._engine.handle_message(frame)
 
     def _deliver_in_order(self, number: int, message: Outputs | Callable[[], None]) -> None:
         counts = self._world.report.counts
@@ -282,7 +282,7 @@ class _Wire:
             return
         elif number > self._num_taken:
             counts["gaps"] += 1
-            self._world.give_up(self._engine, self)
+            self._world.close_connection(self._engine, self)
             return
         self._num_taken = number + 1
         if not isinstance(message, Outputs):
@@ -446,9 +446,9 @@ class FailoverWorld:
         wire = engine.wire
         assert wire is not None
         wire.is_cut = True
-        self.later(HEARTBEAT_S, lambda: self.give_up(engine, wire))
+        self.later(HEARTBEAT_S, lambda: self.close_connection(engine, wire))
 
-    def give_up(self, engine: _Engine, wire: _Wire) -> None:
+    def close_connection(self, engine: _Engine, wire: _Wire) -> None:
         """Close a connection at both ends, after a missed heartbeat or a missing frame."""
         if wire.is_broken:
             return

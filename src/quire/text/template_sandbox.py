@@ -194,9 +194,9 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_keep"), [], [], body).set_lineno(lineno)
+        return nodes.CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(lineno)
 
-    def _keep(self, caller: Macro) -> str:
+    def _render_body(self, caller: Macro) -> str:
         return caller()
 
 

@@ -73,9 +73,9 @@ class PackedLinear:
             num_wide=num_wide,
             interleave=interleave,
         )
-        self._hold(struct, has_bias, dtype)
+        self._allocate_weights(struct, has_bias, dtype)
 
-    def _hold(self, struct: abi.Weights, has_bias: bool, dtype: torch.dtype) -> None:
+    def _allocate_weights(self, struct: abi.Weights, has_bias: bool, dtype: torch.dtype) -> None:
         """Allocate the memory that the structure describes, and set its addresses."""
         self.struct, self.dtype = struct, dtype
         self.format, self.interleave = WeightLayout(struct.format), struct.interleave

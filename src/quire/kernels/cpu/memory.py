@@ -52,7 +52,7 @@ def allocate(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
 
 
-def give_back(tensor: torch.Tensor) -> None:
+def release_pages(tensor: torch.Tensor) -> None:
     """Release the memory of a contiguous tensor from `allocate`, which keeps its addresses.
 
     On Linux its whole pages become zeros, which take memory again when they are written. On other

@@ -53,7 +53,7 @@ class WorkPieces:
         with closing(keep_result()) as pieces:
             has_more = is_long or self._advance(pieces, FIRST_PIECE_S, [])
             while has_more:
-                has_more = await self._take_turn(pieces, [])
+                has_more = await self._run_piece(pieces, [])
         return results[0]
 
     async def join(self, work: Generator[bytes, None, None]) -> AsyncGenerator[bytes, None]:
@@ -68,9 +68,9 @@ class WorkPieces:
                 if not has_more:
                     return
                 made = []
-                has_more = await self._take_turn(work, made)
+                has_more = await self._run_piece(work, made)
 
-    async def _take_turn(self, work: Iterable[Any], made: list[Any]) -> bool:
+    async def _run_piece(self, work: Iterable[Any], made: list[Any]) -> bool:
         async with self._turn:
             has_more = self._advance(work, PIECE_S, made)
             await asyncio.sleep(0)  # hold the turn until the event loop's next turn

@@ -83,7 +83,7 @@ class BlockQuantizedLinear(PackedLinear):
         self._table = table
         struct = weights_struct(form, self._code_format, num_outputs, num_inputs)
         struct.interleave = interleave
-        self._hold(struct, has_bias, dtype)
+        self._allocate_weights(struct, has_bias, dtype)
 
     @property
     def kind(self) -> tuple[object, ...]:
