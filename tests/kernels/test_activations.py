@@ -13,7 +13,6 @@ from quire.kernels.activations import (
     gated,
     soft_cap,
 )
-from quire.kernels.silu_mul import silu_mul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -51,9 +50,18 @@ def test_company_changes_no_bit(function, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_plain_gate_is_that_of_silu_to_the_bit(dtype):
-    gate_up = random(9, 34, dtype=dtype)
-    assert torch.equal(gated(gate_up, Gating()), silu_mul(gate_up))
+@pytest.mark.parametrize("shape", [(1, 2), (7, 160), (48, 3, 34), (0, 8)])
+def test_the_plain_gate_is_that_of_silu_to_the_bit(shape, dtype):
+    gate_up = random(*shape, dtype=dtype)
+    before = gate_up.clone()
+    first, up = gate_up.chunk(2, dim=-1)
+    assert torch.equal(gated(gate_up, Gating()), ACT2FN["silu"](first) * up)
+    assert torch.equal(gate_up, before)
+
+
+def test_the_gate_comes_before_up():
+    gate_up = torch.tensor([[0.0, 100.0, 3.0, 5.0]])
+    assert gated(gate_up, Gating()).tolist() == [[0.0, 500.0]]
 
 
 def test_the_old_name_of_gelu_by_tanh():

@@ -25,6 +25,7 @@ from quire.formats.weight_format import (
     empty_parameter,
     register_bias,
 )
+from quire.kernels.activations import Gating
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import TORCH_OPERATORS, Operators, RowTable
 from quire.kernels.routing import Routing
@@ -78,7 +79,7 @@ class DenseMethod(LinearMethod):
         return output if out_dtype is None else output.to(out_dtype)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._operators.silu_mul(gate_up)
+        return self._operators.gated(gate_up, Gating())
 
     def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
         linear.weight = table

@@ -34,6 +34,7 @@ from quire.formats.weight_format import (
     WeightFormat,
     empty_parameter,
 )
+from quire.kernels.activations import Gating
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import Operators
@@ -236,7 +237,7 @@ class TritonInt4Method(Int4TorchMethod):
         )
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._operators.silu_mul(gate_up)
+        return self._operators.gated(gate_up, Gating())
 
     def create_weights(self, linear: LinearModule, device: torch.device) -> None:
         stretch = self._kernel.STRETCH

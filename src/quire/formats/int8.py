@@ -34,6 +34,7 @@ from quire.formats.weight_format import (
     WeightFormat,
     empty_parameter,
 )
+from quire.kernels.activations import Gating
 from quire.kernels.compensation import can_compensate, compensate_int8
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
@@ -212,7 +213,7 @@ class TritonInt8Method(Int8TorchMethod):
         return super().silu_mul(linear, x)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._operators.silu_mul(gate_up)
+        return self._operators.gated(gate_up, Gating())
 
     def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
         super().load_rows(linear, span, rows.to(linear.get_parameter("levels").device))

@@ -24,7 +24,6 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.experts import mix_experts
 from quire.kernels.operators import Operators, RowTable
 from quire.kernels.routing import Routing
-from quire.kernels.silu_mul import silu_mul
 
 Shape = tuple[int, ...]
 
@@ -164,8 +163,8 @@ class LinearMethod(ABC):
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [..., O], the output of `apply` after adapters were added -> silu(gate) * up
-        [..., O/2], with the roundings of `silu_mul`."""
-        return silu_mul(gate_up)
+        [..., O/2], with the roundings of `Operators.gated`."""
+        return gated(gate_up, Gating())
 
     def heads(self, linears: Sequence[LinearModule], x: torch.Tensor) -> torch.Tensor:
         """x [T, H, I] -> [T, H, O], where a separate linear multiplies each head."""

@@ -22,7 +22,6 @@ from quire.kernels.layer_norm import layer_norm
 from quire.kernels.rms_norm import add_rms_norm, rms_norm
 from quire.kernels.rotary import Angles
 from quire.kernels.routing import RouterSpec, Routing, route
-from quire.kernels.silu_mul import silu_mul
 
 
 class RowTable(Protocol):
@@ -78,10 +77,6 @@ class Operators:
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         """x [..., D] -> factor * x. x may be overwritten."""
         return x * factor
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up [..., 2F], gate first -> silu(gate) * up, [..., F]."""
-        return silu_mul(gate_up)
 
     def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
         """gate_up [..., 2F], gate first -> [..., F], by the formula of `Gating`."""

@@ -357,7 +357,7 @@ OPERATORS = {
     ),
     "gated": lambda ops, x, y: ops.gated(x, Gating(ActivationFunction.GELU)),
     "gated part": lambda ops, x, y: ops.gated(x[:, 3:21], Gating(limit=0.7, alpha=1.7)),
-    "silu_mul": lambda ops, x, y: ops.silu_mul(x),
+    "silu_mul": lambda ops, x, y: ops.gated(x, Gating()),
     "activate": lambda ops, x, y: ops.activate(x, ActivationFunction.RELU_SQUARED),
     "activate heads": lambda ops, x, y: ops.activate(heads(x), SIGMOID),
     "gate": lambda ops, x, y: ops.gate(x, y, SIGMOID),

@@ -39,6 +39,7 @@ from quire.formats.weight_format import (
     LinearModule,
     TritonLinears,
 )
+from quire.kernels.activations import Gating
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.quantize import multiply_add, quantize_groups
@@ -243,7 +244,7 @@ class RecordedPartsMethod(PartsMethod):
         return self._recorder.part_linears(x, parts, out_dtype)
 
     def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
-        return self._recorder.silu_mul(self.apply(linear, x))
+        return self._recorder.gated(self.apply(linear, x), Gating())
 
 
 def packed_parts(linear: LinearModule) -> tuple[LinearModule, ...]:

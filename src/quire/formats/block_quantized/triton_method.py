@@ -27,6 +27,7 @@ from quire.formats.weight_format import (
     LinearModule,
     TritonLinears,
 )
+from quire.kernels.activations import Gating
 from quire.kernels.routing import Routing
 
 _MOST_ROWS = 128
@@ -198,7 +199,7 @@ class TritonBlockQuantizedMethod(KeptWeightMethod):
         return out.view(*x.shape[:-1], linear.output_size)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._operators.silu_mul(gate_up)
+        return self._operators.gated(gate_up, Gating())
 
     @property
     def groups_experts(self) -> bool:

@@ -98,9 +98,6 @@ class OperatorRecorder(Recording, Operators):
         self._compute(OpKind.SCALE, operand, out, {"factor": factor, "size": operand.width})
         return out
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self.gated(gate_up, Gating())
-
     def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
         operand = self._values.operand(gate_up)
         if operand.width % 2:

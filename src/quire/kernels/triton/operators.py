@@ -38,9 +38,6 @@ class TritonOperators(Operators):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return add_rms_norm(x, residual, weight, eps, offset, scale)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return activations.gated(gate_up, Gating())
-
     def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
         return activations.gated(gate_up, gating)
 

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.triton.products import DTYPES, numbers
 
+from quire.kernels.activations import Gating, gated
 from quire.kernels.quantize import (
     INT8_GROUP,
     multiply_add,
@@ -16,7 +17,6 @@ from quire.kernels.quantize import (
     rotate_blocks,
     rotation_size,
 )
-from quire.kernels.silu_mul import silu_mul
 from quire.kernels.triton.linear.grouped_int8_matmul import group_int8_weights
 from quire.kernels.triton.linear.int8_matmul import MAX_INPUTS, Int8Weight, int8_matmul
 
@@ -90,7 +90,7 @@ def test_a_gated_product_is_the_gate_behind_a_plain_one(shape, dtype, is_rotated
     found = int8_matmul(x, weight, gated=True)
     # The exponential's last bits, which may turn a rounding.
     step = max(torch.finfo(dtype).eps, 2**-20)
-    torch.testing.assert_close(found, silu_mul(int8_matmul(x, weight)), rtol=step, atol=1e-6)
+    torch.testing.assert_close(found, gated(int8_matmul(x, weight), Gating()), rtol=step, atol=1e-6)
 
 
 def test_any_leading_dimensions():

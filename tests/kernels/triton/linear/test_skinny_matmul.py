@@ -14,7 +14,7 @@ from tests.kernels.triton.products import (
     surrounded,
 )
 
-from quire.kernels.silu_mul import silu_mul
+from quire.kernels.activations import Gating, gated
 from quire.kernels.triton.linear.skinny_matmul import MAX_ROWS, skinny_matmul
 
 SHAPES = [(1, 1, 16), (3, 34, 300), (8, 20, 256), (9, 40, 130), (16, 100, 512)]
@@ -45,7 +45,7 @@ def test_a_gated_product_rounds_as_the_gate_behind_a_plain_one(shape, dtype, wit
     gate_up = exact(x, weight, bias if with_bias else None).to(dtype)
     # Where a sum lies between two numbers of the dtype, fp32 and fp64 may round it apart.
     step = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found, silu_mul(gate_up), rtol=step, atol=step / 4)
+    torch.testing.assert_close(found, gated(gate_up, Gating()), rtol=step, atol=step / 4)
 
 
 def test_a_wide_weight_takes_other_tiles():

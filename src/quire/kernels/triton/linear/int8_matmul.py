@@ -80,7 +80,7 @@ def int8_matmul(
     """x [..., K] of any floating dtype -> [..., N] in `out_dtype`: x's dtype (None), or fp32.
 
     If gated, the first half of the outputs are gates, and silu(gate) * up, [..., N/2], is returned
-    with the roundings of `silu_mul`; x may then have at most MAX_SKINNY_ROWS rows.
+    with the roundings of `kernels.activations.gated`; x may then have at most MAX_SKINNY_ROWS rows.
     """
     num_outputs, num_inputs = weight.levels.shape
     if x.shape[-1] != num_inputs:

@@ -26,7 +26,7 @@ A row's sums have another order than in `matmul.py`, but the same one for all M 
 
 Shapes: M rows of x, K inputs, N outputs (of which a gated linear returns half). dtypes: bf16, fp16;
 x and W alike. Called by `formats.dense`. Reference: `torch.nn.functional.linear`, then
-`kernels.silu_mul`.
+`kernels.activations`.
 """
 
 import torch
@@ -65,8 +65,8 @@ def skinny_matmul(
     """x [..., K] of at most MAX_ROWS rows, weight [N, K], bias [N] -> [..., N].
 
     If gated, the first half of the outputs are gates, and silu(gate) * up, [..., N/2], is returned
-    with the roundings of `silu_mul`. `out_dtype` is x's dtype (None), or fp32, in which the sums
-    are not rounded.
+    with the roundings of `kernels.activations.gated`. `out_dtype` is x's dtype (None), or fp32, in
+    which the sums are not rounded.
     """
     check_operands(x, weight, bias)
     if x.dtype not in DTYPES:
