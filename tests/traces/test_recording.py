@@ -131,12 +131,12 @@ def test_a_line_that_was_cut_off_at_the_end_is_left_out(tmp_path: Path) -> None:
     [
         ((HEADER, FIRST), b"{}\n", "line 3 .*missing required field `line`"),
         ((HEADER,), b'{"line":"refusal","number":"x"}\n', "line 2 .*Expected `int`"),
-        ((HEADER, HEADER), b"", "line 2 .*the header is the first line"),
+        ((HEADER, HEADER), b"", "line 2 .*the first line must be the header"),
         ((HEADER,), b'{"line":"party"}\n', "line 2 .*Invalid value 'party'"),
         ((RecordingHeader(9, 64, 1),), b"", "line 1 .*its version is 9"),
         ((RecordingHeader(1, 0, 1),), b"", "line 1 .*block_tokens is 0"),
         ((RecordingHeader(1, 8, 1), FIRST), b"", "block"),
-        ((RecordingHeader(1, 128, 1), FIRST, TURN), b"", "line 3 .*3 prefix ids are more than"),
+        ((RecordingHeader(1, 128, 1), FIRST, TURN), b"", "line 3 .*has 3 prefix ids, but"),
     ],
 )
 def test_a_wrong_line_is_named(

@@ -22,7 +22,7 @@ PLAIN = TraceRequest(1.0, 20, 5, (0, 1))
         ({"num_prompt_tokens": -1}, "num_prompt_tokens is -1"),
         ({"num_output_tokens": 2**31}, "num_output_tokens is 2147483648"),
         ({"tenant": -1}, "tenant is -1"),
-        ({"prefix_ids": (0, 1, 2, 3)}, "4 prefix ids are more than 20 prompt tokens"),
+        ({"prefix_ids": (0, 1, 2, 3)}, "it has 4 prefix ids, but 20 prompt tokens"),
         ({"output_ids": (1,)}, "occurs twice"),
         ({"prefix_ids": (-1,)}, "prefix id -1 must be between 0 and"),
         ({"prefix_ids": (2**41,)}, "prefix id 2199023255552 must be between 0 and"),

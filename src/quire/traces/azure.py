@@ -5,7 +5,7 @@ The format comes from Patel et al., Splitwise, ISCA 2024:
     TIMESTAMP,ContextTokens,GeneratedTokens
     2023-11-16 18:17:03.9799600,4808,10
 
-The format has no prefixes, tenants, reasons why answers ended, or links between turns.
+The format has no prefix ids, tenants, finish reasons, or links between turns.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from quire.errors import ConfigurationError
 from quire.traces.trace import Trace, TraceRequest, in_order
 
 HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-#: The block size of a trace in this format; it has no effect, since there are no prefix ids.
+#: Block size of the `Trace` that is read; it has no effect, since the format has no prefix ids.
 BLOCK_TOKENS = 512
 
-#: Written traces begin at this time, since a `Trace` holds no date.
+#: Date and time written for second 0 of a trace, since a `Trace` holds no date.
 EPOCH = datetime(2000, 1, 1)
 
-_TICKS = 10**7  # a second
+_TICKS = 10**7  # ticks per second; a tick is 100 ns
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|[+-]\d\d:\d\d)?")
 
 
 def read_azure(path: Path) -> Trace:
-    """Read a trace; its times count from the first request.
+    """Read a trace; its arrival times are seconds since the first request.
 
     Raises ConfigurationError with file and line if a line is not a request in this format.
     """
@@ -71,8 +71,8 @@ def _split(path: Path, lines: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _rows(path: Path, rows: Iterable[list[str]]) -> Iterator[tuple[int, int, int]]:
-    """Yields for each request its time in units of 100 ns since EPOCH, and its prompt and output
-    tokens."""
+    """Yields for each request: its time in units of 100 ns since EPOCH, and its numbers of prompt
+    and output tokens."""
     columns = None
     for number, row in enumerate(rows, start=1):
         try:
@@ -88,9 +88,9 @@ def _rows(path: Path, rows: Iterable[list[str]]) -> Iterator[tuple[int, int, int
 
 def _wrong_line(path: Path, number: int, error: Exception) -> ConfigurationError:
     return ConfigurationError(
-        f"line {number} of {path} is not one of an Azure trace: {error}; the first line must have"
-        f" the columns {', '.join(HEADER)}, the others a time as 2023-11-16 18:17:03.9799600 and"
-        " two numbers of tokens"
+        f"line {number} of {path} is not a line of an Azure trace: {error}; the first line must"
+        f" name the columns {', '.join(HEADER)}, and each other line must have a time such as"
+        " 2023-11-16 18:17:03.9799600 and two numbers of tokens"
     )
 
 

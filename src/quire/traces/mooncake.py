@@ -2,10 +2,9 @@
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
-timestamp is in ms. hash_ids has one number for each block of 512 prompt tokens, including a last
-block that the prompt fills in part. Some writers use 64-bit hashes as ids; the reader replaces
-these by small numbers. The format has no tenants, reasons why answers ended, links between turns,
-or blocks of answers.
+timestamp is in ms. hash_ids has one number for each block of 512 prompt tokens; the last block may
+be partly filled. Some writers use 64-bit hashes as ids; the reader replaces the hashes by smaller
+numbers. The format has no tenants, finish reasons, links between turns, or blocks of answers.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from quire.errors import ConfigurationError
 from quire.traces.trace import Trace, TraceRequest, in_order
 
 BLOCK_TOKENS = 512
-#: Ids from here on are hashes. Smaller ids are consecutive numbers and stay as they are.
+#: Ids at or above this number are treated as hashes. Smaller ids are kept unchanged.
 _FIRST_HASH = 1 << 32
 
 
 def read_mooncake(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
-    """Read a trace whose blocks have `block_tokens` tokens; the format does not say this number.
+    """Read a trace whose blocks have `block_tokens` tokens; the file does not contain this number.
 
     Raises ConfigurationError with file and line if a line is not a request in this format.
     """
@@ -35,16 +34,16 @@ def read_mooncake(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
 def mooncake_lines(trace: Trace, block_tokens: int = BLOCK_TOKENS) -> Iterator[str]:
     """The trace's lines in this format, each with its newline, in blocks of `block_tokens` tokens.
 
-    Leaves out refused requests and all fields that the format lacks. Rounds arrivals to ms. A
-    prefix id covers the whole prefix, so every eighth id of 64-token blocks serves as the id of a
-    512-token block. A block without an id gets a unique one. Raises ConfigurationError if
-    block_tokens is not a multiple of the trace's block size.
+    Leaves out refused requests and all fields that the format lacks. Rounds arrivals to ms. An id
+    identifies the whole prefix up to the end of its block, so every eighth id of 64-token blocks
+    serves as the id of a 512-token block. A block without an id gets a unique one. Raises
+    ConfigurationError if block_tokens is not a multiple of the trace's block size.
     """
     if block_tokens % trace.block_tokens:
         raise ConfigurationError(
-            f"the trace's blocks have {trace.block_tokens} tokens, and those of Mooncake's format"
-            f" {block_tokens}, which is no multiple of it; record with a --record-block-tokens that"
-            f" divides {block_tokens}"
+            f"the trace's blocks have {trace.block_tokens} tokens, but the blocks to write have"
+            f" {block_tokens}, which is not a multiple of {trace.block_tokens}; record"
+            f" with a --record-block-tokens that divides {block_tokens}"
         )
     return _lines(trace, block_tokens)
 
@@ -91,7 +90,8 @@ def _requests(path: Path, lines: Iterable[str], block_tokens: int) -> Iterator[T
 
 
 def _prefix_id(value: object, numbers: dict[int, int]) -> int:
-    """The id of a block. `numbers` maps earlier hashes to their ids; a new hash is added to it."""
+    """The id of a block. `numbers` maps each hash read so far to its id; a new hash is added to
+    it."""
     number = _count(value)
     if number < _FIRST_HASH:
         return number

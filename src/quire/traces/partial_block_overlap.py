@@ -1,9 +1,9 @@
-"""Measures how many tokens prompts share after their last common full block, as anonymous means.
+"""Measures the mean number of tokens that two prompts share after their last common full block.
 
-A recording compares prompts by full blocks only. This module compares the tokens of the next block
-while the server runs, and publishes two rounded means over all requests. With them a replay reaches
-the recorded hit rate. The means reveal something of a prompt only to a reader who knows all other
-prompts, and only if a mean lies at an edge of the rounding.
+A recording compares prompts by full blocks only. While the server runs, this module also compares
+the tokens after those blocks, and publishes two rounded means over all requests. A replay needs
+these means to reach the recorded hit rate. The means reveal something of a prompt only to a reader
+who knows all other prompts, and only if a mean lies at an edge of the rounding.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-#: No mean over fewer requests is published. A mean of values up to m over n requests is rounded to
-#: steps of 2 m / 2^floor(log2 n), so that neither a single prompt nor n can be inferred from it.
+#: A mean over fewer requests is not published. The mean of n values between 0 and m is rounded to
+#: steps of 2 m / 2^floor(log2 n), so that neither a single value nor n can be inferred from it.
 LEAST_REQUESTS = 32
 
-#: The most blocks whose following tokens are kept; the least recently used one is dropped first.
+#: The maximum number of blocks whose following tokens are stored; the least recently used block is
+#: dropped first.
 MAX_STORED = 4096
 
 
 class PartialBlockOverlap:
-    """Compares each prompt with an earlier one that has the same last known block.
+    """Compares each new prompt with an earlier request after their last common full block.
 
-    A prompt continues the earlier request if that block is the last full block of the earlier
-    request and is followed by all remaining tokens of that request. For any other prompt, the
-    number of tokens that it shares with the earlier prompt enters the mean.
+    A prompt continues the earlier request if that block is the earlier request's last full block,
+    and the prompt also contains all tokens that follow it there. For any other prompt, the number
+    of tokens that it shares with the earlier prompt enters the mean.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -36,13 +37,14 @@ class PartialBlockOverlap:
 
     @property
     def shared_tail_tokens(self) -> int | None:
-        """The rounded mean for this field of `Trace`; None if too few prompts were compared."""
+        """The rounded mean for `Trace.shared_tail_tokens`; None if too few prompts were
+        compared."""
         mean = _rounded_mean(self._num_common_tokens, self._num_compared, self._block_tokens - 1)
         return None if mean is None else round(mean)
 
     @property
     def continued_share(self) -> float | None:
-        """The rounded share for this field of `Trace`; None if too few prompts could be later
+        """The rounded share for `Trace.continued_share`; None if too few prompts could be later
         turns."""
         mean = _rounded_mean(self._num_continued, self._num_behind_ends, 1)
         return None if mean is None else round(mean, 2)
@@ -51,9 +53,9 @@ class PartialBlockOverlap:
         """Compare a new prompt.
 
         `last_known` is the digest of the prompt's last block that also occurs in an earlier
-        request. `rest` holds the tokens after that block, at most one block of them. `is_answer`
-        says that an answer filled that block, so that the recording itself says which request the
-        prompt continues.
+        request. `rest` holds the tokens after that block, at most one block of them. `is_answer`:
+        an answer filled that block, so the recording already names the request that the prompt
+        continues.
         """
         end = self._ends.get(last_known)
         if end is not None:
@@ -79,7 +81,7 @@ class PartialBlockOverlap:
         """Record a request that has ended.
 
         `last` is the digest of the last full block of its prompt and answer, and `tokens` are the
-        tokens after that block. `is_answer` says that the answer filled that block.
+        tokens after that block. `is_answer`: the answer filled that block.
         """
         self._ends.pop(last, None)
         if not is_answer:

@@ -2,7 +2,8 @@
 
 The BLAKE2b digest of a block covers its tokens and all earlier ones, under a random key that is
 never written. Digests are numbered in the order of their first occurrence, and only these numbers
-leave the object. So a number reveals no tokens, and confirms no guess of them.
+leave the object. So a number reveals no tokens, and nobody can use it to test a guess of the
+tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from quire.traces.partial_block_overlap import PartialBlockOverlap
 
-#: The most different blocks to number; they take about 700 MB.
+#: The maximum number of different blocks; this many take about 700 MB of memory.
 MAX_BLOCKS = 4_000_000
 
 _DIGEST_BYTES = 16
@@ -55,7 +56,7 @@ class PrefixIds:
 
     @property
     def is_full(self) -> bool:
-        """Whether the limit of blocks is reached, so that no further request should be added."""
+        """True if the limit of blocks is reached; then no further request should be added."""
         return len(self._ids) >= self._max_blocks
 
     def add(
@@ -70,7 +71,8 @@ class PrefixIds:
 
         Requests of different domains share no prefixes, so their blocks have no number in common.
         """
-        # First, number the prompt's blocks; find its last known one and the parent.
+        # First, number the prompt's blocks; find the last block that an earlier request has, and
+        # the parent.
         size = self._block_tokens
         chain = self._digest(domain.encode("utf-8", "surrogatepass"), b"")
         num_known, parent, parent_ended_ms = len(self._ids), None, 0
@@ -105,8 +107,8 @@ class PrefixIds:
     def _add_output(
         self, number: int, ended_ms: int, chain: bytes, tokens: Sequence[int]
     ) -> tuple[bytes, tuple[int, ...], Sequence[int]]:
-        """Number the blocks of `tokens`: those of prompt and answer after the prompt's last full
-        block, whose digest is `chain`.
+        """Number the blocks of `tokens`, the tokens of prompt and answer that follow the prompt's
+        last full block. `chain` is that block's digest.
 
         Returns the digest of the last full block, the numbers of the blocks that the answer
         filled, and the remaining tokens.

@@ -16,7 +16,7 @@ _MAX_FIRST_LINE_BYTES = 1 << 24
 def read_trace(path: Path) -> Trace:
     """Read a recording, or a trace in Mooncake's or Azure's format.
 
-    Raises ConfigurationError that names the file, and the line if that is malformed.
+    Raises ConfigurationError that names the file, and the line number if a line is malformed.
     """
     try:
         with path.open("rb") as file:
@@ -32,6 +32,6 @@ def read_trace(path: Path) -> Trace:
     except OSError as error:
         raise ConfigurationError(f"the trace {path} can't be read: {error.strerror}") from error
     raise ConfigurationError(
-        f"{path} is no trace: its first line must be a JSON object (quire's and Mooncake's formats)"
-        f" or the columns {', '.join(HEADER)} (Azure's)"
+        f"{path} is not a trace: its first line must be a JSON object (quire's and Mooncake's"
+        f" formats) or the columns {', '.join(HEADER)} (Azure's)"
     )

@@ -34,7 +34,7 @@ class RecordingHeader(
 
     version: int
     block_tokens: int
-    #: All times of the recording are multiples of this, in ms.
+    #: All times in the recording are rounded to multiples of this number of milliseconds.
     time_ms: int
     max_model_len: int = 0
     max_num_seqs: int = 0
@@ -60,8 +60,8 @@ class RecordedRequest(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """A request that the engine accepted. `TraceRequest` explains the fields that both classes
-    have."""
+    """A request that the engine accepted. Fields without a comment are explained in
+    `TraceRequest`."""
 
     number: int
     at_ms: int
@@ -70,30 +70,31 @@ class RecordedRequest(
     blocks: tuple[int, ...]
     choices: tuple[RecordedChoice, ...]
     max_tokens: int
-    #: The time from arrival to end.
+    #: Milliseconds from arrival to end.
     took_ms: int
-    #: The time from arrival to the first token; None if there was no token.
+    #: Milliseconds from arrival to the first token; None if there was no token.
     first_ms: int | None = None
     greedy: bool = False
     stream: bool = False
     grammar: bool = False
     beam_width: int = 0
     adapter: int = 0
-    #: The number of the request whose answer this one continues; None if it is not known.
+    #: The number of the request whose answer this request continues; None if there is none or it is
+    #: not known.
     parent: int | None = None
-    #: The time from the parent's end to this request's arrival.
+    #: Milliseconds from the parent's end to this request's arrival.
     think_ms: int = 0
 
 
 class RecordedRefusal(
     msgspec.Struct, tag_field="line", tag="refusal", frozen=True, forbid_unknown_fields=True
 ):
-    """A call that was answered with an error before the engine accepted it."""
+    """A call to the server that got an error because the engine did not accept its request."""
 
     number: int
     at_ms: int
     status: int
-    #: The code of the error in the answer.
+    #: The error code in the response body.
     kind: str
 
 
@@ -105,7 +106,7 @@ class RecordingSummary(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """The last line of a recording. `Trace` explains the fields that both classes have."""
+    """The last line of a recording. Fields without a comment are explained in `Trace`."""
 
     requests: int
     refusals: int
@@ -125,12 +126,12 @@ _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 def line_bytes(line: Line) -> bytes:
-    """A line, with its newline."""
+    """The line as JSON bytes, with a newline at the end."""
     return _encoder.encode(line) + b"\n"
 
 
 def is_recording(first_line: bytes) -> bool:
-    """Whether a file with this first line is a recording."""
+    """True if a file with this first line is a recording."""
     try:
         found: Any = msgspec.json.decode(first_line)
     except ValueError:
@@ -150,7 +151,7 @@ def read_recording(path: Path) -> Trace:
     parts = _parts(path)
     _, header = next(parts)
     assert isinstance(header, RecordingHeader), "_parts has seen to it"
-    numbered: list[tuple[int, TraceRequest]] = []  # with the number in the file, for parents
+    numbered: list[tuple[int, TraceRequest]] = []  # (number in the file, request)
     summary = RecordingSummary(0, 0, 0)
     for place, part in parts:
         if isinstance(part, RecordedRequest):
@@ -188,18 +189,18 @@ def _parts(path: Path) -> Iterator[tuple[int, Line]]:
                     part = _decoder.decode(line)
                 except msgspec.DecodeError:
                     if number > 1 and not line.endswith(b"\n"):
-                        return  # the server died while it wrote this line
+                        return  # the server crashed while it wrote this line
                     raise
                 _check_place(part, number)
             yield number, part
             has_header = True
     if not has_header:
-        raise ConfigurationError(f"{path} is empty, so it is no recording")
+        raise ConfigurationError(f"{path} is empty, so it is not a recording")
 
 
 def _check_place(part: Line, number: int) -> None:
     if isinstance(part, RecordingHeader) is not (number == 1):
-        raise ValueError("the header is the first line, and only that")
+        raise ValueError("the first line must be the header, and no other line may be a header")
     if isinstance(part, RecordingHeader):
         if part.version != VERSION:
             raise ValueError(
@@ -216,12 +217,13 @@ def _named(path: Path, number: int) -> Iterator[None]:
         yield
     except (ValueError, OverflowError) as error:
         raise ConfigurationError(
-            f"line {number} of {path} is not one of a recording: {error}"
+            f"line {number} of {path} is not a line of a recording: {error}"
         ) from error
 
 
 def _request(part: RecordedRequest) -> TraceRequest:
-    """The request of a line. Its `parent` is still the file's request number, not an index."""
+    """The request that a line describes. Its `parent` is still a request number, not an index in
+    the trace."""
     if not part.choices:
         raise ValueError("it has no choices")
     tokens = [choice.tokens for choice in part.choices]

@@ -1,4 +1,4 @@
-"""Makes token ids for the prompts of a trace, which itself holds only block ids."""
+"""Generates token ids for the prompts of a trace, because a trace holds only block ids."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from numpy.typing import NDArray
 from quire.errors import ConfigurationError
 from quire.traces.trace import Trace, TraceRequest
 
-#: Keys from here on stand for blocks without an id, each in one prompt only. Ids are smaller.
+#: Blocks without an id get keys at or above this number, each used in one prompt only. Block ids
+#: are smaller.
 _REST = 1 << 62
 
-#: Keys from here on, one per tenant, stand for the missing block before a prompt's first block.
+#: The first block of a prompt has no block before it; this number + tenant is the key in its place.
 _FIRST = 1 << 61
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Makes prompts. Each token is a function of the seed, its block's id and its place in the
-    block.
+    """Generates prompts. Each token is a function of the seed, its block's id and its position in
+    the block.
 
     Tokens are drawn from first_token_id to vocab_size - 1, since models give the lowest ids to
     special tokens. Raises ConfigurationError if that range has fewer than 2 ids.
@@ -35,16 +36,16 @@ class PromptTokens:
         if not 0 <= self.first_token_id <= self.vocab_size - 2:
             raise ConfigurationError(
                 f"first_token_id is {self.first_token_id} and vocab_size {self.vocab_size}; prompts"
-                " need at least 2 different tokens, so that first_token_id must be between 0 and"
+                " need at least 2 different tokens, so first_token_id must be between 0 and"
                 " vocab_size - 2"
             )
 
     def prompt(self, number: int) -> list[int]:
         """The num_prompt_tokens token ids of the request with this number in the trace.
 
-        A block id has the same tokens in every prompt. Blocks that follow the same block begin with
-        the same Trace.shared_tail_tokens tokens. All other tokens of a block without an id are
-        drawn for this request alone.
+        Blocks with equal ids have the same tokens in every prompt. Blocks that follow the same
+        block begin with the same `Trace.shared_tail_tokens` tokens. All other tokens of a block
+        without an id are drawn for this request alone.
         """
         request = self.trace.requests[number]
         size, tail = self.trace.block_tokens, self.trace.shared_tail_tokens
@@ -60,8 +61,8 @@ class PromptTokens:
         return found
 
     def _draw(self, keys: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Draws int64 [T] token ids from int64 [T] keys of blocks and places in a block, which are
-        below 2 x block_tokens."""
+        """Draws a token id for each of T pairs of a block's key and a position in the block, which
+        is below 2 x block_tokens. All arrays are int64 [T]."""
         with np.errstate(over="ignore"):
             seed = _mixed(np.full(1, self.seed % 2**64, np.uint64))
             mixed = _mixed(_mixed(keys.astype(np.uint64) ^ seed) + places.astype(np.uint64))

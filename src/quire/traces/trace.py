@@ -1,8 +1,7 @@
 """A trace of requests in memory, independent of the format of its file.
 
-It has the arrival and the lengths of each request, and says which blocks of prompts are equal. It
-holds no text and no tokens, and knows no engine, server or clock. Simulation, planning and replay
-use it.
+It has the arrival and the lengths of each request, and ids that show which blocks of prompts are
+equal. It holds no text and no tokens. Simulation, planning and replay use it.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from quire.errors import ConfigurationError
 
-#: How a request may have ended. A "refused" one never began, and its lengths are not known.
+#: The ways in which a request may have ended. A "refused" request never ran; its lengths are 0.
 ENDS = ("length", "stop", "abort", "error", "deadline", "disconnect", "refused")
 
 #: The most tokens of a prompt or an answer.
 MAX_TOKENS = 2**31 - 1
 
-#: The largest prefix id in a file. Ids of thousands of copies, and keys for blocks without an id,
-#: then fit into 63 bits.
+#: The largest prefix id in a file. This leaves room in 63 bits for the ids of thousands of copies
+#: of a trace, and for the keys of blocks without an id.
 MAX_PREFIX_ID = 2**40
 
 
@@ -31,7 +30,7 @@ class TraceOptions:
     num_choices: int = 1
     #: Number of beams in a beam search; 0 for a request that samples.
     beam_width: int = 0
-    #: The limit of output tokens; None if it is not known.
+    #: The limit of output tokens for each answer; None if it is not known.
     max_tokens: int | None = None
     is_greedy: bool = True
     is_streamed: bool = True
@@ -45,24 +44,25 @@ PLAIN = TraceOptions()
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace; `check` says whether its fields are possible."""
+    """One request of a trace; `check` raises an error if a field has an impossible value."""
 
     #: The arrival in seconds since the beginning of the trace.
     at_s: float
     num_prompt_tokens: int
     #: Number of tokens of the answer, or the mean over several answers.
     num_output_tokens: int
-    #: The ids of the prompt's blocks of `Trace.block_tokens` tokens, from the first one on. Two
-    #: requests share an id if their prompts are equal up to the end of that block, so no id occurs
-    #: twice in one request. Ids at the end may be missing. The last id may belong to a block that
-    #: the prompt fills in part (Mooncake).
+    #: The ids of the prompt's blocks of `Trace.block_tokens` tokens, in order. Two requests share
+    #: an id if their prompts are equal up to the end of that block, so no id occurs twice in one
+    #: request. Ids at the end may be missing. The last id may belong to a block that the prompt
+    #: fills in part (Mooncake).
     prefix_ids: tuple[int, ...] = ()
-    #: The ids of the blocks after those of the prompt, which the answer fills. A later turn, whose
-    #: prompt begins with this prompt and answer, has them among its prefix_ids.
+    #: The ids of the blocks that the answer fills, after the prompt's blocks. A later turn, whose
+    #: prompt begins with this prompt and answer, has these ids among its prefix_ids.
     output_ids: tuple[int, ...] = ()
     #: A small number that stands for the user. Requests of two tenants have no id in common.
     tenant: int = 0
-    #: The index in the trace of the request whose answer this one continues; None if not known.
+    #: The index in the trace of the request whose answer this request continues; None if there is
+    #: none or it is not known.
     parent: int | None = None
     #: Seconds from the parent's end to this arrival; 0 without a parent.
     think_s: float = 0.0
@@ -75,7 +75,7 @@ class TraceRequest:
     options: TraceOptions = PLAIN
 
     def check(self, block_tokens: int) -> None:
-        """Raise ValueError with the field and the reason if a field is not as described above."""
+        """Raise ValueError with the field and the reason if a field has an impossible value."""
         _check_at_least("at_s", self.at_s, 0.0)
         _check_at_least("think_s", self.think_s, 0.0)
         _check_at_least("first_s", self.first_s or 0.0, 0.0)
@@ -88,12 +88,14 @@ class TraceRequest:
         most = -(-self.num_prompt_tokens // block_tokens)
         if len(self.prefix_ids) > most:
             raise ValueError(
-                f"{len(self.prefix_ids)} prefix ids are more than {self.num_prompt_tokens} prompt"
-                f" tokens have blocks of {block_tokens}, which is {most}"
+                f"it has {len(self.prefix_ids)} prefix ids, but {self.num_prompt_tokens} prompt"
+                f" tokens fill only {most} blocks of {block_tokens} tokens"
             )
         ids = self.prefix_ids + self.output_ids
         if len(set(ids)) != len(ids):
-            raise ValueError("a prefix id occurs twice; a block's id stands for all before it too")
+            raise ValueError(
+                "a prefix id occurs twice in the request; each of its blocks must have its own id"
+            )
         if ids and not 0 <= min(ids) <= max(ids) <= MAX_PREFIX_ID:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(f"prefix id {wrong} must be between 0 and {MAX_PREFIX_ID}")
@@ -105,16 +107,18 @@ class TraceRequest:
 class Trace:
     """Requests in the order of their arrival. A parent comes before the requests that follow it."""
 
-    #: Number of tokens in a block, which has one prefix id; at least 1.
+    #: Number of tokens in each block with a prefix id; at least 1.
     block_tokens: int
     requests: tuple[TraceRequest, ...]
     #: The mean number of tokens, below block_tokens, that two prompts share after their last common
     #: block; 0 if it is not known.
     shared_tail_tokens: int = 0
-    #: Among prompts whose last known block is the last block of an earlier request whose answer
-    #: filled no block: the share, from 0 to 1, that continue that request.
+    #: Consider prompts whose last block in common with earlier requests is the last full block of a
+    #: request whose answer filled no block. This is the share of them, from 0 to 1, that continue
+    #: that request.
     continued_share: float = 0.0
-    #: The measured share of the prompts' tokens that a prefix cache had; None if it is not known.
+    #: The measured share, from 0 to 1, of all prompt tokens that came from a prefix cache; None if
+    #: it is not known.
     hit_rate: float | None = None
 
     def __post_init__(self) -> None:
@@ -135,13 +139,13 @@ class Trace:
         for number, request in enumerate(self.requests):
             if request.at_s < last_s:
                 raise ConfigurationError(
-                    f"request {number} of the trace came at {request.at_s} s, before the one that"
-                    f" is listed before it ({last_s} s); sort them by at_s"
+                    f"request {number} of the trace arrived at {request.at_s} s, but the"
+                    f" request before it arrived at {last_s} s; sort the requests by at_s"
                 )
             if request.parent is not None and not 0 <= request.parent < number:
                 raise ConfigurationError(
-                    f"request {number} of the trace follows request {request.parent}; a parent must"
-                    " come earlier"
+                    f"request {number} of the trace has the parent {request.parent}; a parent must"
+                    " come earlier in the trace"
                 )
             last_s = request.at_s
 
@@ -159,13 +163,14 @@ class Trace:
         return sum(request.num_output_tokens for request in self.requests)
 
     def first(self, num_requests: int) -> Trace:
-        """The first requests alone, for which the measured hit_rate is not known."""
+        """A trace of the first `num_requests` requests. If requests are dropped, its hit_rate is
+        None."""
         if num_requests >= len(self.requests):
             return self
         return replace(self, requests=self.requests[:num_requests], hit_rate=None)
 
     def at_speed(self, speed: float) -> Trace:
-        """The trace with arrivals `speed` times as fast and unchanged think times; speed > 0."""
+        """The trace with its arrival times divided by `speed` > 0; think times do not change."""
         if not speed > 0:
             raise ConfigurationError(f"speed is {speed}; it must be above 0")
         return replace(
@@ -194,8 +199,8 @@ class Trace:
         return replace(self, requests=tuple(copies))
 
     def best_hit_rate(self) -> float:
-        """The share of the prompts' tokens that an unlimited prefix cache finds, blocks of answers
-        included, if each request ends before the next one comes."""
+        """The share of prompt tokens that an unlimited prefix cache would have, including cached
+        blocks of answers, if each request ended before the next one arrived."""
         known: set[int] = set()
         num_found = 0
         for request in self.requests:
@@ -212,7 +217,7 @@ class Trace:
 
 
 def in_order(requests: Iterable[TraceRequest]) -> tuple[TraceRequest, ...]:
-    """Requests without parents, sorted by arrival; equal arrivals keep their order."""
+    """Sorts requests by arrival; equal arrivals keep their order. No request may have a parent."""
     return tuple(sorted(requests, key=lambda request: request.at_s))
 
 
