@@ -109,9 +109,11 @@ def test_another_server_must_say_what_it_serves() -> None:
         thread = threading.Thread(target=_answer, args=(listener, answers))
         thread.start()
         address = ServerAddress.of(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
-        with pytest.raises(ConfigurationError, match="does not say how many tokens m has"):
+        with pytest.raises(ConfigurationError, match="does not report the vocabulary size of m"):
             asyncio.run(find_model(address, None, None))
-        with pytest.raises(ConfigurationError, match="does not say at /v1/models"):
+        with pytest.raises(
+            ConfigurationError, match="does not list a model and its max_model_len at"
+        ):
             asyncio.run(find_model(address, None, 100))
         thread.join()
 
@@ -156,7 +158,7 @@ def test_a_server_that_says_nothing_has_broken_off(monkeypatch: pytest.MonkeyPat
         address = ServerAddress.of(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
         model = ServedModel("m", ModelBounds(1000, 1000))
         figures = asyncio.run(replay_to_server(TRACE.first(1), address, model))
-        with pytest.raises(ConfigurationError, match=r"nothing came for 0\.1 s"):
+        with pytest.raises(ConfigurationError, match=r"the server sent no data for 0\.1 s"):
             asyncio.run(find_model(address, None, None))
     assert figures.data()["refused"] == {"broken off": 1}
 

@@ -84,8 +84,9 @@ def test_differences_from_the_recording_are_reported() -> None:
     assert [note.split(",")[0] for note in figures.notes] == [
         "1 requests had a grammar",
         "1 requests named an adapter",
-        "1 requests searched beams",
-        "the times are not to be relied on; not measured here: 2 rows in a step (measured: 1)",
+        "1 requests used beam search",
+        "the times are unreliable; steps exceeded the measured ones: 2 rows in a step"
+        " (measured: 1)",
     ]
     assert figures.replies[0].num_output_tokens == 40
 

@@ -1,8 +1,8 @@
 """Replays a trace against a running server through OpenAI's API, with token ids as prompts.
 
-Answers get their recorded lengths by ignore_eos and equal min_tokens and max_tokens. Requests are
-sent at their recorded times, even if earlier ones have not ended. A later turn waits for the answer
-that it follows.
+Each answer has its recorded length, since requests set ignore_eos and min_tokens = max_tokens.
+Requests are sent at their recorded times, even if earlier ones have not ended. A later turn of a
+conversation waits for the answer before it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from quire.replay.figures import ReplayFigures, Reply
 from quire.replay.script import ModelBounds, ReplayScript
 from quire.traces.trace import Trace, TraceRequest
 
-#: The code of answers that end in the middle, and of refused connections.
+#: The error code of an answer that breaks off, and of a refused connection.
 BROKEN = "broken off"
-#: The code of calls that this machine could not send.
+#: The error code of a call that this process could not send.
 NO_DESCRIPTORS = "not sent: too many open connections for this process (ulimit -n)"
 
-#: Prompts have token ids from here on, or from a quarter of a smaller vocabulary on, since lower
+#: Prompts use no token id below this number, or below a quarter of a small vocabulary, since low
 #: ids are often special tokens.
 LARGEST_FIRST_TOKEN_ID = 256
 
@@ -52,7 +52,7 @@ async def find_model(
     """Ask the server for its model `name`, or for its first model if `name` is None.
 
     If `vocab_size` is None, it comes from /api/show, which quire and Ollama serve. Raises
-    ConfigurationError if the server can't be asked or does not answer a question.
+    ConfigurationError if the server can't be reached or one of its responses lacks a needed field.
     """
     try:
         listed = await get_json(address, "GET", "/v1/models")
@@ -62,8 +62,8 @@ async def find_model(
         longest = card.get("max_model_len")
         if name is None or longest is None:
             raise ConfigurationError(
-                f"{address.host}:{address.port} does not say at /v1/models which model it serves,"
-                " and its max_model_len; a replay needs a server of quire or vLLM"
+                f"{address.host}:{address.port} does not list a model and its max_model_len at"
+                " /v1/models; a replay needs a server of quire or vLLM"
             )
         if vocab_size is None:
             shown = await get_json(address, "POST", "/api/show", {"model": name})
@@ -71,13 +71,13 @@ async def find_model(
             sizes = [each for key, each in info.items() if key.endswith(".vocab_size")]
             if not sizes:
                 raise ConfigurationError(
-                    f"{address.host}:{address.port} does not say how many tokens {name} has; give"
-                    " --vocab-size"
+                    f"{address.host}:{address.port} does not report the vocabulary size of {name};"
+                    " give --vocab-size"
                 )
             vocab_size = int(sizes[0])
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         raise ConfigurationError(
-            f"{address.host}:{address.port} can't be asked for its model: {error}"
+            f"{address.host}:{address.port} can't be asked for its models: {error}"
         ) from error
     first = min(LARGEST_FIRST_TOKEN_ID, vocab_size // 4)
     return ServedModel(name, ModelBounds(vocab_size, int(longest), first))
@@ -91,7 +91,7 @@ async def replay_to_server(
     is_closed: bool = True,
     on_reply: Callable[[Reply], None] | None = None,
 ) -> ReplayFigures:
-    """Replay the whole trace. `on_reply` is called with each request that has ended."""
+    """Replay the whole trace. `on_reply` is called with the reply of each request when it ends."""
     script = ReplayScript(trace, model.bounds, is_closed=is_closed)
     replay = _ServerReplay(script, address, model, on_reply)
     replies = await replay.run()
@@ -145,7 +145,7 @@ class _ServerReplay:
                 await self._has_ended.wait()
 
     def notes(self) -> list[str]:
-        """Sentences on how the replay differed from the trace."""
+        """Sentences that say how the replay differed from the trace."""
         return [f"{count} {what}" for what, count in self._changed.items()]
 
     async def _send_request(self, number: int) -> None:
@@ -174,8 +174,8 @@ class _ServerReplay:
     async def _completed(
         self, request: TraceRequest, body: Mapping[str, Any]
     ) -> StreamedAnswer | None:
-        """Send a request and return its answer; None if its client leaves before the answer begins,
-        as in the trace."""
+        """Send a request and return its answer. If the client disconnected before the first token
+        in the trace, do the same and return None."""
         if request.end != "disconnect":
             return await complete(self._address, body)
         if request.num_output_tokens:
@@ -191,7 +191,8 @@ class _ServerReplay:
     ) -> dict[str, Any]:
         options = request.options
         if request.end == "disconnect":
-            # The answer must be longer than its client waits for.
+            # The client disconnects early, so the answer must be longer than what the client
+            # received.
             wanted = max(num_output_tokens, options.max_tokens or 0)
             num_output_tokens = min(wanted, self._max_model_len - len(prompt))
         body: dict[str, Any] = {
@@ -207,9 +208,9 @@ class _ServerReplay:
             "return_token_ids": True,
         }
         self._count_change(options.has_grammar, "requests had a grammar, which is not replayed")
-        self._count_change(options.adapter, "requests named an adapter, and get the base model")
+        self._count_change(options.adapter, "requests named an adapter, and ran on the base model")
         self._count_change(
-            options.beam_width, "requests searched beams, and are sampled in place of that"
+            options.beam_width, "requests used beam search, and were sampled instead"
         )
         if options.beam_width:
             body["n"] = options.beam_width

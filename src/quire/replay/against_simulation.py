@@ -1,8 +1,8 @@
 """Replays a trace against a simulated engine: the real scheduler and memory on a virtual clock.
 
-Steps take the times that `quire plan --measure` measured on this machine. Nothing is computed.
+No model runs: each step takes the time that `quire plan --measure` measured on this machine.
 Answers have their recorded lengths, and no two generated tokens are equal. The API server is not
-simulated, so the figures lack its time for HTTP and tokenizing.
+simulated, so the figures do not include its time for HTTP and tokenizing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from quire.replay.figures import ReplayFigures, Reply
 from quire.replay.script import Due, ModelBounds, ReplayScript
 from quire.traces.trace import Trace
 
-#: Prompts have token ids below this. Each sampled token is a new id from here on, so that no tokens
-#: are equal by chance. All ids fit into the prefix cache's 32 bits.
+#: Token ids of prompts are below this number. Each sampled token is a new id at or above it, so
+#: that no two tokens are equal by chance. All ids fit into the prefix cache's 32 bits.
 _VOCABULARY = 1 << 31
 
 OVERLOADED, NEVER_FITS = "429 overloaded", "422 request_never_fits"
@@ -40,21 +40,21 @@ OVERLOADED, NEVER_FITS = "429 overloaded", "422 request_never_fits"
 
 @dataclass(slots=True)
 class _OpenReplay:
-    """A request that has not ended."""
+    """A request of the replay that has not ended."""
 
     due: Due
     prompt: list[int]
     branches: list[Sequence]
     reply: Reply
-    #: Number of answers that have not ended.
+    #: Number of the request's answers that have not ended.
     num_left: int
     #: Token ids of the first answer so far.
     output: list[int]
-    #: The time of the first answer's last token.
+    #: The time of the first answer's latest token, in seconds of the virtual clock.
     last_s: float = 0.0
-    #: The time at which the client leaves; None if it leaves at no set time.
+    #: The time at which the client disconnects; None if that does not depend on the time.
     leaves_s: float | None = None
-    #: Number of tokens of the first answer after which the client leaves; None if it stays.
+    #: Number of tokens of the first answer after which the client disconnects; None if it stays.
     leaves_after: int | None = None
 
 
@@ -76,9 +76,9 @@ def replay_in_simulation(
 ) -> ReplayFigures:
     """Replay the whole trace. Equal arguments give equal figures.
 
-    `bounds` are the largest steps that were measured for the costs; None if there are no bounds.
-    Requests are refused while max_queued_requests answers are under way, as by the server's option
-    of this name.
+    `bounds` are the largest steps that were measured for the costs; None if there are no bounds. A
+    request is refused if more than max_queued_requests answers would be unfinished with it, as the
+    server's option of this name does.
     """
     model = ModelBounds(_VOCABULARY, shape.max_model_len)
     script = ReplayScript(trace, model, is_closed=is_closed)
@@ -141,13 +141,14 @@ class _SimulatedReplay:
         return sorted(self._replies, key=lambda reply: reply.at_s)
 
     def notes(self, bounds: MeasuredBounds | None) -> list[str]:
-        """Sentences on how the replay differed from the trace, and on steps outside `bounds`."""
+        """Sentences that say how the replay differed from the trace, and which steps exceeded
+        `bounds`."""
         notes = [f"{number} {what}" for what, number in self._changed.items()]
         if bounds is None:
             return notes
         lacking = bounds.lacking(self._most_rows, self._most_tokens, self._longest, self._most_read)
         if lacking is not None:
-            notes.append(f"the times are not to be relied on; not measured here: {lacking}")
+            notes.append(f"the times are unreliable; steps exceeded the measured ones: {lacking}")
         return notes
 
     def _admit_arrivals(self) -> None:
@@ -161,13 +162,13 @@ class _SimulatedReplay:
         num_choices = options.beam_width or options.num_choices
         num_output = self._script.num_output_tokens(due.number)
         goes = traced.end == "disconnect"
-        if goes:  # the answer must be longer than its client waits for
+        if goes:  # the answer must be longer than what the client received
             room = self._shape.max_model_len - len(prompt)
             num_output = min(max(num_output, options.max_tokens or 0), room)
         self._count_change(options.has_grammar, "requests had a grammar, which is not simulated")
-        self._count_change(options.adapter, "requests named an adapter, and get the base model")
+        self._count_change(options.adapter, "requests named an adapter, and ran on the base model")
         self._count_change(
-            options.beam_width, "requests searched beams, and are sampled in place of that"
+            options.beam_width, "requests used beam search, and were sampled instead"
         )
         request = Request(
             str(due.number),
@@ -240,7 +241,7 @@ class _SimulatedReplay:
                 self._end(output.request_id)
 
     def _abort_abandoned(self) -> None:
-        """Abort the requests whose clients leave now, as they did in the trace."""
+        """Abort the requests whose clients disconnected at this point in the trace."""
         for request_id, opened in list(self._open.items()):
             has_enough = (
                 opened.leaves_after is not None and len(opened.output) >= opened.leaves_after

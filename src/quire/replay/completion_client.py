@@ -1,7 +1,7 @@
 """A small HTTP client that streams POST /v1/completions with token ids.
 
-It does little work per token, since it may share the cores of the server. It knows OpenAI's API
-with vLLM's fields, and needs only the standard library.
+It does little work per token, since it may run on the same cores as the server. It uses OpenAI's
+API with vLLM's extra fields, and only Python's standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ServerAddress:
     is_tls: bool
     #: The prefix of all paths, without a slash at its end.
     base: str
-    #: Headers that each call sends.
+    #: (name, value) of each header that every call sends.
     headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -55,22 +55,22 @@ class ServerAddress:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """The received part of a call's answer."""
+    """The part of a completion that was received."""
 
     #: The HTTP status.
     status: int
-    #: The code of the error; None if there was no error.
+    #: The error code in the answer; None if there was no error.
     code: str | None = None
     #: Tokens of the first choice; empty if the server does not send token ids.
     token_ids: list[int] = field(default_factory=list)
-    #: For each event with tokens of the first choice, its time by `time.perf_counter` and the
+    #: For each event with tokens of the first choice: its `time.perf_counter` in seconds, and its
     #: number of these tokens.
     times_s: list[tuple[float, int]] = field(default_factory=list)
     usage: Mapping[str, Any] | None = None
 
 
 async def get_json(address: ServerAddress, method: str, path: str, body: Any = None) -> Any:
-    """A call's parsed answer; None if it is an error or not JSON.
+    """The parsed JSON of a call's answer; None if the status is not 200 or the body is not JSON.
 
     Raises OSError if the connection fails, asyncio.IncompleteReadError if the answer breaks off,
     and ValueError if it is not HTTP.
@@ -109,7 +109,7 @@ async def complete(
 
 
 def _add_event(answer: StreamedAnswer, event: Mapping[str, Any]) -> int:
-    """Add an event to the answer; returns its number of tokens of the first choice.
+    """Add an event to the answer; returns the number of the event's tokens of the first choice.
 
     Raises ValueError if the event does not have OpenAI's form.
     """
@@ -148,8 +148,8 @@ def _error_code(raw: bytes) -> str | None:
 async def _connection(
     address: ServerAddress,
 ) -> AsyncIterator[tuple[_LimitedReader, asyncio.StreamWriter]]:
-    """An open connection, which is closed afterwards. Raises TimeoutError after SILENCE_S seconds
-    without data."""
+    """Opens a connection and closes it at the end of the `with` block. Raises TimeoutError after
+    SILENCE_S seconds without data."""
     context = ssl.create_default_context() if address.is_tls else None
     limit = asyncio.timeout(SILENCE_S)
     try:
@@ -162,11 +162,11 @@ async def _connection(
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise TimeoutError(f"nothing came for {SILENCE_S:g} s") from error
+        raise TimeoutError(f"the server sent no data for {SILENCE_S:g} s") from error
 
 
 class _LimitedReader:
-    """Reads from a connection, and restarts its time limit with each piece of data."""
+    """Reads from a connection, and restarts the connection's time limit with each piece of data."""
 
     def __init__(self, reader: asyncio.StreamReader, limit: asyncio.Timeout) -> None:
         self._reader = reader
@@ -177,7 +177,7 @@ class _LimitedReader:
         try:
             return self._extend(await self._reader.readuntil(end))
         except asyncio.LimitOverrunError as error:
-            raise ValueError("the answer is no HTTP") from error
+            raise ValueError("the answer is not HTTP") from error
 
     async def exactly(self, count: int) -> bytes:
         return self._extend(await self._reader.readexactly(count))
@@ -210,7 +210,7 @@ async def _head(reader: _LimitedReader) -> tuple[int, str]:
     first, _, headers = raw.partition("\r\n")
     version, status, *_ = [*first.split(), "", ""]
     if not version.startswith("HTTP/") or not status.isdecimal():
-        raise ValueError("the answer is no HTTP")
+        raise ValueError("the answer is not HTTP")
     return int(status), headers.lower()
 
 

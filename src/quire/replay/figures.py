@@ -21,16 +21,16 @@ class Reply:
     #: The time of its arrival.
     at_s: float
     end_s: float = 0.0
-    #: The time of its first token; None if none came.
+    #: The time of its first token; None if no token came.
     first_s: float | None = None
     #: Number of prompt tokens; 0 if the server did not say how many were cached.
     num_prompt_tokens: int = 0
     #: Number of prompt tokens that came from the prefix cache.
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    #: Times between the tokens of its first choice.
+    #: Seconds between successive tokens of its first choice.
     gaps_s: list[float] = field(default_factory=list)
-    #: The status and code of the error that answered it; None if there was no error.
+    #: HTTP status and error code, if the request got an error; None if there was no error.
     refused: str | None = None
 
 
@@ -43,13 +43,13 @@ class ReplayFigures:
     replies: Sequence[Reply]
     #: For each reason, the number of requests that were not sent.
     left_out: Mapping[str, int]
-    #: Sentences on how the replay differed from the trace.
+    #: Sentences that say how the replay differed from the trace.
     notes: Sequence[str] = ()
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of the answered prompts' tokens that came from the prefix cache; None if it is
-        not known."""
+        """The share, from 0 to 1, of the prompt tokens of answered requests that came from the
+        prefix cache; None if it is not known."""
         answered = [each for each in self.replies if each.first_s is not None]
         num_tokens = sum(each.num_prompt_tokens for each in answered)
         if not num_tokens:

@@ -1,12 +1,12 @@
-"""Says when a replay sends each request of a trace, and with which prompt.
+"""Decides when a replay sends each request of a trace, and with which prompt.
 
-It has no clock: the caller reports times and answers. A request that continues an earlier one (its
-parent) is due when its recorded think time has passed since the parent's answer ended (a closed
-loop). All other requests are due at their recorded times.
+It has no clock: the caller passes in the times and answers. A request that continues an earlier one
+(its parent) is due when its recorded think time has passed since the parent's answer ended (a
+closed loop). All other requests are due at their recorded times.
 
-The prompt of a later turn contains the answer that its parent got in this replay: in the blocks
-that the trace names as common, and in the partial block after them. So the prefix cache finds that
-answer, although its tokens differ from the recorded ones.
+The prompt of a later turn contains the answer that its parent got in this replay, both in the
+blocks whose ids the trace lists and in the partial block after them. So the prefix cache has the
+answer, although its tokens differ from the recorded answer.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from itertools import takewhile
 from quire.traces.tokens import PromptTokens
 from quire.traces.trace import Trace, TraceRequest
 
-#: The reasons for leaving out a request of the trace.
+#: The reasons for which a request of the trace is not sent.
 TOO_LONG, EMPTY, REFUSED = "longer than max_model_len", "without a token", "refused when recorded"
 
-#: Stands for the last block of a prompt without full blocks.
+#: In place of the last block's id if a prompt has no full block.
 _NO_BLOCK = -1
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """A model's bounds on prompts.
+    """The limits that a model sets to prompts.
 
-    Token ids go from first_token_id to vocab_size - 1. Prompt and answer have at most max_model_len
-    tokens together.
+    Prompts use token ids from first_token_id to vocab_size - 1. A prompt and its answer together
+    have at most max_model_len tokens.
     """
 
     vocab_size: int
@@ -42,7 +42,8 @@ class ModelBounds:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A request of the trace, by its index, and the time in the replay at which it is sent."""
+    """When to send a request: `number` is its index in the trace, `at_s` is in seconds since the
+    replay began."""
 
     at_s: float
     number: int
@@ -50,8 +51,8 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class _Continued:
-    """A prompt that continues with the tail of an earlier request, which is the part of that
-    request's prompt and answer after their last full block."""
+    """A prompt that contains an earlier request's tail: the tokens of its prompt and answer after
+    their last full block."""
 
     #: The index of the prompt's block that begins with the tail.
     index: int
@@ -62,12 +63,12 @@ class _Continued:
 class ReplayScript:
     """One replay of a trace.
 
-    Invariant: each request that is not left out becomes due once: at the beginning, or when its
+    Invariant: each request that is not left out is scheduled once: at the beginning, or when its
     parent has ended.
     """
 
     def __init__(self, trace: Trace, bounds: ModelBounds, *, is_closed: bool = True) -> None:
-        """If `is_closed`, requests wait for their parents."""
+        """If `is_closed`, a request with a parent waits until the parent has ended."""
         self.trace = trace
         #: For each reason, the number of requests that are left out.
         self.left_out: Counter[str] = Counter()
@@ -97,7 +98,8 @@ class ReplayScript:
 
     @property
     def first(self) -> list[Due]:
-        """The requests that wait for no parent, by time; the first one is due at 0."""
+        """The requests that do not wait for a parent, sorted by time; the first one is due at 0
+        s."""
         return self._first
 
     def prompt(self, number: int) -> list[int]:
@@ -112,7 +114,8 @@ class ReplayScript:
         if goes_on is not None and goes_on.parent in self._tails:
             tail, begin = self._tails[goes_on.parent], goes_on.index * size
             tokens[begin : begin + len(tail)] = tail
-            if goes_on.index < len(request.prefix_ids):  # later turns contain this block too
+            # If the block has an id, later turns may contain it.
+            if goes_on.index < len(request.prefix_ids):
                 block = tokens[begin : begin + size]
                 if len(block) == size:
                     self._blocks[request.prefix_ids[goes_on.index]] = block
@@ -128,7 +131,8 @@ class ReplayScript:
         """Record that a request has ended or was refused; returns its later turns, which are now
         due.
 
-        `prompt` is the result of `prompt`, and `output` the request's first answer.
+        `prompt` holds the token ids that were sent, and `output` those of the request's first
+        answer.
         """
         request, size = self.trace.requests[number], self.trace.block_tokens
         chain = [*prompt[len(request.prefix_ids) * size :], *output]
@@ -156,14 +160,16 @@ def _reason_against(request: TraceRequest, bounds: ModelBounds) -> str | None:
 
 
 def _continued(trace: Trace) -> dict[int, _Continued]:
-    """The requests whose prompt contains an earlier request's tokens after its last full block.
+    """Finds the requests whose prompt contains the tail of an earlier request. Keys are indices in
+    the trace.
 
-    A prompt continues a request whose answer filled the prompt's last known block. If that block is
-    instead the last block of an earlier prompt, the trace says only which share of such prompts
-    continues; these are drawn.
+    Let B be a prompt's last block that an earlier request also has. If an answer filled B, the
+    prompt continues that request. If B is the last block of an earlier prompt, the trace has only
+    the share of such prompts that continue it, so they are drawn at random.
     """
     chance = random.Random("continued")
-    # (tenant, last block) -> the latest request with this end, and whether an answer filled it
+    # (tenant, last block) -> (latest request that ends with this block, True if its answer filled
+    # the block)
     ends: dict[tuple[int, int], tuple[int, bool]] = {}
     known: set[int] = set()
     found: dict[int, _Continued] = {}
