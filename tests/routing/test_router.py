@@ -70,7 +70,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.num_requests += 1
         request = make_request(request_id, family, num_blocks, num_shared)
         if not any(self.accepts.values()):
-            with pytest.raises(NoReplicaError, match="takes requests"):
+            with pytest.raises(NoReplicaError, match="accepts requests"):
                 self.router.place(request, 0.0)
             return
         name = self.router.place(request, 0.0)

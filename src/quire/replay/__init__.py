@@ -1,1 +1,1 @@
-"""`quire replay`: sends a recorded load to a simulated engine or a running server."""
+"""`quire replay`: runs a recorded load on another configuration, simulated or real."""

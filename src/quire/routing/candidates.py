@@ -15,23 +15,23 @@ EVERYONE = -1
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """The properties of a request by which its replica is chosen."""
+    """The properties of a request that the choice of its replica depends on."""
 
     request_id: str
-    #: The chained digests of the prompt's full blocks, as `core.memory.hash_chain` makes them with
-    #: the secret of the fleet.
+    #: The chained digests of the prompt's full blocks, computed by `core.memory.hash_chain` with
+    #: the fleet's secret.
     digests: Sequence[bytes]
     num_prompt_tokens: int
-    #: How many sequences it generates.
+    #: Number of sequences that the request generates.
     n: int = 1
-    #: The tokens that each sequence is expected to generate.
+    #: The expected number of output tokens of each sequence.
     num_output_tokens: float = 0.0
     tenant: str = ""
 
 
 class Candidates:
-    """All replicas that accept requests (at least one), and how much of the request's prompt each
-    of them has cached.
+    """At least one replica that accepts requests, and how much of the request's prompt each replica
+    has cached.
 
     In a mask, bit i stands for the replica with index i.
     """
@@ -44,9 +44,9 @@ class Candidates:
         masks: Sequence[int],
         num_tokens: Sequence[int],
     ) -> None:
-        """`masks` and `num_tokens` have an entry for each known prefix, shortest first: the mask of
-        the replicas that hold the prefix, and its length in tokens. `now_s` is the time on the
-        clock of the router's caller."""
+        """`masks` and `num_tokens` have an entry for each prefix of the prompt that some replica
+        has cached, shortest first: the mask of the replicas that have the prefix, and its length in
+        tokens. `now_s` is the time on the clock of the router's caller."""
         self.request = request
         self.now_s = now_s
         self._fleet = fleet
@@ -60,17 +60,18 @@ class Candidates:
 
     @property
     def busy_share(self) -> float:
-        """Share of the replicas with prompts to compute, averaged over the arrivals of the last
-        requests."""
+        """Share of the accepting replicas that had prompts to compute, averaged over the arrivals
+        of recent requests."""
         return self._fleet.busy_share
 
     # ---- one replica ------------------------------------------------------------------------
 
     def num_known(self, replica: Replica) -> int:
-        """Number of known prefixes that the replica has cached; these are always the shortest of
-        the known prefixes."""
+        """Number of entries of `masks` whose prefix the replica has cached; these are always the
+        shortest prefixes."""
         masks, index = self._masks, replica.index
-        # The masks are nested, so the replica's bit is set in the first ones and in no later one.
+        # Each mask contains the next one, so the replica's bit is set in the first masks and clear
+        # in the rest.
         return bisect_left(masks, True, key=lambda mask: not mask >> index & 1)
 
     def num_cached_tokens(self, replica: Replica) -> int:
@@ -80,7 +81,8 @@ class Candidates:
         return self._served(num_known - 1) if num_known else 0
 
     def prefill_s(self, replica: Replica) -> float:
-        """Seconds to compute the rest of the prompt on this replica, without waiting."""
+        """Seconds to compute the uncached part of the prompt on this replica, without queueing
+        time."""
         num_cached = self.num_cached_tokens(replica)
         return replica.speed.seconds(self.request.num_prompt_tokens, num_cached)
 
@@ -88,10 +90,11 @@ class Candidates:
         """Seconds until the replica has computed the prompts that were placed there earlier."""
         return replica.wait_s(self.now_s)
 
-    # ---- all, without a look at each --------------------------------------------------------
+    # ---- all replicas, without a loop --------------------------------------------------------
 
     def holders(self) -> list[Replica]:
-        """The replicas with the longest cached prefix; all replicas if none has any."""
+        """The replicas with the longest cached prefix; all replicas if no replica has cached a
+        prefix."""
         for mask in reversed(self._masks):
             found = [replica for replica in self.replicas if mask >> replica.index & 1]
             if found:
@@ -99,7 +102,7 @@ class Candidates:
         return list(self.replicas)
 
     def prefixes(self) -> Iterator[tuple[int, int]]:
-        """For each known prefix, longest first: its number of tokens and the mask of the replicas
+        """For each cached prefix, longest first: its number of tokens and the mask of the replicas
         that hold it. The last item is the empty prefix, which all replicas hold. Each mask contains
         the previous one."""
         last = 0
@@ -119,8 +122,8 @@ class Candidates:
         return self._fleet.mean_speed
 
     def least(self, mask: int, below_s: float = math.inf) -> ReplicaDelay | None:
-        """The replica in `mask` with the least `expected_delay_s` of the policy; None if that is
-        not below `below_s`."""
+        """The replica in `mask` with the least `RoutingPolicy.expected_delay_s`; None if that delay
+        is not below `below_s`."""
         return self._fleet.delays.least(mask, below_s)
 
     def expected_delay_s(self, replica: Replica) -> float:

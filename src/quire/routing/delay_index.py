@@ -1,11 +1,12 @@
-"""Finds the replica of least delay in any set; the delay ignores a request's prompt.
+"""Finds the replica with the least delay in a set; the delay does not depend on the request's
+prompt.
 
     step    0        1          2           ...       seconds of a step: LEAST_S * 2**(step / 16)
     mask    idle     0b0100     0b1001                bit i: the replica with index i
 
-Seconds are rounded down to steps of 4.4%, far finer than their prediction, and replicas in one step
-count as equal. A mask then finds the best of any set of replicas with one `&` for each step up to
-the best one, however many replicas there are.
+Seconds are rounded down to steps of 4.4%, far finer than the accuracy of their prediction, and
+replicas in one step count as equal. To find the best replica of a set, `least` needs one `&` for
+each step up to the best, whatever the number of replicas.
 """
 
 import math
@@ -36,11 +37,11 @@ class DelayIndex:
         self._masks: dict[int, int] = {}
         self._steps: list[int] = []
         self._step_of: dict[int, int] = {}
-        #: Index from which the next tie is broken.
+        #: The next tie goes to the first tied replica with at least this index.
         self._turn = 0
 
     def set(self, index: int, seconds: float) -> None:
-        """Add a replica or change its seconds, which are at least 0."""
+        """Add a replica or change its delay; seconds >= 0."""
         step = 0
         if seconds > LEAST_S:
             step = 1 + int(STEPS_PER_OCTAVE * math.log2(seconds / LEAST_S))
@@ -65,14 +66,16 @@ class DelayIndex:
             del self._steps[bisect_left(self._steps, step)]
 
     def seconds(self, index: int) -> float:
-        """The rounded seconds of a replica that is present."""
+        """The delay of a replica in seconds, rounded down to a step. The replica must be
+        present."""
         return _seconds(self._step_of[index])
 
     def least(self, members: int, below_s: float = math.inf) -> ReplicaDelay | None:
         """The replica with the least delay in the mask `members`; None if that delay is not below
         `below_s`.
 
-        Equal replicas take turns, so that none is left idle with an empty cache.
+        Replicas with equal delays are chosen in turn, so that no replica stays idle with an empty
+        cache.
         """
         for step in self._steps:
             seconds = _seconds(step)
@@ -80,7 +83,8 @@ class DelayIndex:
                 return None
             found = self._masks[step] & members
             if found:
-                # Prefer the equal replicas from `_turn` on; without any, start again at index 0.
+                # Prefer the equal replicas with an index of at least `_turn`; if there are none,
+                # take all.
                 found = found >> self._turn << self._turn or found
                 index = (found & -found).bit_length() - 1
                 self._turn = index + 1

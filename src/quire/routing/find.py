@@ -29,8 +29,8 @@ ROUTING_POLICIES: dict[str, Callable[..., RoutingPolicy]] = {
 def find_routing_policy(name: str, options: Mapping[str, float] | None = None) -> RoutingPolicy:
     """A new policy of that name.
 
-    `options` are arguments of its constructor; left out, the defaults apply. Raises
-    ConfigurationError, with the known names, for an unknown name or option.
+    `options` are keyword arguments of its constructor. Raises ConfigurationError, with the known
+    names, for an unknown name or option.
     """
     if name not in ROUTING_POLICIES:
         known = ", ".join(sorted(ROUTING_POLICIES))

@@ -8,7 +8,7 @@ ARRIVALS = 200
 
 
 class Fleet:
-    """The replicas of a router, which come and go.
+    """The replicas of a router; replicas may be added and removed at any time.
 
     Invariant: `delays` has exactly the accepting replicas. `speeds` maps each speed to the nonzero
     mask of the replicas that have it.
@@ -31,8 +31,8 @@ class Fleet:
         self._free_indices: list[int] = []
 
     def add(self, name: str, facts: ReplicaFacts) -> Replica:
-        """Add a replica without load. Its name must be new."""
-        assert name not in self.by_name, f"replica {name!r} is there"
+        """Add a replica that has no requests. Its name must be new."""
+        assert name not in self.by_name, f"replica {name!r} was already added"
         speed = self._known_speed(PrefillSpeed.of(facts))
         index = self._free_indices.pop() if self._free_indices else len(self.by_index)
         replica = Replica(name, index, facts, speed)
@@ -54,8 +54,8 @@ class Fleet:
         return replica
 
     def set_accepting(self, name: str, accepts: bool) -> Replica:
-        """Set whether new requests may be placed on a replica. If it accepts again, the caller has
-        to add it to `delays`."""
+        """Set whether new requests may be placed on a replica. If `accepts`, the caller has to add
+        the replica to `delays`."""
         replica = self.by_name[name]
         replica.accepts = accepts
         if not accepts:
@@ -65,8 +65,8 @@ class Fleet:
         return replica
 
     def set_slowness(self, name: str, measured: float) -> Replica | None:
-        """Set the ratio of a replica's measured step times to those of its cost model. Returns the
-        replica if its rounded speed has changed, else None."""
+        """Set the ratio of a replica's measured step times to the times that its cost model
+        predicts. Returns the replica if its rounded speed has changed, else None."""
         replica = self.by_name[name]
         slowness = graded_slowness(measured, replica.slowness)
         if slowness == replica.slowness:
@@ -78,15 +78,15 @@ class Fleet:
         return replica
 
     def update_busy(self, replica: Replica) -> None:
-        """Update the set of busy replicas after the number of a replica's prompts has changed."""
+        """Update the set of busy replicas after a replica's number of prompts has changed."""
         if replica.num_prompts and replica.accepts:
             self._busy.add(replica.index)
         else:
             self._busy.discard(replica.index)
 
     def record_arrival(self) -> None:
-        """Update the moving average `busy_share` by the share of replicas that are busy when a
-        request arrives."""
+        """A request arrives: include the share of replicas that are busy now in the average
+        `busy_share`."""
         self._num_seen += 1
         change = len(self._busy) / len(self.accepting) - self.busy_share
         self.busy_share += change / min(self._num_seen, ARRIVALS)

@@ -8,8 +8,8 @@ A new policy is a class in a file of its own:
 
     ROUTING_POLICIES["fewest_requests"] = FewestRequests
 
-A policy may keep state of its own. `ReplicaRouter` keeps the load of each replica and where
-prefixes are cached. A policy object serves one router.
+A policy may keep its own state. `ReplicaRouter` tracks the load and the cached prefixes of each
+replica. A policy object serves one router.
 """
 
 from abc import ABC, abstractmethod
@@ -24,15 +24,14 @@ class RoutingPolicy(ABC):
 
     @abstractmethod
     def choose(self, candidates: Candidates) -> Replica:
-        """Choose from `candidates.replicas`. The policy breaks ties itself, always in the same
-        way."""
+        """Choose one of `candidates.replicas`. Ties must be broken deterministically."""
 
     def expected_delay_s(self, replica: Replica, now_s: float, mean_decode_s: float) -> float:
-        """Seconds of delay that any request meets at this replica, whatever its prompt; at least 0.
-        `candidates.least` finds the replica for which this is least.
+        """Expected delay of a request at this replica, in seconds, without the time for its own
+        prompt; at least 0. `candidates.least` finds the replica with the least expected delay.
 
-        It is read when the replica's load changes; each request also rereads it for a few replicas.
-        `mean_decode_s` is the average time that requests generate.
+        The router calls it when the replica's load changes, and for a few replicas with each
+        request. `mean_decode_s` is the average time from a request's first token to its end.
         """
         return replica.wait_s(now_s)
 

@@ -1,13 +1,13 @@
 """Estimates which replicas have cached a prefix, from the requests placed on them.
 
-A placed prompt counts as cached until the replica's pool has been filled by later placements. As in
-the replicas' own pools, the least recently used prompt is evicted first, from its end. Replicas
+A prompt counts as cached on its replica until later prompts there have filled the replica's block
+pool. As in the real pools, the least recently used prompt is evicted first, from its end. Replicas
 report nothing about their caches.
 
 A long prompt has a chain of many digests, one for each block. Only digests at some positions are
-kept: the first 2 * PER_OCTAVE, then PER_OCTAVE for each doubling of the length. So a match is too
-short by at most one part in PER_OCTAVE, and the cost of a prompt grows with the logarithm of its
-length.
+kept: the first 2 * PER_OCTAVE, then PER_OCTAVE for each doubling of the length. So a found prefix
+is too short by at most 1 / PER_OCTAVE of its length, and the cost of a prompt grows with the
+logarithm of its length.
 
     blocks   1 2 3 ... 16   18 20 ... 32   36 40 ... 64   72 80 ... 128
 """
@@ -19,11 +19,11 @@ from itertools import compress, pairwise
 
 PER_OCTAVE = 8
 LEAST_PLACEMENTS = 64
-"""A replica has at least this many placements before stale ones are removed."""
+"""Stale placements of a replica are not removed before it has this many placements."""
 
 
 class KeptPositions:
-    """The positions of a chain whose digests are kept. They are the same for every chain."""
+    """The block positions whose digests are kept. They are the same for every chain of digests."""
 
     def __init__(self) -> None:
         self.ends = list(range(1, 2 * PER_OCTAVE + 1))
@@ -42,19 +42,20 @@ class _Held:
     """The blocks that one replica is assumed to hold.
 
     Invariant: if `last_use` has a digest, it also has the kept digests of all shorter prefixes.
-    `num_blocks` is the number of blocks that placements added, less the evicted blocks.
+    `num_blocks` is the number of blocks that placements added, minus the evicted blocks.
     """
 
     def __init__(self, bit: int, capacity: int) -> None:
         #: The mask with the bit of this replica.
         self.bit = bit
-        #: Blocks of the replica's pool.
+        #: Number of blocks in the replica's pool.
         self.capacity = capacity
         self.num_blocks = 0
-        #: The number of the last placement that had each digest. Evicted digests are absent.
+        #: Maps each digest to the number of the last placement that contained it. Evicted digests
+        #: are absent.
         self.last_use: dict[bytes, int] = {}
         self.placements: deque[tuple[int, list[bytes], int]] = deque()
-        """(number, kept digests, blocks beyond the last of them), oldest first."""
+        """(number, kept digests, number of blocks after the last kept digest), oldest first."""
         #: Number of placements at which stale placements are removed.
         self.compact_at = LEAST_PLACEMENTS
 
@@ -88,8 +89,8 @@ class PrefixView:
         self._held[index] = _Held(held.bit, held.capacity)
 
     def masks(self, kept: Sequence[bytes]) -> list[int]:
-        """For each kept digest, up to the first unknown one, the mask of the replicas that have it.
-        Each mask is a subset of the previous one."""
+        """For each digest in `kept`, the mask of the replicas that hold it; ends before the first
+        digest that no replica holds. Each mask is a subset of the previous one."""
         found: list[int] = []
         for mask in map(self.holders.get, kept):
             if mask is None:
@@ -98,8 +99,8 @@ class PrefixView:
         return found
 
     def place(self, index: int, kept: list[bytes], num_known: int, num_blocks: int) -> None:
-        """Record that a prompt goes to a replica, which has the first `num_known` of its kept
-        digests.
+        """Record that a prompt goes to a replica. The replica already holds the first `num_known`
+        of the prompt's kept digests.
 
         `num_blocks` is the number of blocks that prompt and output will take there.
         """
@@ -121,7 +122,7 @@ class PrefixView:
             self._compact(held)
 
     def _evict(self, held: _Held) -> None:
-        """Evict blocks from the oldest placements, each from its end, until the other blocks
+        """Evict blocks of the oldest placements, from the end of each, until the other blocks
         fit."""
         ends, last_use = self.positions.ends, held.last_use
         gone: list[bytes] = []
@@ -143,9 +144,9 @@ class PrefixView:
         self._unmark(held.bit, gone)
 
     def _compact(self, held: _Held) -> None:
-        """Remove placements that alone hold no block: later placements used all of their digests
-        again, and they have no blocks beyond their digests. This happens when a prompt repeats.
-        Afterwards each block belongs to at most one placement."""
+        """Remove stale placements: later placements contain all of their digests, and they have no
+        blocks after their last kept digest. This happens when a prompt repeats. Afterwards each
+        block belongs to at most one placement."""
         held.placements = deque(
             (number, kept, num_beyond)
             for number, kept, num_beyond in held.placements

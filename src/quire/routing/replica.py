@@ -1,7 +1,7 @@
-"""Properties and current load of one replica, as the router counts them.
+"""Properties and current load of one replica of the engine, as counted by the router.
 
-The router itself counts the load, when it places a request and when the first token and the end
-come. A replica's own reports would always be some requests old.
+The router updates the load when it places a request, when the first token comes, and when the
+request ends. Load reports from the replica would always lag by some requests.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 
-# Attention is linear in its pairs: any two points give the slope.
+# Attention time is linear in the number of attended pairs, so any two predictions give the slope.
 _MANY_PAIRS = 1_000_000
 
 # Two speeds count as equal if their times for a short and a long prompt round to the same 4.4%
@@ -18,7 +18,8 @@ _STEPS_PER_OCTAVE = 16
 _SHORT_TOKENS, _LONG_TOKENS = 1_000, 32_000
 _LEAST_S = 1e-9
 
-# Slowness ranges from 0.5 to 8 in half octaves. Each grade costs a policy a search of its own.
+# Slowness ranges from 0.5 to 8 in powers of sqrt(2), given here as exponents. There are few steps
+# because a policy searches the replicas of each speed separately.
 _SLOWNESS_STEPS = (-2, 6)
 _OTHER_GRADE = 0.75
 
@@ -27,9 +28,9 @@ _OTHER_GRADE = 0.75
 class ReplicaFacts:
     """The properties of an engine that routing depends on."""
 
-    #: Blocks of its pool, counted in the router's block_size.
+    #: Number of blocks in its pool, in blocks of the router's block_size.
     num_blocks: int
-    #: Predicts the duration of its steps.
+    #: Predicts the duration of the replica's steps.
     cost_model: StepCostModel
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -37,16 +38,16 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpeed:
-    """The speed at which prompts are computed, in seconds per token and per attended pair."""
+    """The time to compute a prompt (prefill), per token and per attended pair."""
 
     #: Seconds for each token.
     token_s: float
-    #: Seconds for each pair of tokens of which one attends to the other.
+    #: Seconds for each pair of a token and a token that it attends to.
     pair_s: float
 
     @classmethod
     def of(cls, facts: ReplicaFacts) -> "PrefillSpeed":
-        """The speed by the replica's cost model."""
+        """The speed that the replica's cost model predicts."""
         model, size = facts.cost_model, facts.max_num_batched_tokens
         full_s = model.predict_s(StepLoad(num_chunk_tokens=size))
         pairs_s = model.predict_s(StepLoad(num_chunk_tokens=size, num_chunk_pairs=_MANY_PAIRS))
@@ -74,8 +75,8 @@ class PrefillSpeed:
 
 
 def graded_slowness(measured: float, before: float) -> float:
-    """Round a measured slowness to a power of the square root of 2. It stays at `before`, its last
-    value, unless the measurement clearly belongs to another power."""
+    """Round a measured slowness to a power of the square root of 2. Returns `before`, the last
+    rounded value, unless the measurement is clearly nearer to another power."""
     steps, last = 2 * math.log2(max(measured, _LEAST_S)), round(2 * math.log2(before))
     if abs(steps - last) > _OTHER_GRADE:
         last = round(steps)
@@ -84,7 +85,8 @@ def graded_slowness(measured: float, before: float) -> float:
 
 
 class Replica:
-    """The facts and the load of one replica. Policies read it; `ReplicaRouter` alone changes it.
+    """The properties and the load of one replica. Policies read it; only `ReplicaRouter` changes
+    it.
 
     Invariant: all counts and seconds are at least 0. `start_decoding` and `drop_prompt` subtract
     exactly what `add_request` added.
@@ -92,13 +94,13 @@ class Replica:
 
     def __init__(self, name: str, index: int, facts: ReplicaFacts, speed: PrefillSpeed) -> None:
         self.name = name
-        #: A small number that no other present replica has; bit `index` stands for the replica in
-        #: masks.
+        #: A small number, unique among the present replicas; bit `index` of a mask stands for the
+        #: replica.
         self.index = index
         self.facts = facts
-        #: Speed of prefill; the same object for all replicas whose speeds count as equal.
+        #: Prefill speed; replicas whose speeds count as equal share one object.
         self.speed = speed
-        #: Ratio of measured step times to those of the cost model, rounded to a power of the square
+        #: Ratio of measured step times to predicted step times, rounded to a power of the square
         #: root of 2.
         self.slowness = 1.0
         #: Whether new requests may be placed here.
@@ -109,15 +111,16 @@ class Replica:
         self.num_uncached_tokens = 0
         #: Seconds needed to compute the uncached tokens.
         self.prefill_s = 0.0
-        #: Number of sequences that generate.
+        #: Number of sequences that are generating.
         self.num_decodes = 0
         #: Number of tokens that the generating sequences attend to.
         self.num_decode_tokens = 0
         #: Maps each request without a first token to its prefill_s, in the order of arrival.
         self._prompts: dict[str, float] = {}
-        #: The latest time at which the first of the pending prompts may have begun.
+        #: The time of the last sign of progress: a first token, or the arrival of a prompt when
+        #: none was pending.
         self._progress_s = 0.0
-        # These follow the cost model without `slowness`, since only their ratios are used.
+        # These come from the cost model and ignore `slowness`, since only their ratios are used.
         model, rows = facts.cost_model, facts.max_num_seqs
         self._step_s = PrefillSpeed.of(facts).token_s * facts.max_num_batched_tokens
         self._base_s = model.predict_s(StepLoad(1))
@@ -145,22 +148,23 @@ class Replica:
 
     @property
     def fill(self) -> float:
-        """Number of this replica's sequences divided by its max_num_seqs. Above 1, some wait for a
-        place in the batch."""
+        """Number of this replica's sequences divided by its max_num_seqs. Above 1, some sequences
+        wait to join the batch."""
         return (self.num_decodes + len(self._prompts)) / self.facts.max_num_seqs
 
     @property
     def excess(self) -> float:
-        """Share by which the number of sequences would exceed max_num_seqs with one more: 0.5 if it
-        were 1.5 times max_num_seqs."""
+        """Relative excess over max_num_seqs if one more sequence is added: 0.5 for 1.5 times
+        max_num_seqs sequences, 0 if there is no excess."""
         num_sequences = self.num_decodes + len(self._prompts) + 1
         return max(0.0, num_sequences / self.facts.max_num_seqs - 1.0)
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds until the prompts of this replica are computed beside the generating sequences.
+        """Seconds until this replica has computed its pending prompts while other sequences
+        generate.
 
-        The first prompt is assumed to have run since the last sign of progress, but not to end
-        before its first token has come.
+        Assumes that the first prompt has run since the last sign of progress, but has not ended,
+        because its first token has not come.
         """
         if not self._prompts:
             return 0.0
@@ -169,7 +173,7 @@ class Replica:
         progress_s = min(max(0.0, now_s - self._progress_s), first_s)
         return max(0.0, slowdown * self.prefill_s - progress_s)
 
-    # ---- what the router reports ------------------------------------------------------------
+    # ---- updates by the router --------------------------------------------------------------
 
     def set_speed(self, slowness: float, speed: PrefillSpeed) -> None:
         """Set the slowness and the speed, and rescale the pending prompts."""
@@ -196,8 +200,8 @@ class Replica:
         num_tokens: int,
         now_s: float,
     ) -> None:
-        """Move a request from the prompts to the generating sequences, which attend to `num_tokens`
-        tokens."""
+        """Move a request from the pending prompts to the generating sequences. Its sequences attend
+        to `num_tokens` tokens in all."""
         self._progress_s = now_s
         self._end_prompt(request_id, num_uncached_tokens)
         self.num_decodes += num_sequences

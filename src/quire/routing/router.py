@@ -1,13 +1,13 @@
-"""Places requests on the replicas of a fleet.
+"""Routes each request to a replica of a fleet.
 
-The router keeps the load of each replica and where prefixes are cached. A policy chooses.
+The router tracks the load and the cached prefixes of each replica. A policy chooses the replica.
 
-    add_replica, remove_replica, set_accepting, forget_prefixes    as replicas come and go
-    set_slowness                                                   now and then
-    place -> on_first_token -> on_end                              for each request
+    add_replica, remove_replica, set_accepting, forget_prefixes when replicas change set_slowness
+    after new measurements place -> on_first_token -> on_end for each request
 
-Pure: an API server calls it when it sends a request and when tokens or ends come back. Each of
-several API servers has its own router, which knows only the requests that this server placed.
+It does no I/O: an API server calls it when it sends a request, gets a first token, or sees a
+request end. Each of several API servers has its own router, which knows only the requests that this
+server placed.
 """
 
 from dataclasses import dataclass
@@ -45,12 +45,12 @@ class ReplicaRouter:
     """
 
     def __init__(self, policy: RoutingPolicy, block_size: int) -> None:
-        """`block_size` is the number of tokens in each block of a chain of digests."""
+        """`block_size` is the number of tokens in a block, which has one digest."""
         self.policy = policy
         self.block_size = block_size
         self.fleet = Fleet()
         self.prefixes = PrefixView()
-        #: The average time that requests generate, in seconds.
+        #: The average time from a request's first token to its end, in seconds.
         self.mean_decode_s = 0.0
         self._placed: dict[str, _Placed] = {}
         self._num_decoded = self._refreshed = 0
@@ -66,8 +66,8 @@ class ReplicaRouter:
         return len(self._placed)
 
     def num_uncached_tokens(self, request_id: str) -> int:
-        """Number of prompt tokens that the request's replica was expected to compute when it was
-        chosen."""
+        """Number of prompt tokens that the request's replica had not cached, as estimated when the
+        request was placed."""
         return self._placed[request_id].num_uncached_tokens
 
     # ---- replicas ---------------------------------------------------------------------------
@@ -78,8 +78,8 @@ class ReplicaRouter:
         self.prefixes.add_replica(replica.index, facts.num_blocks)
 
     def remove_replica(self, name: str) -> None:
-        """Remove a replica that is dead, cut off or ended, with its cache and its load. Later calls
-        of `on_end` for its requests have no effect."""
+        """Remove a replica that has stopped or can't be reached, with its cache and its load. Later
+        calls of `on_end` for its requests have no effect."""
         replica = self.fleet.remove(name)
         self.prefixes.remove_replica(replica.index)
         for request_id in [
@@ -88,13 +88,15 @@ class ReplicaRouter:
             del self._placed[request_id]
 
     def set_accepting(self, name: str, accepts: bool) -> None:
-        """Set whether new requests may be placed on a replica. Its present requests stay."""
+        """Set whether new requests may be placed on a replica. Requests placed earlier stay
+        there."""
         replica = self.fleet.set_accepting(name, accepts)
         if accepts:
             self._update_delay(replica, 0.0)
 
     def set_slowness(self, name: str, measured: float, now_s: float) -> None:
-        """Set the ratio of a replica's measured step times to those of its cost model."""
+        """Set the ratio of a replica's measured step times to the times that its cost model
+        predicts."""
         replica = self.fleet.set_slowness(name, measured)
         if replica is not None:
             self._update_delay(replica, now_s)
@@ -112,24 +114,25 @@ class ReplicaRouter:
         again under the same id.
         """
         request_id = request.request_id
-        assert request_id not in self._placed, f"{request_id!r} is placed"
+        assert request_id not in self._placed, f"{request_id!r} is already placed"
         if not self.fleet.accepting:
             raise NoReplicaError(
-                f"none of the {len(self.fleet.by_name)} replicas takes requests; retry when one has"
-                " started"
+                f"none of the {len(self.fleet.by_name)} replicas accepts requests; retry when a"
+                " replica has started"
             )
-        # First, update the averages and the order that the policy reads.
+        # First, update the busy share and the delays that the policy reads.
         self.fleet.record_arrival()
         self._refresh(now_s)
-        # Then look up who has cached which part of the prompt, and let the policy choose.
+        # Then look up which replicas have cached which prefixes of the prompt, and let the policy
+        # choose.
         positions = self.prefixes.positions
         kept = positions.of_chain(request.digests)
         masks = self.prefixes.masks(kept)
         sizes = [end * self.block_size for end in positions.ends[: len(masks)]]
         candidates = Candidates(request, now_s, self.fleet, masks, sizes)
         replica = self.policy.choose(candidates)
-        # Last, count the request on its replica. A sequence attends to half of its output on
-        # average.
+        # Last, add the request to its replica's load. On average, a sequence attends to half of its
+        # output.
         num_tokens, num_known = request.num_prompt_tokens, candidates.num_known(replica)
         num_cached = candidates.num_cached_tokens(replica)
         self._placed[request_id] = _Placed(
@@ -185,8 +188,8 @@ class ReplicaRouter:
             self.fleet.delays.set(replica.index, delay_s)
 
     def _refresh(self, now_s: float) -> None:
-        """Update the delays of a few replicas that have prompts, the same number for each request,
-        because their waits shrink as time passes."""
+        """Update the delays of the next few replicas, in turn, because the wait at a replica with
+        prompts shrinks as time passes."""
         accepting, delays = self.fleet.accepting, self.fleet.delays
         num_accepting, at = len(accepting), self._refreshed
         for _ in range(min(NUM_REFRESHED, num_accepting)):
@@ -200,7 +203,7 @@ class ReplicaRouter:
     # ---- checks -----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AssertionError unless each replica's load is that of its placed requests."""
+        """Raise AssertionError unless each replica's load is the sum over its placed requests."""
         self.prefixes.check()
         assert all(self.fleet.speeds.values())
         for replica in self.replicas:

@@ -1,18 +1,18 @@
-"""Policy: the replica with the shortest expected time to first token.
+"""Routing policy: the replica with the shortest expected time to first token.
 
-The time is predicted by the cost models of the replicas: first the uncached prompts in flight
-there, then the rest of the prompt itself. Two costs to other requests are added:
+A replica's cost model predicts the time as the sum of two parts: the uncached prompts that wait
+there, then the uncached part of the new prompt. Two costs to other requests are added:
 
-- The rest of the prompt counts a second time, since later requests wait for it. The busier the
-  fleet, the higher its weight. If a share b of the replicas computes prompts, its weight is
-  own_weight * b / (1 - b), as the wait in a queue grows with utilization. It counts at the mean
-  speed of the fleet, since a second of a slow replica takes less from others. So a request goes to
-  the replica with the longest prefix as long as its wait there is at most a fixed multiple of the
-  time that the prefix saves. The loads of the other replicas do not change this rule.
-- Sequences that generate together slow each other down. The average time that requests generate,
-  times the relative increase of step time there, counts `decode_weight` times.
+- The uncached part of the new prompt counts a second time, since later requests wait for it. If a
+  share b of the replicas computes prompts, its weight is own_weight * b / (1 - b), because the wait
+  in a queue grows in this way with utilization. It counts at the mean speed of the fleet, since a
+  second of a slow replica costs others less. So a request goes to the replica with the longest
+  prefix if its wait there is at most a fixed multiple of the time that the prefix saves, whatever
+  the loads of the other replicas.
+- Sequences that generate together slow each other down. The average generation time of a request,
+  times the relative increase of the replica's step time, counts `decode_weight` times.
 
-If more sequences are placed than run at once, their wait for a row counts in full.
+If a replica has more sequences than max_num_seqs, their wait to join the batch counts in full.
 """
 
 import math
@@ -26,11 +26,11 @@ MOST_BUSY = 0.8
 
 
 class ExpectedTTFT(RoutingPolicy):
-    """Minimizes, in seconds: delay at the replica (`expected_delay_s`) + own prefill + weight *
-    mean prefill.
+    """Minimizes, in seconds: `expected_delay_s` of the replica + prefill time of the prompt there +
+    weight * prefill time at the fleet's mean speed.
 
-    It searches the prefixes, longest first: among the holders of each, only the replica with the
-    least delay can be the best. The cost does not grow with the number of replicas.
+    Of the replicas with equal speed and equal cached prefix, only the one with the least delay can
+    be the best. So the search takes no longer with more replicas.
     """
 
     def __init__(self, own_weight: float = 2.0, decode_weight: float = 0.01) -> None:

@@ -1,4 +1,4 @@
-"""Policy: the replica with the least work, whatever it has cached."""
+"""Routing policy: the replica with the least pending prefill work, whatever it has cached."""
 
 from quire.routing.candidates import EVERYONE, Candidates
 from quire.routing.policy import RoutingPolicy
@@ -6,8 +6,8 @@ from quire.routing.replica import Replica
 
 
 class LeastWork(RoutingPolicy):
-    """Chooses the replica that has computed its present prompts first. Equal replicas take
-    turns."""
+    """Chooses the replica that will first have computed its pending prompts. Equal replicas are
+    chosen in turn."""
 
     def choose(self, candidates: Candidates) -> Replica:
         found = candidates.least(EVERYONE)

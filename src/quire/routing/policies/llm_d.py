@@ -1,8 +1,8 @@
-"""Policy: sticky until saturated, as in llm-d's scheduler, for comparison.
+"""Routing policy of llm-d's scheduler, for comparison: prefer the cached prefix until saturated.
 
-A replica with most of the prompt gets the request, unless its queue is longer than that of the
-least busy replica by more than `max_wait_s`. Otherwise the request goes to the replica that would
-then have the fewest uncached tokens in flight.
+The replica that has cached most of the prompt gets the request, unless its queue is more than
+`max_wait_s` seconds longer than the shortest queue. Otherwise the request goes to the replica that
+would then have the fewest uncached prompt tokens to compute.
 """
 
 from quire.routing.candidates import Candidates
@@ -16,7 +16,7 @@ class LlmD(RoutingPolicy):
 
     def __init__(self, match_threshold: float = 0.8, max_wait_s: float = 2.0) -> None:
         """Raises ConfigurationError for an option below 0."""
-        #: A replica is preferred if it has cached at least this share of the prompt.
+        #: The holder is preferred if it has cached at least this share of the prompt.
         self.match_threshold = at_least("match_threshold", match_threshold, 0.0)
         #: Seconds by which the holder's queue may exceed the shortest queue.
         self.max_wait_s = at_least("max_wait_s", max_wait_s, 0.0)

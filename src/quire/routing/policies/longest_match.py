@@ -1,6 +1,6 @@
-"""Policy: the replica with the longest cached prefix, whatever its load; a bound for comparison.
+"""Routing policy: the replica with the longest cached prefix, whatever its load; for comparison.
 
-If all prompts begin alike, one replica gets them all.
+If all prompts share a prefix, one replica gets all requests.
 """
 
 from quire.routing.candidates import Candidates

@@ -1,4 +1,4 @@
-"""Policy: a random replica, all equally likely."""
+"""Routing policy: a random replica, all equally likely."""
 
 import random
 
@@ -8,7 +8,7 @@ from quire.routing.replica import Replica
 
 
 class RandomChoice(RoutingPolicy):
-    """Repeats its choices for the same seed."""
+    """Chooses at random; equal seeds give equal choices."""
 
     def __init__(self, seed: float = 0) -> None:
         self._random = random.Random(int(seed))

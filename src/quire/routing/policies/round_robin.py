@@ -1,4 +1,4 @@
-"""Policy: the replicas take turns, whatever their load and cache."""
+"""Routing policy: each replica in turn, whatever its load and cache."""
 
 from quire.routing.candidates import Candidates
 from quire.routing.policy import RoutingPolicy
@@ -6,7 +6,8 @@ from quire.routing.replica import Replica
 
 
 class RoundRobin(RoutingPolicy):
-    """Chooses the replica with the next higher index after the last choice."""
+    """Chooses the replica with the next higher index than the last choice, or the first after the
+    last one."""
 
     def __init__(self) -> None:
         self._last = -1

@@ -1,9 +1,9 @@
-"""Policy: the cache-aware algorithm of SGLang's gateway, for comparison.
+"""Routing policy of SGLang's gateway ("cache_aware"), for comparison.
 
-If the loads are unbalanced, the shortest queue gets the request. Otherwise the replica with the
-longest cached prefix gets the request, provided that the prefix is more than `cache_threshold` of
-the prompt; else the replica with the smallest load. Load is the number of requests. (Source:
-sgl-model-gateway, policy "cache_aware", with its thresholds.)
+The load of a replica is its number of requests. If the loads are unbalanced, the replica with the
+smallest load gets the request. Otherwise the replica with the longest cached prefix gets it, if
+that prefix is more than `cache_threshold` of the prompt; else the replica with the smallest load.
+The thresholds are the defaults of sgl-model-gateway.
 """
 
 from quire.routing.candidates import Candidates
@@ -12,8 +12,8 @@ from quire.routing.replica import Replica
 
 
 class SGLang(RoutingPolicy):
-    """Loads are unbalanced if the highest exceeds the lowest by more than `balance_abs_threshold`
-    and is above `balance_rel_threshold` times the lowest."""
+    """Follows the cached prefix unless the loads are unbalanced: the highest exceeds the lowest by
+    more than `balance_abs_threshold` and is above `balance_rel_threshold` times the lowest."""
 
     def __init__(
         self,
