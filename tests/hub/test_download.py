@@ -109,7 +109,7 @@ def _leave_partial(hub, cache, content):
 
 def test_a_partial_file_of_something_else_is_thrown_away(hub, cache):
     _leave_partial(hub, cache, b"x" * 1000)
-    with pytest.raises(CheckpointError, match=r"don't fit.*try again"):
+    with pytest.raises(CheckpointError, match=r"don't match.*try again"):
         resolve_model_folder("org/model")
     _assert_whole(hub, cache)
 

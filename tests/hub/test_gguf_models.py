@@ -85,7 +85,7 @@ def test_folders_without_exactly_one_complete_model_are_refused(hub, tmp_path):
         find_model(str(tmp_path / "page.gguf"))
     with pytest.raises(CheckpointError, match=r"there is no file 'no\.gguf' here$"):
         resolve_model_folder("no.gguf")
-    with pytest.raises(CheckpointError, match=r"of the hub it would be named as a/b:c\.gguf"):
+    with pytest.raises(CheckpointError, match=r"for a file of the hub, give a/b:c\.gguf"):
         resolve_model_folder("a/b/c.gguf")
     with pytest.raises(CheckpointError, match="is not a folder here"):
         resolve_model_folder("a/b/c:Q8_0")
@@ -123,7 +123,7 @@ def test_a_header_that_finds_no_room_names_its_folder(gguf_hub, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(remote_headers, "http_get", fill)
-    with pytest.raises(CheckpointError, match=r"tiny-Q8_0\.gguf can't be kept in .*TMPDIR"):
+    with pytest.raises(CheckpointError, match=r"tiny-Q8_0\.gguf can't be stored in .*TMPDIR"):
         find_model("org/tiny-GGUF:Q8_0")
 
 

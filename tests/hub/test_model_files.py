@@ -49,9 +49,9 @@ def test_paths_that_are_no_files_are_named(tmp_path):
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
         (b"\n <!DOCTYPE HTML><html></html>", "a web page, not the file itself"),
-        (b"GGUF\x03\0\0\0", "a model in GGUF format, under another"),
-        (b'{"a": 1, "b": 2, "a": 1}', "the name a stands in one object twice"),
-        (b'{"a": {"b": 1, "b": 1}}', "the name b stands in one object twice"),
+        (b"GGUF\x03\0\0\0", "a model in GGUF format under another"),
+        (b'{"a": 1, "b": 2, "a": 1}', "the name a occurs twice in one object"),
+        (b'{"a": {"b": 1, "b": 1}}', "the name b occurs twice in one object"),
         (b"[" * 100_000, "nests too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
         (b'{"a": "\n"}', "is not JSON: Invalid control character"),

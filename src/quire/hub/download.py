@@ -30,7 +30,7 @@ OnBytes = Callable[[int, int], None]
 """Called with (bytes present, bytes in total) by the thread that waits for the downloads."""
 
 MAX_FILES_AT_ONCE = 4
-"""Several downloads run at once, since one connection seldom uses the whole bandwidth."""
+"""The number of simultaneous downloads; one connection seldom uses the whole bandwidth."""
 
 SPARE_BYTES = 64 << 20
 """The bytes of disk space that a download must leave free."""
@@ -86,7 +86,7 @@ def _look_up(repo: str, snapshot: Path, name: str) -> _RemoteFile:
     found = get_hf_file_metadata(url)
     if found.etag is None or found.size is None:
         raise CheckpointError(
-            f"{repo}: the hub says no size, or no version, of {name}; fetch the model with `hf"
+            f"{repo}: the hub does not report the size or the version of {name}; fetch it with `hf"
             f" download {repo} --local-dir FOLDER`, and name that folder"
         )
     blobs = snapshot.parent.parent / "blobs"
@@ -101,7 +101,7 @@ def _check_disk(repo: str, snapshot: Path, files: Sequence[_RemoteFile]) -> None
     if needed and needed + SPARE_BYTES > free:
         raise CheckpointError(
             f"{repo} needs {needed} bytes more on the disk of {snapshot.parent.parent}, but only"
-            f" {free} are free; free some of it, or let HF_HOME name a folder on another one"
+            f" {free} are free; free some of it, or set HF_HOME to a folder on another disk"
         )
 
 
@@ -165,7 +165,7 @@ def _check_hash(file: _RemoteFile) -> None:
     if digest.hexdigest() != file.etag:
         file.partial.unlink()
         raise CheckpointError(
-            f"{file.name}: the part downloaded earlier and the part downloaded now don't fit, so"
+            f"{file.name}: the part downloaded earlier and the part downloaded now don't match, so"
             " both were deleted; try again"
         )
 

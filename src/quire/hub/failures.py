@@ -14,8 +14,8 @@ from quire.hub.model_files import shown_text
 
 _KINDS = [kind for kind in errors.HfHubHTTPError.__mro__ if issubclass(kind, Exception)]
 CLIENT_ERRORS: tuple[type[Exception], ...] = tuple(kind for kind in _KINDS if kind is not Exception)
-"""The errors of the hub's client, those of the HTTP library that this version of it uses, and the
-built-in exceptions that they derive from."""
+"""The errors of the hub's client and of its HTTP library (requests or httpx, by version), and the
+built-in exceptions from which they derive."""
 
 _NAMED: tuple[type[Exception], ...] = (*CLIENT_ERRORS, ValueError)
 
@@ -35,7 +35,9 @@ def named_failures(name: str, revision: str | None) -> Iterator[None]:
 
 
 def _why_not(name: str, error: Exception) -> str:
-    """Why the hub did not give the model, and what to do. The hub's own message comes last."""
+    """A clause that says why the hub did not provide the model, and what to do.
+
+    For an error of an unknown kind, it quotes the hub's own message."""
     token = "with HF_TOKEN=... in the environment, or after `hf auth login`"
     page = f"https://huggingface.co/{name}"
     # First, the hub refuses access, or has no such model or revision.
@@ -59,17 +61,17 @@ def _why_not(name: str, error: Exception) -> str:
     # Second, the files can't be written.
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
-            f"the disk is full ({shown_text(error)}); free some of it, or let HF_HOME name a"
-            " folder on another one"
+            f"the disk is full ({shown_text(error)}); free some of it, or set HF_HOME to a"
+            " folder on another disk"
         )
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return (
             f"a file of its size can't be written ({shown_text(error)}), by the disk's format or by"
-            " a limit (`ulimit -f`); let HF_HOME and TMPDIR name folders that take larger ones"
+            " a limit (`ulimit -f`); set HF_HOME and TMPDIR to folders that take larger files"
         )
     if isinstance(error, PermissionError):
         return (
-            f"the hub's files can't be written ({shown_text(error)}); let HF_HOME name a folder "
+            f"the hub's files can't be written ({shown_text(error)}); set HF_HOME to a folder "
             "that may be written"
         )
     # Last, the hub can't be reached, or fails in another way.
@@ -77,12 +79,12 @@ def _why_not(name: str, error: Exception) -> str:
         reason = "" if error.__cause__ is None else f": {shown_text(error.__cause__)}"
         return (
             f"the hub can't be reached from here (no network, or HF_HUB_OFFLINE is set{reason}), "
-            "nor has it been fetched before; fetch it where there is a network with `hf download "
-            f"{name} --local-dir FOLDER`, and name that folder{_without_owner(name)}"
+            "and the model is not in the cache; fetch it where there is a network with `hf"
+            f" download {name} --local-dir FOLDER`, and name that folder{_without_owner(name)}"
         )
     return (
-        f"can't be had from the hub as a model id: {shown_text(error)} -- name a folder in Hugging "
-        "Face's format, or a hub id such as 'Qwen/Qwen3-0.6B' that this machine can reach"
+        f"can't be fetched from the hub as a model id: {shown_text(error)} -- name a folder in"
+        " Hugging Face's format, or a hub id such as 'Qwen/Qwen3-0.6B' that this machine can reach"
     )
 
 

@@ -2,7 +2,7 @@
 
 The small files are the config, the index of the weights, the tokenizer and the chat template.
 The list and these files show whether a file is missing or the model is unsupported, before
-gigabytes are fetched. Of several GGUF models in the list, one is chosen, and the headers of its
+gigabytes are fetched. If the list has several GGUF models, one is chosen, and the headers of its
 files take the place of the small files. If the hub can't be reached, the cached files are used.
 Called by `model_folder` for hub ids only, since this module imports the hub's client.
 """
@@ -31,7 +31,7 @@ from quire.hub.weight_files import has_weights, weight_paths
 from quire.observability.log import get_logger
 
 _SERVER_FAILURES = 500
-"""HTTP statuses from here on mean that the hub has failed; lower ones mean that it refuses."""
+"""HTTP statuses from this one on mean that the hub has failed; lower ones mean that it refuses."""
 
 logger = get_logger(__name__)
 
@@ -109,8 +109,8 @@ def _list(name: str, revision: str | None) -> Repository | Exception:
 
 
 def _chosen(repository: Repository, choice: str | None) -> Sequence[str]:
-    """The files of the chosen GGUF model; empty if the model in Hugging Face's format is to be
-    used. If `choice` is None, logs which GGUF model is used."""
+    """The files of the chosen GGUF model; empty if the repository's model in Hugging Face's format
+    is used instead. If `choice` is None, logs which GGUF model is used."""
     files = repository.gguf_files(choice)
     if files and choice is None:
         labels = [label_of(first) for first in models_of(repository.sizes)]
@@ -122,7 +122,7 @@ def _chosen(repository: Repository, choice: str | None) -> Sequence[str]:
 def _fetch_gguf(
     repository: Repository, files: Sequence[str], on_progress: OnProgress | None
 ) -> Path:
-    """The path of the first file, once all files are fetched."""
+    """Fetch all files of a GGUF model. Returns the path of the first one."""
     folder = repository.snapshot()
     _fetch_weights(repository, folder, files, on_progress)
     return folder / files[0]
@@ -156,7 +156,7 @@ def _fetch_weights(
 
 
 def _cached_model(name: str, choice: str | None, revision: str | None, reason: Exception) -> Path:
-    """The path of a model in the cache. `reason` is the error that the hub gave."""
+    """The path of a model in the cache. `reason` is the error from the hub, for messages."""
     snapshot = _cached_snapshot(name, revision)
     names = [] if snapshot is None else [path.name for path in snapshot.iterdir()]
     # Without a choice, a model in Hugging Face's format is preferred to GGUF files.

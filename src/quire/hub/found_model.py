@@ -16,26 +16,26 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """A model's location and whether its weights are there."""
+    """A model's path, and whether its weights are on this machine."""
 
-    #: A folder with all files of the model except perhaps the weights; or its first GGUF file, or
-    #: a copy of that file's header.
+    #: A folder with all files of the model, perhaps without weights; or the model's first GGUF
+    #: file; or a copy of that file's header.
     folder: Path
     has_weights: bool = True
     #: The commit of a model of the hub; None for a local model.
     revision: str | None = None
 
     def name_for_clients(self, name: str) -> str:
-        """The name under which the model is served: `name`, by which it was looked up; for a path
-        to a GGUF file, the model's name within the file name."""
+        """The model's name in the API: `name`, the one given by the user; but for the path of a
+        GGUF file, the model's name within the file name."""
         if self.folder.is_file() and Path(name).expanduser() == self.folder:
             return model_stem(self.folder.name)
         return name
 
     def named_for_others(self, name: str) -> tuple[str, str | None]:
-        """(model, revision) with which another process finds the same model. `name` is the one that
-        was looked up.
+        """(model, revision) for another process that is to find the same model.
 
+        `name` is the name given by the user.
         If the weights are missing, `model` is the hub id, not the folder: the engine fetches the
         weights after it has checked that it can serve the model.
         """

@@ -12,8 +12,8 @@ from typing import Any
 from quire.errors import CheckpointError, shown
 
 MAX_JSON_BYTES = 32 << 20
-"""The most bytes of one file. The largest known index of weights, for 384 experts in 61 layers,
-has 8 MB."""
+"""The most bytes of one file. The largest known index of weights has 8 MB, for 384 experts in 61
+layers."""
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """The first bytes of the text that git-LFS leaves in place of a file that it has not fetched."""
@@ -96,7 +96,7 @@ def foreign_content(start: bytes) -> str | None:
     if start.lstrip()[: len(_WEB_PAGE)].lower() == _WEB_PAGE:
         return "a web page, not the file itself; download it anew (`hf download ID`)"
     if start.startswith(_GGUF_MAGIC):
-        return "a model in GGUF format, under another file's name; name it itself as the model"
+        return "a model in GGUF format under another file's name; name that file as the model"
     return None
 
 
@@ -127,5 +127,5 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = counts.most_common(1)[0][0]
-        raise ValueError(f"the name {shown_name(twice)} stands in one object twice")
+        raise ValueError(f"the name {shown_name(twice)} occurs twice in one object")
     return found

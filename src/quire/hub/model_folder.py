@@ -2,8 +2,8 @@
 
 From the hub, the file list is fetched first, then the small files (config, index, tokenizer,
 template), then the weights. So a missing file or an unsupported model is reported before gigabytes
-are fetched. A model in GGUF format is one file with all contents; wherever the code says model
-folder, it may be such a file. Called by the engine and by the API server, so it imports no torch.
+are fetched. A model in GGUF format is one file with all contents. In the code, "model folder" may
+also mean such a file. Called by the engine and by the API server, so it imports no torch.
 Fetches no pickles.
 """
 
@@ -128,15 +128,13 @@ def _refuse_what_is_no_id(name: str, folder: Path) -> None:
     for page in _HUB_PAGES:
         if name.startswith(page):
             raise CheckpointError(
-                f"{shown(name)} is not a folder here; as a hub id it would be"
+                f"{shown(name)} is not a folder here; its hub id is"
                 f" {shown(name.removeprefix(page))}"
             )
     repository, choice = split_choice(name)
     if choice is None and _is_called_gguf(folder):
         owner, _, file = name.rpartition("/")
-        of_hub = (
-            f"; of the hub it would be named as {owner}:{file}" if owner.count("/") == 1 else ""
-        )
+        of_hub = f"; for a file of the hub, give {owner}:{file}" if owner.count("/") == 1 else ""
         raise CheckpointError(f"there is no file {shown(name)} here{of_hub}")
     if name.startswith((".", "~", "/")) or repository.count("/") > 1 or "\\" in name:
         near = folder.parent

@@ -29,11 +29,11 @@ from quire.hub.weight_files import (
 TOKENIZER_FILE = "tokenizer.json"
 
 _ALWAYS_THERE = ".gitattributes"
-"""A file to fetch if no other is wanted, since the hub's client warns if no file matches."""
+"""A file to fetch if no other is needed, since the hub's client warns if it finds none to fetch."""
 _TEXT_PATTERNS = ("*.json", "*.jinja")
 _UNUSED_PATTERNS = ("*.index.json", "trainer_state.json")
 _IN_FOLDERS = re.compile(r"\d+_\w+/config\.json|additional_chat_templates/[^/]+\.jinja")
-"""Configs of sentence-transformers modules, and further chat templates."""
+"""Matches configs of sentence-transformers modules, and further chat templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Repository:
         weights_file(self.name, self.sizes)
 
     def check_text(self, *, needs_tokenizer: bool) -> None:
-        """Does the same as `check`, but does not look for weights."""
+        """Check the same files as `check`, except for weights."""
         if not self.sizes.keys() & {"config.json", TOKENIZER_FILE}:
             raise CheckpointError(
                 f"{self.name} has neither config.json nor {TOKENIZER_FILE}; name a model in Hugging"
@@ -75,9 +75,9 @@ class Repository:
             )
         if needs_tokenizer and TOKENIZER_FILE not in self.sizes:
             raise CheckpointError(
-                f"{self.name} has no {TOKENIZER_FILE}, the only format of a tokenizer that is read;"
-                " name a model that has the same one by `--tokenizer`, or convert it once with"
-                f" transformers: AutoTokenizer.from_pretrained({self.name!r}).save_pretrained"
+                f"{self.name} has no {TOKENIZER_FILE}, the only tokenizer format that quire reads;"
+                " set `--tokenizer` to a model with the same tokenizer, or convert this one once"
+                f" with transformers: AutoTokenizer.from_pretrained({self.name!r}).save_pretrained"
                 "('FOLDER'), and name that folder by `--tokenizer`"
             )
 

@@ -94,5 +94,5 @@ def test_files_that_are_no_gguf_models_are_not_found(write, tmp_path):
     other = tmp_path / "x.bin"
     other.write_bytes(b"PK")
     assert find_gguf(other) is None
-    with pytest.raises(CheckpointError, match="neither is nor has a model in GGUF format"):
+    with pytest.raises(CheckpointError, match="is not a model in GGUF format and contains none"):
         gguf_paths(tmp_path)

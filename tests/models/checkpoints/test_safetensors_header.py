@@ -97,7 +97,7 @@ def test_gives_places_in_the_file(write):
         ({"a\nb": None}, r"the header says None of 'a\\nb'"),
         ({"b": B}, "begin at 24, but those before end at 0"),
         ({"a": A}, "bytes, but its header describes"),
-        (b'{"a": 1, "a": 1}', "the name a stands in one object twice"),
+        (b'{"a": 1, "a": 1}', "the name a occurs twice in one object"),
         (b"[]", "must hold a JSON object"),
     ],
 )

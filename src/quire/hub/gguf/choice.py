@@ -41,7 +41,7 @@ def choose_gguf(
         return next(iter(models.values()), ())
     if not models:
         raise CheckpointError(
-            f"{what} has no models in GGUF format{where}, of which {shown(choice)} could be one;"
+            f"{what} has no models in GGUF format{where}, from which {shown(choice)} could choose;"
             f" leave out ':{shown_name(str(choice))}'"
         )
     found = _matches(models, USUAL if choice is None else choice)
@@ -97,7 +97,8 @@ def _is_ending(stem: str, wanted: str) -> bool:
 
 
 def _listed(models: Collection[str]) -> tuple[str, str]:
-    """All models in words, and one as an example. `models` are the names of their first files."""
+    """A text that lists all models, and the label of one model as an example. `models` are the
+    names of their first files."""
     labels = [label_of(first) for first in models]
     names = [
         label if labels.count(label) == 1 else first

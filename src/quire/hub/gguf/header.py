@@ -25,7 +25,7 @@ from quire.hub.model_files import foreign_content
 
 MAGIC = b"GGUF"
 MAX_TENSORS = 1 << 17
-"""The most tensors in one file. The largest published models have 2,000, as experts are stacked."""
+"""The most tensors in one file. The largest published models have 2,000, with stacked experts."""
 MAX_FIELDS = 1 << 14
 """The most metadata fields in one file. Published files have fewer than 100."""
 MAX_DIMENSIONS = 4
@@ -34,14 +34,14 @@ _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
 _TENSOR_BYTES = 32
-"""The least number of bytes that a tensor takes in the header."""
+"""The least number of bytes of a tensor's entry in the header."""
 _FIELD_BYTES = 13
-"""The least number of bytes that a field takes in the header."""
+"""The least number of bytes of a metadata field in the header."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The type, shape and place of a tensor in a file."""
+    """The type, shape and position of a tensor in a file."""
 
     storage: StorageType
     #: The outermost dimension comes first, in contrast to ggml.
@@ -155,10 +155,10 @@ def _read_counts(path: Path, reader: FieldReader, start: bytes) -> tuple[int, in
     ):
         if count * least > reader.num_left:
             raise MalformedError(
-                f"it would have {count} {what} of {least} bytes or more in {reader.num_left} bytes"
+                f"it claims {count} {what} of {least} bytes or more in {reader.num_left} bytes"
             )
         if count > most:
-            raise MalformedError(f"it would have {count} {what}, but at most {most} are read")
+            raise MalformedError(f"it claims {count} {what}, but at most {most} are read")
     return num_tensors, num_fields
 
 
@@ -167,7 +167,7 @@ def _read_metadata(reader: FieldReader, count: int) -> dict[str, Value]:
     for index in range(count):
         name = reader.string(f"the name of metadata field {index}")
         if name in metadata:
-            raise MalformedError(f"the metadata field {field_name(name)} stands there twice")
+            raise MalformedError(f"the metadata field {field_name(name)} occurs twice")
         metadata[name] = reader.value(f"the metadata field {field_name(name)}")
     return metadata
 
@@ -184,17 +184,17 @@ def _alignment(metadata: dict[str, Value]) -> int:
 
 
 def _read_tensors(reader: FieldReader, count: int) -> dict[str, TensorInfo]:
-    """The tensors by name. `start` is still an offset in the tensor data; `_placed` corrects it."""
+    """The tensors by name. `start` is still relative to the tensor data; `_placed` changes that."""
     tensors: dict[str, TensorInfo] = {}
     for index in range(count):
         name = reader.string(f"the name of tensor {index}")
         what = f"the tensor {field_name(name)}"
         if name in tensors:
-            raise MalformedError(f"{what} stands there twice")
+            raise MalformedError(f"{what} occurs twice")
         num_dimensions = reader.number("I", f"the shape of {what}")
         if not 0 < num_dimensions <= MAX_DIMENSIONS:
             raise MalformedError(
-                f"{what} has {num_dimensions} dimensions, but 1 to {MAX_DIMENSIONS} can be"
+                f"{what} has {num_dimensions} dimensions, but must have 1 to {MAX_DIMENSIONS}"
             )
         sizes = [reader.number("Q", f"the shape of {what}") for _ in range(num_dimensions)]
         kind = reader.number("I", f"the type of {what}")
@@ -207,17 +207,17 @@ def _storage(kind: int, sizes: list[int], what: str) -> StorageType:
     """The storage type with the id `kind`. Checks that it is known and fits the sizes."""
     if kind in REMOVED_TYPES:
         raise MalformedError(
-            f"{what} is of type {REMOVED_TYPES[kind]}, which ggml has given up: take the model "
-            "in another quantization"
+            f"{what} is of type {REMOVED_TYPES[kind]}, which ggml no longer supports: take the"
+            " model in another quantization"
         )
     if kind not in STORAGE_TYPES:
-        raise MalformedError(f"{what} is of type {kind}, which quire does not know")
+        raise MalformedError(f"{what} is of type {kind}, which quire does not support")
     storage = STORAGE_TYPES[kind]
     if 0 in sizes:
-        raise MalformedError(f"{what} has no numbers: its sizes are {sizes}")
+        raise MalformedError(f"{what} has no values: its sizes are {sizes}")
     if sizes[0] % storage.block_size:
         raise MalformedError(
-            f"{what} has rows of {sizes[0]} numbers, but its type {storage.name} has blocks of "
+            f"{what} has rows of {sizes[0]} values, but its type {storage.name} has blocks of "
             f"{storage.block_size}"
         )
     return storage

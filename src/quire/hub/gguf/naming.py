@@ -21,9 +21,9 @@ _MAX_FILES = 9999
 _MAX_NAMES_SHOWN = 12
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _ENCODER, _NOTES = "mmproj", "imatrix"
-"""Words in the names of files that hold no model but an image encoder or a quantizer's notes. A
-model quantized with an importance matrix may also have `imatrix` in its name, together with a
-quantization."""
+"""Words in the names of files with an image encoder or a quantizer's statistics instead of a model.
+The name of a model that was quantized with an importance matrix may also contain `imatrix`, but it
+names a quantization, too."""
 _LABEL = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*?)"
     r"(?:[-._]i?mat(?:rix)?)?(?:-\d{5}-of-\d{5})?\.gguf$",
@@ -55,7 +55,7 @@ def all_names(first: str) -> tuple[str, ...]:
     found = _SPLIT.fullmatch(first)
     if found is None or first_name(first) != first:
         return (first,)
-    # The bound is for names that claim too many files.
+    # A name may claim any number of files, so the number is bounded.
     count = min(int(found["count"]), _MAX_FILES)
     suffix = f"-of-{found['count']}{first[-len(SUFFIX) :]}"
     return tuple(f"{found['stem']}-{number:05}{suffix}" for number in range(1, count + 1))
@@ -103,7 +103,7 @@ def gguf_paths(path: Path) -> list[Path]:
     first = find_gguf(path)
     if first is None:
         raise CheckpointError(
-            f"{path} neither is nor has a model in GGUF format; name a .gguf file"
+            f"{path} is not a model in GGUF format and contains none; name a .gguf file"
         )
     paths = [first.with_name(name) for name in all_names(first.name)]
     missing = [each.name for each in paths if not each.exists()]

@@ -55,8 +55,9 @@ def fetch_headers(repo: str, commit: str, files: Mapping[str, int]) -> Path:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise CheckpointError(
-                    f"the header of {repo}'s {name} can't be kept in {tempfile.gettempdir()}, whose"
-                    " disk is full: free some of it, or let TMPDIR name a folder on another one"
+                    f"the header of {repo}'s {name} can't be stored in {tempfile.gettempdir()},"
+                    " whose disk is full: free some of it, or set TMPDIR to a folder on"
+                    " another disk"
                 ) from error
     return first
 

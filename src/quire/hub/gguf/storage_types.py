@@ -1,7 +1,7 @@
 """The storage types of tensors in GGUF files: ggml's types by their ids.
 
 A type divides each row into blocks, each with the same number of values and of bytes. Source:
-ggml.h and ggml-common.h of llama.cpp. `models.checkpoints.gguf` knows the layout of a block.
+ggml.h and ggml-common.h of llama.cpp. `models.checkpoints.gguf` decodes the blocks.
 """
 
 from dataclasses import dataclass

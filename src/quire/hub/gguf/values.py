@@ -29,12 +29,12 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11:
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
 _MAX_STRINGS = 1 << 21
-"""The most strings in all arrays together; reading a string takes a third of a microsecond.
+"""The most strings in all arrays together. Reading a string takes a third of a microsecond.
 Vocabularies have up to 262,144 tokens and fewer than 600,000 merges."""
 _MAX_STRING_BYTES = 4 << 20
 """The longest string; the longest published ones are chat templates of less than 100,000 bytes."""
 _MAX_KEPT_BYTES = 32 << 20
-"""The most characters of all strings outside arrays; in memory they may take four times as much."""
+"""The most characters of all strings outside arrays. One takes up to four bytes of memory."""
 
 
 class MalformedError(ValueError):
