@@ -103,11 +103,11 @@ def test_named_memory_without_cores_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("numa", "tree", "sentence"),
     [
-        ("2", TWO_NODES, "node 2 is not there: this machine has nodes 0-1; name others, or say"),
-        ("0", NO_NODES, "node 0 is not there: this machine has no nodes, as Linux shows it"),
+        ("2", TWO_NODES, "node 2 does not exist: this machine has nodes 0-1; name others, or set"),
+        ("0", NO_NODES, "node 0 does not exist: this machine has no nodes, as Linux shows it"),
         ("1", MEMORY_LESS, "no memory that this process may use; it may use that of nodes 0,2"),
-        ("2", CXL, "of these nodes this process may run on no CPU"),
-        ("0:0-4", TWO_NODES, "of these nodes this process may run on CPUs 0-3 only"),
+        ("2", CXL, "on these nodes this process may run on no CPU"),
+        ("0:0-4", TWO_NODES, "on these nodes this process may run on CPUs 0-3 only"),
     ],
 )
 def test_missing_nodes_and_cpus_are_refused(

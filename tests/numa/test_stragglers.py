@@ -100,7 +100,9 @@ def test_pages_that_stay_are_counted_and_left(
     with caplog.at_level("INFO", "quire.numa"):
         assert work.search_when_idle(IDLE_S) == AGAIN_S
     assert work.num_stuck_pages == 2
-    assert caplog.messages == ["numa: 998 pages were moved to node 1 while idle; 2 could not be"]
+    assert caplog.messages == [
+        "numa: 998 pages were moved to node 1 while idle; 2 could not be moved"
+    ]
 
 
 def test_a_page_that_ends_a_call_does_not_keep_others(calls: FakeCalls, tmp_path: Path) -> None:

@@ -1,16 +1,16 @@
-"""Binds the threads and the memory of this process to its part of the machine.
+"""Binds one rank's threads and memory to CPU cores and memory nodes.
 
-    choose_binding  chooses the part of a rank by the option `numa` and the machine
+    choose_binding  chooses a rank's part (its cores and memory nodes) by the option `numa`
     bind_threads    is called before the computing threads start, which inherit the binding
-    memory_of_part  surrounds the loading of weights, so that their pages lie in the part
+    memory_of_part  surrounds the loading of weights, and puts their pages on the part's nodes
     place           binds memory that is written later: the KV cache
 
 The memory of loaded weights also gets a memory policy. The policy moves no pages, but it makes
 Linux's automatic NUMA balancing, which moves pages to their readers, skip this memory.
 
-If the system forbids the calls on memory, as in a container without the capability SYS_NICE,
-threads are still bound, and a line in the log says so. A page then lies on the node of the thread
-that first writes it, which is a node of the part. Called by `rank_build`.
+If the system forbids memory policies, as in a container without the capability SYS_NICE, threads
+are still bound, and the log says so. Linux then puts a page on the node of the thread that first
+writes it, which is a node of the part. Called by `rank_build`.
 """
 
 import errno
@@ -30,8 +30,8 @@ from quire.numa.topology import Topology, format_list, read_topology
 from quire.observability.log import get_logger
 
 STRICT_SHARE = 0.95
-"""Share of a part's free memory up to which its policy is strict. Beyond this share, pages may come
-from other nodes; under the strict policy the system would kill the process for lack of memory."""
+"""The policy is strict if weights and KV cache need at most this share of the part's free memory.
+Otherwise pages may come from other nodes: a strict policy could get the process killed."""
 
 REFUSALS = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 
@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 
 
 def choose_part(options: NumaOptions, rank: int, num_ranks: int, topology: Topology) -> Part | None:
-    """The part of this rank; None if nothing is to be bound, as on "auto" with one memory node.
+    """The part of this rank; None if nothing is bound, such as on "auto" with one memory node.
 
     Raises ConfigurationError for nodes or CPUs that the machine lacks.
     """
@@ -60,7 +60,7 @@ def _parts(options: NumaOptions, num_parts: int, topology: Topology) -> tuple[Pa
 
 
 def find_topology(options: NumaOptions) -> Topology | None:
-    """This machine's topology; None on "off", and on "auto" if it can't be read, which is logged.
+    """This machine's topology; None if `numa` is "off", or on "auto" if it can't be read (logged).
 
     Raises ConfigurationError if nodes are named and the topology can't be read.
     """
@@ -72,7 +72,7 @@ def find_topology(options: NumaOptions) -> Topology | None:
         if options.numa_nodes is not None:
             raise ConfigurationError(
                 f"numa is {options.numa!r}, but the nodes of this machine can't be read ({error});"
-                " say 'auto' or 'off'"
+                " set numa to 'auto' or 'off'"
             ) from error
         logger.warning("numa: nothing is bound: the machine's nodes can't be read (%s)", error)
         return None
@@ -88,7 +88,7 @@ def split_for_replicas(options: NumaOptions, num_replicas: int) -> tuple[Part, .
 
 
 def has_own_policy(calls: LinuxCalls | None = None) -> bool:
-    """Whether this process was started with a memory policy, as by numactl."""
+    """Whether this process was started with a memory policy, for example by numactl."""
     try:
         return (calls or LinuxCalls()).thread_policy() != MemoryPolicy.DEFAULT
     except OSError:  # a system that forbids reading the policy forbids changing it, too
@@ -102,8 +102,8 @@ def _check_named(
     if missing := set(nodes) - there:
         has = f"nodes {format_list(there)}" if there else "no nodes, as Linux shows it"
         raise ConfigurationError(
-            f"numa is {value!r}, but node {format_list(missing)} is not there: this machine has"
-            f" {has}; name others, or say 'auto' or 'off'"
+            f"numa is {value!r}, but node {format_list(missing)} does not exist: this machine has"
+            f" {has}; name others, or set numa to 'auto' or 'off'"
         )
     if not set(nodes) & set(topology.memory_nodes):
         raise ConfigurationError(
@@ -113,9 +113,9 @@ def _check_named(
     usable = topology.only(None, nodes).cpus
     if not usable or (cpus is not None and not set(cpus) <= set(usable)):
         raise ConfigurationError(
-            f"numa is {value!r}, but of these nodes this process may run on"
+            f"numa is {value!r}, but on these nodes this process may run on"
             f" {f'CPUs {format_list(usable)} only' if usable else 'no CPU'}; name nodes and CPUs"
-            " that are there"
+            " that it may use"
         )
 
 
@@ -128,7 +128,7 @@ def choose_binding(
     most_threads: int | None,
     num_engines: int = 1,
 ) -> "Binding | None":
-    """A binding for a rank's part, which binds nothing yet; None if nothing is to be bound.
+    """Make a rank's Binding, which is not applied yet; None if nothing is to be bound.
 
     `num_threads` is the number of computing threads of this rank; None means one per physical core
     of the part, but at most `most_threads` if given. `num_engines` is the number of engines that
@@ -161,8 +161,8 @@ class Binding:
         respects_policy: bool = True,
         regions: Callable[[], list[Region]] | None = None,
     ) -> None:
-        """If `respects_policy`, a memory policy with which the process was started, as by numactl,
-        stays. `regions` lists the memory that may hold weights; None: the memory of this process.
+        """If `respects_policy`, a memory policy set when the process started, for example by
+        numactl, is kept. `regions` lists memory that may hold weights; None: this process's memory.
         """
         self.part = part
         #: Number of computing threads.
@@ -186,9 +186,9 @@ class Binding:
 
     @property
     def free_bytes(self) -> int | None:
-        """This part's share of its nodes' free memory when the topology was read.
+        """Bytes of free memory on the part's nodes, divided by the parts that use these nodes.
 
-        None if the part has no nodes because the system shows no node with CPUs.
+        Read with the topology. None if the system shows no node with CPUs, so the part has none.
         """
         if not self.part.memory_nodes:
             return None
@@ -208,7 +208,7 @@ class Binding:
             self._is_bound = True
         except OSError as error:
             logger.warning(
-                "numa: threads can't be kept to CPUs %s (%s): they run where the system puts them",
+                "numa: threads can't be bound to CPUs %s (%s): they run where the system puts them",
                 format_list(cpus),
                 error.strerror,
             )
@@ -230,7 +230,7 @@ class Binding:
 
     @contextmanager
     def memory_of_part(self) -> Iterator[None]:
-        """Take new pages of this thread, and of threads started in the block, from the part.
+        """In the `with` block, this thread and threads that it starts get pages from the part.
 
         Memory that is mapped in the block keeps this policy for pages written later.
         """
@@ -247,7 +247,7 @@ class Binding:
             self.place(begin, end - begin)
 
     def place(self, address: int, num_bytes: int) -> None:
-        """Take this memory's unwritten pages from the part, whichever thread writes them.
+        """Make this memory's unwritten pages come from the part, whichever thread writes them.
 
         Memory that another thread has unmapped by now is skipped.
         """
@@ -277,7 +277,7 @@ class Binding:
         return self.part.memory_nodes
 
     def _may_bind(self) -> bool:
-        """Whether memory may be bound: no call was refused, and no policy is to be respected."""
+        """Whether memory may be bound: no call was refused, and no earlier policy must be kept."""
         policy = int(MemoryPolicy.DEFAULT)
 
         def ask() -> None:
@@ -303,8 +303,8 @@ class Binding:
             if error.errno in REFUSALS:
                 hint = "; in a container it takes the capability SYS_NICE"
             logger.warning(
-                "numa: memory can't be bound to %s, since %s is refused (%s%s): threads keep to the"
-                " part's CPUs, and a page lies where it is first written",
+                "numa: memory can't be bound to %s, since %s is refused (%s%s): threads stay on the"
+                " part's CPUs, and a page lies on the node of the thread that first writes it",
                 self.where,
                 error.filename or "a system call",
                 error.strerror,
@@ -322,7 +322,7 @@ def name_nodes(nodes: Collection[int]) -> str:
 class _BoundThread(threading.local):
     """The CPUs of the calling thread, before and after it was bound."""
 
-    #: The CPUs allowed before the thread was bound, and those of the last binding; None if unbound.
+    #: (CPUs allowed before the binding, CPUs of the binding); None if the thread is not bound.
     before: tuple[set[int], set[int]] | None = None
 
 

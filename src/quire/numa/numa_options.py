@@ -32,7 +32,7 @@ class Nodes(Kind):
         except ValueError:
             raise ConfigurationError(
                 f"{name} is {value!r:.80}, but must be 'auto', 'off', nodes such as '0' or '0-1',"
-                " or nodes and CPUs of theirs such as '0:0-7'"
+                " or nodes with some of their CPUs, such as '0:0-7'"
             ) from None
         return value
 

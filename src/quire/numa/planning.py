@@ -70,8 +70,8 @@ def plan(topology: Topology, num_parts: int, *, uses_bare_memory: bool = False) 
     assert num_parts >= 1, num_parts
     if not topology.cores:
         raise ConfigurationError(
-            "no CPU is left for the engine: the nodes, the CPUs named with them and what this"
-            " process may run on have none in common"
+            "no CPU is left for the engine: this process may run on none of the CPUs of these"
+            " nodes, or on none of the CPUs that are named with them"
         )
     homes = _used_nodes(topology)
     if uses_bare_memory:
@@ -137,7 +137,8 @@ def _distance(node: Node, group: Sequence[_Home]) -> int:
 
 
 def _sharing(homes: Sequence[_Home], num_parts: int) -> tuple[Part, ...]:
-    """The parts if they outnumber the nodes: each joins the node where it gets the most cores."""
+    """The parts if there are more parts than nodes: each joins the node that gives it most
+    cores."""
     counts = [0] * len(homes)
     for _ in range(num_parts):
         index = max(

@@ -15,9 +15,10 @@ Region = tuple[int, int]
 
 
 def anonymous_memory(root: Path = ROOT, *, with_heap: bool = True) -> list[Region]:
-    """This process's private memory that maps no file, in order, without small regions and stacks.
+    """The address ranges of this process's private memory, in order.
 
-    `with_heap` includes the heap, from which the C library allocates small pieces.
+    Left out are file mappings, stacks and small regions, and without `with_heap` also the heap,
+    from which the C library allocates small pieces.
     """
     lines = (root / "proc/self/maps").read_text().splitlines()
     found = [_MAPPING.fullmatch(line) for line in lines]

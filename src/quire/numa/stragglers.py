@@ -1,9 +1,9 @@
-"""Moves pages from other memory nodes to the process's own, while an engine is idle.
+"""Moves pages from other memory nodes to the process's own nodes, while an engine is idle.
 
 A page lies on another node if it was written before memory was bound, or while its own node was
 full. All private anonymous memory of the process is searched in pieces. A piece starts only if the
-engine has been idle for IDLE_S, and ends after PIECE_S, so that an arriving request waits no
-longer. Called between the iterations of the loops of engines and ranks.
+engine has been idle for IDLE_S and takes about PIECE_S, the most that an arriving request waits for
+it. Called between the iterations of the loops of engines and ranks.
 """
 
 import errno
@@ -18,17 +18,17 @@ from quire.numa.system_calls import PAGE_BYTES, UNTRIED, Addresses, LinuxCalls
 from quire.observability.log import get_logger
 
 IDLE_S = 1.0
-"""Time without work after which pages are moved."""
+"""Seconds without work after which pages are moved."""
 PIECE_S = 0.001
 PAUSE_S = 0.01
-"""Time between two pieces, which leaves most of the processor to others."""
+"""Seconds between two pieces, so that other processes get most of the processor time."""
 AGAIN_S = 600.0
-"""Time between two searches of all memory; pages are written later as the KV cache fills."""
+"""Seconds between two searches of all memory; new pages appear as the KV cache fills."""
 
 ASKED_PAGES, MOVED_PAGES = 1024, 32
-"""Maximum number of pages that one system call locates, and that one system call moves."""
+"""The most pages that one system call locates, and the most that one system call moves."""
 HUGE_PAGE_BYTES = 2 << 20
-"""Size of a huge page if pages have 4 KiB; if pages are larger, a fraction of that size."""
+"""Size of a huge page if pages have 4 KiB. With larger pages, huge pages are multiples of it."""
 
 logger = get_logger(__name__)
 
@@ -108,7 +108,7 @@ class Stragglers:
         self._pieces, self._next_pass_s = None, self._clock() + AGAIN_S
         if self.num_moved_pages or self.num_stuck_pages:
             logger.info(
-                "numa: %d pages were moved to %s while idle; %d could not be",
+                "numa: %d pages were moved to %s while idle; %d could not be moved",
                 self.num_moved_pages,
                 self._binding.where,
                 self.num_stuck_pages,
@@ -142,5 +142,5 @@ class Stragglers:
         nodes = self._calls.nodes_of(pages)
         is_own = np.isin(nodes, own)
         self.num_moved_pages += int(np.count_nonzero(is_own))
-        # A page that was unmapped meanwhile counts as neither.
+        # A page that was unmapped meanwhile is counted neither as moved nor as stuck.
         self.num_stuck_pages += int(np.count_nonzero((nodes != -errno.ENOENT) & ~is_own))

@@ -1,7 +1,7 @@
 """Linux's system calls on memory policies and pages, called through ctypes.
 
-The C library has no functions for them, and libnuma may not be installed. Each raises OSError with
-the system's errno: EPERM or ENOSYS if a container's filter of system calls forbids it. Called by
+The C library has no functions for these calls, and libnuma may not be installed. Each call raises
+OSError with the system's errno: EPERM or ENOSYS if a container's filter forbids it. Called by
 `binding` and `stragglers`; tests replace them. See man 2 set_mempolicy, mbind, move_pages.
 """
 
@@ -31,14 +31,14 @@ _NUMBERS = {
 _WORD_BITS = 64
 
 UNTRIED = -errno.EAGAIN
-"""The initial status of a page, which stays if the system call stops before the page."""
+"""The status of a page that the system call did not reach."""
 
 Addresses: TypeAlias = NDArray[np.uint64]
 Statuses: TypeAlias = NDArray[np.int32]
 
 
 class MemoryPolicy(IntEnum):
-    """From which nodes new pages come."""
+    """The nodes from which new pages come. The values are Linux's."""
 
     #: The node of the CPU that first writes the page.
     DEFAULT = 0
@@ -60,7 +60,7 @@ class LinuxCalls:
         self._mbind, self._set_mempolicy, self._get_mempolicy, self._move_pages = numbers
 
     def thread_policy(self) -> int:
-        """The number of the calling thread's policy, which `MemoryPolicy` may lack."""
+        """Linux's number of the calling thread's policy, which may be missing in `MemoryPolicy`."""
         mode = ctypes.c_int()
         self._call("get_mempolicy", self._get_mempolicy, ctypes.byref(mode), None, 0, None, 0)
         return mode.value & 0xFF  # without its flags
@@ -91,9 +91,10 @@ class LinuxCalls:
         return self._pages(addresses, None, 0)
 
     def move(self, addresses: Addresses, nodes: Statuses) -> Statuses:
-        """Move pages [N] to nodes [N]. Returns the node of each [N], as `nodes_of` does.
+        """Move pages [N] to nodes [N]. Returns each page's node [N], as `nodes_of` does.
 
-        At the first page that can't be moved now, the call ends; from there on all are UNTRIED.
+        The call ends at the first page that can't be moved now. This and all later pages get
+        UNTRIED.
         """
         return self._pages(addresses, nodes, MPOL_MF_MOVE)
 

@@ -97,7 +97,7 @@ def read_topology(root: Path = ROOT) -> Topology:
     siblings = {cpu: _siblings(system / f"cpu/cpu{cpu}/topology", cpu) for cpu in cpus}
     cores = _cores(siblings.values(), cpus)
     owners = {cpu: node.id for node in nodes for cpu in node.cpus}
-    # Some virtual machines show siblings on two nodes, but a core lies on one: split those.
+    # Some virtual machines list siblings on two nodes. A core lies on one node: split such cores.
     split = {
         tuple(cpu for cpu in core if owners.get(cpu) == owner)
         for core in cores
