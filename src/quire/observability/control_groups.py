@@ -1,7 +1,7 @@
-"""Finds the folders of this process's control groups, which contain their limits.
+"""Finds the folders of this process's control groups, whose files contain their limits.
 
-It supports both versions of control groups, also side by side, and any mount point. `root` is where
-the kernel's file systems are mounted, for tests. Used by `machine_memory` and `machine_processors`.
+It supports both versions of control groups, also together, at any mount point. `root` is the folder
+with the kernel's file systems; tests replace it. Used by `machine_memory`, `machine_processors`.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""A histogram of durations in fixed buckets that can be summed.
+"""A histogram of durations with fixed buckets.
 
-Adding a value is cheap, and sums are exact. All durations that quire reports share these bounds, so
-histograms of several servers, or from before and after a restart, can be summed bucket by bucket.
+Adding a value is cheap, and sums are exact. All durations that quire reports use the same buckets,
+so histograms of several servers, or from before and after a restart, can be summed by bucket.
 Filled by `engine.engine` and `server.telemetry.monitor`.
 """
 

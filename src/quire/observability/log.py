@@ -2,8 +2,8 @@
 
 `cli.main` and the engine process call `configure`. Importing the module has no side effects, and
 before `configure` only warnings are printed, by the standard library. Programs that configure
-`logging` themselves need not call it. `server.telemetry` sets the HTTP call that the current task
-serves in a context variable, so that log lines have its request id.
+`logging` themselves need not call it. `server.telemetry` stores the HTTP call that the current task
+serves in a context variable. Log lines include the request id of this call.
 """
 
 import json
@@ -21,7 +21,7 @@ FORMATS = ("text", "json")
 
 LIBRARIES = ("uvicorn", "asyncio", "opentelemetry", "py.warnings")
 """Loggers of libraries whose warnings and errors are printed in our format, so that a JSON log has
-only JSON lines. `logging` sends Python's own warnings to the last one while lines are JSON."""
+only JSON lines. `logging` sends Python's warnings to the last of them if lines are JSON."""
 
 _FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -31,7 +31,7 @@ _DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 class CallContext:
     """One HTTP call, from its first header to its last byte."""
 
-    #: The client's own id, or a generated one.
+    #: The id that the client sent, or else a generated id.
     request_id: str
     #: The start of the call on the monotonic clock, in seconds.
     began_s: float = 0.0
@@ -40,7 +40,7 @@ class CallContext:
     #: The client's trace headers (W3C Trace Context); "" if it sent none.
     traceparent: str = ""
     tracestate: str = ""
-    #: The monitor sets the following fields. The id is None if nothing was generated.
+    #: The monitor sets the following fields. `generation_id` is None if nothing was generated.
     generation_id: str | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -110,7 +110,7 @@ def arguments() -> list[str]:
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """The `extra` of a logging call: named values that JSON lines show beside the message."""
+    """The argument `extra` of a logging call: named values to show beside the message in JSON."""
     return {"fields": values}
 
 

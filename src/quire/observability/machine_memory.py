@@ -1,7 +1,7 @@
 """Reads how much memory is available, including the limits of control groups.
 
 A control group's limit applies to all groups below it, so the process's own group and its parents
-are read. `root` is where the kernel's file systems are mounted, for tests.
+are read. `root` is the folder with the kernel's file systems; tests replace it.
 """
 
 import os
@@ -77,7 +77,7 @@ def _meminfo_bytes(root: Path, name: str) -> int:
 
 
 def _unmapped_bytes(root: Path) -> list[int]:
-    """The bytes left below the limit of the address space (`ulimit -v`); empty without a limit."""
+    """The bytes below the address space limit (`ulimit -v`) that are left; empty if unlimited."""
     limits, mapped = root / "proc/self/limits", root / "proc/self/statm"
     if not limits.is_file():
         return []

@@ -1,7 +1,7 @@
 """Counts the processors that this process may use, including limits of control groups.
 
-Called by all code that sizes its threads by the machine: kernels, torch, grammars, replicas.
-`root` is where the kernel's file systems are mounted, for tests.
+Called by all code that chooses a number of threads: kernels, torch, grammars, replicas.
+`root` is the folder with the kernel's file systems; tests replace it.
 """
 
 import os

@@ -8,14 +8,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 BYTES_EACH = 64 << 20
-"""The memory that each thread reads, which exceeds its share of usual caches."""
+"""The bytes that each thread reads: more than its share of usual caches."""
 
 
 def measure_reads(num_threads: int, available_bytes: int, seconds: float) -> float:
     """Bytes per second that `num_threads` threads together read from memory.
 
-    It takes about `seconds`, after filling the memory to read, which is at most a quarter of
-    available_bytes.
+    First fills the memory that is read, at most a quarter of available_bytes, then measures for
+    about `seconds`.
     """
     import numpy as np  # takes a tenth of a second, and only this function needs it
 

@@ -1,7 +1,7 @@
 """Reads a GPU's utilization from NVIDIA's driver once a second, in a thread.
 
-The package nvidia-ml-py and a driver are needed, and the driver does not report it for a part of a
-GPU (MIG). A query may take milliseconds, so only the thread waits for it.
+It needs the package nvidia-ml-py and a driver. The driver doesn't report the utilization of a part
+of a GPU (MIG). A query may take milliseconds, for which only this thread waits.
 """
 
 import threading
@@ -50,7 +50,7 @@ def watch(uuid: str) -> GpuReadings | None:
         nvml.nvmlInit()
         return GpuReadings(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
     except nvml.NVMLError as error:
-        logger.info("the driver does not say how busy GPU %s is (%s)", uuid, error)
+        logger.info("the driver does not report how busy GPU %s is (%s)", uuid, error)
         return None
 
 

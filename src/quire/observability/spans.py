@@ -1,8 +1,8 @@
 """OpenTelemetry spans: begins and ends them, and sends them to a collector.
 
-The extra `quire[otel]` installs the libraries, which are only imported for an endpoint. A thread of
-the exporter sends spans in batches and drops spans that exceed its buffer, so a slow or missing
-collector delays no call. Opened by `server.launch`, used by `server.telemetry.monitor`.
+The extra `quire[otel]` installs the libraries, which are imported only if an endpoint is set. A
+thread of the exporter sends spans in batches and drops spans that exceed its buffer, so a slow or
+missing collector delays no call. Opened by `server.launch`, used by `server.telemetry.monitor`.
 """
 
 import threading
@@ -15,7 +15,7 @@ from quire.observability.log import CallContext
 from quire.version import __version__
 
 TRACES_PATH = "/v1/traces"
-"""The path that OTLP over HTTP uses for an address without one."""
+"""The path that OTLP over HTTP appends to an address without a path."""
 
 EXPORT_TIMEOUT_S = 5
 FLUSH_TIMEOUT_S = 5.0
@@ -38,7 +38,7 @@ class Spans:
     def begin(
         self, name: str, attributes: Mapping[str, object], call: CallContext | None
     ) -> "CallSpan":
-        """Begin a span at the start of `call`, in the client's trace if it named one.
+        """Begin a span at the start of `call`, in the trace that the client's headers name, if any.
 
         Attributes that are None are left out.
         """

@@ -20,14 +20,14 @@ from quire.observability.log import get_logger
 BUFFER_BYTES = 1 << 16
 
 STEP_LOGGER = get_logger("quire.engine.step")
-"""The logger of `log_step`. Check its level before making a record for it."""
+"""The logger of `log_step`. Callers check its level before they make a record."""
 
 
 @dataclass(slots=True)
 class StepTiming:
-    """Seconds that the parts of a step take in a runner."""
+    """The seconds that a runner spends in each phase of a step."""
 
-    #: `build_s` to `sample_s` belong to the last launched step. On a device they are launch times.
+    #: `build_s` to `sample_s` belong to the last launched step; on a GPU, they time the launches.
     build_s: float = 0.0
     #: The attention backend's planning.
     plan_s: float = 0.0
@@ -43,7 +43,7 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Counts and times of one step. The times of parts are wall-clock seconds on the host."""
+    """Counts and times of one step. The times of phases are wall-clock seconds on the host."""
 
     step_id: int
     #: Rows of the batch that hold a sequence.
@@ -64,7 +64,7 @@ class StepRecord:
     #: Waiting for the result.
     wait_s: float
     apply_s: float
-    #: The sum of all parts. If steps overlap, the time since the end of the previous step.
+    #: The sum of all phases. If steps overlap, the time since the end of the previous step.
     elapsed_s: float
     #: KV blocks held after the step.
     num_blocks_used: int
