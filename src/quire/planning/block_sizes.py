@@ -1,9 +1,9 @@
 """Chooses the block size for a model and a load.
 
-Each size serves the load on the virtual clock, with the same number of bytes of KV memory. So its
-prefix cache hits, unused slots and preemptions come from the real memory management. Its costs are
-measured: the speed of attention with blocks of this size, and the host's time per block for its
-hash and its table entry.
+Each size serves the load on the virtual clock, with the same number of bytes of KV memory. Prefix
+cache hits, unused slots and preemptions therefore come from the real memory management. Two costs
+are measured for each size: the time of attention with such blocks, and the host's time per block
+for its hash and its table entry.
 """
 
 import time
@@ -24,8 +24,8 @@ from quire.planning.virtual_run import EngineShape, RunOutcome, run_virtually
 
 SIZES = tuple(1 << power for power in range(3, 12))
 DEFAULT = 16
-#: Rates that differ by less than this share count as equal. Then the size nearest to DEFAULT is
-#: chosen.
+#: Rates that differ by less than this share count as equal. Among equal rates, the size nearest to
+#: DEFAULT is chosen.
 EQUAL_SHARE = 0.01
 _HOST_SIZES = (8, 128)
 _HOST_LOAD = LengthLoad((1024, 1024), (1, 1), None, 16)
@@ -34,19 +34,19 @@ _HOST_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class SizeOutcome:
-    """The result of a block size when the whole load arrives at once."""
+    """The result of one block size when all requests of the load arrive at once."""
 
     block_size: int
     #: The run with this block size; None if it can't be served.
     outcome: RunOutcome | None
     #: The effects of the block size on the measured step times; None if it can't be served.
     factors: BlockFactors | None = None
-    #: The reason why it can't be served; None if it can.
+    #: The reason why the size can't be served; None if it can.
     obstacle: str | None = None
 
     @property
     def rate(self) -> float:
-        """Requests per second; 0 if it can't be served."""
+        """Requests per second; 0 if the size can't be served."""
         return 0.0 if self.outcome is None else self.outcome.requests_per_s
 
     @property
@@ -64,8 +64,8 @@ def try_sizes(
 ) -> list[SizeOutcome]:
     """Try all SIZES.
 
-    `options` must not set num_blocks, whose bytes depend on the size. `costs` are those at
-    `options.block_size`. `shape` maps options to the shape of the engine that they would build.
+    `options` must not set num_blocks, because the bytes of a block depend on its size. `costs` were
+    measured at `options.block_size`. `shape` maps options to the shape of the engine with them.
     """
     sizes = sorted({*SIZES, options.block_size})
     speeds = measure_attention(options, kind, sizes)
@@ -85,7 +85,7 @@ def try_sizes(
 
 
 def choose_size(found: Sequence[SizeOutcome]) -> int:
-    """Choose the size with the highest rate among those that refuse the fewest requests.
+    """Choose the size with the highest rate of those that refuse the fewest requests.
 
     Of sizes with equal rates, the one nearest to DEFAULT is chosen, then the smaller one.
     """
@@ -99,8 +99,8 @@ def choose_size(found: Sequence[SizeOutcome]) -> int:
 def host_block_s(clock: Callable[[], float] = time.perf_counter) -> float:
     """The host's seconds for each additional block.
 
-    It is the difference between prompts in small and in large blocks that pass through scheduler
-    and memory alone.
+    Computed from the difference between prompts in small and in large blocks, which pass through
+    the scheduler and the memory manager only.
     """
     load = draw_lengths(_HOST_LOAD)
     taken: list[float] = []
@@ -137,7 +137,7 @@ def _host_shape(block_size: int) -> EngineShape:
 
 
 class _FreeCosts:
-    """The `virtual_run.Costs` of steps that take no time."""
+    """Implements `virtual_run.Costs` for steps that take no time."""
 
     def predict_s(self, work: PlannedWork) -> float:
         """See `Costs`."""

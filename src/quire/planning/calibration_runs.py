@@ -1,9 +1,9 @@
-"""Draws calibration runs: made-up groups of requests, with which step times are measured.
+"""Draws calibration runs: random groups of requests, with which step times are measured.
 
 In a calibration run some rows decode after a context, and prompts join them. The steps of all runs
 range from one row to many, from short contexts to long ones, and from one prompt token to a full
-step. Contexts come from the prefix cache, where `measuring` puts them without computing them. The
-number of a run is its random seed, so that every measurement draws the same runs."""
+step. Contexts come from the prefix cache: `measuring` stores them there without computing them. The
+number of a run is its random seed, so every measurement draws the same runs."""
 
 import math
 import random
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 #: Measured steps before prompts join.
 NUM_STEADY_STEPS = 3
-#: Measured steps after each wave of prompts; the caches recover within fewer.
+#: Measured steps after each wave of prompts. The processor's caches recover in fewer steps.
 NUM_SETTLING_STEPS = 10
 #: The most tokens that a sequence of a run generates.
 LONGEST_ANSWER = 32
 #: Tokens that the prompts of each wave generate. The first wave ends soon, so that the cost of
-#: ending is measured, and the second one after the caches have recovered.
+#: ending is measured; the second wave ends after the caches have recovered.
 ANSWERS = (2, 8)
-#: Tokens reserved for the answer of a joining prompt and the rest of its last block.
+#: Tokens reserved for each joining prompt: its answer and the unused rest of its last block.
 _SHORT_ANSWER = max(ANSWERS) + 16
 #: The most prompts that join in one step.
 MOST_PROMPTS = 16

@@ -1,7 +1,7 @@
-"""Judges configurations under a load and chooses the best.
+"""Predicts how configurations serve a load, and chooses the best one.
 
-A configuration runs the load twice on the virtual clock. The run with the real arrivals gives the
-latencies. The run with all requests at once gives the rate beyond which a queue would grow.
+The load is run twice on the virtual clock for each configuration. The run with the real arrivals
+gives the latencies. The run with all requests at once gives the rate above which a queue grows.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from quire.planning.virtual_run import EngineShape, RunOutcome, learned_pacer, r
 #: Saturation rates that differ by less than this share count as equal, since measurements can't
 #: tell them apart.
 EQUAL_SHARE = 0.02
-#: Each replica gets at most this share of its saturation rate; near 1, queues grow without bound.
+#: Each replica gets at most this share of its saturation rate. Near 1, queues grow without bound.
 HEADROOM = 0.85
 MOST_REPLICAS = 64
 
@@ -51,9 +51,9 @@ class Expectation:
     """The predicted results of a candidate."""
 
     candidate: Candidate
-    #: The run of one replica's part of the load.
+    #: The run of the requests that one replica gets.
     served: RunOutcome
-    #: The run of the whole load on one replica, with all requests at once.
+    #: The run of the whole load on one replica, if all requests arrive at once.
     saturated: RunOutcome
     #: Replicas that share the load.
     replicas: int
@@ -61,8 +61,8 @@ class Expectation:
     offered_rate: float | None
     #: The result of `objectives.excess`.
     excess: float
-    #: The sizes beyond the measured ones, in words, for which nothing is predicted; None if all
-    #: were measured.
+    #: The sizes for which nothing is predicted because they exceed the measured sizes, in words;
+    #: None if all sizes were measured.
     lacking: str | None = None
 
     @property
@@ -132,9 +132,9 @@ def _lacking(costs: StepCosts, outcomes: Iterable[RunOutcome]) -> str | None:
 def best_of(found: Sequence[Expectation]) -> Expectation | None:
     """Choose the best candidate of those that refuse the fewest requests.
 
-    Candidates that meet the objectives are preferred: by the fewest replicas, then the highest
-    saturation rate, then the shortest interval between tokens. If no candidate meets them, the one
-    with the smallest excess is chosen. Returns None if nothing was measured or nothing is served.
+    If candidates meet the objectives, the one with the fewest replicas is chosen, then the highest
+    saturation rate, then the shortest time between tokens. Otherwise the one with the smallest
+    excess is chosen. Returns None if nothing was measured or nothing is served.
     """
     known = [each for each in found if each.lacking is None and each.served.ttft_s]
     fewest_refused = min((each.num_refused for each in known), default=0)
@@ -167,10 +167,10 @@ def variants(
 
 
 def bound_of(found: Expectation, load: Sequence[LoadRequest]) -> str:
-    """Say in words what limits a configuration at saturation, after one more run of the load.
+    """Text that says what limits a configuration at saturation, after one more run of the load.
 
-    The words name the parts that take most of the step time, and the limit that keeps more
-    sequences from running together.
+    The text names the parts that take most of the step time, and the limit on the number of
+    sequences that run together.
     """
     shape, costs = found.candidate.shape, _Shares(found.candidate.costs)
     everything = at_once(load)
@@ -196,7 +196,7 @@ def bound_of(found: Expectation, load: Sequence[LoadRequest]) -> str:
 
 
 class _Shares:
-    """Wraps costs, and adds up the seconds of each part of all steps."""
+    """Costs that also add up the seconds of each part over all steps."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs

@@ -23,7 +23,7 @@ _HOUR_S = 3600.0
 
 
 def plan_lines(plan: Plan, price: float | None) -> Iterator[str]:
-    """The lines of a plan. `price` is that of a replica per hour; None leaves costs out."""
+    """The lines of a plan. `price` is the price of a replica per hour; None leaves costs out."""
     yield f"{plan.model or EMBEDDED}: {_load_line(plan.load)}"
     yield ""
     yield from _table(
@@ -95,7 +95,7 @@ def _size_row(each: SizeOutcome) -> tuple[str, ...]:
 
 
 def plan_data(plan: Plan, price: float | None) -> dict[str, Any]:
-    """The plan for JSON; `price` is that of a replica per hour."""
+    """The plan for JSON. `price` is the price of a replica per hour, or None."""
     return {
         "model": plan.model or EMBEDDED,
         "load": {

@@ -1,6 +1,6 @@
-"""The load of a plan: requests with arrivals and lengths, from a description or a trace.
+"""The load of a plan: requests with arrival times and lengths, from a description or a trace.
 
-    prompt=1024,output=128,rate=4        100 requests that come at random, 4 a second (Poisson)
+    prompt=1024,output=128,rate=4        100 requests, 4 a second at random times (Poisson)
     prompt=256-2048,output=16-256,at_once,requests=50,shared=128
 
 or the name of a file with a trace. Token ids are synthetic; only shared prefixes are preserved.
@@ -17,7 +17,7 @@ from quire.traces.tokens import PromptTokens
 from quire.traces.trace import Trace
 
 DEFAULT_NUM_REQUESTS = 100
-#: The most tokens of all requests together, which a plan can simulate in a few seconds.
+#: The most tokens of all requests together; a plan simulates them in a few seconds.
 MOST_TOKENS = 400_000
 _VOCABULARY = 1 << 30
 _KEYS = ("prompt", "output", "rate", "at_once", "requests", "shared")
@@ -31,15 +31,15 @@ _FORM = (
 class LoadRequest:
     """A request of a load."""
 
-    #: The arrival in seconds since the beginning of the load.
+    #: The arrival time, in seconds since the beginning of the load.
     at_s: float
     #: The prompt's token ids.
     prompt: Sequence[int]
     #: Tokens of each answer.
     num_output_tokens: int
-    #: Only requests of one domain share prefixes.
+    #: Requests share cached prefixes only with requests of the same domain.
     cache_domain: str = ""
-    #: Answers to the prompt.
+    #: Number of answers to the prompt.
     num_choices: int = 1
 
 
@@ -47,9 +47,9 @@ class LoadRequest:
 class LengthLoad:
     """A load described by lengths."""
 
-    #: The fewest and the most prompt tokens; lengths are drawn uniformly.
+    #: The fewest and the most prompt tokens of a request; lengths are drawn uniformly.
     prompt: tuple[int, int]
-    #: The fewest and the most output tokens; lengths are drawn uniformly.
+    #: The fewest and the most output tokens of a request; lengths are drawn uniformly.
     output: tuple[int, int]
     #: Requests per second; None if all arrive at once.
     rate: float | None
@@ -105,20 +105,21 @@ class Load:
     name: str
     #: At least one request, in order of arrival.
     requests: tuple[LoadRequest, ...]
-    #: Requests at the end of a trace that are left out, since a plan has a limit of tokens.
+    #: Number of requests at the end of a trace that are left out, since a plan's tokens are
+    #: limited.
     num_left_out: int = 0
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, prompt and answer together."""
+        """Number of tokens of the longest sequence, prompt and answer together."""
         return max(len(each.prompt) + each.num_output_tokens for each in self.requests)
 
 
 def read_load(text: str, most_tokens: int = MOST_TOKENS) -> Load:
-    """Read a load from the name of a trace's file, or from a description by lengths.
+    """Read a load from a trace file, or from a description by lengths.
 
-    A trace's requests beyond `most_tokens` tokens of all prompts and outputs are left out; a
-    description with more is refused. Raises ConfigurationError.
+    Leaves out requests at the end of a trace that exceed `most_tokens` prompt and output tokens in
+    all. Raises ConfigurationError, also for a description with more tokens.
     """
     if Path(text).is_file():
         return _from_trace(text, read_trace(Path(text)), most_tokens)
@@ -135,8 +136,8 @@ def read_load(text: str, most_tokens: int = MOST_TOKENS) -> Load:
 def _from_trace(name: str, trace: Trace, most_tokens: int) -> Load:
     """The load of a trace.
 
-    Leaves out refused requests, and requests without a prompt or an answer. Replaces a beam search
-    by as many sampled answers, since only these can be simulated.
+    Leaves out refused requests, and requests without a prompt or an answer. Only sampling can be
+    simulated, so a beam search is replaced by the same number of sampled answers.
     """
     tokens = PromptTokens(trace, _VOCABULARY)
     first_s: float | None = None

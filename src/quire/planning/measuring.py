@@ -1,10 +1,10 @@
 """Measures the step times of a real engine while it serves calibration runs.
 
-A step's time goes from the previous step's result to its own result: scheduling, batch, forward
-pass, sampling and the work on results, as when the engine serves. Contexts enter the prefix cache
-without being computed: their sequences pass through the scheduler while the runner is bypassed.
-Their blocks keep their old content, which takes as long to read. Afterwards the engine has no
-requests and no cached prefixes.
+A step's time is the time from the previous step's result to its own result: scheduling, batch,
+forward pass, sampling and the work on results, as when the engine serves. Contexts enter the prefix
+cache without being computed: their sequences pass through the scheduler, but not through the
+runner. Their blocks keep their old content, which takes as long to read as computed K and V.
+Afterwards the engine has no requests and no cached prefixes.
 """
 
 import random
@@ -30,8 +30,8 @@ from quire.planning.planned_work import PlannedWork, PlannedWorkCounter
 #: Calibration runs per round. Each round is measured twice in succession, under similar conditions.
 ROUND = 4
 LEAST_RUNS = 24
-#: The first steps of a run, which are not counted: earlier work has filled the processor's
-#: caches.
+#: The number of steps at the beginning of a run that are not measured, because the processor's
+#: caches still hold data of earlier work.
 NUM_WARM_STEPS = 6
 
 
@@ -47,11 +47,11 @@ class MeasuredStep:
 
 
 class WatchedRunner:
-    """Records plans, and passes each to an inner runner or makes up its result.
+    """Records plans, and passes each plan to an inner runner or makes up its result.
 
-    Plans are evaluated after their steps, so that this takes no time of a step except for a copy of
-    the admitted tokens. Invariant: the inner runner has the rows of the plans that it was given,
-    and gets a release only for a row that it has.
+    Plans are evaluated after their steps, so that only the copy of the admitted tokens adds to a
+    step's time. Invariant: the inner runner has the rows of the plans that were passed to it, and
+    gets a release only for a row that it has.
     """
 
     def __init__(self, inner: Runner, block_size: int) -> None:
@@ -68,7 +68,7 @@ class WatchedRunner:
 
     def execute(self, plan: StepPlan) -> None:
         """See `Runner`."""
-        # A sequence's tokens grow after its admission.
+        # Copy the tokens: a sequence's list grows after its admission.
         admit = tuple(each._replace(token_ids=list(each.token_ids)) for each in plan.admit)
         self._plans.append(replace(plan, admit=admit))
         if self.is_passed_over:
@@ -83,7 +83,7 @@ class WatchedRunner:
         self.inner.execute(replace(plan, release=tuple(sorted(left))))
 
     def pop_works(self) -> dict[int, PlannedWork]:
-        """The works of the steps planned since the last call, by step id and in order."""
+        """The work of each step planned since the last call, by step id and in order."""
         plans, self._plans = self._plans, []
         return {plan.step_id: self._work_counter.count(plan) for plan in plans}
 
@@ -111,8 +111,8 @@ class WatchedRunner:
 class _Stopwatch(ConstantPacer):
     """Measures for each step the seconds from the previous step's result to its own result.
 
-    The engine does not report a step whose time passed mostly between two calls of the engine; such
-    a step, and the next one, have no time.
+    The engine does not report a step during which it mostly waited for its next call. Such a
+    step, and the next one, have no time.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -124,7 +124,7 @@ class _Stopwatch(ConstantPacer):
         self.seconds: dict[int, float] = {}
 
     def start(self, most_tokens: int, landed_id: int) -> None:
-        """Start measuring, just after the result of step `landed_id` has come."""
+        """Start measuring, directly after the result of step `landed_id`."""
         self.most_tokens = most_tokens
         self._last = landed_id, self._clock()
         self.seconds = {}
@@ -150,15 +150,15 @@ def measure_runs(
 ) -> list[MeasuredStep]:
     """Measure calibration runs in rounds for about time_limit_s, but at least one round.
 
-    If run 0 is among them, at least LEAST_RUNS are measured. `engine` has `watched` as its
-    runner, no requests, and only KV blocks that were written before (`write_blocks`). `runs`
+    If run 0 is among them, at least LEAST_RUNS are measured. `watched` is the runner of `engine`.
+    `engine` has no requests, and all its KV blocks have been written (`write_blocks`). `runs`
     yields numbered runs without end.
     """
     bench = _CalibrationBench(engine, watched, clock)
     found: list[MeasuredStep] = []
     try:
         # First, warm up: with one run, since other work may have run here, or with a whole round
-        # if this engine's code and memory were never touched before.
+        # if this engine's code and memory have never been used.
         drawn = list(islice(runs, ROUND))
         is_first = drawn[0][0] == 0
         for each in drawn if is_first else drawn[:1]:
@@ -179,13 +179,13 @@ def measure_runs(
     return found
 
 
-#: The steps of a run with their seconds; None if the time of a step is not known.
+#: The steps of a run with their seconds; None if a step's time is unknown.
 _Timed = list[tuple[PlannedWork, float | None]]
 
 
 def _pair(run: int, once: _Timed, again: _Timed) -> Iterator[MeasuredStep]:
-    """Yields the steps that did equal work in both measurements. The works of the two measurements
-    differ after a failed step."""
+    """Yield the steps that did equal work in both measurements of a run. After a failed step, the
+    works differ."""
     for (work, first_s), (other, second_s) in zip(once, again, strict=False):
         if work == other and first_s is not None and second_s is not None:
             yield MeasuredStep(run, work, (first_s, second_s))
@@ -204,10 +204,10 @@ class _CalibrationBench:
         engine.scheduler.pacer = self._watch
         self._defaults = engine.limits.defaults
         self._num_requests = 0
-        self._num_tokens: dict[str, int] = {}  # the length of each request at its end
+        self._num_tokens: dict[str, int] = {}  # by request id, the number of tokens at its end
 
     def end(self) -> None:
-        """Leave the engine as it was."""
+        """Restore the engine's pacer, without requests and cached prefixes."""
         self._engine.finish_steps()
         self._engine.clear_prefixes()
         self._engine.scheduler.pacer = self._pacer
@@ -240,7 +240,7 @@ class _CalibrationBench:
             self._step(ends, NUM_SETTLING_STEPS)
         while engine.has_work():
             self._step(ends, 1)
-        # Finally, join the works with their times and with the sequences that ended.
+        # Finally, join each step's work with its time and the sequences that ended.
         works = self._watched.pop_works()
         engine.clear_prefixes()
         timed: _Timed = []
@@ -270,7 +270,7 @@ class _CalibrationBench:
         self._engine.add(Request(name, token_ids, params))
 
     def _step(self, ends: dict[int, list[int]], num_steps: int) -> None:
-        """Run steps; adds to `ends` the lengths of the sequences that end, by step."""
+        """Run steps. Adds to `ends`, by step id, the lengths of the sequences that end."""
         for _ in range(num_steps):
             outputs = self._engine.step()
             ended = [output for output in outputs if output.finish_reason is not None]
@@ -280,7 +280,7 @@ class _CalibrationBench:
 
 
 def usual_params(num_output_tokens: int, defaults: SamplingDefaults, seed: int) -> DecodingParams:
-    """The parameters of a client that sets only the number of tokens, all of which it gets."""
+    """The parameters of a client that sets only the number of tokens, and gets that number."""
     return DecodingParams(
         max_tokens=num_output_tokens,
         temperature=defaults.temperature,

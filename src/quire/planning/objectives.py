@@ -19,7 +19,7 @@ PERCENTILE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Bounds in seconds; None is no bound."""
+    """Bounds in seconds; None means no bound."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -40,16 +40,17 @@ def parse_objectives(text: str) -> Objectives:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed; nan without values."""
+    """The smallest value that is at least as large as `share` of all values; nan if there are
+    none."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]
 
 
 def excess(objectives: Objectives, ttft_s: float, itl_s: float) -> float:
-    """The worst ratio of a time to its bound; at most 1 if all objectives are met.
+    """The largest ratio of a measured time to its bound; at most 1 if all objectives are met.
 
-    It is 0 without bounds. A time of nan (nothing was served, or no second token came) is ignored.
+    It is 0 without bounds. A time of nan (nothing was served, or no second token) is ignored.
     """
     ratios = [
         value / bound

@@ -1,8 +1,8 @@
 """Plans how to serve a load on this machine.
 
 Memory sizes come from the code that sizes an engine, step times from measurements on this machine
-(`measuring`), and all else from the real scheduler on a virtual clock (`virtual_run`). A plan names
-what was not measured, and extrapolates nothing. `quire plan` calls it.
+(`measuring`), and all other results from the real scheduler on a virtual clock (`virtual_run`). A
+plan names the sizes that were not measured instead of extrapolating. `quire plan` calls it.
 """
 
 import time
@@ -32,7 +32,7 @@ from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
 from quire.version import __version__
 
-#: Names the precision that the options ask for, or else that of the model's files.
+#: The name of the weights' format if no other is tried: the option's, or else that of the files.
 OWN = "own"
 TRIED_NUM_SEQS = (64, 16, 4)
 TRIED_RATIOS = (SERVED_MAX_ITL_RATIO, 0.0)
@@ -40,7 +40,7 @@ TRIED_RATIOS = (SERVED_MAX_ITL_RATIO, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class ServedPrecision:
-    """A format of weights and a format of KV."""
+    """A format of weights together with a format of the KV cache."""
 
     #: The name of the weights' format, or OWN.
     name: str
@@ -69,7 +69,7 @@ class Plan:
     found: tuple[Expectation, ...]
     #: The best of `found`; None if nothing was measured or served.
     best: Expectation | None
-    #: Says in words what limits the best configuration.
+    #: Text that says what limits the best configuration.
     why: str
 
 
@@ -78,8 +78,8 @@ class Planner:
     chosen one."""
 
     def __init__(self, given: Mapping[str, Any], costs: StepCostFile) -> None:
-        """`given` are engine options by name, which all plans keep. The other options are chosen,
-        or have the defaults of `quire serve`."""
+        """`given` are engine options by name that all plans use. A plan chooses the other options,
+        or leaves them at the defaults of `quire serve`."""
         self._given = dict(given)
         self._options = EngineOptions.from_mapping({**served_defaults(EngineOptions), **given})
         if self._options.tensor_parallel_size > 1:
@@ -101,7 +101,7 @@ class Planner:
         return self._options.block_size
 
     def precisions(self) -> list[ServedPrecision]:
-        """All formats to choose from, with the given ones or the model's own first."""
+        """All formats to choose from. The first are the given formats, or the model's own."""
         names: list[str | None] = [self._options.quantization]
         if not {"quantization", "dtype"} & self._given.keys() and not self._kind.config.quantized:
             names += weight_format_names()
@@ -139,16 +139,16 @@ class Planner:
     def tune(self, load: Load) -> list[SizeOutcome]:
         """Try all block sizes and choose the best one for later plans.
 
-        Raises ConfigurationError if num_blocks is given, or the step costs are not known.
+        Raises ConfigurationError if num_blocks is given, or the step costs were not measured.
         """
         if self._options.num_blocks is not None:
             raise ConfigurationError(
-                f"num_blocks is {self._options.num_blocks}, but what a block takes depends on its"
+                f"num_blocks is {self._options.num_blocks}, but the bytes of a block depend on its"
                 " size, which is to be chosen; give kv_cache_memory instead"
             )
         first = self.precisions()[0]
         if first.fit is None or first.costs is None:
-            missing = first.obstacle or "what steps take is not measured here; add --measure"
+            missing = first.obstacle or "step times are not measured on this machine; add --measure"
             raise ConfigurationError(f"no block size can be chosen: {missing}")
         found = try_sizes(
             first.options,
@@ -218,8 +218,8 @@ class Planner:
         return ServedPrecision(shown, kv_format, options, fit, costs)
 
     def _costs(self, options: EngineOptions, fit: MemoryFit) -> StepCosts | None:
-        """The measured costs, or those at another block size, adapted to the one that `tune`
-        chose."""
+        """The measured costs; or else costs measured at another block size, adapted to the block
+        size that `tune` chose."""
         costs = self._cost_file.find(self._facts(options, fit))
         if costs is not None or self._factors is None:
             return costs
@@ -228,7 +228,7 @@ class Planner:
         return None if costs is None else costs.with_blocks(self._factors)
 
     def _facts(self, options: EngineOptions, fit: MemoryFit) -> dict[str, Any]:
-        """All facts that affect step times."""
+        """Everything that affects step times, by name."""
         return {
             "model": self._digest,
             "dtype": fit.dtype,
@@ -286,8 +286,8 @@ def measure_costs(
 
 
 def _is_as(candidate: Candidate, found: Expectation) -> bool:
-    """Whether a candidate has the results of `found`: only max_num_seqs differs, and the runs of
-    `found` never had as many rows as that limit."""
+    """Whether a candidate has the same results as `found`: only max_num_seqs differs, and the runs
+    of `found` never had as many rows as that limit."""
     same = replace(candidate.shape, max_num_seqs=found.candidate.shape.max_num_seqs)
     used = max(found.served.most_rows, found.saturated.most_rows)
     return same == found.candidate.shape and used < candidate.shape.max_num_seqs

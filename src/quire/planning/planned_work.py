@@ -1,8 +1,7 @@
 """Counts the work of each step from its plan alone.
 
-A plan contains changes, so this module keeps the lengths of the rows. It counts measured steps
-beside the real runner, and predicted steps in `virtual_run`, so that both are counted by the same
-code.
+A plan contains changes, so this module tracks the lengths of the rows. The same code counts the
+work of measured steps, beside the real runner, and of predicted steps, in `virtual_run`.
 """
 
 import math
@@ -13,9 +12,9 @@ from typing import NamedTuple
 from quire.core.scheduling.cost_model import StepLoad
 from quire.core.step import HOLE_BLOCK, EditKind, StepPlan, TableEdit
 
-#: A step with _FEW prompt tokens displaces little from the processor's caches, and one with _MOST
-#: all that it can. In between, the next step's additional time grows with the logarithm of the
-#: number of prompt tokens, as measured for 10 to 1,000 tokens.
+#: A step with _FEW prompt tokens displaces little from the processor's caches; a step with _MOST
+#: displaces all that it can. In between, the next step's additional time grows with the logarithm
+#: of the number of prompt tokens, as measured for 10 to 1,000 tokens.
 _FEW, _MOST = 32, 1024
 #: The measured share of the coldness (see `PlannedWork`) that remains after one more step.
 _WARMING = 1 / 3
@@ -68,13 +67,13 @@ class _CommonBlocks:
 
 
 class PlannedWork(NamedTuple):
-    """The work of one step."""
+    """The work of one step. "Tokens", "rows" and "blocks" below are counts."""
 
-    #: The tokens that it computes.
+    #: The tokens that the step computes.
     load: StepLoad
-    #: Tokens of the longest computed row after the step.
+    #: Tokens of the longest row that the step computes, after the step.
     longest: int
-    #: Rows that get a token.
+    #: Numbers of the rows that get a token.
     sampled: tuple[int, ...]
     #: Live rows.
     num_rows: int = 0
@@ -86,8 +85,8 @@ class PlannedWork(NamedTuple):
     num_admitted_tokens: int = 0
     #: Rows that became free.
     num_releases: int = 0
-    #: Sequences that end with the step. A plan does not say which; after the result, the caller
-    #: sets `num_ended` and `num_ended_tokens`.
+    #: Sequences that end with the step. A plan does not contain them, so the caller sets
+    #: `num_ended` and `num_ended_tokens` after the result.
     num_ended: int = 0
     #: Tokens of the sequences that end.
     num_ended_tokens: int = 0
@@ -101,9 +100,9 @@ class PlannedWork(NamedTuple):
 
 
 class PlannedWorkCounter:
-    """The lengths of all live rows after the plans so far.
+    """Tracks the lengths of all live rows, and counts the work of each plan.
 
-    Invariant: a row has the same tokens here as in the runner, including those in flight.
+    Invariant: a row has the same tokens here as in the runner, including tokens in flight.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -119,7 +118,7 @@ class PlannedWorkCounter:
         self._coldness = 0.0
 
     def count(self, plan: StepPlan) -> PlannedWork:
-        """Follow a plan and return its step's work. Each plan must come once and in order."""
+        """Apply a plan and return its step's work. Every plan must be given once and in order."""
         # First, change the rows and tables.
         num_new_blocks, num_appended_blocks, joining = self._change_rows(plan)
         # Then, count the tokens of each row. A row without an entry in `chunks` decodes.
@@ -144,14 +143,14 @@ class PlannedWorkCounter:
             if row.num_computed == row.num_tokens:
                 sampled.append(number)
                 row.num_tokens += 1
-        # A fork that joins the step samples from its source's logits, and computes nothing.
+        # A fork that joins the step samples from its source row's logits, and computes nothing.
         for number, source in joining.items():
             row, other = self._rows[number], self._rows[source]
             row.num_computed, row.num_tokens = other.num_computed, other.num_tokens
             sampled.append(number)
         num_read = num_pairs - self._block_size * self._common.num_common
-        # `num_common` includes rows with prompts, so it may be too large for the decoding rows.
-        # These read at least as much as their mean context.
+        # `num_common` also counts rows with prompts, so it may be too large for the decoding rows.
+        # They read at least as many tokens as their mean context.
         num_read = max(num_read, -(-num_pairs // max(1, num_decodes)))
         load = load._replace(num_decodes=num_decodes, num_decode_pairs=num_pairs)
         assert num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
@@ -211,7 +210,7 @@ class PlannedWorkCounter:
         return num_new_blocks + num_appended_blocks, num_appended_blocks, joining
 
     def _edit(self, edit: TableEdit) -> None:
-        """Follow a change of a row's blocks in the first KV group."""
+        """Apply a change to a row's blocks in the first KV group."""
         row, first = self._rows[edit.row], edit.first_logical_block
         is_cut = edit.kind is EditKind.TRUNCATE
         end = len(row.blocks) if is_cut else first + len(edit.block_ids)

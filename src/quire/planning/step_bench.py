@@ -17,8 +17,8 @@ from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
 
 LEAST_CONTEXT = 2048
 MEASURED_ROWS = 64
-#: Tokens of KV for each row. The measurement has room for these, or for _LONG_ROWS of the longest
-#: sequences if that is more, and for four of the longest sequences in addition.
+#: Tokens of KV for each row. The KV cache has room for these, or for _LONG_ROWS of the longest
+#: sequences if that is more, and in addition for four of the longest sequences.
 _SLOTS_PER_ROW = 1024
 _LONG_ROWS = 16
 
@@ -75,9 +75,9 @@ class StepBench:
         self._runs = enumerate(draw_runs(bounds))
 
     def measure(self, time_limit_s: float) -> list[MeasuredStep]:
-        """Measure the steps of further calibration runs for about time_limit_s.
+        """Measure the steps of more calibration runs, for about time_limit_s.
 
-        The first call measures at least LEAST_RUNS runs, and later calls at least ROUND.
+        The first call measures at least LEAST_RUNS runs; each later call at least ROUND.
         """
         return measure_runs(self._engine, self._watched, self._runs, time_limit_s, self._clock)
 

@@ -1,8 +1,8 @@
 """Stores measured step costs in a file for later plans on the same machine.
 
-The key of an entry in `~/.cache/quire/step_costs.json` has all facts that affect step times. These
-are the structure of the model's files, number formats, block size, kernels, threads, device and
-machine, the options that change how steps are computed, and quire's version.
+The key of an entry in `~/.cache/quire/step_costs.json` has everything that affects step times. These
+are the structure of the model's files, number formats, block size, kernels, threads, device and machine,
+the options that change how steps are computed, and quire's version.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class StepCostFile:
         self._entries = MeasurementFile(path, "costs", FORMAT, "--costs")
 
     def find(self, facts: Mapping[str, Any]) -> StepCosts | None:
-        """The costs that were measured under equal facts; None if the file has no such entry."""
+        """The costs stored under a key equal to `facts`; None if the file has none."""
         entry = self._entries.find(facts)
         if entry is None:
             return None

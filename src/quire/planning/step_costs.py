@@ -1,6 +1,6 @@
-"""Predicts the seconds of a step, by a model fitted to measured steps, with its accuracy.
+"""Predicts the seconds of a step, by a model that is fitted to measured steps.
 
-To the pacer's model (`core.scheduling.cost_model.StepCostModel`) it adds terms that are only known
+It adds terms to the pacer's model (`core.scheduling.cost_model.StepCostModel`). They are known only
 after the plan is made, or after its result:
 
     + if the step samples + if it admits sequences
@@ -11,8 +11,8 @@ after the plan is made, or after its result:
     + each block appended to a row + if it releases rows + if it ends sequences
     + K and V that decoding rows read beyond the size of the processor's caches
 
-It is fitted by non-negative least squares of relative errors. Steps that fit worst get less weight
-(Huber), since disturbances on a shared machine lengthen a step without bound.
+The model is fitted by non-negative least squares of relative errors. Steps with large errors get
+less weight (Huber), since disturbances on a shared machine lengthen a step without bound.
 """
 
 from collections import defaultdict
@@ -40,7 +40,7 @@ from quire.planning.step_spread import StepSpread, fit_spread
 _Floats = npt.NDArray[np.float64]
 
 #: Numbers of tokens whose K and V may fill the processor's caches, depending on the model's size.
-#: Each token beyond such an edge may take longer.
+#: Each token that is read beyond such a number may take additional time.
 READ_EDGES = (1 << 10, 1 << 12, 1 << 14)
 NUM_EXTRA = 16 + len(READ_EDGES)
 _NUM_SWEEPS, _NUM_REWEIGHTINGS = 800, 5
@@ -53,7 +53,7 @@ _SMOOTHNESS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The errors of a fit."""
+    """The prediction errors of a fit."""
 
     #: Steps that were used in the fit.
     num_fitted: int
@@ -75,7 +75,7 @@ class MeasuredBounds:
     num_tokens: int
     #: Tokens of a row.
     context: int
-    #: Tokens whose K and V the decoding rows read; shared ones count once.
+    #: Tokens whose K and V the decoding rows read; shared tokens count once.
     num_read: int
 
     def lacking(self, num_rows: int, num_tokens: int, context: int, num_read: int) -> str | None:
@@ -96,13 +96,13 @@ class MeasuredBounds:
 
 @dataclass(frozen=True, slots=True)
 class BlockFactors:
-    """The effects of a block size that differs from the measured one."""
+    """How a block size changes the costs that were measured at another block size."""
 
     #: The factor on the time of attention in decoding rows.
     decode: float
     #: The factor on the time of attention in prompts.
     chunk: float
-    #: The host's seconds for a block.
+    #: The host's seconds for each block.
     block_s: float
     #: The measured block size.
     base: int
@@ -123,7 +123,7 @@ class StepCosts:
         spread: StepSpread | None = None,
         factors: BlockFactors | None = None,
     ) -> None:
-        """Use `fit_costs`. `pacing` are coefficients of the pacer's own model of the same steps.
+        """Use `fit_costs`. `pacing` has the coefficients of the pacer's model for the same steps.
 
         If `spread` is None, steps take exactly the predicted time. If `factors` is None, blocks
         have the measured size.
@@ -171,8 +171,8 @@ class StepCosts:
         return self._spread.at(work.load.num_chunk_tokens > 0, predicted_s, place)
 
     def _mixture_s(self, work: PlannedWork) -> float:
-        """The seconds of a step that are due to prompts, its own or earlier ones, besides their
-        tokens."""
+        """The seconds that prompts of this step or of earlier steps add, except for the cost of
+        each prompt token."""
         load = work.load
         if not load.num_chunk_tokens:
             return (self._after_s + self._after_row_s * load.num_decodes) * work.coldness
@@ -195,7 +195,7 @@ class StepCosts:
         return self._ends_s + self._ended_s * num_ended + self._ended_token_s * num_ended_tokens
 
     def split_s(self, work: PlannedWork) -> dict[str, float]:
-        """The seconds of each part of a step by name, without `ending_s`."""
+        """The seconds of a step without `ending_s`, by the name of each part."""
         load, model = work.load, self._model
         beyond_s = self._beyond_caches_s(work)
         attention_s = model.predict_s(load) - model.predict_s(
@@ -255,10 +255,10 @@ class StepCosts:
 
 
 def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None) -> StepCosts:
-    """Fit costs to the first round, whose calibration runs are at the bounds' corners, and to every
-    other later run; the remaining runs measure the error.
+    """Fit the costs to calibration runs, and measure their error with runs that are left out.
 
-    There must be at least one run of each kind. `pacing` is the model with which an engine's
+    Fitted are the runs of the first round, which are at the bounds' corners, and every other later
+    run. There must be at least one run of each kind. `pacing` is the model with which an engine's
     pacer starts on this machine; if it is None, it is fitted to the same steps.
     """
     held_out = [step for step in steps if step.run >= ROUND and step.run % 2]
@@ -285,10 +285,10 @@ def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None
 
 
 def _fit_with_speeds(steps: Sequence[MeasuredStep]) -> tuple[list[float], dict[int, float]]:
-    """Fit the coefficients, and for each round the ratio of its step times to the usual ones.
+    """Fit the coefficients, and for each round the ratio of its step times to the median round's.
 
-    The ratios correct for the changing speed of a shared machine. The first round has none, since
-    its runs can't be compared with others.
+    The ratios correct for the changing speed of a shared machine. The first round has no ratio,
+    since its runs can't be compared with others.
     """
     speeds: dict[int, float] = {}
     coefficients: list[float] = []
@@ -348,8 +348,8 @@ def _parts(work: PlannedWork) -> list[float]:
 
 
 def _is_first(work: PlannedWork) -> bool:
-    """Whether a step has the first prompts after steps without, so that the processor's caches lack
-    the code for prompts."""
+    """Whether a step is the first one with prompts after steps without prompts. Then the code for
+    prompts is not in the processor's caches."""
     return work.load.num_chunk_tokens > 0 and not work.coldness
 
 
@@ -370,7 +370,8 @@ def _fit(samples: Sequence[tuple[PlannedWork, float]]) -> list[float]:
 
 
 def _smoothing(num_parts: int, seconds: _Floats, num_samples: int) -> _Floats:
-    """The matrix of a penalty that equalizes neighbouring slopes which samples can't separate."""
+    """The matrix of a penalty that makes neighbouring slopes equal if samples can't separate
+    them."""
     matrix = np.zeros((num_parts, num_parts))
     for segment in range(NUM_SEGMENTS - 1):
         row = np.zeros(num_parts)

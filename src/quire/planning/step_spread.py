@@ -1,8 +1,8 @@
-"""The distribution of the ratio between a step's time and its prediction.
+"""The random spread of step times: the ratio between a step's time and its prediction.
 
 A disturbance (another process, an interrupt, a shared memory bus) adds about the same time to a
-long step as to a short one, so the ratio of a short step varies more. Steps with prompts and steps
-without are therefore each grouped by their predicted time.
+long step as to a short step, so the ratio varies more for short steps. Therefore steps are grouped
+by their predicted time, separately for steps with and without prompts.
 """
 
 import math
@@ -16,7 +16,8 @@ from typing import Any, Self
 from quire.planning.measuring import MeasuredStep
 
 NUM_QUANTILES = 100
-#: The fewest steps of a group. A kind with fewer steps gets the distribution of all steps.
+#: The fewest steps in a group. If a kind (with or without prompts) has fewer steps, it gets the
+#: distribution of all steps.
 LEAST_STEPS = 48
 #: The most groups of each kind.
 MOST_GROUPS = 5
@@ -33,7 +34,7 @@ class _ComparedStep:
     #: The ratios of both measured times to the prediction.
     ratios: tuple[float, float]
     #: The absolute logarithm of the ratio of the two times, relative to its median in the run.
-    #: So a machine that is slower for a while does not count as varying.
+    #: So a machine that is slower during one of the measurements does not count as varying.
     distance: float
 
 
@@ -51,7 +52,7 @@ class StepSpread:
     """The ratios of step times to predictions. Without groups, all ratios are 1."""
 
     def __init__(self, groups: Mapping[bool, Sequence[_SpreadGroup]] | None = None) -> None:
-        """Use `fit_spread`. `groups` has the groups with and without prompts, by until_s."""
+        """Use `fit_spread`. `groups` has steps with prompts under True, sorted by until_s."""
         self._groups = dict(groups or {})
         self._edges = {
             kind: [group.until_s for group in found[:-1]] for kind, found in self._groups.items()
@@ -127,12 +128,12 @@ def _quantiles(steps: Sequence[_ComparedStep]) -> tuple[float, ...]:
     """The quantiles of the ratio between a step's time and its prediction.
 
     Their width comes from the two measurements of each step. Below the median, the logarithm of the
-    ratio is normally distributed. Two errors contribute to each distance, so the width of one error
-    is 1/sqrt(2) of the width of the distances. Above the median the distances are used as they are,
-    since a disturbance lengthens only one of two measurements.
+    ratio is assumed to be normally distributed. Both measurements contribute an error to each
+    distance, so the width of one error is 1/sqrt(2) of the width of the distances. Above the median
+    the distances are used directly, since a disturbance lengthens only one of two measurements.
 
-    The quantiles are scaled so that their mean is that of the measured ratios, without strong
-    disturbances. So the total time of many steps is as measured.
+    The quantiles are scaled so that their mean equals the mean of the measured ratios without
+    strong disturbances. Then the predicted total time of many steps equals the measured one.
     """
     distances = sorted(step.distance for step in steps)
     width = median(distances) / NormalDist().inv_cdf(0.75) / math.sqrt(2)

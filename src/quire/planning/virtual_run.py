@@ -1,8 +1,8 @@
 """Serves a load with the real scheduler on a virtual clock.
 
-Nothing is computed. A step takes the time that the costs predict, and each row whose tokens are all
-computed gets a new token. Admission, chunks, pacing, prefix cache and preemption are those of an
-engine.
+Nothing is computed. A step takes the time that the costs predict. Each row whose tokens are all
+computed gets a new token. Admission, chunks, pacing, prefix cache and preemption run the code
+of a real engine.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from quire.planning.planned_work import PlannedWork, PlannedWorkCounter
 #: The token that every row samples; its value has no effect.
 _TOKEN = 7
 #: Multiples of this number modulo 1 are spread more evenly than random numbers (Weyl; Knuth, volume
-#: 3, 6.4). So even a few steps take the expected time in sum.
+#: 3, 6.4). So the total time of even a few steps is near the expected time.
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """The sizes and options of a simulated engine; fields are named as the options."""
+    """The sizes and options of a simulated engine. The fields have the names of engine options."""
 
     #: The groups of the KV layout.
     groups: tuple[KVGroup, ...]
@@ -68,7 +68,7 @@ class RunOutcome:
     num_prompt_tokens: int = 0
     #: The time from the first arrival to the last token.
     duration_s: float = 0.0
-    #: The time that steps took.
+    #: The sum of the seconds of all steps.
     busy_s: float = 0.0
     num_steps: int = 0
     #: Tokens of the longest row.
@@ -110,7 +110,7 @@ class RunOutcome:
 
 
 class Costs(Protocol):
-    """The costs of steps; `step_costs.StepCosts` has measured ones."""
+    """The costs of steps. `step_costs.StepCosts` implements it with measured costs."""
 
     def predict_s(self, work: PlannedWork) -> float:
         """The predicted seconds of a step."""
@@ -121,7 +121,7 @@ class Costs(Protocol):
         ...
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
-        """The seconds that ending `num_ended` sequences, with `num_ended_tokens` in all, adds."""
+        """The seconds that ending `num_ended` sequences of `num_ended_tokens` tokens adds."""
         ...
 
     def pacing_model(self) -> StepCostModel:
@@ -135,7 +135,7 @@ def run_virtually(
     costs: Costs,
     pacer: StepPacer | None = None,
 ) -> RunOutcome:
-    """Serve all of `load` in order of arrival, with the pacer of `learned_pacer` by default.
+    """Serve all requests of `load` in order of arrival. `pacer` defaults to `learned_pacer`.
 
     Equal arguments give equal outcomes.
     """
@@ -146,14 +146,14 @@ def run_virtually(
 def learned_pacer(
     load: Sequence[LoadRequest], shape: EngineShape, costs: Costs
 ) -> StepPacer | None:
-    """A pacer that has learned the step times by serving the load once, as after a day of such
-    load; None if the shape has no max_itl_ratio."""
+    """A pacer that has learned the step times by serving the load once, like an engine that has
+    served such a load for long; None if the shape has no max_itl_ratio."""
     if not shape.max_itl_ratio:
         return None
     pacing = PacingConfig(shape.max_itl_ratio)
     learned = StepPacer(pacing, costs.pacing_model(), num_late_rows=0.0)
     _VirtualEngine(load, shape, costs, learned).run()
-    # The load is a part of a long run, so the pacer starts without saved or owed late steps.
+    # The load is an excerpt of a long run: the pacer starts without saved or owed late steps.
     pacer = StepPacer(pacing, learned.model, num_late_rows=0.0)
     pacer.margin = learned.margin
     return pacer
@@ -162,7 +162,7 @@ def learned_pacer(
 class _VirtualEngine:
     """The state of one run.
 
-    Invariant: `_last_s` has the time of the last token of each answer that has begun and not ended.
+    Invariant: `_last_s` maps each unfinished answer that has begun to the time of its last token.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class _VirtualEngine:
         self._begun_s: dict[str, float] = {}
         self._last_s: dict[tuple[str, int], float] = {}
         self._lengths: dict[str, int] = {}
-        # The quantile of the next step, for steps with prompts and for steps without.
+        # The quantile of the next step's time, for steps with and without prompts.
         self._places = {True: 0.5, False: 0.5}
         self._num_added = 0
         self._in_flight: deque[tuple[int, tuple[int, ...], float, float]] = deque()
