@@ -21,7 +21,7 @@ class RecurrentEntry:
     device_types: frozenset[str]
     #: Whether the backend computes with the native CPU kernels.
     needs_kernels: bool = False
-    #: Whether the backend is only for engines that use the Triton kernels.
+    #: Whether the backend serves only engines that use the Triton kernels.
     needs_triton: bool = False
 
 

@@ -23,7 +23,7 @@ _Call = state_abi.GatedDelta | state_abi.Mamba2 | state_abi.ShortConv
 
 
 class CpuStates(StateBackend):
-    """The backend for CPUs. The planned batch must not change until the step's last layer ran."""
+    """The CPU backend. A planned batch must not change until the step's last layer has run."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ class CpuStates(StateBackend):
     ) -> None:
         """Call a kernel with its tensors, given by field names of the kernel's argument structure.
 
-        For tensors in `strided` the stride between tokens is passed, too. None in `dense` becomes
-        a null pointer.
+        For tensors in `strided`, the stride between tokens is passed, too. None in `dense` is
+        passed as a null pointer.
         """
         call, kernels = self._calls[layer], self._kernels
         call.dtype, call.out = abi.DTYPES[out.dtype], out.data_ptr()

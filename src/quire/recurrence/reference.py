@@ -23,7 +23,7 @@ def gated_delta(
     state: torch.Tensor,
     inputs: GatedDeltaInputs,
 ) -> Moved:
-    """See GatedDeltaSpec; `torch_recurrent_gated_delta_rule` of transformers computes the same."""
+    """Compute GatedDeltaSpec's formula, as transformers' `torch_recurrent_gated_delta_rule`."""
     q, k, v, g, beta = (part.to(state.dtype) for part in inputs)
     if spec.normalizes:
         q, k = (x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for x in (q, k))
@@ -47,7 +47,7 @@ def mamba2(
     inputs: Mamba2Inputs,
     weights: Mamba2Weights,
 ) -> Moved:
-    """See Mamba2Spec; `mamba2_selective_state_update` of transformers computes the same."""
+    """Compute Mamba2Spec's formula, as transformers' `mamba2_selective_state_update`."""
     x, dt, b, c = (part.to(state.dtype) for part in inputs)
     if weights.dt_bias is not None:
         dt = dt + weights.dt_bias.to(state.dtype)
@@ -72,7 +72,7 @@ def short_conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> Moved:
-    """See ShortConvSpec."""
+    """Compute ShortConvSpec's formula."""
     inputs = torch.cat([state, x.to(state.dtype)])
     taps = weight.to(state.dtype)
     out = torch.zeros(x.shape, dtype=state.dtype, device=x.device)

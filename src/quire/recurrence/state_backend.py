@@ -15,7 +15,7 @@ sequences or on the number of threads.
 To add a backend, add a file here that implements `StateBackend`, and a line in `backends.py`.
 
 Shapes: T tokens of the step, S sequences of the step, R rows of the tables, N blocks;
-`kernels.state_calls` has those of the calls.
+`kernels.state_calls` lists the shapes of the tensors in calls.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from quire.recurrence.state_specs import KINDS
 
 
 class RecurrentSpec(Protocol):
-    """The sizes that the spec of every kind of recurrent layer has."""
+    """The sizes that every kind of recurrent layer has."""
 
     @property
     def num_units(self) -> int:
@@ -85,7 +85,7 @@ class StateBatch:
 class StateBackend(StateCalls):
     """Updates the states of all recurrent layers of a model, in place in their pages.
 
-    A layer's index is that of its spec among the bound ones.
+    The argument `layer` of a call is the index of the layer's spec among the specs of `bind`.
     """
 
     #: Whether steps with only decoding sequences can be captured once and replayed: the backend
@@ -108,7 +108,7 @@ class StateBackend(StateCalls):
 
     @property
     def native(self) -> NativeStates | None:
-        """The states for a native program of all layers; None if the backend supports none."""
+        """The states for native code that runs all layers; None if the backend has none."""
         return None
 
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:

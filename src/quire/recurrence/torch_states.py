@@ -2,7 +2,7 @@
 
 Each sequence's state is read from its pages, updated by `reference.py` in fp32, and written back.
 Tokens are computed one by one because torch rounds some functions differently for larger tensors,
-and results must not depend on chunks.
+and results must not depend on how a prompt is split into chunks.
 """
 
 import torch
@@ -20,7 +20,7 @@ from quire.recurrence.state_specs import (
 
 
 class TorchStates(StateBackend):
-    """The backend in torch. The planned batch must not change until the step's last layer ran."""
+    """The torch backend. A planned batch must not change until the step's last layer has run."""
 
     def gated_delta(self, layer: int, inputs: GatedDeltaInputs) -> torch.Tensor:
         spec = self._specs[layer]
@@ -64,7 +64,7 @@ class TorchStates(StateBackend):
         return out
 
     def _sequences(self) -> list[tuple[int, list[slice]]]:
-        """Each sequence's index, with a slice for each of its tokens."""
+        """(index of the sequence, one slice for each of its tokens) for each sequence."""
         assert self._batch is not None, "plan comes before a layer"
         found, first = [], 0
         for s, length in enumerate(self._batch.query_lens_list):
@@ -73,7 +73,7 @@ class TorchStates(StateBackend):
         return found
 
     def _places(self, layer: int, s: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each unit's page [U] and the indices of its bytes there [U, bytes], for one sequence."""
+        """For one sequence: the page [U] of each unit, and its byte indices there [U, bytes]."""
         batch, where, spec = self._batch, self._layers[layer], self._specs[layer]
         assert batch is not None
         device = where.pages.device

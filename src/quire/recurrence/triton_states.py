@@ -19,7 +19,7 @@ from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSp
 
 
 class TritonStates(StateBackend):
-    """The backend in Triton. The planned batch must not change until the step's last layer ran."""
+    """The Triton backend. A planned batch must not change until the step's last layer has run."""
 
     serves_graphs = True
 
