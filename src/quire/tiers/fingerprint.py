@@ -1,10 +1,9 @@
-"""Fingerprints of stored pages: a digest of all that determines their bytes.
+"""Fingerprints of stored pages (KV blocks): a digest of everything that determines their bytes.
 
-Another process may read the pages, on another day, or with another version, machine or model. A
-process finds pages only under the fingerprint of its own pages. So a fingerprint has all facts that
-change the bytes, and no other facts, whose changes would only make stored pages useless. Tokens and
-tenants are in the names of records, not here. Plain data: `assembly.tier_identity` collects the
-facts.
+A later process with another version, machine or model may open the same cache folder. It finds only
+pages stored under its own fingerprint. So a fingerprint contains everything that changes the bytes,
+and nothing else, because any change of the fingerprint makes the stored pages useless. Tokens and
+tenants are in the names of records, not here. `assembly.tier_identity` collects the values.
 """
 
 import hashlib
@@ -21,13 +20,14 @@ from quire.tiers.disk.folder import CacheFolder
 
 DIGEST_BYTES = 16
 FORMAT = 1
-"""Version of the parts and of their hashing."""
+"""Version of the fingerprint's fields and of the way they are hashed."""
 
 SUFFIX = ".json"
-"""Suffix of a description's file, which lies beside its namespace and has its name."""
+"""A description is a fingerprint as a JSON file. It lies beside the folder of its namespace, and
+has that folder's name plus this suffix."""
 _NEW_SUFFIX = f"{SUFFIX}.new"
 MAX_BYTES = 16 << 20
-"""Limit of a description's size, which no real one reaches."""
+"""At most this many bytes of a description's file are read."""
 
 logger = get_logger(__name__)
 
@@ -38,24 +38,25 @@ _SHOWN = ("model", "dtype", "kv_dtype", "quantization", "kernels", "block_size",
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that determines the bytes of pages, as JSON data: texts as keys, finite numbers."""
+    """Everything that determines the bytes of pages. The mappings are JSON data: keys are strings,
+    and numbers are finite."""
 
     #: Digest of the weights' content, in hexadecimal.
     weights: str
     #: The model's config.
     model: Mapping[str, Any]
-    #: The layout of a page, and its groups.
+    #: The layout of a page, with its KV groups.
     pages: Mapping[str, Any]
     #: The kernels and number formats.
     numerics: Mapping[str, Any]
-    #: The sources that compute.
+    #: Digests or versions of the source code that computes pages.
     code: Mapping[str, Any]
     #: The name of the model, for people; not a part of the digest.
     label: str = ""
 
     @property
     def digest(self) -> bytes:
-        """A digest of DIGEST_BYTES bytes, equal for equal parts in every process."""
+        """A digest of DIGEST_BYTES bytes over all fields but `label`, the same in every process."""
         parts = self._parts()
         del parts["label"]
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -81,21 +82,22 @@ class Fingerprint:
         return ", ".join(f"{name} {text}" for name, text in texts.items() if text != "None")
 
     def to_json(self) -> bytes:
-        """The text for people and for `from_json`."""
+        """The fingerprint as indented JSON, which `from_json` parses."""
         return json.dumps(self._parts(), indent=1, allow_nan=False).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        """Parse a text of `to_json`. Raises ValueError for another text or FORMAT."""
+        """Parse the result of `to_json`. Raises ValueError if `text` has another form or another
+        FORMAT."""
         parts = json.loads(text)
         if not isinstance(parts, dict) or parts.pop("format", None) != FORMAT:
-            raise ValueError(f"this is no description of format {FORMAT}")
+            raise ValueError(f"this is not a description of format {FORMAT}")
         texts = ("weights", "label")
         wanted = {"weights", "model", "pages", "numerics", "code", "label"}
         if parts.keys() != wanted or any(
             not isinstance(part, str if name in texts else dict) for name, part in parts.items()
         ):
-            raise ValueError(f"a description has {', '.join(sorted(wanted))}")
+            raise ValueError(f"a description must have the fields {', '.join(sorted(wanted))}")
         return cls(**parts)
 
     def _parts(self) -> dict[str, Any]:
@@ -103,15 +105,15 @@ class Fingerprint:
 
 
 def joined(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
-    """Fingerprints of each rank's pages that depend on those of all ranks, since the results of a
-    rank depend on the weights of all."""
+    """Each rank's fingerprint, combined with the fingerprints of all ranks. A rank's results depend
+    on the weights of all ranks."""
     digests = b"".join(each.digest for each in fingerprints)
     of_all = hashlib.blake2b(digests, digest_size=DIGEST_BYTES, person=_PERSON).hexdigest()
     return [replace(each, pages={**each.pages, "all_ranks": of_all}) for each in fingerprints]
 
 
 def _leaves(part: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings, under names with dots. A list is a leaf."""
+    """Yields (dotted name, value) for each leaf of nested mappings. A list is a leaf."""
     if not isinstance(part, Mapping):
         yield name, list(part) if isinstance(part, tuple) else part
         return
@@ -121,8 +123,8 @@ def _leaves(part: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def write_description(folder: CacheFolder, fingerprint: Fingerprint) -> None:
     """Write the description beside its namespace, for `quire cache`. Rank 0 also removes
-    descriptions of namespaces that are gone. No function depends on these files; if they can't be
-    written, a line is logged."""
+    descriptions of namespaces that are gone. Serving does not need these files; if they can't be
+    written, a warning is logged."""
     name = fingerprint.digest.hex()
     try:
         if folder.part.rank == 0:
@@ -134,7 +136,7 @@ def write_description(folder: CacheFolder, fingerprint: Fingerprint) -> None:
 
 
 def read_description(folder: Path, name: str) -> Fingerprint | None:
-    """The description of the namespace of that name; None if there is no valid one."""
+    """The description of the namespace `name`; None if there is no valid description."""
     files = Files()
     try:
         descriptor = files.open_to_read(folder / f"{name}{SUFFIX}")
@@ -144,13 +146,13 @@ def read_description(folder: Path, name: str) -> Fingerprint | None:
             files.close(descriptor)
         found = Fingerprint.from_json(text)
         return found if found.digest.hex() == name else None
-    except (OSError, ValueError, RecursionError):  # RecursionError comes from very many brackets
+    except (OSError, ValueError, RecursionError):  # RecursionError: JSON nested too deeply
         return None
 
 
 def nearest_description(folder: CacheFolder, fingerprint: Fingerprint) -> Fingerprint | None:
-    """The description with the fewest differences among the folder's other namespaces, except those
-    of this engine's ranks; None if there is none. Raises OSError."""
+    """Of the folder's namespaces that this engine does not use, the description with the fewest
+    differences from `fingerprint`; None if there is none. Raises OSError."""
     names = {path.name for path in folder.path.iterdir() if path.is_dir()} - _own_names(folder)
     found = [read_description(folder.path, name) for name in sorted(names) if is_namespace(name)]
     others = [each for each in found if each is not None and each.digest != fingerprint.digest]
@@ -158,7 +160,7 @@ def nearest_description(folder: CacheFolder, fingerprint: Fingerprint) -> Finger
 
 
 def is_namespace(name: str) -> bool:
-    """Whether a file's name may be a fingerprint's digest."""
+    """True if `name` has the form of a fingerprint's digest in hexadecimal."""
     return len(name) == 2 * DIGEST_BYTES and set(name) <= set("0123456789abcdef")
 
 

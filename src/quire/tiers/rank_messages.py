@@ -1,8 +1,9 @@
-"""Messages about block moves between rank 0 and another rank's process.
+"""Messages about stores and loads of KV blocks between rank 0 and another rank's process.
 
-Moves and steps have separate sockets, so that messages of one kind don't wait for those of the
-other kind. First come `RankPages`, `OpenTier`, and `TierOpened` or `TierRefused`. Then orders go
-one way and ends the other way, until `CloseTier` and `TierClosed`. See `ipc`.
+A move is a store or a load of one block. Messages about moves and messages about steps use separate
+sockets, so that neither kind waits for the other. First come `RankPages`, `OpenTier`, and
+`TierOpened` or `TierRefused`. Then rank 0 sends orders, and the rank reports ended orders, until
+`CloseTier` and `TierClosed`. `ipc` frames the messages.
 """
 
 import socket
@@ -16,7 +17,7 @@ from quire.ipc import decoder, receive
 
 
 class RankPages(msgspec.Struct, tag="pages", array_like=True, frozen=True):
-    """The rank is built; the first message to rank 0."""
+    """The first message to rank 0: the rank's engine parts are built."""
 
     #: The fingerprint of its pages, as `Fingerprint.to_json`.
     description: bytes
@@ -30,7 +31,7 @@ class OpenTier(msgspec.Struct, tag="open", array_like=True, frozen=True):
 
 
 class TierOpened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
-    """The rank's tier is open and takes orders."""
+    """The rank's tier is open and accepts orders."""
 
 
 class TierRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
@@ -40,9 +41,9 @@ class TierRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
 
 
 class StartMoves(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """Call `Tiers.start` after the rank has made as many runner calls as rank 0."""
+    """Order to call `Tiers.start` once the rank has made `num_calls` runner calls."""
 
-    #: The number of runner calls that rank 0 had made.
+    #: The number of runner calls that rank 0 had made when it sent this order.
     num_calls: int
     stores: list[StoreOrder]
     loads: list[LoadOrder]
@@ -77,7 +78,7 @@ class TierState(msgspec.Struct, tag="state", array_like=True, frozen=True):
     """The state of the rank's tier, sent after each change."""
 
     takes_stores: bool = True
-    #: Latency and time per byte of loads, see `LoadSpeed`.
+    #: Latency of loads in seconds, and seconds per loaded byte; see `LoadSpeed`.
     latency_s: float = 0.0
     s_per_byte: float = 0.0
     #: See `Tiers.counts`.

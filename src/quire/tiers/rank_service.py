@@ -1,15 +1,15 @@
-"""Executes rank 0's orders for the share of the disk tier in another rank.
+"""Executes rank 0's orders for the disk tier in the process of another rank.
 
-A thread of its own serves the socket of the moves, beside the process's main thread, which makes
-the steps. An order of rank 0 is valid only for memory in the same state as rank 0's at that time. A
-block may be stored only after its last writer has ended, and filled only after its last reader has.
-This rank may still be in a step that rank 0 has finished.
+A separate thread serves the socket for moves (stores and loads of blocks), while the main thread
+runs the steps. A block may be stored only after the last step that writes it, and filled only after
+the last step that reads it. When an order of rank 0 arrives, this rank may still be in a step that
+rank 0 has finished.
 
-So each order contains the number of runner calls that rank 0 had made, and is executed when this
-rank has made as many. On a CPU, a call that has returned has made all its memory accesses. In the
-other direction, rank 0 uses loaded blocks in a step only after all ranks have reported them.
+So each order contains the number of runner calls that rank 0 had made, and is executed after this
+rank has made the same number. On a CPU, a call that has returned has made all its memory accesses.
+Conversely, rank 0 uses a loaded block in a step only after all ranks have reported the load.
 
-Made by `assembly`; `ranks` is the other end.
+`assembly` makes the service; `ranks.RankLink` is the other end of its socket.
 """
 
 import os
@@ -40,24 +40,25 @@ from quire.tiers.rank_messages import (
 )
 
 BUSY_TURN_S, IDLE_TURN_S = 0.5, 5.0
-"""Intervals of checking a silent tier: while orders are in flight, which may hang, or while it is
-paused; and otherwise, for changes by time alone."""
+"""Seconds between checks of the tier if no event comes. BUSY_TURN_S applies while orders are in
+flight, which may hang, and while the tier is paused."""
 
 OpenRankTier = Callable[[list[bytes], Callable[[], None]], DiskTier]
-"""Makes the tier, from the descriptions of all ranks' pages and a function to call when a move has
-ended. Raises ConfigurationError, and OSError if the folder can't be read."""
+"""Makes the tier. Arguments: the descriptions of all ranks' pages, and a function that the tier
+calls when a move has ended. Raises ConfigurationError, and OSError if the folder can't be read."""
 
 
 class RankService:
     """Serves the moves of one rank. One thread calls `run`; the thread of the runner calls
     `count_call`.
 
-    Invariant: orders are executed in the order of their arrival, and none before its runner calls.
+    Invariant: orders are executed in the order of their arrival, each only after this rank has made
+    the number of runner calls that it names.
     """
 
     def __init__(self, sock: socket.socket, description: bytes, open_tier: OpenRankTier) -> None:
-        """`sock` leads to rank 0, for the moves only. `description` is the fingerprint of this
-        rank's pages as JSON."""
+        """`sock` is connected to rank 0 and carries only messages about moves. `description` is the
+        fingerprint of this rank's pages as JSON."""
         self._sock, self._description, self._open_tier = sock, description, open_tier
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inbox: deque[FromRank0] = deque()
@@ -68,13 +69,13 @@ class RankService:
         self._waits_for_call = False
 
     def count_call(self) -> None:
-        """Count a call of the runner, which all ranks make alike."""
+        """Count a call of the runner. All ranks make the same sequence of calls."""
         self._num_calls += 1
         if self._waits_for_call:
             self._wake()
 
     def run(self) -> None:
-        """Serve rank 0 until it closes the tier or is gone."""
+        """Serve rank 0 until it closes the tier or its process ends."""
         try:
             send(self._sock, RankPages(self._description))
             opening = receive_order(self._sock)
@@ -96,7 +97,8 @@ class RankService:
         self._report(tier)
         while True:
             self._waits_for_call = bool(self._inbox)
-            if not self._is_next_due():  # asked after the flag was set, so that no call is missed
+            # Checked after the flag was set, so that no call is missed.
+            if not self._is_next_due():
                 events = poll.poll(1000 * (IDLE_TURN_S if self._is_quiet else BUSY_TURN_S))
                 ready = {descriptor for descriptor, _ in events}
                 if self._wakeup in ready:
@@ -136,10 +138,10 @@ class RankService:
             case ClearTier():
                 tier.clear()
             case _:
-                raise AssertionError(f"{order} comes once, and not now")
+                raise AssertionError(f"unexpected message {order}")
 
     def _report(self, tier: DiskTier) -> None:
-        """Report ended orders, and the state of the tier if it has changed."""
+        """Send rank 0 the ended orders, and the state of the tier if it has changed."""
         if self._num_calls == self._num_reported_calls:
             tier.wait(0.0)  # tells the tier that no step runs
         self._num_reported_calls = self._num_calls
@@ -159,7 +161,7 @@ class RankService:
         if state != self._state:
             self._state = state
             send(self._sock, state)
-        if done or failed or lost:  # sent last, so that rank 0 knows the state after them
+        if done or failed or lost:  # sent last, so that rank 0 already has the new state
             send(self._sock, MovesEnded(done, failed, lost))
 
     def _wake(self) -> None:
@@ -167,5 +169,5 @@ class RankService:
 
 
 def _rounded(seconds: float) -> float:
-    """Round a value, so that small changes are not reported."""
+    """Round to two significant digits, so that small changes are not reported."""
     return float(f"{seconds:.1e}")

@@ -1,13 +1,13 @@
-"""The disk tier of several ranks, which the engine sees as one in rank 0.
+"""Combines the disk tiers of several ranks into one tier for the engine in rank 0.
 
-Each rank keeps its share of every block in its own process, and its share of the tier in a
-namespace of its own. All get the same orders in the same sequence, and execute them independently
-(see `rank_service`). A content counts as stored or loaded only if all ranks have done so; rank 0's
-index decides whether it is present.
+Each rank holds its shard of every block in its own process, and stores that shard in its own
+namespace. All ranks get the same orders (stores and loads) in the same sequence, and execute them
+independently (see `rank_service`). A content (what a block holds for one KV group) counts as stored
+or loaded only if all ranks have done so. Rank 0's index decides whether it is present.
 
-The ranks' shares may come to differ, because a rank dropped a store, evicted a segment earlier, or
-finds its file damaged. Then a load fails in that rank and counts as a miss, and rank 0 forgets its
-own record, so that the content is computed and stored again.
+A rank may lack a content that rank 0 has, because the rank dropped a store, evicted a segment
+earlier, or found a damaged file. Then the load fails in that rank and counts as a miss, and rank 0
+forgets its own record, so that the content is computed and stored again.
 
 Made by `assembly`.
 """
@@ -44,7 +44,7 @@ from quire.tiers.rank_messages import (
 )
 
 CLOSE_GRACE_S = 1.5
-"""Additional seconds for a rank to report that its tier is closed."""
+"""Seconds beyond the timeout of `close` in which a rank may report that its tier is closed."""
 
 _SUMMED = (
     "rewritten",
@@ -63,8 +63,8 @@ logger = get_logger(__name__)
 class RankLink:
     """Rank 0's end of the socket to another rank's `RankService`.
 
-    Called from the engine's thread; a thread of its own receives. After the rank's tier is closed,
-    or its process and its memory are gone, `is_gone` is True and nothing is sent.
+    Called from the engine's thread; the link's own thread receives messages. `is_gone` becomes True
+    when the rank's tier is closed or its process has ended; then nothing more is sent.
     """
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
@@ -81,9 +81,10 @@ class RankLink:
 
     def open(self, descriptions: Iterable[bytes], wake_up: Callable[[], None]) -> None:
         """Let the rank open its tier, with the descriptions of all ranks' pages. From then on
-        `wake_up` is called after each of its messages.
+        `wake_up` is called after each message from the rank.
 
-        Raises ConfigurationError if it can't, EngineDeadError if the rank is gone.
+        Raises ConfigurationError if the rank can't open its tier, EngineDeadError if its process
+        has ended.
         """
         self.send(OpenTier(list(descriptions)))
         answer = self._next()
@@ -96,12 +97,13 @@ class RankLink:
         receive.start()
 
     def send(self, message: FromRank0) -> None:
-        # The receiving thread notices that the rank is gone, after its last messages.
+        # The receiving thread notices a dead rank, after it has received the rank's last messages.
         with suppress(PeerGoneError):
             send(self._sock, message)
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait after CloseTier. Returns whether the rank's tier is closed or the rank is gone."""
+        """Wait after CloseTier was sent. Returns True once the rank's tier is closed or its process
+        has ended, False on a timeout."""
         return self.is_gone or self._is_closed.wait(timeout_s)
 
     def _next(self) -> ToRank0:
@@ -131,7 +133,7 @@ class RankLink:
             case TierClosed():
                 self._end()
             case _:
-                raise AssertionError(f"{news} comes before the first order only")
+                raise AssertionError(f"{news} is valid only before the first order")
 
     def _end(self) -> None:
         self.is_gone = True
@@ -140,22 +142,22 @@ class RankLink:
 
 @dataclass(slots=True)
 class _Move:
-    """An order in flight."""
+    """A store or load order that has not ended in all ranks."""
 
     group: int
     name: bytes
     #: Ranks in which the order has not ended.
     waits_for: set[int]
     is_done: bool = True
-    #: Whether the order failed because a rank does not have the content.
+    #: True if the order failed because a rank does not have the content.
     is_lost: bool = False
 
 
 class RankedTiers:
-    """Tiers of an engine with several ranks; see `core.memory.tiers.contract.Tiers`.
+    """The disk tier of an engine with several ranks; implements `core.memory.tiers.contract.Tiers`.
 
-    Invariant: `ended` returns an order after it has ended in all ranks. The order is done if every
-    rank has done it. A rank that is gone has no orders in flight.
+    Invariant: `ended` returns an order after it has ended in all ranks. The order succeeded if it
+    succeeded in every rank. In a rank whose process has ended, all orders count as failed.
     """
 
     def __init__(
@@ -165,10 +167,10 @@ class RankedTiers:
         num_calls: Callable[[], int],
         changed: threading.Event,
     ) -> None:
-        """`local` is rank 0's own tier. `links` lead to all other ranks, whose tiers are open.
-        `num_calls` returns the number of runner calls, which all ranks make alike. It is held until
-        `close`, so the processes that it refers to live until then. `changed` is the event that
-        wakes rank 0; the links and the local tier set it, too."""
+        """`local` is rank 0's own tier. `links` are the links to all other ranks, whose tiers are
+        open. `num_calls` returns the number of runner calls so far. The reference to it is dropped
+        in `close`, so the rank processes that it refers to live until then. `changed` is the event
+        that wakes rank 0; the links and the local tier also set it."""
         self._local, self._links, self._num_calls = local, links, num_calls
         self._changed = changed
         self._moves: dict[int, _Move] = {}
@@ -180,8 +182,8 @@ class RankedTiers:
         return self._local.tails(parent)
 
     def start(self, stores: Sequence[StoreOrder], loads: Sequence[LoadOrder]) -> None:
-        """Start stores and loads in all ranks. Raises ValueError for a name that no record can
-        hold."""
+        """Start stores and loads in all ranks. Raises ValueError if a name is too long for a
+        record."""
         ranks = {0, *(link.rank for link in self._links)}
         orders: list[StoreOrder | LoadOrder] = [*stores, *loads]
         for order in orders:
@@ -190,7 +192,7 @@ class RankedTiers:
         self._send(StartMoves(self._num_calls(), list(stores), list(loads)))
 
     def cancel(self, order_ids: Iterable[int]) -> None:
-        """Cancel orders. If some ranks have already executed an order, it fails all the same."""
+        """Cancel orders. A cancelled order fails even if some ranks have already executed it."""
         cancelled = list(order_ids)
         self._local.cancel(cancelled)
         self._send(CancelMoves(cancelled))
@@ -201,7 +203,7 @@ class RankedTiers:
         for order_id, is_done in self._local.ended():
             self._end_in(0, [order_id], ends, is_done=is_done)
         for link in self._links:
-            is_gone = link.is_gone  # read before the rank's messages, so that none is lost
+            is_gone = link.is_gone  # read before the messages, so that no message is lost
             while link.ended:
                 news = link.ended.popleft()
                 self._end_in(link.rank, news.done, ends, is_done=True)
@@ -213,8 +215,9 @@ class RankedTiers:
         return ends
 
     def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
-        """Seconds in the slowest rank. The queue is the same in all ranks. All share one disk, so
-        the rate that a rank has learned is its share."""
+        """Predicted seconds of the loads in the slowest rank. All ranks have the same orders
+        queued. They share one disk, so each rank has learned its own share of the disk's
+        bandwidth."""
         times_s = [self._local.load_s(contents)]
         for link in self._links:
             speed = LoadSpeed(link.state.latency_s, link.state.s_per_byte)
@@ -231,8 +234,8 @@ class RankedTiers:
         self._changed.wait(timeout_s)
 
     def counts(self) -> dict[str, dict[str, float]]:
-        """Counts over all ranks. Bytes and failures of single ranks are summed. For orders that
-        each rank executes once, the largest or least count is taken."""
+        """The counters of all ranks combined. Bytes and failures are summed. Each order is executed
+        in every rank, so of the counts of orders the largest or least one is taken."""
         of_ranks: list[Mapping[str, Mapping[str, float]]] = [self._local.counts()]
         of_ranks += [link.state.counts for link in self._links]
         return {
@@ -248,7 +251,7 @@ class RankedTiers:
         self._send(ClearTier())
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Close the tier of all ranks at the same time, as `DiskTier.close`."""
+        """Close the tiers of all ranks at the same time; see `DiskTier.close`."""
         until_s = time.monotonic() + timeout_s + CLOSE_GRACE_S
         self._send(CloseTier(timeout_s))
         self._local.close(timeout_s)
@@ -258,7 +261,7 @@ class RankedTiers:
                     "rank %d: the tier hangs; the folder stays locked until its process ends",
                     link.rank,
                 )
-        self._num_calls = int  # releases the processes, since nothing is ordered any more
+        self._num_calls = int  # drops the reference to the rank processes; no orders follow
 
     @property
     def _lacks_rank(self) -> bool:
@@ -278,8 +281,8 @@ class RankedTiers:
         is_done: bool,
         is_lost: bool = False,
     ) -> None:
-        """Record that orders have ended in a rank. Orders that have ended in all ranks are appended
-        to `ends`."""
+        """Record that orders have ended in a rank. Append to `ends` those that have now ended in
+        all ranks."""
         for order_id in order_ids:
             move = self._moves[order_id]
             move.waits_for.discard(rank)

@@ -1,16 +1,17 @@
-"""The host tier and the disk tier behind it, combined to one tier for a GPU.
+"""Combines the host tier and the disk tier behind it into one tier for a GPU.
 
-The disk tier uses the host's slots as it would use a pool's blocks. A content (what a block holds
-for one KV group) is copied to a slot before it is written, and is read into a slot first.
+A slot is a block of page-locked host memory. The disk tier reads and writes slots in place of the
+GPU pool's blocks. So a content (what a block holds for one KV group) passes through a slot on its
+way to the disk and back.
 
-    store   block -> slot     the order ends here, so the block is free early
-            slot  -> disk     later; the slot is pinned meanwhile
-    load    slot  -> block    for contents in the host
-            disk  -> slot -> block    for the rest, which stay in the slot as long as there is room
+    store   block -> slot     ends the order, so the block can be reused early
+            slot  -> disk     later; the slot is pinned until it is written
+    load    slot  -> block    for contents in host memory
+            disk  -> slot -> block    for the rest, which stay in their slots until evicted
 
 So the host tier is both a tier and the staging area of the disk. If a content can't be written now
-(the disk pauses, its queue is full, the daily bytes are used), it is written later, if it is still
-in the host then.
+(the disk is paused, its queue is full, or the daily limit of written bytes is reached), it is
+written later, if it is still in host memory.
 """
 
 import math
@@ -27,9 +28,9 @@ from quire.tiers.host.host_tier import HostTier, SlotLoad
 from quire.tiers.host.slot_table import Key
 
 WRITING_SHARE = 1 / 2
-"""Largest share of the slots that writes may pin, since loads need some."""
+"""Largest share of the slots that disk writes may pin; the rest stays available to loads."""
 WAIT_S = 0.5e-3
-"""Seconds of waiting for one of the two tiers before the other is asked."""
+"""Longest wait for one tier, in seconds, before the other tier is checked."""
 CLOSE_S = 10.0
 
 
@@ -38,12 +39,12 @@ class _Reading(NamedTuple):
 
     order: LoadOrder
     slot: int
-    #: The era in which the order was accepted, see `TierStack._era`.
+    #: `TierStack._era` when the disk read was started.
     era: int
 
 
 class _Writing(NamedTuple):
-    """A content that the disk tier is writing out of a slot."""
+    """A content that the disk tier is writing from a slot."""
 
     key: Key
     slot: int
@@ -52,47 +53,48 @@ class _Writing(NamedTuple):
 
 @dataclass(slots=True)
 class StackCounters:
-    """Contents of the host that are not on the disk."""
+    """Counts of contents in host memory that have not been written to the disk."""
 
     #: Number of contents that wait to be written to the disk.
     num_behind: int = 0
-    #: Number of contents that were evicted from the host before they could be written.
+    #: Number of contents that were evicted from host memory before they were written.
     num_lost: int = 0
 
 
 class TierStack:
-    """The two tiers as one; see `core.memory.tiers.contract.Tiers`. Like `DiskTier`, it waits only
-    in `close` and `wait`.
+    """The two tiers as one; implements `core.memory.tiers.contract.Tiers`. Only `close` and `wait`
+    block.
 
-    Invariant: the slot of each read and write that the disk executes has one pin for it. Each
-    accepted order is in exactly one of `_queued`, `_reading`, the host tier, and `_ended`.
+    Invariant: each disk read or write in flight holds one pin on its slot. Each accepted order is
+    in exactly one of `_queued`, `_reading`, the host tier, and `_ended`.
     """
 
     def __init__(
         self, host: HostTier, disk: DiskTier, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`disk` works over `host.copies.slots`. `close` closes both."""
+        """`disk` must use `host.copies.slots` as its storage. `close` closes both tiers."""
         self.host, self.disk = host, disk
         host.new_contents = []
         self._clock = clock
         self._num_lost = 0
-        self._numbers = count()  # ids of the orders to the disk, separate from those of the memory
-        #: The number of calls of `clear`. A content that was read for an order of an earlier era is
+        self._numbers = count()  # ids of orders to the disk; the block pool has its own ids
+        #: Number of calls of `clear` so far. A content whose read began before the last `clear` is
         #: not kept in its slot.
         self._era = 0
         self._reads_disk = True
         self._ended: list[MoveEnd] = []
         self._queued: deque[LoadOrder] = deque()  # loads without a slot
         self._reading: dict[int, _Reading] = {}
-        self._read_number: dict[int, int] = {}  # by the id of the memory's order
-        #: Contents of the host that have to be written to the disk, oldest first.
+        self._read_number: dict[int, int] = {}  # id of the pool's order -> id of the disk order
+        #: Contents in host memory that have to be written to the disk, oldest first.
         self._behind: OrderedDict[Key, None] = OrderedDict()
         self._writing: dict[int, _Writing] = {}
         self._most_writing = max(1, int(host.table.num_slots * WRITING_SHARE))
 
     def find(self, group: int, name: bytes) -> bool:
-        """Whether a content is present. Contents on the disk alone are ignored while it can't be
-        read. Otherwise a prefix that is mostly in the host would not be loaded at all."""
+        """True if a content is present. While the disk can't be read, contents that are only on
+        disk count as absent; otherwise a prefix that is mostly in host memory would not be loaded
+        at all."""
         return self.host.find(group, name) or (self._reads_disk and self.disk.find(group, name))
 
     def tails(self, parent: bytes) -> Sequence[Tail]:
@@ -107,8 +109,8 @@ class TierStack:
                 in_host.append(order)
             else:
                 self._queued.append(order)
-        # The contents in the host are pinned before the reads take slots, since taking slots evicts
-        # other contents.
+        # Pin the contents that are in host memory first, since acquiring slots for disk reads may
+        # evict contents.
         self.host.start((), in_host)
         self._read_more()
         self.host.start(stores, ())
@@ -128,8 +130,8 @@ class TierStack:
         return ended
 
     def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
-        """The sum of both tiers' times. The last batch from the disk crosses the bus after all has
-        been read, and until then the bus is nearly idle."""
+        """Predicted seconds: the sum of both tiers' times. The last batch from the disk crosses the
+        bus only after everything has been read, and the bus is nearly idle until then."""
         there = [content for content in contents if self.host.find(*content)]
         seconds = self.host.load_s(there)
         if len(there) < len(contents):
@@ -168,7 +170,8 @@ class TierStack:
         self.disk.clear()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write the contents that only the host has, as far as possible within `timeout_s`."""
+        """Write contents that are only in host memory until `timeout_s` has passed, then close both
+        tiers."""
         until_s = self._clock() + timeout_s
         self._ended += [MoveEnd(order.order_id, False) for order in self._queued]
         self._queued.clear()
@@ -185,7 +188,7 @@ class TierStack:
     # ---- parts -------------------------------------------------------------------------------
 
     def _pass_on_orders(self) -> None:
-        """Handle the ended orders of both tiers, and give each its next orders."""
+        """Handle the ended orders of both tiers, and start their next orders."""
         came: list[SlotLoad] = []
         for end in self.disk.ended():
             if end.order_id in self._writing:
@@ -201,8 +204,8 @@ class TierStack:
         self._write_more()
 
     def _has_come(self, reading: _Reading, *, is_done: bool) -> SlotLoad | None:
-        """Handle the end of a read from the disk into a slot. Returns the load from the slot, if it
-        succeeded."""
+        """Handle the end of a disk read into a slot. Returns the load from that slot to its block,
+        or None if the read failed."""
         order, slot, era = reading
         del self._read_number[order.order_id]
         table, key = self.host.table, (order.group, order.name)
@@ -215,15 +218,15 @@ class TierStack:
         return SlotLoad(order.order_id, order.block, slot)
 
     def _has_gone(self, writing: _Writing, *, is_done: bool) -> None:
-        """Handle the end of a write to the disk. If the disk pauses, the content is queued
-        again."""
+        """Handle the end of a write to the disk. If it failed because the disk is paused, queue the
+        content again."""
         key, slot, era = writing
         self.host.table.unpin(slot)
         if not is_done and era == self._era and not self.disk.takes_stores:
             self._behind[key] = None
 
     def _read_more(self) -> None:
-        """Start the queued reads for which there are slots."""
+        """Start queued disk reads while slots are available."""
         orders: list[LoadOrder] = []
         table = self.host.table
         while self._queued and table.num_takeable:
@@ -232,7 +235,7 @@ class TierStack:
                 self._ended.append(MoveEnd(order.order_id, False))
                 continue
             slot = table.acquire()
-            assert slot is not None, "a slot that could be taken is not there"
+            assert slot is not None, "num_takeable > 0, but there is no slot"
             number = next(self._numbers)
             self._reading[number] = _Reading(order, slot, self._era)
             self._read_number[order.order_id] = number
@@ -241,7 +244,8 @@ class TierStack:
             self.disk.start((), orders)
 
     def _write_more(self) -> None:
-        """Write contents that only the host has, as far as the disk takes them."""
+        """Start disk writes of contents that are only in host memory, while the disk accepts
+        stores."""
         new_contents, self.host.new_contents = self.host.new_contents, []
         self._behind |= dict.fromkeys(new_contents or ())
         table = self.host.table

@@ -1,6 +1,7 @@
-"""Options of the tiers, which `options.engine_options` joins with the others.
+"""Engine options of the cache tiers: the disk folder and the page-locked host memory.
 
-Torch-free, and imports only how options are declared, so that the command line can check them.
+`options.engine_options` joins them with the other options. Does not import torch, so that the
+command line can check options quickly.
 """
 
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from quire.option_fields import Bytes, Flag, Options, Text, option
 
 DEFAULT_SIZE = "20GiB"
 DEFAULT_STAGING = "256MiB"
-"""Host memory of a GPU's tier if there is a cache_dir and no other size is given."""
+"""Default of host_cache_size on a GPU if cache_dir is set."""
 LEAST_BYTES = 1 << 20
-"""Lower limit for any model. The need of the actual model is checked when the folder is opened."""
+"""Lower limit of cache_size and host_cache_size for any model. The minimum for the actual model is
+checked when the folder is opened."""
 
 DAYS_REWRITES = 10
-"""Default of how often a day the whole folder may be written. With 20 GiB, a drive of 1 TB rated
+"""Default of cache_writes_per_day, as a multiple of cache_size. With 20 GiB, a drive of 1 TB rated
 for 600 TB lasts eight years."""
 
 
@@ -70,7 +72,8 @@ class TierOptions(Options):
 
     @property
     def given_tiers(self) -> dict[str, str]:
-        """The options that ask for a tier, with their values; empty if there is no tier."""
+        """The given options that enable a tier, as name -> repr of the value; empty if there is no
+        tier."""
         asking = {"cache_dir": self.cache_dir, "host_cache_size": self.host_cache_size}
         return {name: repr(value) for name, value in asking.items() if value is not None}
 
@@ -81,7 +84,7 @@ class TierOptions(Options):
 
     @property
     def host_cache_bytes(self) -> int:
-        """host_cache_size after its check, or the default size for a GPU's cache_dir."""
+        """host_cache_size in bytes; DEFAULT_STAGING if it is None."""
         if self.host_cache_size is None:
             size = Bytes(LEAST_BYTES).validate("host_cache_size", DEFAULT_STAGING, is_optional=True)
             assert isinstance(size, int)
@@ -91,13 +94,13 @@ class TierOptions(Options):
 
     @property
     def cache_bytes(self) -> int:
-        """cache_size after its check, with a cache_dir only."""
+        """cache_size in bytes; valid only if cache_dir is set."""
         assert isinstance(self.cache_size, int)
         return self.cache_size
 
     @property
     def cache_bytes_per_day(self) -> int:
-        """cache_writes_per_day after its check, with a cache_dir only."""
+        """cache_writes_per_day in bytes; valid only if cache_dir is set."""
         assert isinstance(self.cache_writes_per_day, int)
         return self.cache_writes_per_day
 
@@ -117,6 +120,6 @@ class TierOptions(Options):
             value = getattr(self, name)
             if value is not None:
                 raise ConfigurationError(
-                    f"{name} is {value}, but there is no cache_dir whose size or writes it would"
-                    " bound; name a folder, or leave it out"
+                    f"{name} is {value}, but it has no effect without cache_dir; set cache_dir,"
+                    " or leave it out"
                 )

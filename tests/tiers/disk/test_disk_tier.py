@@ -469,7 +469,7 @@ def test_a_fault_in_a_thread_ends_its_orders_and_not_the_thread(
         orders = [*world.store(range(8, 10)), *world.load(range(4))]
         ended = world.wait(orders)
     assert ended == [name == "read"] * 2 + [name == "append"] * 4
-    assert "a fault of quire's own" in caplog.text and "MemoryError: no more" in caplog.text
+    assert "internal error of quire" in caplog.text and "MemoryError: no more" in caplog.text
     world.clock.now_s += 60.0  # the pause is over
     assert all(world.wait([*world.store(range(10, 12)), *world.load(range(4))]))
     world.tier.close()

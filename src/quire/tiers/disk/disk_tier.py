@@ -1,9 +1,8 @@
-"""The disk tier: copies of cached blocks in a folder, written in the background.
+"""The disk tier: stores copies of cached KV blocks in a folder, with background threads.
 
-It implements the contract `Tiers` for the block pool's memory, which it sees as an array of bytes,
-and knows neither models nor torch. An order asks it to copy one block to disk (store) or back
-(load); a content is what a block holds for one KV group. `assembly` makes it, with a fingerprint of
-all that determines a block's bytes.
+It implements `Tiers` for the block pool's memory, which it treats as an array of bytes. An order
+asks it to copy one block to disk (store) or back (load); a content is what a block holds for one KV
+group. `assembly` makes it, with a fingerprint of everything that determines a block's bytes.
 """
 
 import threading
@@ -27,21 +26,22 @@ from quire.tiers.disk.store import SegmentStore, segment_bytes_for
 from quire.tiers.disk.write_behind import StoreWriter
 
 QUEUED_SHARE, MIN_QUEUED_BYTES = 1 / 8, 16 << 20
-"""Share of the pool's bytes that may wait to be written, but at least MIN_QUEUED_BYTES."""
+"""Limit of the bytes that wait to be written: this share of the pool's bytes, but at least
+MIN_QUEUED_BYTES."""
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """Limits of the cache folder's use. If several ranks use the folder, they divide the limits
-    equally."""
+    """Limits of the cache folder's size and of the bytes written to it. If several ranks share the
+    folder, each gets an equal part of both."""
 
     #: Bytes that the folder may hold, summed over all namespaces (one for each model and format of
     #: blocks).
     num_bytes: int
-    #: Bytes that may be written in 24 hours, a quarter of them at once. 0 allows no writes, None
-    #: sets no limit.
+    #: Bytes that may be written in 24 hours; a quarter of them may be written at once. 0 allows no
+    #: writes, None sets no limit.
     bytes_a_day: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,11 +53,11 @@ class DiskBudget:
 
 @dataclass(frozen=True, slots=True)
 class DiskTierCounters:
-    """Counts since the start of the process, and some present values."""
+    """Counters since the start of the process, and some current values."""
 
-    #: Number of records that are present now.
+    #: Number of records that are stored now. A record is a content with its header.
     num_records: int
-    #: Bytes of the present segments.
+    #: Bytes of all segment files in the folder.
     used_bytes: int
     #: Bytes that wait to be written.
     queued_bytes: int
@@ -67,13 +67,13 @@ class DiskTierCounters:
     loads_failed: int
     loads_cancelled: int
     loaded_bytes: int
-    #: Predicted seconds, summed over the requests whose loads all succeeded.
+    #: Predicted seconds of loads, summed over those calls of `start` whose loads all succeeded.
     predicted_load_s: float
-    #: Measured seconds of the loads of those requests.
+    #: Measured seconds of the same loads.
     real_load_s: float
-    #: Learned bandwidth of loads.
+    #: Measured bandwidth of loads, as a moving average.
     bytes_per_s: float
-    #: Learned latency of loads.
+    #: Measured latency of loads, as a moving average.
     latency_s: float
     stores_done: int
     stores_failed: int
@@ -84,7 +84,7 @@ class DiskTierCounters:
     over_budget: int
     #: Number of stores that were dropped because the queue was full.
     over_queue: int
-    #: Number of records that were written again when their segment was evicted.
+    #: Number of records that were copied to a new segment when their segment was evicted.
     rewritten: int
     damaged: int
     #: Number of failed read operations.
@@ -99,9 +99,9 @@ class DiskTier:
     """The disk tier, called from the engine's thread only. No call except `close` and `wait` waits
     for the disk.
 
-    Invariant: each accepted order ends exactly once, by `ended`. An order whose read or write hangs
-    ends when the read or write returns. While orders are in flight, `ended` has to be called at
-    least about once a second, since it notices operations that hang.
+    Invariant: `ended` reports each accepted order exactly once. An order whose read or write hangs
+    ends when the read or write returns. While orders are in flight, the engine has to call `ended`
+    about once a second, because that call detects operations that hang.
     """
 
     def __init__(
@@ -114,18 +114,17 @@ class DiskTier:
         wake_up: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the index and start the threads. From now on the tier owns the folder and closes it.
+        """Read the index and start the threads. The tier then owns the folder and closes it.
 
         `storage` is [num_blocks, bytes of a block], contiguous and writable. The tier reads and
-        writes it until `close` has returned; a read that hangs may write even later.
-        `bytes_of_group` is the number of bytes of a block that each group uses, from the first;
-        only these bytes are stored. `wake_up` is called from any thread when a store has ended,
-        when all loads of one call of `start` have ended, and when a load has failed. It must not
-        wait.
+        writes it until `close` has returned; a read that hangs may write even later. Group g uses
+        the first `bytes_of_group[g]` bytes of a block; only these bytes are stored. `wake_up` is
+        called from any thread when a store has ended, when all loads of one call of `start` have
+        ended, and when a load has failed. It must not wait.
 
         Raises ConfigurationError if the budget is too small, OSError if the folder can't be read.
         """
-        # First, give each rank its share of the budget, and read the index within it.
+        # First, compute this rank's share of the budget, and read the index.
         self._pages = pages = Pages(storage, bytes_of_group)
         size = folder.part.size
         segment_bytes = segment_bytes_for(budget.num_bytes, max(bytes_of_group), size)
@@ -141,7 +140,7 @@ class DiskTier:
             len(self.store.index),
             clock() - began_s,
         )
-        # Then start the threads, which share one pace and put ended orders into one queue.
+        # Then start the threads, which share one throttle and one queue of ended orders.
         self._folder, self._wake_up, self._clock = folder, wake_up, clock
         self._ended: deque[list[MoveEnd]] = deque()
         self._has_ended = threading.Event()
@@ -162,7 +161,7 @@ class DiskTier:
         return self.store.index.tails(parent)
 
     def start(self, stores: Sequence[StoreOrder], loads: Sequence[LoadOrder]) -> None:
-        """Start stores and loads. Raises ValueError for a name that no record can hold."""
+        """Start stores and loads. Raises ValueError if a name is too long for a record."""
         if loads:
             self._loader.start(loads)
         if stores:
@@ -173,7 +172,7 @@ class DiskTier:
 
     def ended(self) -> list[MoveEnd]:
         self._pace.asked()
-        # Without a lock, which would cost every step that finds nothing.
+        # Check without a lock, since this runs in every step and mostly finds nothing.
         if self._has_ended.is_set():
             self._has_ended.clear()
         self._loader.check()
@@ -195,14 +194,14 @@ class DiskTier:
         return speed.seconds(self._loader.num_bytes_ahead + self._num_bytes(contents))
 
     def forget(self, group: int, name: bytes) -> None:
-        """Remove a content from the index until it is stored again. It stays on disk, so the next
-        process may find it."""
+        """Remove a content from the index until it is stored again. Its record stays on disk, so a
+        later process may find it."""
         if (place := self.store.index.place((group, name))) is not None:
             self.store.index.forget((group, name), place)
 
     @property
     def is_beside_steps(self) -> bool:
-        """Whether the engine makes steps at the moment and does not wait for moves. By any
+        """True if the engine is running steps, False if it waits for moves. May be read by any
         thread."""
         return self._pace.is_beside_steps
 
@@ -215,30 +214,30 @@ class DiskTier:
         self._has_ended.wait(timeout_s)
 
     def clear(self) -> None:
-        """Remove all contents. The files are removed a little later; after a crash before that,
-        they are found again."""
+        """Remove all contents. The files are removed a little later; if the process crashes before
+        that, the next process finds the contents again."""
         self._writer.clear()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End the waiting loads, write the ordered stores as far as possible within `timeout_s`,
-        seal the segment, and unlock the folder.
+        """Fail the waiting loads, write waiting stores until `timeout_s` has passed, seal the
+        segment, and unlock the folder.
 
-        Returns after at most `timeout_s` and a second, even if the disk hangs. Then the folder
-        stays locked until the process ends, so that a late write can't meet another process's
-        writes.
+        Returns after at most `timeout_s` plus 1 s, even if the disk hangs. If a write hangs, the
+        folder stays locked until the process ends, so that the late write can't collide with
+        another process.
         """
         self._loader.close(min(timeout_s, 0.5))
         if self._writer.close(timeout_s):
             for close in (self.store.close, self._folder.close):
                 try:
                     close()
-                except OSError as error:  # the system has closed the file all the same
+                except OSError as error:  # the system closes a file even if it reports an error
                     logger.warning("%s: closed with an error: %s", self._folder.path, error)
         else:
             logger.warning("%s: a write hangs; the folder stays locked", self._folder.path)
 
     def counters(self) -> DiskTierCounters:
-        """The present counters. May be called from any thread."""
+        """The current counters. May be called from any thread."""
         loader, writer, store = self._loader, self._writer, self.store
         return DiskTierCounters(
             num_records=len(store.index),
@@ -268,11 +267,11 @@ class DiskTier:
         )
 
     def counts(self) -> dict[str, dict[str, float]]:
-        """`counters` by name, under the tier's name, "disk"."""
+        """{"disk": `counters` as a dict}."""
         return {"disk": asdict(self.counters())}
 
     def _num_bytes(self, contents: Sequence[tuple[int, bytes]]) -> int:
-        """Bytes of these contents with their record headers."""
+        """Number of bytes of these contents on disk, including record headers."""
         sizes = [record_bytes(size) for size in self._pages.bytes_of_group]
         return sum([sizes[group] for group, _ in contents])
 

@@ -1,9 +1,9 @@
-"""All system calls of the disk tier on files.
+"""The disk tier's system calls on files and folders.
 
-All of `quire.tiers.disk` uses one `Files`, so that a subclass can make any call fail, wait or kill
-the process. Tests do so to stop the tier between two calls. Files get mode 0600 and folders 0700,
-independent of the umask. Opening never follows a link and never waits for the other end of a pipe,
-since the folder may contain links and pipes of others.
+All of `quire.tiers.disk` uses one `Files` object, so that tests can pass a subclass whose calls
+fail, wait or kill the process. Files get mode 0600 and folders 0700, independent of the umask.
+Opening never follows a link and never waits for the other end of a pipe, since other users may have
+put links and pipes into the folder.
 """
 
 import ctypes
@@ -22,18 +22,19 @@ Buffer = memoryview | bytes | bytearray
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 MAX_BUFFERS = 1024
-"""Buffers of one preadv or pwritev: IOV_MAX of Linux."""
+"""Most buffers in one preadv or pwritev: IOV_MAX of Linux."""
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 MAX_GAP_BYTES = 32 << 10
-"""Largest gap between two records that one call reads: less than a disk reads while it seeks."""
+"""Largest gap in bytes between two records that are read by one call. Reading across the gap is
+faster than a seek."""
 
 
 class RecordRun(NamedTuple):
-    """Records of one file that lie close together. All arrays have length n."""
+    """n records of one file that lie close together. All arrays have length n."""
 
     #: Offset of each payload in the file.
     offsets: NDArray[np.int64]
-    #: Bytes of each payload.
+    #: Number of bytes of each payload.
     sizes: NDArray[np.int64]
     #: Digests of the payloads, of 16 bytes each.
     digests: NDArray[Any]
@@ -41,25 +42,25 @@ class RecordRun(NamedTuple):
     indexes: NDArray[np.int64]
 
 
-# Receives the bytes between records, which are never read.
+# A buffer for the bytes in the gaps between records; its content is never used.
 _gap = memoryview(bytearray(MAX_GAP_BYTES))
 
 
 class Targets(NamedTuple):
-    """Parts of a writable memory that are to be filled."""
+    """Parts of a writable memory area that a read fills."""
 
     #: The whole memory.
     memory: memoryview
     #: Address of the memory's first byte.
     address: int
-    #: Begin of each part in the memory, of shape [n].
+    #: Offset of each part in the memory in bytes, of shape [n].
     begins: NDArray[np.int64]
-    #: Bytes of each part, of shape [n].
+    #: Number of bytes of each part, of shape [n].
     sizes: NDArray[np.int64]
 
     @classmethod
     def in_turn(cls, memory: bytearray, sizes: Sequence[int]) -> "Targets":
-        """Adjacent targets, from the memory's begin."""
+        """Adjacent targets of these sizes, from the beginning of the memory."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory else 0
         all_sizes = np.array(sizes, np.int64)
         return cls(memoryview(memory), address, np.cumsum(all_sizes) - all_sizes, all_sizes)
@@ -70,13 +71,13 @@ class Targets(NamedTuple):
 
 
 class Files:
-    """The system calls. Each raises OSError as the call does. Descriptors are plain ints."""
+    """The system calls. Each method raises the OSError of its call. Descriptors are plain ints."""
 
     def open_to_read(self, path: Path) -> int:
         return os.open(path, os.O_RDONLY | _OPEN_FLAGS)
 
     def open_to_write(self, path: Path) -> int:
-        """Open a file that exists for reading and writing."""
+        """Open an existing file for reading and writing."""
         return os.open(path, os.O_RDWR | _OPEN_FLAGS)
 
     def create(self, path: Path) -> int:
@@ -96,8 +97,8 @@ class Files:
     def read_records(
         self, descriptor: int, records: RecordRun, targets: Targets
     ) -> NDArray[np.bool_]:
-        """Read records into their targets. Returns which records are sound, that is, read
-        completely and with the right digest.
+        """Read records into their targets. Returns [n] bools: True if a record was read completely
+        and has the right digest.
 
         This implementation uses as few calls of `preadv` as possible. Raises OSError.
         """
@@ -106,8 +107,8 @@ class Files:
         for first in range(0, len(rows), MAX_BUFFERS // 2):
             part = rows[first : first + MAX_BUFFERS // 2]
             end = self._read_in_turn(descriptor, part, targets)
-            # A target that was not filled may hold old bytes with the right digest, so its end is
-            # checked, too.
+            # Also check that the read reached the end of the target. A target that was not filled
+            # may hold old bytes with the right digest.
             are_sound += [
                 begin + num_bytes <= end and payload_digest(targets.view(index)) == digest
                 for begin, num_bytes, digest, index in part
@@ -117,8 +118,8 @@ class Files:
     def _read_in_turn(
         self, descriptor: int, rows: Sequence[tuple[int, int, bytes, int]], targets: Targets
     ) -> int:
-        """Fill the targets of records by calls of `preadv`. Returns the offset at which the read
-        bytes end."""
+        """Fill the targets of records by calls of `preadv`. Returns the file offset after the last
+        byte read."""
         buffers: list[memoryview] = []
         offset = end = rows[0][0]
         for begin, num_bytes, _, index in rows:
@@ -146,7 +147,7 @@ class Files:
         os.fdatasync(descriptor)
 
     def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder durable."""
+        """Make created, renamed and removed names in a folder durable (fsync)."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -154,13 +155,13 @@ class Files:
             os.close(descriptor)
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and its missing parents. Folders that exist are not changed."""
+        """Make a folder and its missing parents. Existing folders are not changed."""
         missing = [each for each in (path, *path.parents) if not each.exists()]
         for each in reversed(missing):
             try:
                 os.mkdir(each, FOLDER_MODE)
             except FileExistsError:
-                if not each.is_dir():  # else another process was faster
+                if not each.is_dir():  # if it is a folder, another process made it first
                     raise
             else:
                 os.chmod(each, FOLDER_MODE)
@@ -178,11 +179,11 @@ class Files:
         return os.listdir(folder)
 
     def status(self, path: Path) -> os.stat_result:
-        """The status of a path; for a link, that of the link itself."""
+        """The status of a path. A link is not followed."""
         return os.stat(path, follow_symlinks=False)
 
     def exists(self, path: Path) -> bool:
-        """Whether anything has this name."""
+        """True if the path exists, even as a dangling link."""
         return os.path.lexists(path)
 
     def size(self, descriptor: int) -> int:
@@ -191,13 +192,13 @@ class Files:
     def lock(self, descriptor: int) -> None:
         """Lock a file until it is closed. Raises BlockingIOError if another process has locked it.
 
-        The lock ends with the process, however that ends.
+        The kernel releases the lock when the process ends, even by a kill.
         """
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def read_whole(files: Files, descriptor: int, num_bytes: int, offset: int) -> bytes:
-    """Read `num_bytes` from `offset` on, or fewer if the file ends before."""
+    """Read `num_bytes` bytes from `offset` on, or fewer if the file is shorter."""
     content = bytearray(num_bytes)
     view, filled = memoryview(content), 0
     while filled < num_bytes:
@@ -210,8 +211,8 @@ def read_whole(files: Files, descriptor: int, num_bytes: int, offset: int) -> by
 
 
 def write_whole(files: Files, descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
-    """Write all buffers, even if calls write only parts. After an OSError any part may be
-    written."""
+    """Write all buffers, even if a call writes only a part of them. After an OSError, any part may
+    have been written."""
     waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
     while waiting:
         written = files.pwritev(descriptor, waiting[:MAX_BUFFERS], offset)
@@ -220,7 +221,7 @@ def write_whole(files: Files, descriptor: int, buffers: Sequence[Buffer], offset
 
 
 def after(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """The rest of the buffers after their first `num_bytes` bytes."""
+    """The buffers without their first `num_bytes` bytes."""
     for index, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [buffer[num_bytes:], *buffers[index + 1 :]]

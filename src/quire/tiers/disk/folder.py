@@ -1,19 +1,19 @@
 """The cache folder: its lock, the secret for names, and the namespaces.
 
-    lock                    held while an engine uses the folder; contains its process id
-    secret                  16 random bytes, from which names are made
-    spent                   bytes written of the daily limit, for the next process
-    <fingerprint>/          a namespace: what determines the bytes of blocks, 32 hex digits
-        NNNNNNNN.seg        its segments
+    lock                    locked while an engine uses the folder; contains its process id
+    secret                  16 random bytes, used to compute the names of contents
+    spent                   bytes used of the daily write limit, for the next process
+    <fingerprint>/          a namespace; its name is the fingerprint of its blocks, 32 hex digits
+        NNNNNNNN.seg        its segments, which are files of records
 
-The tier touches nothing else in the folder: no other names, and no links, pipes or other objects
-that have one of these names. Folders have mode 0700 and files 0600.
+The tier touches no other names in the folder, and no links, pipes or other special files that have
+one of these names. Folders have mode 0700 and files 0600.
 
-The processes of one engine's ranks share a folder. Each writes in a namespace of its own. Old
-segments, which no rank reads, are divided among the ranks to be counted and removed. So no two
-ranks write or remove the same file. The ranks hold one lock: the first rank opens it, and the
-processes of the other ranks inherit its descriptor. The lock is free when all ranks have closed it
-or have ended.
+All ranks of an engine share a folder. Each rank writes to its own namespace. Old segments, in
+namespaces that no rank uses, are divided among the ranks, each of which counts and removes its
+part. So no two ranks write or remove the same file. The ranks hold one lock: the first rank opens
+it, and the processes of the other ranks inherit its descriptor. The lock is free when all ranks
+have closed it or have ended.
 """
 
 import errno
@@ -50,11 +50,11 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """The part of a shared folder that belongs to this rank."""
+    """Which part of a shared folder belongs to this rank."""
 
     rank: int = 0
     size: int = 1
-    #: The fingerprints of the namespaces of all ranks.
+    #: The fingerprints of all ranks' namespaces.
     fingerprints: frozenset[bytes] = frozenset()
 
 
@@ -72,10 +72,11 @@ class CacheFolder:
 
     path: Path
     files: Files
-    #: The secret for names. Empty in processes that make no names, such as the ranks above 0.
+    #: The secret for names of contents. Empty in processes that compute no names, such as ranks
+    #: above 0.
     secret: bytes
     _lock: int
-    #: This rank's part of the folder. It has to be set before a store is made.
+    #: This rank's part of the folder. It has to be set before a `SegmentStore` is made.
     part: RankPart = field(default_factory=RankPart)
 
     @classmethod
@@ -89,15 +90,15 @@ class CacheFolder:
     ) -> "CacheFolder":
         """Make the folder if it does not exist, and lock it.
 
-        A folder without write permission can be opened if it was used before. `wait_s` is the time
-        to wait for the lock of another process: a killed process holds it until its last read
-        returns. Without `needs_secret`, the secret is neither read nor made.
+        A read-only folder can be opened if it was used before. `wait_s` is the time to wait while
+        another process holds the lock: a killed process holds it until its last read returns.
+        Without `needs_secret`, the secret is neither read nor made.
 
         Raises ConfigurationError if another process holds the folder, or it can't be used.
         """
         files = files or Files()
         lock = -1
-        # First, get the lock, which keeps other processes out.
+        # First, acquire the lock, which excludes other processes.
         try:
             files.make_folder(path)
             lock, is_writable = _open_lock(path, files)
@@ -109,7 +110,7 @@ class CacheFolder:
                 folder._write_pid()
                 folder._remove_leftover()
             else:
-                logger.warning("%s is read-only: blocks are loaded from it, none are stored", path)
+                logger.warning("%s is read-only: blocks are loaded from it, but not stored", path)
         except OSError as error:
             _close(files, lock)
             raise ConfigurationError(
@@ -122,33 +123,33 @@ class CacheFolder:
 
     @classmethod
     def join(cls, path: Path, lock: int, files: Files | None = None) -> "CacheFolder":
-        """The same folder in the process of another rank. `lock` is the inherited descriptor of the
-        held lock, which this closes."""
+        """The folder in the process of another rank. `lock` is the inherited descriptor of the lock
+        that rank 0 holds; `close` closes it."""
         return cls(path, files or Files(), b"", lock)
 
     @property
     def lock_descriptor(self) -> int:
-        """The descriptor for `join`, in processes that inherit it."""
+        """The lock's descriptor, which a process that inherits it passes to `join`."""
         return self._lock
 
     def close(self) -> None:
-        """Unlock the folder once all ranks have closed it."""
+        """Close the lock's descriptor. The folder is unlocked when all ranks have closed it."""
         self.files.close(self._lock)
 
     def namespace(self, fingerprint: bytes) -> Path:
-        """The path of a namespace, which need not exist. `fingerprint` has 16 bytes."""
+        """The path of a namespace, which may not exist yet. `fingerprint` has 16 bytes."""
         if len(fingerprint) != FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}")
         return self.path / fingerprint.hex()
 
     def fingerprints(self) -> list[bytes]:
-        """The fingerprints of the namespaces that have a folder. Raises OSError."""
+        """The fingerprints of all namespaces in the folder. Raises OSError."""
         names = [name for name in self.files.names(self.path) if _NAMESPACE.fullmatch(name)]
         return [bytes.fromhex(name) for name in sorted(names) if self._is_folder(name)]
 
     def old_segments(self, fingerprint: bytes) -> list[SegmentFile]:
-        """This rank's part of the segments of all namespaces that no rank of this engine uses,
-        least recently changed first. `fingerprint` names this rank's namespace.
+        """Segments in namespaces that no rank of this engine uses, least recently changed first.
+        Each rank gets a separate part of them. `fingerprint` names this rank's namespace.
 
         Raises OSError.
         """
@@ -161,7 +162,7 @@ class CacheFolder:
     def remove_if_empty(self, namespace: Path) -> None:
         """Remove the folder of a namespace if it has no files. Raises OSError."""
         if not _names(self.files, namespace):
-            with suppress(FileNotFoundError):  # another rank was faster
+            with suppress(FileNotFoundError):  # another rank removed it first
                 self.files.remove_folder(namespace)
 
     def _has_part(self, number: int) -> bool:
@@ -174,8 +175,8 @@ class CacheFolder:
             return False
 
     def read_spent(self) -> Spent | None:
-        """This rank's share of the bytes that `write_spent` saved; None if there is no valid
-        record."""
+        """The spent bytes that `write_spent` saved, divided by the number of ranks; None if there
+        is no valid file."""
         path = self.path / "spent"
         try:
             descriptor = self.files.open_to_read(path)
@@ -199,8 +200,8 @@ class CacheFolder:
         return None
 
     def write_spent(self, spent: Spent) -> None:
-        """Save the spent bytes for the next process. All ranks call this alike, and rank 0 writes
-        for all. Raises OSError."""
+        """Save the spent bytes for the next process. In ranks above 0 it does nothing; rank 0 saves
+        its own bytes times the number of ranks. Raises OSError."""
         if self.part.rank > 0:
             return
         num_bytes = spent.num_bytes * self.part.size
@@ -209,7 +210,7 @@ class CacheFolder:
         _replace(self.path, self.files, "spent", content)
 
     def _remove_leftover(self) -> None:
-        """Remove the unfinished file of a process that ended while it wrote `spent`."""
+        """Remove `spent.new`, left by a process that ended while it wrote `spent`."""
         leftover = self.path / "spent.new"
         if os.path.lexists(leftover):
             with suppress(OSError):  # the disk may be full or failing, but loads still work
@@ -220,13 +221,13 @@ class CacheFolder:
             self.files.truncate(self._lock, 0)
             write_whole(self.files, self._lock, [f"{os.getpid()}\n".encode()], 0)
         except OSError as error:
-            # The number is for people only. On a full disk loads still work.
+            # The process id is only for the operator. On a full disk, loads still work.
             logger.warning("%s: the process id can't be written: %s", self.path / "lock", error)
 
 
 def segment_files(files: Files, namespace: Path) -> dict[int, SegmentFile]:
-    """The segments of a namespace by number, ascending. Segments that another process has just
-    removed are left out. Raises OSError."""
+    """The segment files of a namespace by number, in ascending order, without those that another
+    process has just removed. Raises OSError."""
     numbers = [segment_number(name) for name in _names(files, namespace)]
     found = {}
     for number in sorted(number for number in numbers if number is not None):
@@ -241,7 +242,7 @@ def segment_files(files: Files, namespace: Path) -> dict[int, SegmentFile]:
 
 
 def _names(files: Files, namespace: Path) -> list[str]:
-    """The names in a namespace; none if another process has just removed it."""
+    """The file names in a namespace; empty if another process has just removed the namespace."""
     try:
         return files.names(namespace)
     except FileNotFoundError:
@@ -249,7 +250,7 @@ def _names(files: Files, namespace: Path) -> list[str]:
 
 
 def _open_lock(path: Path, files: Files) -> tuple[int, bool]:
-    """The lock's descriptor, and whether it can be written to."""
+    """Open the lock file. Returns its descriptor, and True if the file is writable."""
     try:
         return files.open_to_write(path / "lock"), True
     except FileNotFoundError:
@@ -260,7 +261,7 @@ def _open_lock(path: Path, files: Files) -> tuple[int, bool]:
         return files.open_to_read(path / "lock"), False
     try:
         return files.create(path / "lock"), True
-    except FileExistsError:  # another process was faster
+    except FileExistsError:  # another process created it first
         return files.open_to_write(path / "lock"), True
 
 
@@ -276,8 +277,8 @@ def _acquire_lock(path: Path, files: Files, lock: int, wait_s: float) -> None:
             holder = holder or "(unknown)"
             if time.monotonic() >= until_s:
                 raise ConfigurationError(
-                    f"cache_dir {str(path)!r} is in use by process {holder}; one engine uses a"
-                    " cache folder at a time, give each a folder of its own"
+                    f"cache_dir {str(path)!r} is in use by process {holder}; a cache folder"
+                    " serves one engine at a time, so give each engine its own folder"
                 ) from None
             if not has_waited:
                 logger.info("%s: waiting for process %s, up to %g s", path, holder, wait_s)
@@ -296,16 +297,15 @@ def _warn_of_others(path: Path, files: Files) -> None:
 
 
 def _close(files: Files, descriptor: int) -> None:
-    """Close a descriptor and ignore errors: after another error, which is reported, or after the
-    last read."""
+    """Close a descriptor if it is not -1. Errors are ignored, because an earlier error is reported
+    or nothing was written."""
     if descriptor >= 0:
         with suppress(OSError):
             files.close(descriptor)
 
 
 def _secret(path: Path, files: Files) -> bytes:
-    """Read the folder's secret, or make one. Made atomically, by the process that holds the
-    lock."""
+    """Read the folder's secret, or make a new one atomically. The caller holds the lock."""
     secret = b""
     try:
         descriptor = files.open_to_read(path / "secret")
@@ -319,7 +319,7 @@ def _secret(path: Path, files: Files) -> bytes:
         if len(secret) == SECRET_BYTES:
             return secret
         logger.warning(
-            "%s is damaged: a new one is made, and what was cached is not found again",
+            "%s is damaged: a new secret is made, so blocks cached earlier are not found again",
             path / "secret",
         )
     return _make_secret(path, files)

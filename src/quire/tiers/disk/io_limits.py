@@ -1,4 +1,4 @@
-"""Limits of disk use: pauses after failures, a daily limit of writes, throttling beside steps."""
+"""Limits of disk use: pauses after failures, a daily write limit, throttling while steps run."""
 
 import math
 import threading
@@ -12,14 +12,15 @@ from quire.observability.log import get_logger
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 DAY_S = 86400.0
 BURST_SHARE = 0.25
-"""Share of a day's bytes that may be written at once. The rest is granted evenly over the day."""
+"""Share of the daily bytes that may be written at once. The rest becomes available evenly over the
+day."""
 SHARE = 0.25
-"""Share of one processor that all threads of a tier may use while steps run."""
+"""Share of one CPU core that all threads of a tier together may use while steps run."""
 GUESSED_S = 1e-4
-"""Processor seconds of an operation until its cost is measured."""
+"""Assumed CPU seconds of an operation until one has been measured."""
 KEPT_SHARE = 1 / 32
-"""The ledger records this share of the burst ahead of its use. A killed process loses the unused
-part.
+"""The ledger is charged ahead of use, in portions of this share of the burst. A killed process
+loses the unused part of a portion.
 """
 DAMAGE_LOG_S = 60.0
 """Damaged records are logged at most once in this many seconds."""
@@ -28,11 +29,11 @@ logger = get_logger(__name__)
 
 
 class Health:
-    """Whether a kind of operation is worth trying.
+    """Tracks failures of a kind of operation, such as loads, and pauses it after a failure.
 
-    After a failure it pauses, at first for 1 s, doubled after each further failure in a row, up to
-    60 s. Then the next operation is a trial. One line is logged when a pause begins, and one when
-    an operation works again.
+    The first pause lasts 1 s, and each further failure in a row doubles it, up to 60 s. After a
+    pause, the next operation is a trial. One line is logged when the first pause begins, and one
+    when an operation succeeds again.
     """
 
     def __init__(self, what: str, clock: Callable[[], float]) -> None:
@@ -44,7 +45,7 @@ class Health:
 
     @property
     def is_good(self) -> bool:
-        """Whether the operation is neither paused nor on trial."""
+        """True if the operation is neither paused nor on trial."""
         return self._num_in_row == 0
 
     @property
@@ -53,9 +54,9 @@ class Health:
 
     def failed(self, error: BaseException) -> None:
         if not isinstance(error, OSError):
-            logger.error("%s: a fault of quire's own:", self._what, exc_info=error)
+            logger.error("%s: internal error of quire:", self._what, exc_info=error)
         self.num_failures += 1
-        # Several operations may have been running; they failed for one reason.
+        # Operations that ran concurrently fail for the same reason, so they count once.
         if self.is_paused:
             return
         pause_s = min(FIRST_PAUSE_S * 2.0**self._num_in_row, LONGEST_PAUSE_S)
@@ -63,7 +64,7 @@ class Health:
         self._num_in_row = min(self._num_in_row + 1, 16)
         if self._num_in_row == 1:
             logger.warning(
-                "%s: paused: %s; serving goes on without, and it is tried again after %g s, then"
+                "%s: paused: %s; serving continues without it; next try after %g s, then"
                 " up to every %g s",
                 *(self._what, error, pause_s, LONGEST_PAUSE_S),
             )
@@ -75,11 +76,11 @@ class Health:
 
 
 class DamageLog:
-    """Counts damaged records and logs their number at most once a minute. For any thread."""
+    """Counts damaged records and logs their number at most once a minute. Thread-safe."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """`path` names the place of the records in the log. `clock` returns seconds."""
-        #: Records that were unreadable or had other bytes than those written.
+        """`path` is the namespace's folder, for the log. `clock` returns seconds."""
+        #: Number of records that were unreadable or differed from the bytes written.
         self.num_records = 0
         self._path, self._clock = path, clock
         self._lock = threading.Lock()
@@ -104,16 +105,16 @@ class DamageLog:
 
 
 class Spent(NamedTuple):
-    """Bytes of the daily limit that were written and have not been regained by the passing of
-    time."""
+    """Bytes of the daily limit that are used up: bytes written, minus those regained as time
+    passed."""
 
     num_bytes: int
-    #: The time of this state in seconds since 1970, which is comparable between processes.
+    #: The time of this state in seconds since 1970, so that another process can compare it.
     at_s: float
 
 
 class Ledger(Protocol):
-    """Saves the spent bytes beyond the end of a process."""
+    """Saves the spent bytes for later processes."""
 
     def read_spent(self) -> Spent | None: ...
     def write_spent(self, spent: Spent) -> None: ...
@@ -121,10 +122,10 @@ class Ledger(Protocol):
 
 class DayBudget:
     """A token bucket of bytes that may be written. At most `bytes_a_day` are written in any 24
-    hours, by all processes that have the ledger in turn. Used by one thread.
+    hours, even by several processes that use the ledger one after the other. Used by one thread.
 
-    Invariant: the ledger records at least the bytes that were taken. So it is written ahead, by
-    KEPT_SHARE of a bucket at a time; a killed process loses the unused rest.
+    Invariant: the ledger records at least the bytes that were spent. It is charged in advance, by
+    KEPT_SHARE of a full bucket at a time; a killed process loses the unused rest.
     """
 
     def __init__(
@@ -140,20 +141,20 @@ class DayBudget:
         self._left = self._most = BURST_SHARE * (bytes_a_day or 0)
         self._rate = (1 - BURST_SHARE) * (bytes_a_day or 0) / DAY_S
         self._at_s = clock()
-        #: Bytes that the ledger records as spent, but that were not taken yet.
+        #: Bytes that the ledger records as spent, but that are not spent yet.
         self._num_ahead = 0.0
         if self._ledger is not None and (spent := self._ledger.read_spent()) is not None:
-            # A calendar that was set back grants nothing.
+            # If the calendar was set back, no bytes are regained.
             made_up = self._rate * max(calendar() - spent.at_s, 0.0)
             self._left -= max(spent.num_bytes - made_up, 0.0)
 
     @property
     def is_none(self) -> bool:
-        """Whether nothing may ever be written."""
+        """True if the limit is 0, so that nothing may ever be written."""
         return self._bytes_a_day == 0
 
     def spend(self, num_bytes: int) -> bool:
-        """Take `num_bytes` out of the bucket if they may be written now. Returns whether they may.
+        """Take `num_bytes` out of the bucket if they may be written now; otherwise returns False.
 
         Raises OSError if the ledger can't be written; then nothing is taken.
         """
@@ -170,21 +171,21 @@ class DayBudget:
         return True
 
     def close(self) -> None:
-        """Correct the ledger to the bytes that were taken, without those that were recorded ahead.
-        Raises OSError."""
+        """Write the bytes actually spent to the ledger, without those charged in advance. Raises
+        OSError."""
         if self._ledger is not None and self._num_ahead:
             self._refill()
             self._write_ledger(0)
 
     def _write_ledger(self, num_ahead: int) -> None:
-        assert self._ledger is not None, "only where there is one"
+        assert self._ledger is not None, "called only with a ledger"
         spent = math.ceil(self._most - self._left) + num_ahead
         self._ledger.write_spent(Spent(spent, self._calendar()))
         self._num_ahead = num_ahead
 
     def wait_s(self, num_bytes: int) -> float:
         """Seconds until `num_bytes` may be written, or until the bucket is full if that is sooner.
-        Infinite if writes are never allowed."""
+        Returns inf if the limit is 0."""
         if self._bytes_a_day is None:
             return 0.0
         if self._bytes_a_day == 0:
@@ -201,14 +202,15 @@ class DayBudget:
 class IoPace:
     """Throttles a tier's threads while the engine runs steps at the same time.
 
-    The threads' copies, checks and writes take processor time and memory bandwidth from the steps.
-    So while steps run, the threads together use a small share of one processor; loads still reach a
-    gigabyte a second if the disk does. When the engine only waits, they run at full speed.
+    The threads' copies, checksums and writes take CPU time and memory bandwidth from the steps. So
+    while steps run, the threads together use a small share of one CPU core; loads still reach 1
+    GB/s if the disk does. When the engine only waits, they run at full speed.
 
-    Steps are assumed to run if the engine calls `asked` repeatedly without `waits` in between.
+    Steps are assumed to run if the engine calls `asked` twice without `waits` in between.
 
-    Invariant: while steps run, an operation begins only when SHARE of the elapsed time has paid for
-    all earlier operations, of any thread. An operation that hangs does not block later operations.
+    Invariant: while steps run, an operation begins only after all threads' earlier operations
+    together have used at most SHARE of the elapsed time. An operation that hangs does not block
+    later operations.
     """
 
     def __init__(self) -> None:
@@ -224,20 +226,21 @@ class IoPace:
         return not self._is_alone.is_set()
 
     def asked(self) -> None:
-        """Note that the engine has asked which moves have ended. Called by the engine's thread."""
+        """Record that the engine asked for ended moves. Called by the engine's thread."""
         if not self._has_waited and self._is_alone.is_set():
             self._is_alone.clear()
         self._has_waited = False
 
     def waits(self) -> None:
-        """Note that the engine waits for moves to end. Called by the engine's thread."""
+        """Record that the engine waits for moves to end, so no step runs. Called by the engine's
+        thread."""
         self._has_waited = True
         if not self._is_alone.is_set():
             self._is_alone.set()
 
     def wait_turn(self, most_s: float) -> float:
-        """Wait until the next operation may begin, at most `most_s`. Returns the processor seconds
-        that are reserved for it. `used` has to follow."""
+        """Wait until the next operation may begin, but at most `most_s` seconds. Returns the CPU
+        seconds reserved for it, which the caller passes to `used` afterwards."""
         until_s = time.monotonic() + most_s
         while True:
             with self._lock:
@@ -249,12 +252,13 @@ class IoPace:
                     expected_s = self._expected_s
                     self._free_at_s = max(self._free_at_s, now_s) + expected_s / SHARE
                     return expected_s
-            # Sleep until then, since repeated wake-ups would disturb steps more than most
-            # operations.
+            # Sleep until then without polling, since repeated wake-ups would disturb steps more
+            # than most operations do.
             self._is_alone.wait(free_at_s - now_s)
 
     def used(self, processor_s: float, set_aside_s: float) -> None:
-        """Replace the reserved time of an operation by the processor seconds that it took."""
+        """Replace an operation's reserved CPU seconds, `set_aside_s`, by the measured
+        `processor_s`."""
         with self._lock:
             self._free_at_s += (processor_s - set_aside_s) / SHARE
             self._expected_s += 0.1 * (processor_s - self._expected_s)

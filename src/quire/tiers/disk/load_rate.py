@@ -1,4 +1,4 @@
-"""Latency and bandwidth of loads from disk, learned from finished loads."""
+"""Estimates the latency and bandwidth of loads from disk by measuring finished loads."""
 
 import math
 import threading
@@ -7,24 +7,25 @@ from typing import NamedTuple
 GUESSED_BYTES_PER_S = 500e6
 GUESSED_LATENCY_S = 0.5e-3
 MEMORY_BYTES = 32 << 20
-"""After this many bytes, an older measurement weighs 1 / e of its first weight."""
+"""After this many further bytes, the weight of a measurement has fallen to 1 / e of its initial
+value."""
 GUESS_BYTES = 256 << 10
-"""The first guess weighs as much as a measurement of this many bytes, so one slow read is enough to
-recognize a slow disk."""
+"""The initial guess weighs as much as a measurement of this many bytes, so a single slow read
+reveals a slow disk."""
 FORGET_S = 300.0
-"""Without loads, half of the learned speed is forgotten in this many seconds, so that a disk that
-was slow once is tried again."""
+"""Without loads, the estimate returns toward the guess with this half-life in seconds, so that a
+disk that was slow once is tried again."""
 
 
 class LoadSpeed(NamedTuple):
-    """Predicts the duration of a load from its latency and its bytes. Infinite while nothing can be
-    read."""
+    """Predicts the duration of a load from its latency and its bytes. Both fields are inf while no
+    load can succeed."""
 
     latency_s: float
     s_per_byte: float
 
     def seconds(self, num_bytes: int) -> float:
-        """Seconds for `num_bytes`, which include the bytes queued before them."""
+        """Seconds for `num_bytes`, which has to include the bytes queued before the load."""
         return self.latency_s + num_bytes * self.s_per_byte if num_bytes else self.latency_s
 
 
@@ -32,9 +33,10 @@ NO_SPEED = LoadSpeed(math.inf, math.inf)
 
 
 class LoadRate:
-    """Bandwidth of all readers together while at least one reads, and latency of the first byte.
+    """Measures the bandwidth of all readers together while at least one reads, and the latency of a
+    read.
 
-    Called from several threads.
+    Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -47,14 +49,14 @@ class LoadRate:
         self._learned_s = -math.inf
 
     def begun(self, now_s: float) -> None:
-        """Note that a read begins."""
+        """Record that a read begins."""
         with self._lock:
             if self._num_reading == 0:
                 self._busy_since_s = now_s
             self._num_reading += 1
 
     def ended(self, now_s: float, took_s: float, num_bytes: int) -> None:
-        """Note that a read has ended after `took_s` seconds. `num_bytes` is 0 if the read
+        """Record that a read has ended after `took_s` seconds. `num_bytes` is 0 if the read
         failed."""
         with self._lock:
             self._num_reading -= 1
@@ -69,7 +71,7 @@ class LoadRate:
             self._known_bytes += num_bytes
             slowness = (1 - weight) / self._bytes_per_s + weight * busy_s / num_bytes
             self._bytes_per_s = 1.0 / slowness
-            # The latency of one reader; while others read beside it, each gets a part of the
+            # Subtract the transfer time. While several readers run, each gets an equal part of the
             # bandwidth.
             rest_s = took_s - num_bytes * (self._num_reading + 1) / self._bytes_per_s
             self._latency_s += 0.05 * (max(rest_s, 0.0) - self._latency_s)
@@ -77,11 +79,11 @@ class LoadRate:
 
     @property
     def is_learned(self) -> bool:
-        """Whether a load has ended, so that the speed is learned and not guessed."""
+        """True if a load has been measured, so that the speed is not only a guess."""
         return math.isfinite(self._learned_s)
 
     def speed(self, now_s: float) -> LoadSpeed:
-        """The predicted speed, which returns to the guess with time."""
+        """The predicted speed. Without new loads it returns to the guess over time."""
         share = 0.0
         if self.is_learned:
             share = 0.5 ** (max(now_s - self._learned_s, 0.0) / FORGET_S)
@@ -100,9 +102,9 @@ class LoadRate:
 def expected_speed(
     alone: LoadRate, beside: LoadRate, now_s: float, *, is_beside_steps: bool
 ) -> LoadSpeed:
-    """Predicted speed of loads, either while steps run (beside) or while none runs (alone). The
-    speed that was learned in one case bounds the guess for the other case, so that a slow disk is
-    tried only once."""
+    """Predicted speed of loads, either while steps run (`beside`) or while no step runs (`alone`).
+    The speed measured in one case bounds the guess for the other case, so that a slow disk is tried
+    only once."""
     speed_alone, speed_beside = alone.speed(now_s), beside.speed(now_s)
     if is_beside_steps:  # beside steps, loads are never faster than alone
         return max(speed_alone, speed_beside, key=lambda speed: speed.s_per_byte)

@@ -1,9 +1,9 @@
-"""Threads that load blocks from the store, in the order of requests.
+"""Reader threads that load cached blocks from disk, first come, first served.
 
-All loads of one call of `start` form a request, where they wait until a reader takes as many as it
-reads at once. The thread that takes a load out of its request (a reader, or the caller of `cancel`)
-also reports its end. A read that hangs blocks only its own loads, and another reader is started in
-its place.
+The loads of one call of `start` form a request. A reader takes as many waiting loads as it reads at
+once. The thread that takes a load out of its request (a reader, or the caller of `cancel`) also
+reports the load's end. A read that hangs blocks only its own loads, and a new reader is started in
+place of the hung one.
 """
 
 import threading
@@ -20,18 +20,20 @@ from quire.tiers.disk.pages import Pages
 from quire.tiers.disk.store import SegmentStore
 
 READ_BYTES, MAX_READ_BYTES = 1 << 20, 12 << 20
-"""Least and most bytes of one read: the least is enough for a disk, the most is few enough that the
-loads of a request end in several portions."""
+"""Minimum and maximum bytes of one read. READ_BYTES is large enough for a disk's full bandwidth.
+MAX_READ_BYTES is small enough that the loads of a large request end in several portions."""
 READ_S = 1e-3
-"""Intended duration of a read from fast storage, such as the page cache. Python's overhead of a
-read is small compared to it."""
+"""Target duration of a read from fast storage, such as the page cache; Python's overhead per read
+is small compared to it."""
 NUM_READERS, MAX_READERS = 2, 6
 HANG_S = 3.0
-"""A read that takes this many seconds hangs. With all readers busy, a disk of 5 MB/s takes 0.6 s.
+"""A read that takes this many seconds counts as hung. With all readers busy, a disk of 5 MB/s takes
+0.6 s per read.
 """
 MIN_HELD_S, HELD_SHARE = 0.02, 1.0
-"""Limits of throttling beside steps: a load is delayed until it has taken MIN_HELD_S, or HELD_SHARE
-of its predicted time. That is shorter than a request waits before it gives up."""
+"""While steps run, a load is throttled until MIN_HELD_S or HELD_SHARE of its predicted time has
+passed, whichever is longer. This is shorter than the time after which the scheduler gives up a
+load."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +42,7 @@ class _Request:
 
     begun_s: float
     predicted_s: float
-    #: The loads that no reader has taken yet.
+    #: The loads that no reader has taken.
     waiting: list[LoadOrder]
     #: Number of loads that have not ended.
     num_left: int
@@ -48,28 +50,28 @@ class _Request:
 
 
 _Part = tuple[_Request, list[LoadOrder]]
-"""Loads of one request that one read takes."""
+"""Loads of one request that are part of one read."""
 
 
 @dataclass(eq=False, slots=True)
 class _ReadingThread:
     """State of a reader. Only its own thread writes the sizes."""
 
-    #: When the reader's present read began; None while the reader waits.
+    #: Time when the reader's current read began; None while the reader waits.
     since_s: float | None = None
     is_hung: bool = False
-    #: Bytes of the reader's present read.
+    #: Bytes of the reader's current read.
     num_bytes: int = 0
-    #: Bytes of the loads that the reader has taken and ended.
+    #: Total bytes of the loads that the reader has ended.
     num_bytes_ended: int = 0
-    #: Bytes that the reader takes for its next read.
+    #: Size limit of the reader's next read in bytes.
     read_bytes: int = READ_BYTES
     thread: threading.Thread | None = field(default=None)
 
 
 @dataclass(slots=True)
 class LoadTimes:
-    """Predicted and measured times of the requests whose loads all succeeded."""
+    """Predicted and measured seconds, summed over the requests whose loads all succeeded."""
 
     num_requests: int = 0
     predicted_s: float = 0.0
@@ -77,7 +79,8 @@ class LoadTimes:
 
 
 class Loader:
-    """Loads blocks in threads. All other calls come from the engine's thread, and never wait."""
+    """Loads blocks in threads. Its public methods are called from the engine's thread; only `close`
+    blocks."""
 
     def __init__(
         self,
@@ -87,17 +90,17 @@ class Loader:
         clock: Callable[[], float],
         pace: IoPace,
     ) -> None:
-        """The loads fill `pages`. `end` receives the ended loads, and whether the engine should be
-        woken; it is called from any thread."""
+        """The loads fill `pages`. `end` is called from any thread with the ended loads and True if
+        the engine should be woken."""
         self.health = Health(f"{store.path}: loads", clock)
-        # Speeds of loads while no step runs, and beside steps.
+        # Speed of loads while no step runs, and while steps run.
         self._alone, self._beside = LoadRate(), LoadRate()
         self._pace = pace
         self.times = LoadTimes()
         self.num_done = self.num_failed = self.num_cancelled = 0
         self.num_bytes = 0
         self._store, self._pages, self._end, self._clock = store, pages, end, clock
-        #: Requests with waiting loads, in their order.
+        #: Requests with waiting loads, oldest first.
         self._requests: deque[_Request] = deque()
         self._lock = threading.Lock()  # guards _requests, their content, and the counters
         self._has_requests = threading.Condition(self._lock)
@@ -119,7 +122,7 @@ class Loader:
             self._has_requests.notify(-(-num_bytes // READ_BYTES))
 
     def cancel(self, order_ids: Iterable[int]) -> set[int]:
-        """End the loads that no reader has taken. Returns the ids that are unknown here."""
+        """Fail those of the given loads that no reader has taken. Returns the other ids."""
         unknown = set(order_ids)
         dropped: list[_Part] = []
         with self._lock:
@@ -134,8 +137,8 @@ class Loader:
         return unknown
 
     def seconds(self, num_bytes: int) -> float:
-        """Seconds until `num_bytes` would be loaded, including the queued bytes. Infinite while
-        loads are paused or all readers hang."""
+        """Predicted seconds until `num_bytes` more would be loaded, after the queued bytes. inf
+        while loads are paused or all readers hang."""
         return self.speed().seconds(self.num_bytes_ahead + num_bytes)
 
     def speed(self) -> LoadSpeed:
@@ -145,8 +148,8 @@ class Loader:
             return NO_SPEED
         now_s, is_beside = self._clock(), self._pace.is_beside_steps
         speed = expected_speed(self._alone, self._beside, now_s, is_beside_steps=is_beside)
-        # Running reads count, too; otherwise a slow disk would be used until the first read has
-        # ended.
+        # Include reads that are still running; otherwise a slow disk would be used until its first
+        # read has ended.
         under_way = [
             (now_s - since_s, reader.num_bytes)
             for reader in self._readers
@@ -160,12 +163,12 @@ class Loader:
 
     @property
     def rate(self) -> LoadRate:
-        """The learned rate of loads under the present conditions."""
+        """The rate measured in the current condition: while steps run, or while no step runs."""
         return self._beside if self._pace.is_beside_steps else self._alone
 
     @property
     def is_reading(self) -> bool:
-        """Whether loads can succeed: not during a pause, nor while all readers hang. By any
+        """False during a pause after a failure and while all readers hang. May be read by any
         thread."""
         all_hang = all([reader.is_hung for reader in tuple(self._readers)])
         return not (self.health.is_paused or all_hang)
@@ -177,14 +180,14 @@ class Loader:
 
     @property
     def is_busy(self) -> bool:
-        """Whether loads wait, or a reader that does not hang reads some."""
+        """True if loads are waiting, or a reader that does not hang is reading."""
         return bool(self._requests) or any(
             reader.since_s is not None and not reader.is_hung for reader in self._readers
         )
 
     def check(self) -> None:
-        """Notice reads that hang. New readers replace them; if there can be no more, waiting loads
-        fail."""
+        """Detect reads that hang, and start new readers in their place. If all MAX_READERS hang,
+        fail the waiting loads."""
         now_s = self._clock()
         for reader in tuple(self._readers):
             since_s = reader.since_s
@@ -201,8 +204,8 @@ class Loader:
             self._drop_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Fail all waiting loads. Returns whether all readers have ended. A reader that hangs has
-        not, and ends when its read does."""
+        """Fail all waiting loads. Returns True if all readers have ended, False if a reader hangs
+        after `timeout_s`; it ends when its read returns."""
         with self._lock:
             self._is_closed = True
             self._has_requests.notify_all()
@@ -248,28 +251,29 @@ class Loader:
         pace = self._pace
         while (request := self._next_request()) is not None:
             rate = self.rate
-            rate.begun(self._clock())  # the delay below is a part of a load's time
+            rate.begun(self._clock())  # the measured time includes the delay below
             set_aside_s = pace.wait_turn(self._patience_s(request))
             began_s = time.thread_time()
             self._read(reader, rate, self._next_loads(reader.read_bytes))
             pace.used(time.thread_time() - began_s, set_aside_s)
 
     def _next_request(self) -> _Request | None:
-        """The first request with waiting loads, waiting for one; None when the loader is closed."""
+        """Wait for a request and return the first one with waiting loads; None when the loader is
+        closed."""
         with self._lock:
             while not self._requests and not self._is_closed:
                 self._has_requests.wait()
             return self._requests[0] if self._requests else None
 
     def _patience_s(self, request: _Request) -> float:
-        """Seconds for which a load may be throttled. A load that is later than predicted is not
-        throttled, since it would be given up."""
+        """Seconds for which the request's loads may still be throttled; at most 0 if they are late,
+        since the scheduler would give up late loads."""
         limit_s = max(MIN_HELD_S, HELD_SHARE * request.predicted_s)
         return 0.0 if self._is_closed else request.begun_s + limit_s - self._clock()
 
     def _read(self, reader: _ReadingThread, rate: LoadRate, parts: Sequence[_Part]) -> None:
-        """Load the blocks of these loads, and end them."""
-        # First, read all at once.
+        """Read the blocks of these loads, and report the loads' ends."""
+        # First, read all blocks by one call.
         orders = parts[0][1] if len(parts) == 1 else [each for _, own in parts for each in own]
         if not orders:  # another reader has taken them
             rate.ended(self._clock(), 0.0, 0)
@@ -288,7 +292,7 @@ class Loader:
         came = num_bytes
         if not all(done):
             came = self._pages.num_bytes_of(list(compress(orders, done)))
-        # A disk that has hung says nothing about its normal speed.
+        # A read that hung says nothing about the disk's normal speed.
         rate.ended(now_s, now_s - since_s, 0 if reader.is_hung else came)
         reader.read_bytes = READ_BYTES
         if rate is self._alone:
@@ -306,8 +310,8 @@ class Loader:
         self._end(ends, self._count(parts, done, came, now_s) or not all(done))
 
     def _next_loads(self, most_bytes: int) -> list[_Part]:
-        """Take the loads that have waited longest, as far as they surely fit into `most_bytes`, but
-        at least one."""
+        """Take the loads that have waited longest: as many as surely fit into `most_bytes`, but at
+        least one."""
         parts: list[_Part] = []
         count = max(most_bytes // max(self._pages.bytes_of_group), 1)
         with self._lock:
@@ -324,7 +328,8 @@ class Loader:
     def _count(
         self, parts: Sequence[_Part], done: Sequence[bool], num_bytes: int, now_s: float
     ) -> bool:
-        """Count the ended loads of these parts. Returns whether a request has ended."""
+        """Update the counters for these ended loads. Returns True if all loads of a request have
+        ended."""
         num_done, has_ended = sum(done), False
         with self._lock:
             self.num_done += num_done

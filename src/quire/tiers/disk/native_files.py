@@ -1,4 +1,4 @@
-"""Reads records by one call of the native library, without the GIL."""
+"""Reads and checks disk records in one call of the native library, without the GIL."""
 
 import os
 
@@ -9,7 +9,8 @@ from quire.kernels.cpu.library import NativeLibrary
 from quire.tiers.disk.files import Files, RecordRun, Targets
 
 MIN_BYTES = 241
-"""Least size of a record that the library checks. Python reads and checks shorter records."""
+"""Minimum payload bytes for the native library. Runs with a shorter record are read and checked by
+Python."""
 
 
 class NativeFiles(Files):

@@ -1,8 +1,8 @@
-"""Files that are open for reading, shared by all readers.
+"""Keeps segment files open for reading, with one descriptor per file for all reader threads.
 
-Several threads read adjacent parts of a file in turn. Through one descriptor the system sees
-sequential reads and reads ahead. Through separate descriptors it does not, and a disk reaches 0.7
-of its rate (ext4 on Linux 6.18, November 2026).
+Several threads alternately read adjacent parts of a file. With one descriptor, the kernel sees
+sequential reads and reads ahead. With separate descriptors it does not, and a disk reaches only 0.7
+of its bandwidth (ext4 on Linux 6.18, November 2026).
 """
 
 import threading
@@ -25,7 +25,7 @@ class _OpenFile:
 
 
 class OpenFiles:
-    """Open files by path. Thread-safe; files are opened outside of the lock, since opening may
+    """Open files by path. Thread-safe. Files are opened without holding the lock, since opening may
     hang.
 
     Invariant: a dropped file is closed as soon as no thread uses it, so that the space of a removed
@@ -58,7 +58,7 @@ class OpenFiles:
                 self._close_unused(file)
 
     def drop(self, path: Path) -> None:
-        """Close a removed file as soon as it is unused."""
+        """Close the descriptor of a removed file as soon as no thread uses it."""
         with self._lock:
             self._num_drops += 1
             file = self._open.pop(path, None)
@@ -72,10 +72,11 @@ class OpenFiles:
             self.drop(path)
 
     def _add(self, path: Path, file: _OpenFile, num_drops: int) -> None:
-        """Keep a file that was opened when `_num_drops` was `num_drops`."""
+        """Add a file that was just opened. `num_drops` is the value of `_num_drops` before it was
+        opened."""
         with self._lock:
-            # If another thread was faster, or the file may have been removed meanwhile, use it only
-            # once.
+            # If another thread added the path first, or the file may have been removed meanwhile,
+            # close it after this use.
             if path in self._open or num_drops != self._num_drops:
                 file.is_dropped = True
                 return

@@ -1,4 +1,4 @@
-"""The pool's memory as pages, of which each group uses a part."""
+"""The block pool's memory as byte ranges: which bytes of a block each KV group uses."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from quire.tiers.disk.record import MAX_GROUPS
 
 
 class Pages:
-    """The pool's memory, divided into pages."""
+    """The block pool's memory, divided into pages, one per block."""
 
     def __init__(self, storage: NDArray[np.uint8], bytes_of_group: Sequence[int]) -> None:
         """`storage` is [num_blocks, bytes of a block], contiguous and writable.
@@ -21,23 +21,23 @@ class Pages:
         is_plain = storage.dtype == np.uint8 and storage.ndim == 2 and storage.flags.c_contiguous
         if not (is_plain and storage.flags.writeable):
             raise ValueError(
-                "storage is a writable, contiguous array of uint8 [num_blocks, bytes of a block],"
+                "storage must be a writable, contiguous uint8 array [num_blocks, bytes of a block],"
                 f" not {storage.dtype} {storage.shape}"
             )
         if not 0 < len(bytes_of_group) <= MAX_GROUPS or not all(
             0 < size <= storage.shape[1] for size in bytes_of_group
         ):
             raise ValueError(
-                f"bytes_of_group is {list(bytes_of_group)}: 1 to {MAX_GROUPS} groups, of 1 to"
-                f" {storage.shape[1]} bytes of a block each"
+                f"bytes_of_group is {list(bytes_of_group)}, but must list 1 to {MAX_GROUPS}"
+                f" groups with 1 to {storage.shape[1]} bytes each"
             )
-        #: The number of bytes of a page that each group uses, from the first.
+        #: Group g uses the first `bytes_of_group[g]` bytes of a page.
         self.bytes_of_group = tuple(bytes_of_group)
-        #: Bytes of all pages.
+        #: Total bytes of all pages.
         self.num_bytes = storage.nbytes
         self._stride = storage.shape[1]
         self._memory = storage.reshape(-1).data
-        #: Address of the first page.
+        #: Memory address of the first page.
         self.address = int(storage.ctypes.data)
 
     def views(self, orders: Sequence[StoreOrder]) -> list[memoryview]:
@@ -46,7 +46,7 @@ class Pages:
         return [memory[order[1] * stride : order[1] * stride + sizes[order[2]]] for order in orders]
 
     def targets(self, orders: Sequence[LoadOrder]) -> Targets:
-        """The used bytes of each order's block, as targets."""
+        """The used bytes of each order's block, as targets of a read."""
         count = len(orders)
         begins = np.fromiter([order[1] for order in orders], np.int64, count) * self._stride
         if len(self.bytes_of_group) == 1:

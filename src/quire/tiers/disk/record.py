@@ -1,14 +1,14 @@
-"""Record format: a header that names a block's content, and the bytes of that block.
+"""The format of a disk record: a header with a content's name, and a block's bytes.
 
     header, 128 bytes | tokens, of a tail only | payload
 
-Tokens and payload are each padded with zeros to a multiple of 64 bytes, a cache line. Files are
-read through the page cache, which needs no larger alignment. Padding to its pages of 4 KiB would
-store a block of 24 KiB in 28 KiB.
+A tail is a partly filled block. Tokens and payload are each padded with zeros to a multiple of 64
+bytes, a cache line. Files are read through the page cache, which needs no larger alignment. Padding
+to 4 KiB would store a block of 24 KiB in 28 KiB.
 
-The header has its own checksum, which covers the tokens, too, and contains the checksum of the
-payload (xxh3, 128 bits). It is seeded with the namespace, so a record of another model is never
-accepted. A segment's footer repeats the headers' content as `Record`s.
+The header contains the payload's checksum (xxh3, 128 bits) and a checksum of the header and the
+tokens. The latter is seeded with the namespace, so a record of another model is never accepted. A
+segment's footer repeats the headers' content as `Record`s.
 """
 
 import struct
@@ -35,7 +35,7 @@ assert HEADER_BYTES == 128
 
 
 class Record(NamedTuple):
-    """The name of a record's content, and the place of its payload."""
+    """The name of a record's content, and the position of its payload in a segment."""
 
     group: int
     name: bytes
@@ -60,17 +60,18 @@ def padded(num_bytes: int) -> int:
 
 
 def padding(num_bytes: int) -> bytes:
-    """The zeros that follow `num_bytes` bytes."""
+    """The zero bytes that pad `num_bytes` bytes to the alignment."""
     return bytes(-num_bytes % ALIGNMENT)
 
 
 def record_bytes(num_bytes: int, num_tokens_bytes: int = 0) -> int:
-    """Bytes of a whole record with a payload of `num_bytes`."""
+    """Number of bytes of a record with a payload of `num_bytes`, including header, tokens and
+    padding."""
     return HEADER_BYTES + padded(num_tokens_bytes) + padded(num_bytes)
 
 
 def payload_digest(payload: memoryview | bytes) -> bytes:
-    """The digest of a payload. Releases the GIL from about 100 KB on."""
+    """The digest of a payload. Releases the GIL for payloads above about 100 KB."""
     return xxhash.xxh3_128_digest(payload)
 
 
@@ -80,7 +81,7 @@ def seed_of(fingerprint: bytes) -> int:
 
 
 def pack_header(record: Record, seed: int) -> bytes:
-    """The bytes before the payload: the header, and the tokens with their padding."""
+    """The record's bytes before the payload: the header, and the tokens with their padding."""
     header = _HEADER.pack(
         _MAGIC,
         VERSION,
@@ -99,12 +100,13 @@ def pack_header(record: Record, seed: int) -> bytes:
 
 
 def tokens_bytes_of(header: bytes) -> int:
-    """Bytes of the tokens that follow a header, which may be damaged."""
+    """Number of bytes of the tokens that follow a header. A damaged header may give any number."""
     return int(_HEADER.unpack(header)[6])
 
 
 def unpack_header(header: bytes, tokens: bytes, offset: int, seed: int) -> Record | None:
-    """The record whose header lies at `offset`; None if the header is not sound."""
+    """The record whose header is at file offset `offset`; None if the header or the tokens are
+    damaged."""
     magic, version, group, name_length, parent_length, num_bytes, tokens_length, *rest = (
         _HEADER.unpack(header)
     )
@@ -119,7 +121,7 @@ def unpack_header(header: bytes, tokens: bytes, offset: int, seed: int) -> Recor
 
 
 def pack_entries(records: Sequence[Record]) -> bytes:
-    """The footer of a segment: an entry for each record, then the tokens of all."""
+    """The footer of a segment: an entry for each record, then the tokens of all records."""
     entries = [
         _ENTRY.pack(
             record.offset,

@@ -1,8 +1,8 @@
-"""Index in memory of the stored contents and their places in segments.
+"""In-memory index from stored contents to their places in segment files.
 
 A content is what a block holds for one KV group; a tail is the content of a partly filled block.
-`find`, `place` and `tails` take no lock, so they never wait. Each sees the index as it was at some
-time during the call. Changes hold the lock for a moment.
+`find`, `place` and `tails` take no lock, so they never wait. Each sees the index at some moment
+during the call. Methods that change the index hold the lock briefly.
 """
 
 import struct
@@ -18,14 +18,14 @@ from quire.core.memory.tiers.contract import Tail
 from quire.tiers.disk.record import Record
 
 MAX_TAILS = 256
-"""Maximum number of tails listed for one parent. A common prompt may have many thousands, and the
-caller compares each tail."""
+"""Maximum number of tails returned for one parent digest. A common prompt may have thousands of
+tails, and the caller compares each."""
 
 Key = tuple[int, bytes]
-"""(group, name)."""
+"""(KV group, name) of a content."""
 
 PLACE = np.dtype([("segment", "<i8"), ("offset", "<i8"), ("num_bytes", "<i8"), ("digest", "V16")])
-"""A `Place` as the index stores it: small in memory, and many are looked up in few calls."""
+"""A `Place` as the index stores it: in few bytes, and so that many places form one array."""
 
 _PLACE = struct.Struct("<qqq16s")
 _NO_TAILS: dict[Key, Tail] = {}
@@ -34,7 +34,7 @@ assert _PLACE.size == PLACE.itemsize
 
 
 class Place(NamedTuple):
-    """The place of a payload, with the digest that it must have."""
+    """The position of a payload in a segment, with the digest that the payload must have."""
 
     segment: int
     offset: int
@@ -43,11 +43,11 @@ class Place(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The places of several keys."""
+    """The places of n keys."""
 
-    #: The places, of shape [n] and type PLACE.
+    #: The places, of shape [n] and dtype PLACE.
     rows: NDArray[Any]
-    #: The numbers of the keys that have these places, of shape [n] and type int64.
+    #: For each place, the index of its key in the caller's list, of shape [n].
     numbers: NDArray[np.int64]
 
 
@@ -57,7 +57,7 @@ def place_of(row: np.void) -> Place:
 
 
 class RecordIndex:
-    """Maps contents to their places.
+    """Maps keys of contents to their places.
 
     Invariant: a key is in `_tail_parts`, and its tail is listed under its parent, if and only if
     the key is in `_places` with tokens. No parent has an empty list. Only keys in `_places` have
@@ -65,9 +65,9 @@ class RecordIndex:
     """
 
     def __init__(self) -> None:
-        self._places: dict[Key, bytes] = {}  # values of type PLACE
-        self._tail_parts: dict[Key, tuple[bytes, bytes]] = {}  # parent and tokens
-        self._tails: dict[bytes, dict[Key, Tail]] = {}  # by parent
+        self._places: dict[Key, bytes] = {}  # values: packed PLACE
+        self._tail_parts: dict[Key, tuple[bytes, bytes]] = {}  # values: (parent digest, tokens)
+        self._tails: dict[bytes, dict[Key, Tail]] = {}  # by parent digest
         self._hits: dict[Key, int] = {}
         self._lock = threading.Lock()
 
@@ -82,7 +82,7 @@ class RecordIndex:
         return None if row is None else Place(*_PLACE.unpack(row))
 
     def places(self, keys: Sequence[Key]) -> Places:
-        """The places of those keys that are stored."""
+        """The places of the given keys, without the keys that are not stored."""
         rows = list(map(self._places.get, keys))
         if None not in rows:
             numbers = np.arange(len(keys))
@@ -91,8 +91,8 @@ class RecordIndex:
         return Places(np.frombuffer(b"".join(filter(None, rows)), PLACE), numbers)
 
     def tails(self, parent: bytes) -> list[Tail]:
-        """The partly filled blocks with tokens that follow a digest, without duplicates: the
-        MAX_TAILS written last, newest first."""
+        """The partly filled blocks whose prefix has the digest `parent`, without duplicates: at
+        most MAX_TAILS, newest first."""
         # No lock here: the engine's thread calls this in each step, and a writer may hold the lock
         # while it waits for the GIL. So a writer may change the dict during the iteration.
         while True:
@@ -103,7 +103,7 @@ class RecordIndex:
                 continue
 
     def tail_parts(self, key: Key) -> tuple[bytes, bytes]:
-        """Parent and tokens of a tail; both empty for another content."""
+        """Parent digest and tokens of a tail; both are empty for a full block."""
         return self._tail_parts.get(key, (b"", b""))
 
     def learn(self, records: Iterable[Record], segment: int) -> list[Key]:
@@ -121,8 +121,8 @@ class RecordIndex:
         return keys
 
     def forget(self, key: Key, place: Place) -> bool:
-        """Remove a content, unless it has moved to another place. Returns whether the content was
-        at `place`."""
+        """Remove a content if it is at `place`. Returns False if it was removed or has moved to
+        another place."""
         with self._lock:
             if self._places.get(key) != _PLACE.pack(*place):
                 return False
@@ -145,7 +145,7 @@ class RecordIndex:
             self._hits.clear()
 
     def count_hits(self, keys: Sequence[Key]) -> None:
-        """Count a load of each of these contents."""
+        """Count one load of each of these contents."""
         with self._lock:
             hits, places = self._hits, self._places
             for key in keys:

@@ -1,11 +1,11 @@
-"""Segments: append-only files of records, sealed with a footer.
+"""Segments: append-only files of disk records, sealed with a footer.
 
     descriptor, 64 bytes | record | record | ... | entries of all records | trailer, 64 bytes
 
-A sealed segment is read by its footer alone. A segment that was not sealed because the process
-ended has no trailer. Its records are found from header to header, up to the first incomplete one.
-The descriptor names the namespace and the segment's number, so that a file copied from elsewhere is
-not accepted.
+The index of a sealed segment is read from its footer alone. If the process ended before sealing,
+the segment has no trailer; its records are found from header to header, up to the first incomplete
+record. The descriptor contains the namespace and the segment's number, so that a file copied from
+elsewhere is not accepted.
 """
 
 import struct
@@ -40,19 +40,19 @@ TRAILER_BYTES = _TRAILER.size
 
 MAX_NUMBER = (1 << 32) - 1
 MAX_FOOTER_BYTES = 256 << 20
-"""Maximum size of a footer, equal to that of a whole segment. A trailer that announces more is
-invalid."""
+"""Maximum bytes of a footer, equal to the maximum size of a segment. A trailer that announces more
+is invalid."""
 
 assert DESCRIPTOR_BYTES == TRAILER_BYTES == 64
 
 
 class Contents(NamedTuple):
-    """The content of a segment's file."""
+    """The records of a segment file."""
 
     records: list[Record]
-    #: The offset at which the records end.
+    #: The file offset at which the records end.
     end: int
-    #: Whether a sound footer follows the records.
+    #: True if a valid footer follows the records.
     is_sealed: bool
 
 
@@ -65,7 +65,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_number(name: str) -> int | None:
-    """The number of a file of that name; None if it is no segment's name."""
+    """The segment number in a file name; None if `name` is not a segment's name."""
     digits = name.removesuffix(".seg")
     if digits == name or not (digits.isascii() and digits.isdigit()):
         return None
@@ -86,9 +86,9 @@ def _trailer(footer: bytes, num_records: int, offset: int, seed: int) -> bytes:
 def read_segment(
     files: Files, path: Path, number: int, fingerprint: bytes, *, by_footer: bool = True
 ) -> Contents | None:
-    """The content of a file; None if it is not this namespace's segment of that number.
+    """The records of a file; None if the file is not this namespace's segment `number`.
 
-    With `by_footer`, a sound footer is used if there is one. Otherwise the records are found by
+    With `by_footer`, the records come from the footer if it is valid; otherwise they are found by
     their headers. Raises OSError. Payloads are not read; they are checked when they are loaded.
     """
     descriptor = files.open_to_read(path)
@@ -149,10 +149,10 @@ def _scan(files: Files, descriptor: int, size: int, seed: int) -> Contents:
 
 @dataclass(slots=True)
 class OpenSegment:
-    """The segment that is appended to. Used by one thread.
+    """The segment to which records are appended. Used by one thread.
 
-    Invariant: the file's first `end` bytes are the descriptor and `records`. Bytes after them are
-    never read.
+    Invariant: the file's first `end` bytes are the descriptor and `records`. Later bytes are never
+    read.
     """
 
     files: Files
@@ -163,13 +163,12 @@ class OpenSegment:
     end: int
     records: list[Record] = field(default_factory=list)
     num_tokens_bytes: int = 0
-    #: Whether an append has failed and its rest could not be cut off. Then nothing more is
-    #: appended.
+    #: True if an append failed and its bytes could not be cut off. Then nothing more is appended.
     is_broken: bool = False
 
     @classmethod
     def create(cls, files: Files, folder: Path, number: int, fingerprint: bytes) -> "OpenSegment":
-        """Begin a new file. Raises OSError, and then leaves no file."""
+        """Create a new segment file. Raises OSError; then no file is left."""
         path = segment_path(folder, number)
         descriptor = files.create(path)
         try:
@@ -184,7 +183,8 @@ class OpenSegment:
     def resume(
         cls, files: Files, folder: Path, number: int, fingerprint: bytes, contents: Contents
     ) -> "OpenSegment":
-        """Append to a file with these contents. Its footer, or an incomplete record, is cut off.
+        """Open an existing file to append to it. Its footer, or an incomplete record at its end, is
+        cut off.
 
         Raises OSError.
         """
@@ -203,11 +203,11 @@ class OpenSegment:
 
     @property
     def sealed_bytes(self) -> int:
-        """Bytes of the file once it is sealed."""
+        """Number of bytes of the file once it is sealed."""
         return self.end + footer_bytes(len(self.records), self.num_tokens_bytes)
 
     def append(self, records: Sequence[Record], payloads: Sequence[memoryview]) -> list[Record]:
-        """Write records without offsets, and return them with their offsets.
+        """Write records, whose `offset` is ignored, and return them with their offsets.
 
         Raises OSError; then no record was appended.
         """
@@ -230,7 +230,8 @@ class OpenSegment:
         return placed
 
     def seal(self) -> None:
-        """Write the footer, make the file durable, and close it, even if OSError is raised."""
+        """Write the footer, make the file durable, and close it. Closes it even if it raises
+        OSError."""
         try:
             if not self.is_broken:
                 footer = pack_entries(self.records)
@@ -246,13 +247,12 @@ class OpenSegment:
         self.files.sync_folder(self.path.parent)
 
     def close_unsealed(self) -> None:
-        """Close the file without a footer, since it will be removed. Closes it even if it raises
-        OSError."""
+        """Close the file without a footer; for a file that will be removed."""
         self.files.close(self.descriptor)
 
     def _cut(self) -> None:
-        """Cut off the bytes of a failed write after `end`."""
+        """Truncate the file to `end`, to remove the bytes of a failed write."""
         try:
             self.files.truncate(self.descriptor, self.end)
-        except OSError:  # the caller raises the first error, and the segment is given up
+        except OSError:  # the caller raises the error of the write
             self.is_broken = True

@@ -1,11 +1,11 @@
-"""The records of one namespace: segments on disk, within a budget.
+"""Stores the records of one namespace in segment files, within a budget of bytes.
 
 One thread calls `append`, `prepare_to_write` and `seal`; any thread may call `read` and use
 `index`.
 
-The index has the records that this process has written and those that `read_segment` found. A
-record is returned only if its payload has the digest of the index. So a record that was damaged
-later, or was lost in a power failure, counts as a cache miss.
+The index has the records that this process has written and those that it found at its start. A read
+succeeds only if the payload has the digest in the index. So a record that was damaged later, or
+lost in a power failure, counts as a cache miss.
 """
 
 import time
@@ -38,13 +38,13 @@ from quire.tiers.disk.segment import (
 
 MAX_SEGMENT_BYTES = 256 << 20
 SEGMENTS_IN_BUDGET = 8
-"""Minimum number of segments in the budget, so that evicting a segment loses only a small part of
-the records."""
+"""The budget holds at least this many segments, so that evicting a segment loses only a small part
+of the records."""
 REWRITTEN_SHARE = 0.25
-"""Largest share of an evicted segment that is written again: records that were loaded since they
-were written."""
+"""When a segment is evicted, records that were loaded since they were written are copied to the
+open segment, up to this share of the evicted segment's bytes."""
 RESUMED_SHARE = 0.75
-"""A last segment that is filled less than this share is continued after a start."""
+"""At the start, the last segment is continued if less than this share of it is filled."""
 
 logger = get_logger(__name__)
 
@@ -52,15 +52,15 @@ logger = get_logger(__name__)
 class ReadResult(NamedTuple):
     """The result of reading several records."""
 
-    #: Whether each payload was read and is sound.
+    #: For each key, True if its payload was read and has the right digest.
     done: list[bool]
-    #: An error that kept some payloads from being read, if any.
+    #: The error that prevented some payloads from being read; None if there was no error.
     error: Exception | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Sealed:
-    """A segment that is no longer appended to."""
+    """A segment to which nothing more is appended."""
 
     num_bytes: int
     #: The keys of its records.
@@ -68,7 +68,8 @@ class _Sealed:
 
 
 def segment_bytes_for(budget_bytes: int, largest_payload_bytes: int, num_ranks: int = 1) -> int:
-    """The size of segments. `budget_bytes` is for all ranks together, and each has an equal share.
+    """The maximum bytes of a segment. `budget_bytes` is for all ranks together; each rank has an
+    equal share.
 
     Raises ConfigurationError if the budget is too small.
     """
@@ -78,8 +79,8 @@ def segment_bytes_for(budget_bytes: int, largest_payload_bytes: int, num_ranks: 
         least = num_ranks * SEGMENTS_IN_BUDGET * (record_bytes(largest_payload_bytes) + overhead)
         ranks = "" if num_ranks == 1 else f" in each of {num_ranks} ranks"
         raise ConfigurationError(
-            f"cache_size is {budget_bytes} bytes, but with blocks of {largest_payload_bytes} bytes"
-            f"{ranks} at least {least} are needed; give a larger cache_size"
+            f"cache_size is {budget_bytes} bytes, but blocks of {largest_payload_bytes} bytes"
+            f"{ranks} need at least {least} bytes; give a larger cache_size"
         )
     return wanted
 
@@ -87,10 +88,9 @@ def segment_bytes_for(budget_bytes: int, largest_payload_bytes: int, num_ranks: 
 class SegmentStore:
     """The segments of one namespace.
 
-    Invariant: `used_bytes` is the size of all segments in the folder, with the footer that the open
-    segment will get. It is at most `budget_bytes`, plus REWRITTEN_SHARE of a segment while a
-    segment is evicted. Until `prepare_to_write` it may also include the excess of an earlier,
-    larger budget.
+    Invariant: `used_bytes` is the size of all segments, including the future footer of the open
+    segment. It is at most `budget_bytes`, plus REWRITTEN_SHARE of a segment during an eviction.
+    Before `prepare_to_write` it may exceed this, if an earlier process had a larger budget.
     """
 
     def __init__(
@@ -102,8 +102,9 @@ class SegmentStore:
         may_rewrite: Callable[[int], bool] = lambda num_bytes: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the index; writes nothing. `may_rewrite` decides whether a record of the given bytes
-        may be written again when its segment is evicted, and may raise OSError. Raises OSError."""
+        """Read the index; writes nothing. When a segment is evicted, `may_rewrite` is called with
+        the bytes of a record, and returns True if the record may be written again; it may raise
+        OSError. Raises OSError."""
         self.path = folder.namespace(fingerprint)
         self.budget_bytes, self.segment_bytes = budget_bytes, segment_bytes
         self.damage = DamageLog(self.path, clock)
@@ -116,8 +117,8 @@ class SegmentStore:
         self._reading = OpenFiles(folder.files)
         self._sealed: dict[int, _Sealed] = {}  # by number, ascending
         self._open: OpenSegment | None = None
-        self._unfinished: list[tuple[int, Contents]] = []  # to be sealed or continued
-        self._broken: set[int] = set()  # segments with an unreadable part
+        self._unfinished: list[tuple[int, Contents]] = []  # segments to seal or to continue
+        self._broken: set[int] = set()  # numbers of segments with an unreadable part
         self._next_number = 1
         self._recover()
 
@@ -128,17 +129,17 @@ class SegmentStore:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of the segments of this namespace."""
+        """Total bytes of the segments of this namespace."""
         sealed_bytes = sum(sealed.num_bytes for sealed in list(self._sealed.values()))
         return sealed_bytes + (opened.sealed_bytes if (opened := self._open) else 0)
 
     def read(self, keys: Sequence[Key], targets: Targets) -> ReadResult:
-        """Fill each target with a content, which must have its size. Adjacent records are read by
-        one call. The bytes of a target that is not done are undefined."""
+        """Read each key's content into its target, which must have the content's size. Adjacent
+        records are read by one call. If a read fails, the bytes of its target are undefined."""
         done = np.zeros(len(keys), np.bool_)
         error: OSError | None = None
-        waiting: list[int] | None = None  # None means all
-        for _ in range(3):  # a record may move to another segment meanwhile
+        waiting: list[int] | None = None  # indices of keys left to read; None means all
+        for _ in range(3):  # retries, since an eviction may move a record to another segment
             places = _places_of(self.index, keys, waiting, targets.sizes)
             waiting = []
             for run in _runs(places, self._broken):
@@ -158,8 +159,8 @@ class SegmentStore:
         return ReadResult(done.tolist(), error)
 
     def append(self, orders: Sequence[StoreOrder], payloads: Sequence[memoryview]) -> None:
-        """Write contents that are not stored yet. Raises OSError; then only those in the index were
-        written."""
+        """Write contents that are not stored yet. Raises OSError; then only the contents that are
+        in the index were written."""
         batch: list[tuple[Record, memoryview]] = []
         batch_bytes = 0
         for order, payload in zip(orders, payloads, strict=True):
@@ -180,8 +181,8 @@ class SegmentStore:
         """Bring the folder within the budget, seal unsealed segments, and continue the last segment
         if it has room.
 
-        Called before anything else is written. Raises OSError. A further call continues after a
-        segment that can't be written to, which is left as it is.
+        Has to be called before anything else is written. Raises OSError; if a segment can't be
+        written to, the next call skips it.
         """
         self._make_room(0)
         while self._unfinished:
@@ -196,8 +197,8 @@ class SegmentStore:
                 del self._sealed[number]
 
     def remove_all(self) -> None:
-        """Remove all segments of this namespace. Raises OSError; then some are left, and it can be
-        called again."""
+        """Remove all segments of this namespace. Raises OSError; then some segments are left, and
+        the caller may try again."""
         self.index.forget_all()
         self._unfinished.clear()
         opened, self._open = self._open, None
@@ -209,7 +210,7 @@ class SegmentStore:
 
     def seal(self) -> None:
         """Seal the open segment, if there is one. Raises OSError; then the segment stays unsealed,
-        and its records can be found by their headers."""
+        but its records can still be found by their headers."""
         opened, self._open = self._open, None
         if opened is None:
             return
@@ -228,7 +229,7 @@ class SegmentStore:
                 continue
             if (num_unread := 0 if contents.is_sealed else file.num_bytes - contents.end) > 0:
                 logger.warning(
-                    "%s: its last %d of %d bytes are not found: cut off by a kill, or damaged",
+                    "%s: the last %d of %d bytes are unreadable: cut off by a kill, or damaged",
                     *(file.path, num_unread, file.num_bytes),
                 )
             keys = self.index.learn(contents.records, number)
@@ -242,11 +243,12 @@ class SegmentStore:
         try:
             return read_segment(self._files, path, number, self._fingerprint)
         except OSError as error:
-            logger.warning("%s can't be read, so what it holds is not found: %s", path, error)
+            logger.warning("%s can't be read, so its records are not found: %s", path, error)
             return None
 
     def close(self) -> None:
-        """Close all files that are open for reading, those in use after their last read."""
+        """Close all files that are open for reading. A file in use is closed after its last
+        read."""
         self._reading.close()
 
     # -- reading -----------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ class SegmentStore:
     def _read_run(
         self, run: Places, keys: Sequence[Key], targets: Targets, done: NDArray[np.bool_]
     ) -> None:
-        """Read records of one segment by one call, and check them. Raises OSError."""
+        """Read records of one segment by one call, and set `done` for each. Raises OSError."""
         rows, numbers = run
         records = RecordRun(rows["offset"], rows["num_bytes"], rows["digest"], numbers)
         with self._reading.reading(segment_path(self.path, _segment_of(run))) as descriptor:
@@ -272,17 +274,19 @@ class SegmentStore:
     def _read_one_by_one(
         self, run: Places, keys: Sequence[Key], targets: Targets, done: NDArray[np.bool_]
     ) -> None:
-        """Read the records of a failed run one by one, and forget those that can't be read."""
+        """Read the records of a failed run one by one, and remove from the index those that can't
+        be read."""
         for begin, number in enumerate(run.numbers.tolist()):
             try:
                 self._read_run(_part(run, slice(begin, begin + 1)), keys, targets, done)
-            except OSError:  # the first error of the run is reported
+            except OSError:  # the caller reports the first error of the run
                 self.damage.count(self.index.forget(keys[number], place_of(run.rows[begin])))
 
     # -- writing -----------------------------------------------------------------------------------
 
     def _fits(self, num_bytes: int) -> bool:
-        """Whether records of `num_bytes` fit into one segment, the open one if there is one."""
+        """True if records of `num_bytes` fit into the open segment, or into a new one if no segment
+        is open."""
         used = self._open.sealed_bytes if self._open else DESCRIPTOR_BYTES + TRAILER_BYTES
         return used + num_bytes <= self.segment_bytes
 
@@ -296,7 +300,7 @@ class SegmentStore:
             self.seal()
         if self._open is None:
             self._files.make_folder(self.path)
-            # Another program's file may have the name of a segment.
+            # Skip numbers whose file name another program has used.
             while self._files.exists(segment_path(self.path, self._next_number)):
                 self._next_number += 1
             self._open = OpenSegment.create(
@@ -308,7 +312,7 @@ class SegmentStore:
         self.num_bytes_written += num_bytes
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict segments until `num_bytes` more fit into the budget. Raises OSError."""
+        """Evict segments until `num_bytes` more bytes fit into the budget. Raises OSError."""
         while self.used_bytes + num_bytes > self.budget_bytes:
             if self._old:
                 self._remove_old(self._old[0])
@@ -327,8 +331,8 @@ class SegmentStore:
             self._folder.remove_if_empty(old.path.parent)
 
     def _evict(self, number: int) -> None:
-        """Remove a segment. Its records that were loaded are written again, the most frequently
-        loaded first, up to REWRITTEN_SHARE of it."""
+        """Remove a segment. Records that were loaded are first written again, the most frequently
+        loaded first, up to REWRITTEN_SHARE of the segment's bytes."""
         sealed = self._sealed[number]
         num_hits = self.index.num_hits
         live = [
@@ -339,7 +343,8 @@ class SegmentStore:
         try:
             self._rewrite([entry for entry in live if num_hits(entry[0])], sealed.num_bytes)
         except OSError as error:
-            # On a full disk only removal makes room. Other errors will come again at once.
+            # On a full disk, only the removal makes room. Any other error will recur at the next
+            # write.
             logger.debug("%s: not rewritten: %s", segment_path(self.path, number), error)
         for key, place in live:
             self.index.forget(key, place)
@@ -368,18 +373,19 @@ def _unlink(files: Files, path: Path) -> None:
     try:
         files.unlink(path)
     except FileNotFoundError:
-        logger.warning("%s was removed by something else", path)
+        logger.warning("%s was removed by another program", path)
 
 
 def _needed_bytes(record: Record) -> int:
-    """Bytes of a record in a segment, including its entry in the footer."""
+    """Number of bytes of a record in a segment, including its entry in the footer."""
     return record_bytes(record.num_bytes, len(record.tokens)) + ENTRY_BYTES + len(record.tokens)
 
 
 def _places_of(
     index: RecordIndex, keys: Sequence[Key], waiting: list[int] | None, sizes: NDArray[np.int64]
 ) -> Places:
-    """The places of the keys with these numbers, or of all with None, that have these sizes."""
+    """The places of the keys at the indices `waiting` (None: of all keys), without keys whose
+    stored size differs from `sizes`."""
     if waiting is None:
         places = index.places(keys)
     else:
@@ -390,7 +396,7 @@ def _places_of(
 
 
 def _segment_of(run: Places) -> int:
-    """The segment of all records of a run."""
+    """The number of the segment that has all records of a run."""
     return int(run.rows["segment"][0])
 
 
@@ -399,8 +405,8 @@ def _part(places: Places, which: NDArray[np.bool_] | NDArray[np.int64] | slice) 
 
 
 def _runs(places: Places, broken: Collection[int]) -> list[Places]:
-    """Split places where segments differ or gaps are large. In broken segments each record is read
-    alone, since the gap between two records may be unreadable."""
+    """Group places into runs: records of one segment with small gaps. In broken segments each
+    record is its own run, since the gap between two records may be unreadable."""
     cuts = _cuts(places, broken)
     if len(cuts) == 0:  # nearly always
         return [places] if len(places.numbers) else []
@@ -410,7 +416,7 @@ def _runs(places: Places, broken: Collection[int]) -> list[Places]:
 
 
 def _cuts(places: Places, broken: Collection[int]) -> NDArray[np.int64]:
-    """The indices of places, in their order, before which a read has to end."""
+    """The indices of places that begin a new run. Runs keep the order of `places`."""
     segments, offsets = places.rows["segment"], places.rows["offset"]
     gaps = offsets[1:] - offsets[:-1] - places.rows["num_bytes"][:-1]
     are_near = (segments[1:] == segments[:-1]) & (gaps >= 0) & (gaps <= MAX_GAP_BYTES)

@@ -1,8 +1,8 @@
-"""Background thread that writes cached blocks to the disk store.
+"""The background thread that writes cached blocks to disk.
 
-An order waits in a queue, with a reference to its block, until the thread takes it. Orders fail at
-once when the queue is full, the daily bytes are used, or the disk fails. A copy that was not
-written costs a cache miss later, but a block that is held too long costs memory now.
+A store order waits in a queue, and its block can't be reused, until the thread has written it.
+Orders fail at once when the queue is full, the daily limit of bytes is reached, or the disk fails.
+A failed store only costs a later cache miss, but a block that is held too long costs memory now.
 """
 
 import queue
@@ -20,25 +20,27 @@ from quire.tiers.disk.record import MAX_GROUPS, MAX_NAME_BYTES, MAX_TOKENS_BYTES
 from quire.tiers.disk.store import SegmentStore
 
 WRITE_BYTES = 1 << 20
-"""Bytes of one write: few enough that loads wait little."""
+"""Bytes of one write; small, so that loads do not wait long for a write."""
 MAX_ORDERS = 256
 """Maximum number of orders in one write."""
 HANG_S = 10.0
-"""A write or sync that takes this many seconds hangs. Orders that wait behind it fail."""
+"""A write or sync that takes this many seconds counts as hung. Orders that wait behind it fail."""
 SEAL_S = 1.0
-"""Additional seconds for `close` to seal the segment."""
+"""Seconds beyond the timeout of `close` for sealing the segment."""
 YIELD_S, YIELD_STEP_S = 0.02, 0.005
-"""Seconds that a write waits for loads to end, and the interval of checking. Beside endless loads
-50 MB/s are still written."""
+"""Longest time that a write waits for loads to end, and the polling interval, in seconds. If loads
+never end, 50 MB/s are still written."""
 MOST_HELD_S = 0.1
-"""Seconds that a write may be throttled beside steps. Waiting orders hold blocks, so it is short.
+"""Longest time in seconds that a write is throttled while steps run. It is short because waiting
+orders hold blocks.
 """
 
 logger = get_logger(__name__)
 
 
 class StoreWriter:
-    """Writes blocks in a thread. All other calls come from the engine's thread, and never wait."""
+    """Writes blocks in a thread. Its public methods are called from the engine's thread; only
+    `close` blocks."""
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class StoreWriter:
         max_queued_bytes: int,
         are_loads_busy: Callable[[], bool],
     ) -> None:
-        """The stores read `pages`. `end` receives the ended stores, and is called from any thread.
-        Writes wait for loads while `are_loads_busy`."""
+        """The stores read blocks from `pages`. `end` is called from any thread with the ended
+        stores. While `are_loads_busy()` is True, writes wait a little."""
         self.health = Health(f"{store.path}: stores", clock)
         self.num_done = self.num_failed = self.num_cancelled = 0
         self.num_over_budget = self.num_over_queue = 0
@@ -62,17 +64,17 @@ class StoreWriter:
         self._index = store.index
         self._day_budget, self._max_queued_bytes = day_budget, max_queued_bytes
         self._are_loads_busy, self._pace = are_loads_busy, pace
-        # Each item has the orders of one call, since waking the thread is expensive. For None see
-        # `_next_orders`.
+        # Each item holds the orders of one call of `start`, since waking the thread is expensive.
+        # None wakes the thread to clear or to end.
         self._queue: queue.SimpleQueue[list[StoreOrder] | None] = queue.SimpleQueue()
-        #: Orders taken out of the queue, used by the thread alone.
+        #: Orders taken out of the queue; only the thread uses this.
         self._pending: deque[StoreOrder] = deque()
         self._waiting: dict[int, StoreOrder] = {}
-        self._queued_bytes = self._taken_bytes = 0  # each is written by one thread only
-        #: When the running write began; None while there is none.
+        self._queued_bytes = self._taken_bytes = 0  # each is changed by a single thread
+        #: Time when the current disk operation began; None while there is none.
         self._since_s: float | None = None
         self._is_hung = self._is_closed = self._must_clear = False
-        self._is_prepared, self._is_removed = False, True  # used by the thread alone
+        self._is_prepared, self._is_removed = False, True  # used only by the thread
         self._give_up_s = float("-inf")
         self._out_of_budget_until_s = clock() + day_budget.wait_s(1)
         self._thread = threading.Thread(
@@ -93,8 +95,8 @@ class StoreWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether new orders will be written: not after a failure until a write has worked, nor
-        while a write hangs, nor when the daily bytes are used. By any thread."""
+        """True if new orders will be written. False after a failure until a write succeeds, while a
+        write hangs, and while the daily limit is reached. May be read by any thread."""
         is_out_of_budget = self._clock() < self._out_of_budget_until_s
         return self.health.is_good and not self._is_hung and not is_out_of_budget
 
@@ -103,15 +105,15 @@ class StoreWriter:
         return self._queued_bytes - self._taken_bytes
 
     def start(self, orders: Sequence[StoreOrder]) -> None:
-        """Queue stores. Raises ValueError for an order that no record can hold."""
+        """Queue stores. Raises ValueError if an order does not fit the record format."""
         ended, taken = [], []
         for order in orders:
             _check_order(order)
             if self._index.find(order.group, order.name):
                 ended.append(MoveEnd(order.order_id, True))
                 continue
-            # The queue may exceed its limit, since the caller checks `takes_orders` before it sends
-            # several orders.
+            # The queue may grow to twice its limit, since the caller checks `takes_orders` only
+            # once before it sends several orders.
             is_full = self.num_bytes_ahead >= 2 * self._max_queued_bytes
             if self._is_closed or self._is_hung or is_full:
                 self.num_over_queue += 1
@@ -126,11 +128,11 @@ class StoreWriter:
             self._end(ended)
 
     def cancel(self, order_ids: Iterable[int]) -> None:
-        """Fail the given orders, except those that are unknown or that the thread has taken."""
+        """Fail the given orders that the thread has not taken. Unknown ids are ignored."""
         self._drop(list(order_ids))
 
     def check(self) -> None:
-        """Notice a write that hangs, and fail the orders behind it."""
+        """Detect a write that hangs, and fail the orders that wait behind it."""
         since_s = self._since_s
         if since_s is None or self._clock() - since_s < HANG_S:
             self._is_hung = False
@@ -141,16 +143,15 @@ class StoreWriter:
         self._drop(list(self._waiting))
 
     def clear(self) -> None:
-        """Fail all waiting orders, and let the thread remove all files. Nothing is found from now
-        on."""
+        """Fail all waiting orders, empty the index, and let the thread remove all files."""
         self._must_clear = True
         self._drop(list(self._waiting))
         self._index.forget_all()
         self._queue.put(None)
 
     def close(self, timeout_s: float) -> bool:
-        """Write the waiting orders, as far as possible within `timeout_s`, and seal the segment.
-        Returns whether the thread has ended; it has not if a write hangs."""
+        """Write waiting orders until `timeout_s` has passed, and seal the segment. Returns True if
+        the thread has ended, False if a write hangs."""
         self._give_up_s = self._clock() + timeout_s
         self._is_closed = True
         self._queue.put(None)
@@ -160,7 +161,7 @@ class StoreWriter:
         return not self._thread.is_alive()
 
     def _drop(self, order_ids: Sequence[int]) -> None:
-        """Fail those orders that the thread has not taken."""
+        """Fail those of the given orders that the thread has not taken."""
         ended = []
         for order_id in order_ids:
             order = self._waiting.pop(order_id, None)
@@ -174,12 +175,12 @@ class StoreWriter:
     # -- in the thread -----------------------------------------------------------------------------
 
     def _write_on(self) -> None:
-        if not self._day_budget.is_none:  # a folder that is only read is not changed
+        if not self._day_budget.is_none:  # with a limit of 0 bytes, the folder is never changed
             self._try(self._prepare_store)
         is_open = True
         while is_open:
             orders, is_open = self._next_orders()
-            # After `clear`, remove the files. Orders that were taken before it fail.
+            # After `clear`, remove the files. Orders that were taken before `clear` fail.
             if self._must_clear:
                 self._must_clear = self._is_removed = False
                 self._try(self._prepare_store)
@@ -192,15 +193,15 @@ class StoreWriter:
                 began_s = time.thread_time()
                 self._write(orders)
                 self._pace.used(time.thread_time() - began_s, set_aside_s)
-        # At the end, finish a removal, seal the segment and save the spent bytes.
+        # At the end, finish a pending removal, seal the segment and save the spent bytes.
         if not self._is_removed:
             self._try(self._prepare_store)
         self._try(self._store.seal)
         self._try(self._day_budget.close)
 
     def _prepare_store(self) -> None:
-        """Prepare the store for writing, repeated until it works: first a pending removal, then
-        `prepare_to_write`."""
+        """Do what has to precede a write and has not succeeded yet: a pending removal of all files,
+        then `prepare_to_write`."""
         if not self._is_removed:
             self._store.remove_all()
             self._is_removed = True
@@ -209,8 +210,8 @@ class StoreWriter:
             self._is_prepared = True
 
     def _next_orders(self) -> tuple[list[StoreOrder], bool]:
-        """Wait for orders, and take as many as fit into a write, without cancelled ones. Also
-        returns whether more may come. None in the queue wakes the thread, to clear or to end."""
+        """Wait for orders, and take as many as fit into one write, skipping cancelled orders. Also
+        returns False if no more can come. None in the queue wakes the thread to clear or to end."""
         orders: list[StoreOrder] = []
         num_bytes, is_woken = 0, False
         while num_bytes < WRITE_BYTES and len(orders) < MAX_ORDERS:
@@ -236,8 +237,9 @@ class StoreWriter:
             time.sleep(YIELD_STEP_S)
 
     def _write(self, orders: Sequence[StoreOrder]) -> None:
-        """Append the orders that are new and within the limits, and end all orders."""
-        with self._timed_operation():  # choosing saves the spent bytes on the disk, which may hang
+        """Write the orders that are new and within the limits, and report the ends of all
+        orders."""
+        with self._timed_operation():  # `_chosen` writes the ledger to disk, which may hang
             written = self._chosen(orders)
         if written:
             payloads = self._pages.views(written)
@@ -258,7 +260,8 @@ class StoreWriter:
         self._end(ended)
 
     def _chosen(self, orders: Sequence[StoreOrder]) -> list[StoreOrder]:
-        """The orders of new contents, without duplicates, as far as the limits allow."""
+        """The orders to write: those of contents that are not stored yet, without duplicates,
+        within the limits."""
         chosen: dict[tuple[int, bytes], StoreOrder] = {}
         if self.health.is_paused or self._is_too_late():
             return []
@@ -269,14 +272,14 @@ class StoreWriter:
             try:
                 if self._is_within_budget(order):
                     chosen[key] = order
-            # Without a saved record of the spent bytes nothing may be written.
+            # If the ledger can't be saved, nothing may be written.
             except Exception as error:
                 self.health.failed(error)
                 break
         return list(chosen.values())
 
     def _try(self, *operations: Callable[[], object]) -> None:
-        """Run disk operations. A failure ends them and begins a pause."""
+        """Run disk operations in order. A failure skips the rest and begins a pause."""
         try:
             with self._timed_operation():
                 for operation in operations:
@@ -289,7 +292,7 @@ class StoreWriter:
 
     @contextmanager
     def _timed_operation(self) -> Iterator[None]:
-        """Mark the time of an operation, so that `check` notices if it hangs."""
+        """Record when an operation began, so that `check` can detect that it hangs."""
         self._since_s = self._clock()
         try:
             yield
@@ -305,7 +308,7 @@ class StoreWriter:
             return True
         if self.num_over_budget == 0:
             logger.warning(
-                "%s: the limit of bytes a day is reached; blocks are not stored for now",
+                "%s: the daily limit of written bytes is reached; blocks are not stored for now",
                 self._store.path,
             )
         self.num_over_budget += 1
@@ -322,6 +325,6 @@ def _check_order(order: StoreOrder) -> None:
     )
     if not is_sound:
         raise ValueError(
-            f"{order} can't be stored: a group is below {MAX_GROUPS}, a name and a parent have at"
-            f" most {MAX_NAME_BYTES} bytes, tokens at most {MAX_TOKENS_BYTES}"
+            f"{order} can't be stored: a group must be below {MAX_GROUPS}, a name and a parent may"
+            f" have {MAX_NAME_BYTES} bytes, and tokens {MAX_TOKENS_BYTES}"
         )

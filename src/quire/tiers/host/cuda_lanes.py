@@ -1,7 +1,7 @@
-"""GPU parts of the host tier: streams, events, and page-locked memory.
+"""CUDA streams, events and page-locked memory for the host tier's copies.
 
-All calls except `unlock` and `synchronize` return at once. They come from the engine's thread,
-which also captures graphs, so no call falls into a capture.
+No call blocks, except `page_locked`, `unlock` and `synchronize`. All calls come from the engine's
+thread, which also captures CUDA graphs, so no call falls into a capture.
 """
 
 import mmap
@@ -16,13 +16,13 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class CudaCopy:
-    """See `staged_copies.Copy`. Two events of a stream, before and after the copy."""
+    """A `staged_copies.Copy`: two events of a stream, before and after the copy."""
 
     def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
         self._began, self._ended = began, ended
 
     def is_over(self) -> bool:
-        """Raises the error of a device that can't go on, as every later call would."""
+        """True once the copy has ended. Raises the CUDA error if the device has failed."""
         return bool(self._ended.query())  # type: ignore[no-untyped-call]
 
     @property
@@ -31,17 +31,17 @@ class CudaCopy:
 
 
 class CudaLane:
-    """See `staged_copies.Lane`. A stream of its own.
+    """A `staged_copies.Lane` that uses its own CUDA stream.
 
     A store waits for an event of the steps' stream, recorded when the store is queued. The block
-    pool requests a store only after the result of the step that wrote the block has come, so that
-    step precedes the event. Later steps don't write to the block; waiting for them is needless, but
-    lasts for one step at most.
+    pool requests a store only after it has the result of the step that wrote the block, so that
+    step precedes the event. The store also waits for later steps in the stream, which do not write
+    to the block; this costs one step at most.
 
-    A load waits for nothing. Its blocks were free, and a block that a step in flight accesses is
-    not free until the result of that step has come. The steps don't wait for loads either: the
-    blocks are in no table until `CudaCopy.is_over` returns True, so steps that read them are
-    launched after the copy has ended.
+    A load does not wait. Its blocks were free, and a block that a step in flight accesses becomes
+    free only after the result of that step has come. Nor do steps wait for loads: a block enters a
+    block table only after `CudaCopy.is_over` returns True, so steps that read it are launched after
+    the copy has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class CudaLane:
         self._began = self._record()
 
     def end(self) -> CudaCopy:
-        assert self._began is not None, "a copy ends that has not begun"
+        assert self._began is not None, "end() was called without begin()"
         return CudaCopy(self._began, self._record())
 
     def synchronize(self) -> None:
@@ -74,21 +74,21 @@ class CudaLane:
 
 
 def page_locked(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Zeroed host memory that a GPU can access by itself, [num_bytes] uint8, and a function that
-    unlocks it. After unlocking, the GPU must not use it.
+    """Zeroed page-locked host memory, [num_bytes] uint8, which the GPU can access directly, and a
+    function that unlocks it. After unlocking, the GPU must not use it.
 
-    `pin_memory=True` is not used, since it rounds up to a power of two. Raises
+    `pin_memory=True` is not used, since it rounds the size up to a power of two. Raises
     InsufficientMemoryError.
     """
     try:
         area = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise _too_little(num_bytes) from error
-    # Otherwise a write after a fork would copy a page, and the locked page would keep the old
-    # bytes.
+    # Do not share the pages with forked processes: after a fork, a write would copy a page, and the
+    # GPU would still read the old page.
     area.madvise(mmap.MADV_DONTFORK)
     if num_bytes >= HUGE_PAGE_BYTES:
-        with suppress(OSError):  # a kernel without huge pages only takes longer for page-locking
+        with suppress(OSError):  # without huge pages, page-locking only takes longer
             area.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(area, dtype=torch.uint8)
     address = memory.data_ptr()
@@ -108,6 +108,6 @@ def page_locked(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, Cal
 
 def _too_little(num_bytes: int) -> InsufficientMemoryError:
     return InsufficientMemoryError(
-        f"{num_bytes / 2**30:.2f} GiB of the host's memory can't be page-locked for the tier behind"
+        f"{num_bytes / 2**30:.2f} GiB of host memory can't be page-locked for the tier behind"
         " the KV cache; lower host_cache_size"
     )

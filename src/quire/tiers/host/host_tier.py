@@ -1,9 +1,9 @@
 """The host tier: copies of a GPU's cached blocks in page-locked host memory.
 
-It implements `Tiers` over `staged_copies`. It can be the only tier behind the pool, or
-`stack.TierStack` puts the disk behind it. It has no threads: orders (to copy a block to the host or
-back) are launched when they come, and the device is asked which of them have ended. Made in
-`assembly`.
+It implements `Tiers` with the copies of `staged_copies`. It can be the only tier behind the pool,
+or `stack.TierStack` puts the disk tier behind it. It has no threads: an order (to copy a block to
+the host or back) is launched when it comes, and `ended` polls the device for finished copies.
+`assembly` makes it.
 """
 
 import math
@@ -17,45 +17,46 @@ from quire.tiers.host.slot_table import Key, SlotTable
 from quire.tiers.host.staged_copies import Copy, StagedCopies
 
 GUESSED_BYTES_PER_S = 10e9
-"""Assumed bandwidth of loads until a load has ended: less than that of PCIe 4.0 x16."""
+"""Assumed bandwidth of loads until a load has been measured: less than that of PCIe 4.0 x16."""
 LATENCY_S = 0.2e-3
-"""Latency of a load, including its launch."""
+"""Assumed latency of a load in seconds, including its launch."""
 MEMORY_BYTES = 256 << 20
-"""After this many bytes, an older measurement weighs 1 / e of its first weight."""
+"""After this many further bytes, the weight of a measurement has fallen to 1 / e of its initial
+value."""
 POLL_S = 0.1e-3
-"""Interval at which a waiting engine asks the device."""
+"""Seconds between polls of the device while the engine waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostTierCounters:
-    """Counts since the start of the process, and some present values."""
+    """Counters since the start of the process, and some current values."""
 
-    #: Page-locked bytes, with or without contents.
+    #: Bytes of page-locked memory, used or not.
     pinned_bytes: int
-    #: Bytes of the contents that are present. A content is what a block holds for one KV group.
+    #: Bytes of the contents that are stored now. A content is what a block holds for one KV group.
     used_bytes: int
-    #: Number of contents that are present.
+    #: Number of contents that are stored now.
     num_records: int
     #: Number of loads that have succeeded.
     loads_done: int
     #: Number of loads that have failed.
     loads_failed: int
     loaded_bytes: int
-    #: Seconds of load copies, without waiting.
+    #: Seconds that load copies ran, without time in the queue.
     loaded_s: float
-    #: Learned bandwidth of loads.
+    #: Measured bandwidth of loads, as a moving average.
     bytes_per_s: float
     stores_done: int
     stores_failed: int
     stored_bytes: int
-    #: Seconds of store copies, without waiting.
+    #: Seconds that store copies ran, without time in the queue.
     stored_s: float
     #: Number of contents that were evicted to make room for others.
     evicted: int
 
 
 class SlotLoad(NamedTuple):
-    """A load order whose content lies in a slot that is pinned for it."""
+    """A load order, with the slot that holds its content and is pinned for it."""
 
     order_id: int
     block: int
@@ -75,7 +76,7 @@ class _SlotStores:
 
     copy: Copy
     stores: list[_SlotStore]
-    #: Whether the tier was cleared meanwhile.
+    #: True if the tier was cleared after these stores began.
     is_forgotten: bool = False
 
 
@@ -91,16 +92,16 @@ class HostTier:
     """The host tier, called from the engine's thread only. No call except `close` and `wait` waits
     for the device.
 
-    Invariant: each accepted order ends exactly once, by `ended`. A slot has one pin for each store
-    into it and each load out of it that is in flight; pins of `TierStack` come in addition.
+    Invariant: `ended` reports each accepted order exactly once. Each store or load in flight holds
+    one pin on its slot; `TierStack` may hold further pins.
     """
 
     def __init__(self, copies: StagedCopies, clock: Callable[[], float] = time.monotonic) -> None:
-        """`close` closes `copies`."""
+        """`copies` is closed by `close`."""
         self.copies = copies
         self.block_bytes = int(copies.slots.shape[1])
         self.table = SlotTable(len(copies.slots))
-        # Contents stored since the tier behind this tier last read them; None without such a tier.
+        # Contents stored since `TierStack` last emptied this list; None without a disk tier.
         self.new_contents: list[Key] | None = None
         self._clock = clock
         self._stores: list[_SlotStores] = []
@@ -108,7 +109,7 @@ class HostTier:
         self._ended: list[MoveEnd] = []
         self._storing: set[Key] = set()
         self._is_closed = False
-        #: Bytes of the loads in flight.
+        #: Total bytes of the loads in flight.
         self._num_bytes_ahead = 0
         self._slowness = 1.0 / GUESSED_BYTES_PER_S
         self._num_loads_done = self._num_loads_failed = 0
@@ -137,7 +138,7 @@ class HostTier:
         self._store(stores)
 
     def cancel(self, order_ids: Iterable[int]) -> None:
-        """Does nothing, since orders are already in flight and end soon."""
+        """Does nothing, since all orders are already in flight and end soon."""
 
     def ended(self) -> list[MoveEnd]:
         self._finish_copies()
@@ -167,13 +168,12 @@ class HostTier:
             batch.is_forgotten = True
 
     def close(self) -> None:
-        """Wait for the copies in flight and free the memory. No more contents are stored, since
-        they would be lost with the process."""
+        """Wait for the copies in flight and free the memory. Later orders fail."""
         self._is_closed = True
         self.copies.close()
 
     def counts(self) -> dict[str, dict[str, float]]:
-        """`counters` by name, under the tier's name, "host"."""
+        """{"host": `counters` as a dict}."""
         return {"host": asdict(self.counters())}
 
     # ---- for a tier behind it ----------------------------------------------------------------
@@ -185,13 +185,13 @@ class HostTier:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `ended` would return anything. Checks the device first."""
+        """True if `ended` would return any order. Polls the device first."""
         self._finish_copies()
         return bool(self._ended)
 
     def load(self, loads: Sequence[SlotLoad]) -> None:
-        """Copy contents out of their slots. Each slot must have a pin for its load, which is
-        removed when the copy ends."""
+        """Copy contents from their slots to blocks. The caller has pinned each slot for its load;
+        the pin is removed when the copy ends."""
         if not loads:
             return
         self._num_bytes_ahead += len(loads) * self.block_bytes
@@ -219,7 +219,7 @@ class HostTier:
     # ---- parts -------------------------------------------------------------------------------
 
     def _store(self, orders: Sequence[StoreOrder]) -> None:
-        """Take a slot for each new content, and copy the blocks into them."""
+        """Acquire a slot for each new content, and copy its block there."""
         stores: list[_SlotStore] = []
         for order in orders:
             key = order.group, order.name
@@ -240,7 +240,7 @@ class HostTier:
             self._stores.append(_SlotStores(copy, stores))
 
     def _finish_copies(self) -> None:
-        """End the copies that are over. The two directions end in any order."""
+        """Handle all copies that have ended. Loads and stores end independently of each other."""
         if self._loads:
             over = [batch for batch in self._loads if batch.copy.is_over()]
             self._loads = [batch for batch in self._loads if batch not in over]

@@ -1,8 +1,8 @@
-"""The lane of the host tier without a GPU, where each copy runs at once.
+"""The copy lane of the host tier without a GPU, where each copy runs synchronously.
 
-A lane is a queue of copies between the KV cache and the host tier, which a device works off beside
-the steps (`staged_copies.Lane`). Without a GPU there is no such queue, so a copy has ended when the
-call that makes it returns.
+A lane is a queue of copies between the KV cache and the host tier, which a device executes while
+steps run (`staged_copies.Lane`). Without a GPU there is no queue: a copy has ended when the call
+that makes it returns.
 """
 
 import time
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DoneCopy:
-    """See `staged_copies.Copy`."""
+    """A `staged_copies.Copy` that has ended."""
 
     seconds: float
 
@@ -22,8 +22,8 @@ class DoneCopy:
 
 
 class PlainLane:
-    """See `staged_copies.Lane`. It need not wait for steps, since a step on the CPU has ended when
-    its launch returns."""
+    """A `staged_copies.Lane` without a queue. It never waits for steps, since a step on the CPU has
+    ended when its launch returns."""
 
     def __init__(self) -> None:
         self._began_s = 0.0

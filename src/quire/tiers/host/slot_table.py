@@ -1,4 +1,4 @@
-"""Contents of the host memory's slots, with eviction of the least recently used."""
+"""Tracks which block's content each slot of host memory holds, with LRU eviction."""
 
 import heapq
 from collections import OrderedDict
@@ -7,20 +7,21 @@ from itertools import islice
 from quire.core.memory.tiers.contract import Tail
 
 MAX_TAILS = 256
-"""Maximum number of tails listed for one parent; the caller compares each tail."""
+"""Maximum number of tails returned for one parent digest, since the caller compares each tail. A
+tail is a partly filled block."""
 
 Key = tuple[int, bytes]
-"""(group, name)."""
+"""(KV group, name) of a content, which is what a block holds for one KV group."""
 
 _NO_TAILS: dict[Key, Tail] = {}
 
 
 class SlotTable:
-    """Tracks what each slot of host memory holds, and which slots are in use by copies.
+    """Tracks the content of each slot of host memory, and which slots are in use by copies (moves).
 
     Invariant: a slot is free (no content, not pinned), idle (a content, not pinned), or pinned by
-    as many copies (moves) as `_num_pins` says, with or without a content. `find` finds a content if
-    and only if a slot has it. A tail is listed as long as its content has a slot.
+    `_num_pins[slot]` moves, with or without a content. `find` finds a content if and only if a slot
+    has it. `tails` lists a tail if and only if a slot has its content.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -30,24 +31,24 @@ class SlotTable:
         self._keys: list[Key | None] = [None] * num_slots
         self._num_pins = [0] * num_slots
         self._num_pinned = 0
-        # A heap with the lowest slot first, so that blocks stored together get adjacent slots and
-        # are copied at once.
+        # A heap with the lowest slot first, so that blocks stored together get adjacent slots,
+        # which take a single copy.
         self._free = list(range(num_slots))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used slot first
         self._tails: dict[bytes, dict[Key, Tail]] = {}  # by parent
-        self._parents: dict[Key, bytes] = {}  # the parents of tails
+        self._parents: dict[Key, bytes] = {}  # parent of each tail
 
     def __len__(self) -> int:
         return len(self._slot_of)
 
     @property
     def num_pinned(self) -> int:
-        """Number of slots that are pinned by moves."""
+        """Number of slots with at least one pin."""
         return self._num_pinned
 
     @property
     def num_takeable(self) -> int:
-        """Number of slots that `acquire` could return, free or idle."""
+        """Number of slots that `acquire` could return: the free and the idle slots."""
         return self.num_slots - self._num_pinned
 
     def find(self, key: Key) -> int | None:
@@ -55,19 +56,19 @@ class SlotTable:
         return self._slot_of.get(key)
 
     def tails(self, parent: bytes) -> list[Tail]:
-        """The partly filled blocks that follow a digest, without duplicates: the MAX_TAILS stored
-        last, newest first."""
+        """The partly filled blocks whose prefix has the digest `parent`, without duplicates: at
+        most MAX_TAILS, newest first."""
         found = self._tails.get(parent, _NO_TAILS)
         return list(dict.fromkeys(islice(reversed(found.values()), MAX_TAILS)))
 
     def tail_parts(self, key: Key) -> tuple[bytes, bytes]:
-        """Parent and tokens of a tail; both empty for another content."""
+        """Parent digest and tokens of a tail; both are empty for a full block."""
         parent = self._parents.get(key)
         return (b"", b"") if parent is None else (parent, self._tails[parent][key].tokens)
 
     def acquire(self) -> int | None:
-        """Take a slot without content, pinned once, evicting a content if necessary. None if moves
-        use all slots."""
+        """Acquire a slot without content, with one pin; evicts a content if no slot is free. None
+        if all slots are pinned."""
         if self._free:
             slot = heapq.heappop(self._free)
         elif self._idle:
@@ -81,9 +82,9 @@ class SlotTable:
         return slot
 
     def record_content(self, slot: int, key: Key, parent: bytes = b"", tokens: bytes = b"") -> bool:
-        """Record the content of a pinned slot. Returns False, and changes nothing, if another slot
-        has that content."""
-        assert self._num_pins[slot] and self._keys[slot] is None, "the slot was not taken for this"
+        """Record that a pinned slot now has the content `key`. Returns False, and changes nothing,
+        if another slot has it."""
+        assert self._num_pins[slot] and self._keys[slot] is None, "the slot is not newly acquired"
         if key in self._slot_of:
             return False
         self._slot_of[key] = slot
@@ -94,14 +95,14 @@ class SlotTable:
         return True
 
     def pin(self, slot: int) -> None:
-        """Keep a slot's content for a move until `unpin`. This counts as a use."""
+        """Protect a slot's content from eviction until `unpin`. This counts as a use."""
         if not self._num_pins[slot]:
             del self._idle[slot]
             self._num_pinned += 1
         self._num_pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
-        """Remove the pin of a move."""
+        """Remove one pin of a slot."""
         self._num_pins[slot] -= 1
         if self._num_pins[slot]:
             return

@@ -1,23 +1,23 @@
-"""Copies between a device's pool and the host's slots, through a staging area.
+"""Copies blocks between the GPU's pool and host memory, through a staging area.
 
-The staging area lies on the device.
+The staging area is in GPU memory. A slot is space for one block in host memory.
 
     store   pool blocks, anywhere  --gather-->   staging  --one copy a run-->  slots, in runs
     load    slots, in runs  --one copy a run-->  staging  --scatter-->   pool blocks, anywhere
 
-The blocks of a prefix are scattered over the pool. If each block were copied alone, every 24 to 200
-KiB would need a launch. At 25 GB/s such a copy takes 1 to 8 us, no longer than its launch from
-Python, which blocks the engine's thread.
+The blocks of a prefix are scattered over the pool. Separate copies would need a launch for each
+block of 24 to 200 KiB. At 25 GB/s, such a copy takes 1 to 8 us, no longer than its launch from
+Python, which occupies the engine's thread.
 
-The gather is one launch for a whole staging area in the device's own memory. This memory is tens of
-times faster than the bus, so the gather adds a few per cent. On the host, blocks that were stored
-together lie in adjacent slots, so a few long copies cross the bus. The GPU's copy engines make
-these copies and leave its multiprocessors to the steps. A kernel that reads host memory itself
-would occupy multiprocessors for the time of the transfer.
+The gather fills a whole staging area with one launch. Device memory is tens of times faster than
+the bus, so the gather adds a few per cent. On the host, blocks that were stored together lie in
+adjacent slots, so a few long copies cross the bus. The GPU's copy engines make these copies and
+leave the multiprocessors to the steps. A kernel that accesses host memory directly would occupy
+multiprocessors during the transfer.
 
-A lane is a queue of work on the device (`cuda_lanes`), one for each direction, so that loads, for
-which requests wait, never queue behind stores. The pieces of a copy follow each other in a lane, so
-one staging area for each lane is enough.
+A lane is a queue of work on the device (`cuda_lanes`). Each direction has its own lane, so that
+loads, for which requests wait, never queue behind stores. The work in a lane runs in order, so one
+staging area for each lane is enough.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from quire.kernels.transfers import DeviceLink
 
 STAGING_BYTES = 16 << 20
-"""Size of a lane's staging area, or one block if that is larger. A full area crosses the bus in
+"""Size of a lane's staging area in bytes, but at least one block. A full area crosses the bus in
 about half a millisecond."""
 
 CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -43,29 +43,30 @@ class Copy(Protocol):
     """One batch of blocks that is being copied."""
 
     def is_over(self) -> bool:
-        """Whether the copy has ended, so that it no longer accesses the pool or the slots."""
+        """True once the copy has ended and no longer accesses the pool or the slots."""
         ...
 
     @property
     def seconds(self) -> float:
-        """Seconds that the copy took, without waiting; valid once it is over."""
+        """Seconds that the copy ran, without time in the queue; valid after `is_over` returned
+        True."""
         ...
 
 
 class Lane(Protocol):
-    """A queue of a device's work beside the steps. Called from one thread."""
+    """A queue of work on the device, which runs concurrently with steps. Called from one thread."""
 
     def queue(self, *, is_after_steps: bool) -> AbstractContextManager[None]:
-        """Put the work launched in this context into the queue, in order. With `is_after_steps`, it
-        begins when all steps launched so far have ended."""
+        """Work launched in this context goes into the queue, in order. With `is_after_steps`, it
+        begins after all steps launched so far have ended."""
         ...
 
     def begin(self) -> None:
-        """Mark the begin of a copy. Called inside `queue`, before its first launch."""
+        """Mark the beginning of a copy. Called inside `queue`, before the copy's first launch."""
         ...
 
     def end(self) -> Copy:
-        """Mark the end of a copy. Called inside `queue`, after its last launch."""
+        """Mark the end of a copy. Called inside `queue`, after the copy's last launch."""
         ...
 
     def synchronize(self) -> None:
@@ -74,12 +75,12 @@ class Lane(Protocol):
 
 
 class StagedCopies:
-    """Copies of whole blocks, through a staging area in each lane. All calls come from the engine's
-    thread, and only `warm_up` and `close` wait.
+    """Copies whole blocks through one staging area per direction. All calls come from the engine's
+    thread; only `warm_up` and `close` block.
 
-    Copies in one direction run in order; the two directions are independent. A `store` reads what
-    the steps launched before it have written. A `load` may begin at once, so no step in flight may
-    access its blocks. Steps launched after it is over see the loaded bytes.
+    Copies in one direction run in order; the two directions are independent. A `store` reads the
+    bytes written by all steps launched before it. A `load` may begin at once, so no step in flight
+    may access its blocks. Steps launched after the load is over see the loaded bytes.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class StagedCopies:
         free_host: Callable[[], None],
     ) -> None:
         """`pool` is [num_blocks, bytes of a block] uint8 on the device, `host` [num_slots, bytes of
-        a block] on the host. Copies return at once if `host` is page-locked. `lanes` are for stores
-        and for loads. `free_host` is called once, at the end, when the host memory is no longer
-        used."""
+        a block] on the host. Copies are asynchronous only if `host` is page-locked. `lanes` are the
+        lane for stores and the lane for loads. `close` calls `free_host` once, when the host memory
+        is no longer used."""
         #: The slots in host memory, [num_slots, bytes of a block] uint8.
         self.slots: NDArray[np.uint8] = host.numpy()
-        #: Bytes of page-locked memory.
+        #: Number of bytes of page-locked memory.
         self.pinned_bytes = host.nbytes
         self._pool, self._host = pool, host
         self._store_lane, self._load_lane = lanes
@@ -139,8 +140,8 @@ class StagedCopies:
             return lane.end()
 
     def warm_up(self) -> None:
-        """Copy a block there and back and wait for it, so that no request waits for the compilation
-        at the first copy."""
+        """Copy a block to the host and back, and wait for both copies, so that no request waits for
+        the kernel compilation of a first copy."""
         self.store([0], [0])
         self._store_lane.synchronize()
         self.load([0], [0])
@@ -174,7 +175,7 @@ def _pieces(
 
 
 def _runs(piece: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Begin and end of each run of adjacent slots."""
+    """Yields (begin, end) in `piece` of each run of adjacent slots."""
     begin = 0
     for end in range(1, len(piece) + 1):
         if end == len(piece) or piece[end][0] != piece[end - 1][0] + 1:
