@@ -1,12 +1,11 @@
-"""Finds the replica with the least delay in a set; the delay does not depend on the request's
-prompt.
+"""Finds the replica with the least delay in a set, by an index of delays.
 
     step    0        1          2           ...       seconds of a step: LEAST_S * 2**(step / 16)
     mask    idle     0b0100     0b1001                bit i: the replica with index i
 
-Seconds are rounded down to steps of 4.4%, far finer than the accuracy of their prediction, and
-replicas in one step count as equal. To find the best replica of a set, `least` needs one `&` for
-each step up to the best, whatever the number of replicas.
+The delay does not depend on a request's prompt. It is rounded down to steps of 4.4%, far finer than
+the accuracy of its prediction, and replicas in one step count as equal. To find the best replica
+of a set, `least` needs one `&` for each step up to the best, whatever the number of replicas.
 """
 
 import math

@@ -38,7 +38,7 @@ class _Placed:
 
 
 class ReplicaRouter:
-    """The fleet as one API server sees it.
+    """The state of a fleet, as one API server tracks it.
 
     Invariant: the load of each replica is the sum over the requests that were placed there and have
     not ended. Each request counts once.
