@@ -31,7 +31,7 @@ is installed."""
 
 @dataclass(frozen=True, slots=True)
 class EngineSlot:
-    """Where and how one engine can be started."""
+    """A place where one engine can run, and how to start it there."""
 
     #: The name of the engine in the fleet.
     name: str
@@ -58,23 +58,23 @@ class EngineSlots(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything once all engines are gone for good."""
+        """Release the resources of all slots. Called after the last engine has ended."""
         ...
 
 
 class LocalSlots:
     """Slots for processes of this machine.
 
-    On a CPU each engine has processors of its own if there are enough, and the memory beside them
-    if there are several memory nodes. On GPUs each engine has one GPU.
+    On CPUs, each engine gets its own processors if there are enough, and the memory of their NUMA
+    node if the machine has several. On GPUs, each engine gets one GPU.
     """
 
     def __init__(
         self, num_engines: int, options: Mapping[str, object], most: int | None = None
     ) -> None:
-        """`num_engines` engines start at first, all with `options`. At most `most` engines, by
-        default `num_engines`, will share the memory. Raises ConfigurationError for options that
-        several engines can't have."""
+        """`num_engines` is the number of engines at the start, all with `options`. `most` is the
+        largest number that will ever share the memory; None means `num_engines`. Raises
+        ConfigurationError for options that the engines of one machine can't share."""
         # First, refuse options that engines of one machine can't share.
         device = str(options.get("device") or "auto")
         if device.startswith("cuda:"):
@@ -85,7 +85,7 @@ class LocalSlots:
         if options.get("cache_dir") is not None:
             raise ConfigurationError(
                 f"cache_dir is {options['cache_dir']!r}, but replicas of one machine can't share a"
-                " cache folder; leave it out, or run an agent for each with a machine of its own"
+                " cache folder; leave it out, or run each replica's agent on its own machine"
             )
         self._num_engines = num_engines
         self._shared = {"engines_here": max(num_engines, most or 0)}
@@ -106,8 +106,8 @@ class LocalSlots:
             numa: Any = options.get("numa")
             asked = NumaOptions() if numa is None else NumaOptions(numa)
             self._parts = split_for_replicas(asked, num_engines) or ()
-            # A memory policy that was set from outside stays: engines then find their nodes by
-            # their processors.
+            # A memory policy that was set from outside (numactl) is kept. Engines then derive their
+            # memory nodes from their processors.
             self._keeps_policy = bool(self._parts) and asked.numa == AUTO and has_own_policy()
 
     def initial(self) -> list[EngineSlot]:
@@ -121,7 +121,7 @@ class LocalSlots:
         return EngineSlot(name, ProcessLink, self._shared)
 
     def release(self, name: str) -> None:
-        """See `EngineSlots`. The slot is free once the process has ended."""
+        """See `EngineSlots`. Does nothing, since the slot is free once the process has ended."""
 
     def close(self) -> None:
         """See `EngineSlots`. There is nothing to release."""
@@ -156,7 +156,7 @@ class AgentSlots:
         self._server_id = new_server_id()
         self._free = {address: _parsed(address) for address in addresses}
         if len(self._free) < len(addresses):
-            raise ConfigurationError("agents names one address twice; each has one replica")
+            raise ConfigurationError("agents has one address twice; an agent runs one replica")
         self._addresses = tuple(addresses)
 
     def initial(self) -> list[EngineSlot]:
@@ -185,15 +185,16 @@ class AgentSlots:
         async def find() -> tuple[str, int]:
             return host, port
 
-        # The address is part of the id, so that an agent that was named twice notices its second
-        # API server.
+        # The id includes the address. So an agent that is listed under two addresses sees two
+        # different API servers, and refuses the second.
         server_id = f"{self._server_id}/{address}"
         access = AgentAccess(find, self._tls, server_id, self._heartbeat_s)
         return EngineSlot(address, partial(RemoteLink, access=access))
 
 
 def _has_gpus() -> bool:
-    """Whether engines will find GPUs, as far as can be told without loading torch."""
+    """True if engines will probably find GPUs. Decided without importing torch, which takes
+    long."""
     try:
         is_for_cpus = metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -214,8 +215,8 @@ def _parsed(address: str) -> tuple[str, int]:
 
 
 def _shares_of_quota(num_engines: int) -> dict[str, int]:
-    """The threads of each engine if control groups grant less processor time than there are
-    processors. Otherwise empty, and engines count their processors."""
+    """The option `num_threads` of each engine if a cgroup grants less processor time than there are
+    processors. Otherwise empty; each engine then counts its processors."""
     limit = cpu_limit()
     if limit is None or limit >= len(os.sched_getaffinity(0)):
         return {}

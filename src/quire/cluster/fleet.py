@@ -49,7 +49,7 @@ class EngineFleet:
         scaling: ScalingConfig | None = None,
     ) -> None:
         """Create a fleet without engines; `start` starts them. Each engine gets `options`. With
-        `scaling`, the number of engines follows the load; with None it stays as set."""
+        `scaling`, the number of engines follows the load; with None the number is fixed."""
         loop = asyncio.get_running_loop()
         self.dispatcher = FleetDispatcher(max_queued_requests, loop.time, placement)
         #: The interface for starting, restarting and removing engines.
@@ -84,7 +84,7 @@ class EngineFleet:
 
     @property
     def state(self) -> EngineState:
-        """The state of the fleet: READY while any engine is."""
+        """The state of the fleet: READY while at least one engine is ready."""
         if self.engines.is_closing:
             return EngineState.CLOSING
         if self.engines.failed.done():

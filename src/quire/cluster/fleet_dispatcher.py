@@ -1,11 +1,11 @@
-"""Sends the requests of a fleet to its engines, and moves them when one dies.
+"""Sends the requests of a fleet to its engines, and moves requests when an engine dies.
 
 A request is sent to one engine at a time. When that engine dies or can't be reached, its requests
 continue in other engines from the tokens received so far, unless `CrashAttribution` suspects them.
 Messages that arrive over an old connection of a replica (its former wire) are dropped. So no token
-is delivered twice, neither by an abandoned engine that still computes nor by a restarted one.
+is delivered twice, even if an abandoned engine still computes.
 
-Pure: knows no process and no asyncio, and reads the clock that it is given. Called by `fleet`.
+Pure: uses neither processes nor asyncio, and only the clock that is passed in. Called by `fleet`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,12 +66,12 @@ class Placement(Protocol):
         ...
 
     def set_slowness(self, replica: str, measured: float) -> None:
-        """Set the ratio of the replica's measured step times to those of its cost model. Has no
+        """Set the ratio of the replica's measured to its predicted step times. Has no
         effect for an unknown replica."""
         ...
 
     def load_of(self, replica: str) -> Mapping[str, float]:
-        """Figures about the replica's load by name, for people and metrics; empty if unknown."""
+        """Load figures of a replica, by the figure's name; empty for an unknown replica."""
         ...
 
     def on_first_token(self, request_id: str) -> None:
@@ -156,11 +156,11 @@ class FleetDispatcher:
         # The engine may have been paused before it was lost.
         if self._is_paused or "engine_id" in facts:
             wire.send(encode(SetPaused(self._is_paused)))
-        self.trials.start_next()  # an empty replica is what a trial needs
+        self.trials.start_next()  # a trial needs an empty replica
         self._place_waiting()
 
     def set_accepting(self, name: str, accepts: bool) -> None:
-        """Set whether a ready replica gets new requests. A silent replica never gets any."""
+        """Set whether a ready replica gets new requests. A silent replica gets none in any case."""
         replica = self.replicas.get(name)
         if replica is not None:
             replica.is_closed = not accepts

@@ -56,7 +56,7 @@ class FleetEngine:
         self.find_adapter = self.supervisor.find_adapter
         self.start = self.supervisor.start
         self.shutdown = self.supervisor.shutdown
-        #: Why the fleet refuses this engine; None if it does not.
+        #: Why the fleet refuses this engine; None if the fleet accepts it.
         self.refusal: QuireError | None = None
         self._owner = owner
 

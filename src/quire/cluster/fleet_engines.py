@@ -1,7 +1,7 @@
 """Starts, compares, drains, restarts and removes the engines of a fleet.
 
-A new engine joins after it has proved to compute bit for bit what the others compute. An engine
-that differs is refused. Made by `fleet`.
+A new engine joins only if its weights, code and options equal those of the first engine (see
+`identity`), so that either can continue the other's requests. Made by `fleet`.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from quire.errors import ConfigurationError, EngineDeadError, QuireError
 from quire.observability.log import get_logger
 
 PLACE_LIMIT_S = 60.0
-"""Additional time for the start of an engine whose slot has to be allocated first."""
+"""Additional seconds for the start of an engine whose slot has to be allocated first."""
 
 DRAIN_POLL_S = 0.05
 
@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 
 class FleetEngines:
-    """All engines of a fleet, and the `FleetEngineOwner` of each.
+    """Holds all engines of a fleet, and handles their events as their `FleetEngineOwner`.
 
     Invariant: `add`, `remove`, `restart` and `scale` run one after another.
     """
@@ -42,14 +42,14 @@ class FleetEngines:
         recovery: RecoveryConfig,
         on_progress: OnProgress | None,
     ) -> None:
-        """Create it without engines; each engine will get `options`."""
+        """Starts no engine yet; each engine will get `options`."""
         self.all: dict[str, FleetEngine] = {}
-        #: The limits of the first ready engine, which all later engines must match; None until
-        #: then.
+        #: The limits of the first ready engine, which all later engines must match; None until an
+        #: engine is ready.
         self.limits: ModelLimits | None = None
-        #: The first ready engine's report about itself (its facts); empty until then.
+        #: The first ready engine's report about itself; empty until an engine is ready.
         self.facts: Mapping[str, Any] = {}
-        #: Done, with the reason, once the fleet has failed for good and starts no engine any more.
+        #: Completed, with the reason as result, once all engines have failed for good.
         self.failed: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()
         self.is_closing = False
         #: The slots in which engines can be started.
@@ -103,8 +103,8 @@ class FleetEngines:
             raise EngineDeadError("the fleet is being shut down, so no engine is started")
         settled: dict[str, object] = {}
         if self.limits is not None:
-            # The first engine sized itself by the memory that it found. The others must get the
-            # same size.
+            # The first engine chose its length by its free memory. All others must use the same
+            # length.
             settled["max_model_len"] = self.limits.max_model_len
         # Each sign of progress postpones the deadline, so only an engine that is stuck misses it.
         limit_s, limit = self._start_limit_s, asyncio.timeout(None)
@@ -149,7 +149,7 @@ class FleetEngines:
         self._dispatcher.move_all(name)
 
     async def remove(self, name: str, timeout_s: float = 0.0) -> None:
-        """Drain an engine and end it. The streams of its requests notice only a pause. Raises
+        """Drain an engine and end it. Clients see only a pause in their streams. Raises
         ConfigurationError for an unknown name, or if no other engine is ready and answers."""
         async with self._changes:
             await self._remove(name, timeout_s)
@@ -241,7 +241,7 @@ class FleetEngines:
             self._later(engine.shutdown(drain=False, timeout_s=0.0, reason=None))
             return
         engine_id, request_ids = self._lost.pop(engine.name, ("", []))
-        # The lost process itself is back, so its requests did not kill it.
+        # The process that counted as lost is alive, so its requests did not kill it.
         if engine_id and engine_id == engine.facts.get("engine_id"):
             self._dispatcher.undo_losses(request_ids)
         self._dispatcher.on_ready(engine.name, link, engine.limits, engine.facts)
@@ -288,13 +288,13 @@ class FleetEngines:
 
 
 def _extend(limit: asyncio.Timeout, limit_s: float | None) -> None:
-    """Set the deadline of a start to `limit_s` from now, unless it has passed; None sets none."""
+    """Move a start's deadline to `limit_s` from now, unless it has passed. None changes nothing."""
     if limit_s is not None and not limit.expired():
         limit.reschedule(asyncio.get_running_loop().time() + limit_s)
 
 
 def _comes_back(engine: FleetEngine) -> bool:
-    """Whether an engine takes requests, or may do so again."""
+    """True if an engine takes requests or may recover."""
     return engine.state not in (EngineState.FAILED, EngineState.CLOSING)
 
 

@@ -10,17 +10,18 @@ COMPARED_FACTS = (
     *("fingerprint", "answers", "dtype", "kernels", "quantization", "kv_cache_dtype", "block_size"),
     *("architecture", "num_parameters", "tensor_parallel_size"),
 )
-"""Facts of `build_engine` that must be equal in all engines. "fingerprint" covers the content of
-the weights, the config, the formats, the sources and libraries that compute, and the processor
-features that they choose by. "answers" covers the rest that answers depend on: the rest of the
-config and of quire, and the tokenizer."""
+"""Facts of `build_engine` that must be equal in all engines. "fingerprint" is a hash of the
+weights, the config, the number formats, the code and libraries that compute, and the processor
+features that they check. "answers" is a hash of the other inputs that answers depend on: the rest
+of the config, the tokenizer and the rest of quire's code."""
 
 Identity: TypeAlias = tuple[ModelLimits, Mapping[str, Any]]
 """The limits and facts that an engine reports when it is ready."""
 
 
 def check_same(name: str, first: Identity, other: Identity) -> ReplicaDiffersError | None:
-    """Why replica `name` can't continue requests of the first replica; None if it can."""
+    """An error that says why replica `name` can't continue requests of the first replica; None if
+    it can."""
     (limits, facts), (other_limits, other_facts) = first, other
     for key in COMPARED_FACTS:
         if facts.get(key) != other_facts.get(key):
@@ -42,6 +43,6 @@ def _advice(key: str) -> str:
     if key != "fingerprint":
         return "start both with the same model and options"
     return (
-        "its weights, its version of quire or of a library, or its processor is another, so its"
-        " tokens may be, too; use machines and files that are alike"
+        "its weights, processor, or version of quire or a library differ, so its tokens may"
+        " differ; use the same files and the same kind of machine"
     )

@@ -1,6 +1,6 @@
 """Base class of tasks that run in an event loop until they are stopped.
 
-The watches of a fleet derive from it: `scaling`, `slowness_poller`, `silence_watch`.
+The periodic checks of a fleet derive from it: `scaling`, `slowness_poller`, `silence_watch`.
 """
 
 import asyncio

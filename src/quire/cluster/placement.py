@@ -1,8 +1,8 @@
 """Places requests with a router that sees only salted digests of their tokens.
 
-The digests are made like those of the engines' caches, with the tenant's domain and the adapter in
-the root. Their secret belongs to this API server alone. So the router's memory reveals no prompts,
-and the digests of one tenant can't be matched with those of another.
+The digests are made like the prefix digests of the engines' caches; the first one covers the
+tenant's domain and the adapter. Only this API server knows the salt. So the router's memory reveals
+no prompts, and the digests of one tenant can't be matched with those of another.
 """
 
 import secrets
@@ -34,7 +34,7 @@ class RoutedPlacement:
         """`clock` returns seconds from any fixed point."""
         self._policy = policy
         self._clock = clock
-        #: None until the first replica is added, whose block size it needs.
+        #: None until the first replica is added, since the router needs that replica's block size.
         self._router: ReplicaRouter | None = None
         self._chains = HashChains(b"", 1)
 
@@ -110,7 +110,7 @@ class RoutedPlacement:
 
 def replica_facts(facts: Mapping[str, Any], block_size: int) -> ReplicaFacts:
     """Convert the facts that an engine reports to the router's `ReplicaFacts`. `block_size` is the
-    router's number of tokens in a block."""
+    number of tokens in a block of the router."""
     num_tokens = int(facts["num_blocks"]) * int(facts["block_size"])
     return ReplicaFacts(
         num_blocks=max(1, num_tokens // block_size),
@@ -121,8 +121,8 @@ def replica_facts(facts: Mapping[str, Any], block_size: int) -> ReplicaFacts:
 
 
 def _cost_model(facts: Mapping[str, Any]) -> StepCostModel:
-    """The step costs that the engine measured when it started, or else costs in proportion to
-    tokens."""
+    """The step costs that the engine measured at its start. If it measured none, costs that are
+    proportional to the number of tokens."""
     coefficients = facts.get("step_costs")
     if coefficients:
         return StepCostModel(list(coefficients))

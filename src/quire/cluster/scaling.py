@@ -1,7 +1,7 @@
 """Sets the number of engines of a fleet by how long prompts wait.
 
-`ScalingRule` is pure: from the time and the loads it computes a number. `Autoscaler` asks it
-regularly and scales the fleet.
+`ScalingRule` computes the wanted number from the time and the loads. `Autoscaler` asks it regularly
+and scales the fleet.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ SPARE_FILL = 0.75
 (places in the batch). With less room, it would soon be started again."""
 
 MISSED_RATIO = 3.0
-"""An engine counts as missing after this many times the limit of its start."""
+"""An engine counts as missing after it has been recovering for this many times its start limit."""
 
 RETRY_AFTER_S = 10.0
 """Seconds until a failed start or end of an engine is tried again."""
@@ -41,7 +41,7 @@ class ScalingConfig:
     least: int
     #: The greatest number of engines.
     most: int
-    #: Seconds that a new prompt may have to wait for earlier ones.
+    #: Longest acceptable wait, in seconds, of a new prompt for earlier prompts.
     wait_s: float
     #: An engine is added after the shortest wait was above wait_s, or the rows of all engines were
     #: full, for this many seconds.
@@ -52,8 +52,8 @@ class ScalingConfig:
     down_after_s: float = 60.0
 
     def check(self, num_engines: int) -> None:
-        """Raises ConfigurationError for a number outside the bounds, which the scaling would
-        undo."""
+        """Raises ConfigurationError for a number outside the bounds, since the scaling would change
+        it back."""
         if not self.least <= num_engines <= self.most:
             raise ConfigurationError(
                 f"num_replicas is {num_engines}, but autoscaling keeps it from {self.least} to"
@@ -124,7 +124,7 @@ class Autoscaler(LoopTask):
         super().__init__()
         self._engines = engines
         self._rule = ScalingRule(config)
-        #: When each missing engine was first seen missing, in seconds of the loop's clock.
+        #: Loop time in seconds at which each recovering engine was first seen in that state.
         self._away_since_s: dict[str, float] = {}
 
     async def _run(self) -> None:
@@ -159,8 +159,9 @@ class Autoscaler(LoopTask):
             await self._engines.scale(wanted, missed)
 
     def _missed(self, now_s: float, overview: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Engines that have been away for long while others serve, since their node may be gone for
-        good. If no engine serves, this machine may be cut off, so no engine counts as missing."""
+        """Names of the engines that have been recovering for long while others serve: their nodes
+        may be gone for good. If no engine serves, this machine may be cut off, so none counts as
+        missing."""
         states = {name: each["state"] for name, each in overview.items()}
         away = [name for name, state in states.items() if state == EngineState.RECOVERING.value]
         if EngineState.READY.value not in states.values():

@@ -38,7 +38,7 @@ MOST_SILENCE_S = 15.0
 """Longest allowed silence of an engine whose processor time is known. It may be shorter than a
 step, since the processor time distinguishes a long step from a frozen process."""
 BUSY_SHARE = 0.1
-"""An engine that has used this share of one processor since the ping counts as computing."""
+"""An engine counts as computing if it used at least this share of one processor since the ping."""
 
 logger = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Asks the engines of a fleet how slow their steps have become, and tells the router.
+"""Asks the engines of a fleet how slow their steps have become, and informs the router.
 
 Each engine measures its step times when it starts, and routing relies on them. Later the engine may
 be slower, because other programs use its machine or its processor is hot. So every few seconds each
@@ -15,7 +15,7 @@ from quire.cluster.loop_task import LoopTask
 from quire.errors import EngineDeadError
 
 ASK_EVERY_S = 5.0
-"""Interval of asking each engine; it is the period whose steps engines count as recent."""
+"""Seconds between questions to an engine. Engines use the same period to define recent steps."""
 ANSWER_LIMIT_S = 5.0
 FORGET_AFTER = 12
 """After this many answers in a row without enough steps to measure, an engine counts as fast again:
@@ -30,7 +30,7 @@ class SlownessPoller(LoopTask):
         super().__init__()
         self._engines = engines
         self._placement = placement
-        #: How many answers in a row lacked a slowness, by engine.
+        #: Number of consecutive answers without a slowness, by the engine's name.
         self._num_silent: dict[str, int] = {}
 
     async def _run(self) -> None:

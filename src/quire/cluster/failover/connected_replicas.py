@@ -22,8 +22,9 @@ class ConnectedReplica:
         self.requests: dict[str, OpenRequest] = {}
         #: Ids of the requests for which the replica has sent tokens.
         self.with_tokens: set[str] = set()
-        #: By request id, how many of its moves away from this replica may still have tokens on the
-        #: wire. The request may have come back since.
+        #: By request id: number of aborts, sent because the request was moved away, that the engine
+        #: has not yet handled. Until then the request's outputs are stale, even if it has come
+        #: back.
         self.leaving: Counter[str] = Counter()
         #: Whether the replica is being drained and gets no new requests.
         self.is_closed = False
@@ -36,8 +37,8 @@ class ConnectedReplica:
         return not (self.is_closed or self.is_silent)
 
     def abort_moved(self, request_id: str) -> None:
-        """Abort a request that continues elsewhere. Outputs of it that arrive before the engine has
-        handled the abort are dropped."""
+        """Abort a request that now runs in another replica. Its outputs that arrive before the
+        engine has handled the abort are dropped."""
         self.leaving[request_id] += 1
         self.wire.send(encode(AbortRequest(request_id)))
         self.wire.call_between_steps(lambda: self._on_abort_handled(request_id))

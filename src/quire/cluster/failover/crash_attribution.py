@@ -4,12 +4,12 @@ A death is read as in `engine_client.recovery`. Requests that were not in the en
 continue at once in other engines. The others are suspects: `isolated_trials` runs them one after
 another, each alone in an engine. A suspect is cleared once it has recomputed the tokens that were
 being computed at the death. If an engine dies during a trial, the request on trial is to blame,
-because there was no other. So a deadly request is ended after two deaths in the whole fleet,
-however many engines there are.
+because the engine ran no other request. So a deadly request is ended after two deaths in the whole
+fleet, whatever the number of engines.
 
 - Out of memory: another program may have used up the memory. So the request is blamed only after
   one more death on its trial, which follows the trials of the other suspects.
-- An engine is lost with its machine, or behind a cut link: nothing is known of its last step. Its
+- An engine is lost if its machine or the network fails: its last step is unknown. Its
   requests continue at once. A request that was in two lost engines gets a trial; after four lost
   engines it is blamed. A loss no longer counts if the engine turns out to be alive.
 - The trial ran beside other requests, because no engine could be emptied: the other requests of
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from quire.engine_client.recovery import NUM_PROOF_TOKENS, Cause, Death, OpenRequest
 
 MAX_TRIAL_DEATHS = 3
-"""A request with this many deaths on its trials is to blame, whatever happened between them."""
+"""A request is to blame, without further proof, once this many engines died during its trials."""
 
 NUM_LOSSES, MAX_LOSSES = 2, 4
 """A request becomes a suspect after NUM_LOSSES lost engines, and is to blame after MAX_LOSSES if
@@ -38,7 +38,7 @@ class _Evidence:
 
     #: Deaths of engines that computed the request, except those that another request has caused.
     deaths: set[Death] = field(default_factory=set)
-    #: The deaths among them that happened on its trial.
+    #: Those of `deaths` that happened during a trial of the request.
     on_trial: list[Death] = field(default_factory=list)
 
 
@@ -58,7 +58,8 @@ class CrashAttribution:
     """Collects evidence against the requests that may have crashed an engine: the suspects.
 
     Invariant: each suspect has an entry in `_evidence` and is either in `_waiting` or on trial.
-    Other requests have no entry. Requests without open branches are no suspects.
+    Other requests have no entry. A request without open branches is dropped from the suspects when
+    its trial is due.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class CrashAttribution:
         if trial is not None:
             self.trial = None
         if trial is None or trial not in concerned:
-            if trial is not None:  # its step did not run it, so it is tried again
+            if trial is not None:  # the step did not run it: repeat the trial
                 self._waiting.appendleft(trial)
             self._suspect([each for each in concerned if each is not trial], death)
             continuing = [each for each in continuing if each is not trial]
@@ -93,13 +94,15 @@ class CrashAttribution:
         return self._on_trial_death(trial, death, concerned, continuing)
 
     def undo_loss(self, requests: Sequence[OpenRequest]) -> None:
-        """Undo the loss of an engine for its requests, since the engine turned out to be alive."""
+        """Count one lost engine less for each of `requests`, since that engine turned out to be
+        alive."""
         for request in requests:
-            if self._losses[request] > 0:  # else it was cleared meanwhile
+            if self._losses[request] > 0:  # else the request was cleared
                 self._losses[request] -= 1
 
     def next_trial(self) -> OpenRequest | None:
-        """The request to try next; None while another is on trial or none waits."""
+        """Start the next trial and return its request. None if a trial is running or no suspect
+        waits."""
         if self.trial is not None:
             return None
         while self._waiting:
@@ -170,8 +173,8 @@ class CrashAttribution:
         return FleetVerdict(trial, explained, [*continuing, *beside, *cleared])
 
     def _suspect(self, requests: Sequence[OpenRequest], death: Death) -> None:
-        """Make requests suspects of a death. Deadly requests mostly kill in their first steps, so
-        those with the least output are tried first. Beam searches are tried last, since their
+        """Make requests suspects of a death. Most deadly requests kill in their first steps, so the
+        requests with the least output are tried first. Beam searches are tried last, since their
         trials take long."""
         ordered = sorted(requests, key=lambda each: (each.is_beam_search, each.num_tokens))
         for request in ordered:
@@ -179,7 +182,7 @@ class CrashAttribution:
         self._waiting.extend(ordered)
 
     def _clear_explained(self, explained: frozenset[Death]) -> list[OpenRequest]:
-        """Remove these deaths from all evidence. Returns the suspects that are cleared by this."""
+        """Remove these deaths from all evidence. Returns the suspects without any death left."""
         cleared = []
         for request in list(self._waiting):
             evidence = self._evidence[request]

@@ -1,10 +1,10 @@
 """Runs requests suspected of crashing an engine one at a time, each alone in an engine.
 
-The replica of the trials takes no other requests. It is an idle replica, or the replica with the
-fewest requests, which are moved to other replicas. A suspect that passes is moved away, too, so the
-next suspect is alone again: if the engine dies, no other request can have been the cause. If only
-one busy replica is left, the trials wait for another replica. After PATIENCE_S they run beside its
-other requests. Called by `fleet_dispatcher`.
+One replica is reserved for the trials: an idle replica, or the replica with the fewest requests,
+which first move to other replicas. A suspect that passes its trial also moves away, so the next
+suspect is alone again: if the engine dies, that suspect is the cause. If the only replica is busy,
+the trials wait for another replica. After PATIENCE_S they run beside the replica's other requests.
+Called by `fleet_dispatcher`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from quire.cluster.failover.crash_attribution import CrashAttribution
 from quire.engine_client.recovery import OpenRequest
 
 PATIENCE_S = 5.0
-"""Seconds for which trials wait for another replica when there is one busy replica."""
+"""Seconds for which trials wait for another replica while the only replica is busy."""
 
 
 class RequestMover(Protocol):
@@ -44,12 +44,13 @@ class IsolatedTrials:
         """`clock` returns seconds from any fixed point."""
         #: The suspects and the evidence against them.
         self.attribution = CrashAttribution()
-        #: Name of the replica that is reserved for the trials; None while none is.
+        #: Name of the replica that is reserved for the trials; None if there is no such replica.
         self.reserved: str | None = None
         self._replicas = replicas
         self._mover = mover
         self._clock = clock
-        #: Time since which the first suspect waits for a replica; None if none waits.
+        #: Clock time in seconds when suspects began to wait for a replica; None if no suspect
+        #: waits.
         self._waiting_since_s: float | None = None
 
     @property
@@ -80,13 +81,14 @@ class IsolatedTrials:
             self.start_next()
 
     def remove(self, request: OpenRequest) -> None:
-        """Remove a request that has ended or whose client has left. If that leaves a replica empty,
-        no message follows, so the next trial is started here."""
+        """Remove a request that has ended or whose client has left. Starts the next trial, since a
+        replica that has become empty sends no message that would start it."""
         if self.attribution.remove(request) or self.waits_for_replica:
             self.start_next()
 
     def _reserve_replica(self) -> bool:
-        """Keep the replica of the trials, or reserve another. Returns whether there is one."""
+        """Reserve a replica for the trials if none is reserved. Returns False if none is
+        available."""
         replica = None if self.reserved is None else self._replicas.get(self.reserved)
         if replica is not None and replica.accepts:
             return True
@@ -103,8 +105,8 @@ class IsolatedTrials:
         if not loads:
             return None
         name = min(loads, key=lambda each: (loads[each], each))
-        # An idle replica, or one of several, can be emptied at once. A single busy one can't, so
-        # wait for another replica first.
+        # An idle replica is empty, and the requests of one of several replicas can move to the
+        # others. A single busy replica can't be emptied, so wait for another replica first.
         if not loads[name] or len(loads) > 1:
             return name
         now_s = self._clock()
@@ -113,7 +115,7 @@ class IsolatedTrials:
         return name if now_s - self._waiting_since_s >= PATIENCE_S else None
 
     def _release_replica(self) -> None:
-        """Let the replica of the trials take other requests, since no suspect is left."""
+        """Let the reserved replica take other requests again, since no suspect is left."""
         self._waiting_since_s = None
         if self.reserved is not None:
             name, self.reserved = self.reserved, None

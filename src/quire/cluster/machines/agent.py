@@ -1,10 +1,10 @@
-"""Agent of one replica on its machine: starts the engine and relays messages.
+"""Agent of one replica: starts its engine and relays messages to and from the API server.
 
 An API server connects, proves that it has the cluster's key, and sends the options of the engine.
-When the engine dies, the agent reports it with evidence that only the engine's machine has. When
-the API server is gone or can't be reached, the agent ends the engine's requests, since they
-continue elsewhere. The engine keeps its weights loaded and waits for an API server. An agent serves
-one API server at a time and knows no requests. Run by `agent_main`.
+When the engine dies, the agent reports its exit status and last activity. When the API server is
+gone or can't be reached, the agent aborts the engine's requests, since the API server, if alive,
+continues them in other engines. The engine keeps its weights loaded and waits for an API server. An
+agent serves one API server at a time and does not decode requests. Run by `agent_main`.
 """
 
 import asyncio
@@ -51,15 +51,15 @@ KEEP_WARM_S = 300.0
 """Seconds for which an engine without an API server is kept."""
 
 MAX_GREETINGS = 64
-"""Maximum number of connections that have not yet proved to hold the key. One more closes the
-oldest of them, so silent strangers neither use up file descriptors nor keep out an API server,
-which is quick."""
+"""Maximum number of connections that have not yet proved to have the key. A further connection
+closes the oldest of these. So strangers who stay silent can't use up the file descriptors or keep
+out an API server, which proves it at once."""
 
 REFUSALS_EVERY_S = 5.0
 
 FLUSH_LIMIT_S = 60.0
-"""Seconds in which an engine whose API server has gone has to end its step, unless the API server
-said how long a step may take."""
+"""Seconds that a step may still take after the API server has gone, if that has sent no
+`StepLimit`."""
 
 _LENGTH_BYTES = 4
 
@@ -102,8 +102,8 @@ class HostedEngine(ProcessLink):
         self.send(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
     def flush(self, step_limit_s: float) -> None:
-        """End all requests and drop their remaining outputs. A step that takes longer than
-        `step_limit_s` from now on counts as hanging."""
+        """End all requests and drop their remaining outputs. The engine is killed if its current
+        step lasts longer than `step_limit_s` from now."""
         if self.ready is not None and not self._is_flushing:
             self._is_flushing = True
             why = f"its step had not ended {step_limit_s:g} s after its API server had gone"
@@ -125,7 +125,7 @@ class HostedEngine(ProcessLink):
         if tag == b"pong":
             self._num_pings -= 1
             self.record_life()
-            # Only after the answer to the last ping can no output of the former requests follow.
+            # After the answer to the last ping, no output of the former requests can follow.
             if self._is_flushing:
                 if not self._num_pings:
                     self._is_flushing = False
@@ -273,7 +273,7 @@ class Agent:
             unproved = f"it did not prove that it has the cluster's key: {type(error).__name__}"
             self._note_refusal(why or unproved)
             return
-        # Then refuse an API server of another version, or beside the present API server.
+        # Then refuse an API server if its version differs or if another API server is connected.
         present, why = self._session, ""
         if greeting.version != VERSION:
             why = f"the agent has version {VERSION} of the messages, not {greeting.version}"
@@ -284,8 +284,8 @@ class Agent:
             channel.send_message(Refused(why))
             channel.close()
             return
-        # Last, replace the present session: it belongs to the same API server, and its connection
-        # is dead.
+        # Last, replace the present session, if any. It belongs to the same API server, and its
+        # connection is dead.
         if present is not None:
             self.on_session_end(present)
             present.channel.abort()
@@ -303,13 +303,15 @@ class Agent:
         if now_s >= self._next_refusal_s:
             self._next_refusal_s = now_s + REFUSALS_EVERY_S
             logger.warning(
-                "a connection was refused: %s (with those not logged: %d)", why, self._num_refused
+                "a connection was refused: %s (refused since the last report: %d)",
+                why,
+                self._num_refused,
             )
             self._num_refused = 0
 
     def _expect_open(self, session: Session) -> None:
-        """Drop an API server that has opened no engine, because no heartbeat would notice its
-        loss."""
+        """Disconnect an API server that has opened no engine. Heartbeats begin only when an engine
+        is opened, so nothing else would notice its loss."""
         if session.start is None:
             session.channel.abort()
 
@@ -363,7 +365,7 @@ class Agent:
     def on_kill(self, session: Session, why: str) -> None:
         """Kill the engine for the API server."""
         if session is self._session and self._engine is not None:
-            session.is_served = True  # so that the API server is told of the death
+            session.is_served = True  # so that the API server learns of the death
             self._engine.kill(why)
 
     def on_session_end(self, session: Session) -> None:

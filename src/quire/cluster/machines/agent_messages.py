@@ -1,8 +1,8 @@
-"""Messages between an API server and an agent, besides the engine's messages.
+"""Messages between an API server and an agent, in addition to the engine's messages.
 
 API server -> agent    ServerGreeting first, then OpenEngine, StepLimit, KillEngine
 agent -> API server    Welcome or Refused first; EngineDied, last
-both                   Beat, several times within a heartbeat
+both                   Beat, several times per heartbeat interval
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ class ServerGreeting(msgspec.Struct, tag="server_greeting", array_like=True, fro
     """The API server's first message of a connection."""
 
     version: int
-    #: The id of the API server's process and its replica, the same in all connections for that
-    #: replica.
+    #: Identifies the API server's process and the replica. All connections for that replica send
+    #: the same id.
     server_id: str
 
 
@@ -60,7 +60,7 @@ class KillEngine(msgspec.Struct, tag="kill_engine", array_like=True, frozen=True
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
-    """The sender and the connection are alive."""
+    """Shows that the sender and the connection are alive."""
 
 
 class EngineDied(msgspec.Struct, tag="engine_died", array_like=True, frozen=True):

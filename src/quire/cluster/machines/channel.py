@@ -126,7 +126,7 @@ class AgentChannel(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection after the buffered bytes are sent."""
-        # A second close would let go of the connection, so that `abort` had no effect any more.
+        # After a second close, asyncio would drop the connection and ignore a later `abort`.
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 

@@ -1,8 +1,8 @@
 """Agents on the nodes of a Ray cluster, which places and watches them.
 
-Ray is the control plane only: an actor starts an agent beside it and reports its address. Tokens
-travel between the API server and the agents over connections of our own. An agent ends with
-its actor, and an actor with its node, so a node that Ray has given up holds no engine.
+Ray is the control plane only: an actor starts an agent on its node and reports the agent's address.
+Tokens travel between the API server and the agents over connections of our own. An agent ends with
+its actor, and an actor with its node, so no engine runs on a node that Ray has given up.
 
 Needs the extra `quire[ray]`. Called by `server`.
 """
@@ -94,9 +94,8 @@ class RayAgents:
         num_cpus: float,
         num_gpus: float,
     ) -> None:
-        """Connect to the cluster at `ray_address`, as `ray.init` takes it, and wait for it.
-
-        At first there are `num_engines` engines, each with `num_cpus` and `num_gpus`. Raises
+        """Connect to the Ray cluster at `ray_address`, an address in the format of `ray.init`.
+        The fleet starts with `num_engines` engines, each with `num_cpus` and `num_gpus`. Raises
         ConfigurationError if Ray is not installed or not at this address.
         """
         self._ray = load_ray()
@@ -151,7 +150,7 @@ class RayAgents:
         self._ray.shutdown()
 
     async def _find(self, name: str) -> tuple[str, int]:
-        """The address of an agent. Raises OSError if the actor is not there now."""
+        """The host and port of an agent. Raises OSError if its actor is not running."""
         is_new = name not in self._actors
         try:
             if is_new:

@@ -1,7 +1,7 @@
 """Link to an engine's process on another machine, through an agent there.
 
-A dead engine differs from a lost one: the agent reports a death with its evidence, while a machine
-that is off or a link that is cut is only silent. Made by `supervisor`.
+An engine is dead if its agent reports its death, with evidence. It is lost if the connection only
+falls silent, because the machine is off or the network is cut. Made by `supervisor`.
 """
 
 import asyncio
@@ -49,8 +49,7 @@ class AgentAccess:
 
 
 class RemoteLink(EngineLink):
-    """A link through an agent. It adds `engine_id` to the engine's facts, which identifies the
-    process."""
+    """A link through an agent."""
 
     def __init__(self, owner: LinkOwner, listener: OutputListener, access: AgentAccess) -> None:
         super().__init__(owner, listener)
@@ -151,5 +150,5 @@ class RemoteLink(EngineLink):
 
 
 def with_engine_id(ready: Ready, engine_id: str) -> Ready:
-    """The same message with `engine_id` among its facts, which identifies the engine's process."""
+    """A copy of `ready` whose facts include `engine_id`, the id of the engine's process."""
     return Ready(ready.limits, {**ready.facts, "engine_id": engine_id})
