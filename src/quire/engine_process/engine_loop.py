@@ -66,8 +66,8 @@ MAX_BACKLOG_BYTES = 16 << 20
 """With more unsent bytes, the loop takes no step until the API server has read some of them."""
 
 MESSAGES_S = 0.005
-"""The most time for messages between two steps while sequences run: one call may bring hundreds of
-requests."""
+"""Maximum seconds for handling messages between two steps while sequences run, since one call may
+bring hundreds of requests."""
 
 FIND_POLL_S = 0.01
 """The interval of checks whether a requested adapter has been read."""
@@ -218,7 +218,7 @@ class EngineLoop:
             if self._finding:
                 self._send_found_adapters()
                 wait_s = FIND_POLL_S if may_wait else 0.0
-            # Then read and handle messages, which may change that.
+            # Then read and handle messages, which may add or remove work.
             self._inbox.extend(self._channel.receive(wait_s))
             self._handle_messages(MESSAGES_S if can_step else math.inf)
             if self._is_ending:
@@ -229,7 +229,7 @@ class EngineLoop:
                 self._send_outputs(self._engine.step(launches=not self._is_paused))
 
     def _can_step(self) -> bool:
-        """Whether a step has work. In a pause only steps that were launched before are finished."""
+        """True if there is work for a step. During a pause, only steps already launched count."""
         return self._engine.has_work(launches=not self._is_paused)
 
     def _idle_wait_s(self) -> float | None:
@@ -334,7 +334,7 @@ class EngineLoop:
 def _packed(output: SequenceOutput) -> SequenceOutput:
     """The output with its prompt's log-probabilities as bytes.
 
-    They may take megabytes, and the API server need not decode bytes at once.
+    They may take megabytes. As bytes, the API server can decode them later.
     """
     entries = output.prompt_logprobs
     if entries is None or isinstance(entries, bytes):

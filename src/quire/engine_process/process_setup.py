@@ -1,4 +1,4 @@
-"""Arguments, logging and end of the engine's process and the ranks' processes.
+"""Sets up the processes of the engine and its ranks: arguments, logging, end with the parent.
 
 Each process inherits one end of a socket pair to its parent as descriptor N (`--fd N`). It ends by
 itself when the other end is closed: its loop sees the end of the stream. A thread watches too, for
@@ -24,7 +24,8 @@ PEER_GONE_GRACE_S = 1.0
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
-    """A parser of the arguments that `process_link` and `executor.Workers` append."""
+    """A parser of the arguments that `process_link` and `executor.Workers` pass to these
+    processes."""
     made = argparse.ArgumentParser(prog=program)
     made.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
     made.add_argument("--stderr-fd", type=int, help="inherited; see child_process.StartText")

@@ -2,7 +2,7 @@
 
 Rank 0, which is in the engine's process, starts it with one end of a socket pair as descriptor N.
 `runtime.worker` has its loop. With a cache on disk it gets two more descriptors, and a thread
-serves the rank's share of the cache; see `tiers.rank_service`. Started by `runtime.executor`.
+serves the rank's part of the cache; see `tiers.rank_service`. Started by `runtime.executor`.
 """
 
 import os
@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     """Run the process. Returns its exit code. `build` makes the runner; the default is
     `_Rank.build`."""
     arguments = process_setup.make_parser("quire.engine_process.worker_main")
-    arguments.add_argument("--moves-fd", type=int, help="of another socket, for a cache's moves")
-    arguments.add_argument("--lock-fd", type=int, help="of the cache folder's lock; with that")
+    arguments.add_argument("--moves-fd", type=int, help="inherited socket for a cache's moves")
+    arguments.add_argument("--lock-fd", type=int, help="inherited lock of the cache folder")
     parsed, sock = process_setup.set_up(arguments, argv)
     if build is not None:
         return serve_calls(sock, build)
@@ -35,10 +35,11 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
 
 
 class _Rank:
-    """The parts of this process: a runner, and a tier if there is a cache folder."""
+    """The runner of this process and, with a cache on disk, the service for the rank's part of
+    it."""
 
     def __init__(self, sock: socket.socket, moves: int | None, lock: int | None) -> None:
-        """`sock` leads to rank 0, for calls. `moves` and `lock` are descriptors for the cache on
+        """Rank 0 sends calls over `sock`. `moves` and `lock` are descriptors for the cache on
         disk; without such a cache, both are None."""
         self._sock, self._moves, self._lock = sock, moves, lock
         self._service: RankService | None = None
