@@ -180,7 +180,7 @@ def test_a_model_longer_than_the_pool_is_shortened_unless_that_was_asked_for(
         sized = plan_on_device(needs(50_000), device, maker(device))
     fitting = 335 * MIB // PAGE * 16
     assert sized.memory_plan.max_model_len == fitting == 42_880
-    assert "max_model_len is that instead of 50000" in caplog.text
+    assert "max_model_len is set to that, not to 50000" in caplog.text
     text = refusal(needs(50_000, max_model_len=50_000), Device())
     assert "335.0 MiB for KV blocks hold 42880 tokens of one sequence, but max_model_len" in text
     assert "50000 tokens need 390.6 MiB, 55.6 MiB more: lower max_model_len to 42880," in text

@@ -1,4 +1,4 @@
-"""Explains failures when the process has too little memory or may start no more threads.
+"""Explains failures when the process has too little memory or can't start more threads.
 
 torch and numpy then fail in many ways: a library can't be mapped, a MemoryError has no message, or
 C++ aborts, which nothing can catch. So a limit that is far too low is refused before they are
@@ -26,9 +26,9 @@ NO_MORE_THREADS = (
 
 @contextmanager
 def named_memory_failures() -> Iterator[None]:
-    """Turn failed imports, MemoryError and threads that can't be started into an explanation.
+    """Raise InsufficientMemoryError for failed imports, MemoryErrors and failed thread starts.
 
-    Raises InsufficientMemoryError, also at the beginning if the limit is too low.
+    Also raises it before the body runs if the limit is too low.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < LEAST_BYTES:

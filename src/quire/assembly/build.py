@@ -1,7 +1,7 @@
 """The composition root: builds an engine from its options.
 
-Only this file, `device_setup` and `rank_build` know all classes. The latter two choose and make the
-parts of one rank.
+Only this file, `device_setup` and `rank_build` import the classes of all packages. `device_setup`
+and `rank_build` build one rank.
 """
 
 import weakref
@@ -74,7 +74,8 @@ from quire.tiers.disk.folder import CacheFolder
 logger = get_logger(__name__)
 
 MAX_MASK_THREADS = 8
-"""With more threads, distributing the work on masks takes as long as computing them."""
+"""The most threads that compute grammar masks. With more, distributing the work takes as long as
+computing the masks."""
 
 WORKER_COMMAND = python_command("quire.engine_process.worker_main")
 """The command that starts the process of a rank beyond the first."""
@@ -88,11 +89,11 @@ def build_engine(
     prepare_grammars: bool = False,
     watch: Callable[[Runner], Runner] | None = None,
 ) -> Engine:
-    """An engine that is ready to step, from checked options or from values by name.
+    """Build an engine that is ready to step. `options` may also map option names to values.
 
-    `kv_allocator` makes the manager of KV memory, for comparisons; None makes the paged one. An
+    `kv_allocator` makes the manager of KV memory, for comparisons; None makes the paged manager. An
     engine with `kv_allocator` has a prefix cache only if the options ask for one.
-    `tokenizer` is for grammars; None reads that of the options when the first grammar comes.
+    `tokenizer` is for grammars. None reads the options' tokenizer when the first grammar comes.
     `prepare_grammars` prepares a large vocabulary during the build, so that in a server the first
     grammar does not delay other requests.
     `watch` wraps the runner, to observe its calls.
@@ -146,7 +147,8 @@ def _check_adapters(kind: ModelKind) -> None:
 
 
 def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOptions, RankBuild]:
-    """Build a rank beyond the first. Returns its options and itself; see `runtime.worker.Build`."""
+    """Build a rank beyond the first. Returns the options and the rank; see
+    `runtime.worker.Build`."""
     checked = EngineOptions.from_mapping(join.options)
     device = choose_device(checked.device, join.rank, join.size)
     binding = bind_threads(checked, device, join.rank, join.size)
@@ -165,8 +167,8 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOp
 
 
 def _do_nothing() -> None:
-    """A `wake_up` for tiers of one rank: waiting callers poll the tiers, and so does an idle engine
-    now and then."""
+    """A `wake_up` that does nothing, for tiers of one rank: their callers and the idle engine poll
+    the tiers."""
 
 
 def _unwatched(runner: Runner) -> Runner:
@@ -229,7 +231,7 @@ def _build(
         limits,
         timing=(background or rank.runner).timing,
         facts=facts | rank.facts,
-        # Elsewhere nothing overlaps, and each result would come a step later without any gain.
+        # On other devices nothing overlaps: each result would come a step later without any gain.
         overlap=is_async and (is_on_gpu or background is not None or rank.setup.is_triton),
     )
     # Last, connect the engine's optional parts, and measure steps for pacing.
@@ -286,8 +288,8 @@ def _use_pacer(engine: Engine, pacer: StepPacer, checked: EngineOptions) -> None
 
 
 def _set_up_utilization(engine: Engine, rank: RankBuild, checked: EngineOptions) -> None:
-    """Set up the accounts of utilization: the least work of steps, and the rates of rank 0's
-    machine."""
+    """Give the engine its step log, and `engine.utilization` the least work of steps and the rates
+    of rank 0's machine."""
     if not checked.disable_log_stats:
         engine.stats_log = StatsLog()
     utilization = engine.utilization
@@ -322,8 +324,8 @@ def _build_ranks(
     on_progress: OnProgress,
     cache: CacheFolder | None,
 ) -> tuple[RankBuild, Runner, Tiers | None]:
-    """Build all ranks: this process's share of the model, the runner that drives all shares, and
-    the tiers below their memory."""
+    """Build all ranks. Returns rank 0, which is in this process, the runner that drives all ranks,
+    and the cache tiers below the KV pool, if any."""
     size = checked.tensor_parallel_size
     unbind_threads()  # the other ranks' processes would inherit the binding, too
     if size == 1:

@@ -1,6 +1,7 @@
 """Applies the option `hf_overrides`, which replaces fields of a model's config.json.
 
-vLLM's scripts use some of these fields for settings that are options here. Called by `model_kind`.
+vLLM's scripts use some of these fields for settings that are options of quire. Called by
+`model_kind`.
 """
 
 from collections.abc import Mapping
@@ -16,9 +17,9 @@ _OF_TWO_TOKENS = ("classifier_from_token", "method", "is_original_qwen3_reranker
 
 
 def move_overrides_to_options(options: EngineOptions) -> EngineOptions:
-    """Move those overrides that are options here into the options.
+    """Turn overrides for which quire has an option into that option.
 
-    hf_overrides keeps the fields of config.json. Raises ConfigurationError for contradictions and
+    Fields of config.json stay in hf_overrides. Raises ConfigurationError for contradictions and
     for overrides that can't be obeyed.
     """
     fields = dict(options.hf_overrides or {})

@@ -28,10 +28,10 @@ from quire.runtime.profile_run import ProfileRun
 
 DEFAULT_UTILIZATION = 0.9
 
-# With a larger share, the driver itself or a slightly larger step fails.
+# The highest utilization that messages suggest. Above it, the driver or a larger step may fail.
 MOST_UTILIZATION = 0.98
 
-# Memory of a captured step outside the shared pool: its nodes in the driver and its outputs.
+# Bytes of a CUDA graph outside the shared pool: its nodes in the driver and its outputs.
 GRAPH_BYTES = 12 << 20
 
 # Divisors of (max_num_batched_tokens, max_num_seqs) that are tried if steps of the full size do not
@@ -61,7 +61,7 @@ class DeviceNeeds:
     quantization: str | None = None
     #: Whether the model predicts tokens.
     generates: bool = True
-    #: Memory of the slots for adapters, which is held together with the weights.
+    #: Bytes of the adapter slots, which are allocated together with the weights.
     adapter_bytes: int = 0
 
     def profile_run(
@@ -99,7 +99,7 @@ class _Measured:
 
     #: Memory of the device.
     total: int
-    #: Memory held before a runner was made.
+    #: Memory held before a runner was made: weights and adapter slots.
     weights: int
     #: Memory that the largest steps took in addition to the pool.
     worst: int
@@ -123,7 +123,7 @@ def check_weights_fit(weight_bytes: int, memory: CudaMemory, quantization: str |
 
 
 def graph_reserve_bytes(num_graphs: int) -> int:
-    """The memory to reserve for `num_graphs` graphs, one of which the largest steps capture."""
+    """Bytes to reserve for `num_graphs` graphs but one, whose memory the largest steps include."""
     return max(0, num_graphs - 1) * GRAPH_BYTES
 
 
@@ -133,11 +133,12 @@ def plan_on_device(
     make_runner: Callable[[MemoryPlan], R],
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
 ) -> DevicePlan[R]:
-    """The runner with the largest KV cache that fits. The weights must be on the device.
+    """Make the runner with the largest KV cache that fits. The weights must be on the device.
 
     `make_runner` makes a runner of given sizes for the loaded model. It is called more than once,
-    never while an earlier runner is in use. `agree` returns the least number of blocks of all
-    ranks, which call this function at the same time. Raises InsufficientMemoryError.
+    never while an earlier runner is in use. `agree` takes this rank's number of blocks and returns
+    the least of all ranks, which call this function at the same time. Raises
+    InsufficientMemoryError.
     """
     memory.release_and_reset_peak()
     measured = _measure(needs, memory, make_runner)
@@ -164,8 +165,8 @@ def _measure(
     make_runner: Callable[[MemoryPlan], Runner],
     divisors: tuple[int, int] = (1, 1),
 ) -> _Measured | None:
-    """Run the largest steps, or smaller ones by `divisors`, with a tiny pool. None if memory ran
-    out."""
+    """Measure the largest steps, with their tokens and rows divided by `divisors`, on a tiny pool.
+    None if memory ran out."""
     weights = memory.held_bytes()
     probe = needs.profile_run(MemoryPlan(0, needs.model_len), *divisors)
     try:
@@ -210,7 +211,7 @@ def _choose(needs: DeviceNeeds, measured: _Measured, agree: Callable[[int], int]
     if needs.options.max_model_len is not None or fitting_len < 2:
         raise InsufficientMemoryError(_too_small_a_pool(needs, measured, num_blocks, fitting_len))
     logger.warning(
-        "%d KV blocks hold %d tokens of one sequence, so max_model_len is that instead of %d",
+        "%d KV blocks hold %d tokens of one sequence, so max_model_len is set to that, not to %d",
         num_blocks,
         fitting_len,
         needs.model_len,

@@ -67,7 +67,7 @@ class DeviceSetup:
         return torch.get_num_threads() if self.kernels is None else self.kernels.num_threads
 
     def new_backend(self) -> AttentionBackend:
-        """An attention backend that is not bound yet."""
+        """A new attention backend, which is not bound to a KV cache yet."""
         return select(
             self.device.type,
             self.attention_backend or (TRITON if self.is_triton else None),
@@ -125,7 +125,8 @@ def choose_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The kind of device: "cpu", or the model of a GPU."""
+    """A device's name: "cpu", or a GPU's model, compute capability and number of
+    multiprocessors."""
     if device.type != "cuda":
         return device.type
     gpu = torch.cuda.get_device_properties(device)
@@ -225,7 +226,8 @@ def _triton_linears(options: EngineOptions) -> TritonLinears:
 
 
 def choose_dtype(options: EngineOptions, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of the options; for "auto" the checkpoint's, if the device computes with it."""
+    """The dtype that the options name. "auto" means the checkpoint's, unless the device only
+    emulates that."""
     if options.dtype != AUTO:
         dtype = getattr(torch, options.dtype)
         assert isinstance(dtype, torch.dtype)

@@ -19,8 +19,9 @@ from quire.runtime.page_layout import KVCacheLayout
 DEFAULT_FREE_SHARE = 0.3
 
 LEAST_TABLE_BYTES, TABLE_FREE_SHARE = 64 << 20, 1 / 256
-"""If no option gives a length, the table of rotations takes at most the larger of this size and
-this share of free memory. With 28 layers of 4 KV heads, K and V take 112 times its size."""
+"""If no option gives a length, the table of rotary embeddings takes at most the larger of this size
+and this share of free memory. With 28 layers of 4 KV heads, K and V are 112 times as large as the
+table."""
 
 logger = get_logger(__name__)
 
@@ -57,8 +58,8 @@ def plan_memory(
     """The sizes of the KV memory that fit into the machine's memory.
 
     `adapter_bytes` is the size of the slots for adapters. `most_bytes` is the free memory of the
-    ranks' memory nodes, without the shares of other engines there; None if the ranks are not bound
-    to nodes. Raises ConfigurationError and InsufficientMemoryError.
+    ranks' memory nodes, minus what other engines there may use; None if the ranks are not bound to
+    nodes. Raises ConfigurationError and InsufficientMemoryError.
     """
     wanted_len = wanted_model_len(options, config)
     if options.max_model_len is None:
@@ -83,7 +84,7 @@ def plan_memory(
 
 
 def wanted_model_len(options: EngineOptions, config: ModelConfig) -> int:
-    """The length that the options ask for, or else the model's.
+    """The options' max_model_len, or else the longest length in the model's config.
 
     Raises ConfigurationError if the model does not support the length.
     """
@@ -99,7 +100,7 @@ def wanted_model_len(options: EngineOptions, config: ModelConfig) -> int:
 
 
 def _with_small_table(model_len: int, config: ModelConfig) -> int:
-    """The length, reduced if the table of rotations for all its positions would be too large.
+    """`model_len`, reduced if its table of rotary embeddings would be too large.
 
     A tiny model's config may have a length whose K and V fit into memory, but whose table does not.
     """
@@ -130,7 +131,7 @@ def fitting_tokens(
 ) -> int:
     """Tokens of the longest sequence that fits into `num_blocks` blocks, in whole blocks.
 
-    The search ends at `num_wanted_tokens`, since states hold any number of tokens.
+    Never searches above `num_wanted_tokens`, since recurrent states hold any number of tokens.
     """
     low, high = 0, -(-num_wanted_tokens // options.block_size)  # in blocks of tokens
     while low < high:

@@ -37,7 +37,7 @@ _FROM_TRANSFORMERS = {"auto": None, "native": False, "transformers": True}
 """For each value of the option model_impl, the argument `from_transformers` of `load_config`."""
 
 _INSTRUCTED = "Qwen3"
-"""Rerankers whose architecture begins with this expect a pair in the format `PairForm.QWEN3`."""
+"""Rerankers whose architecture's name begins so expect pairs in the format `PairForm.QWEN3`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def tokenizer_folder(checked: EngineOptions) -> Path:
 
 
 def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -> ModelKind:
-    """The kind of the model that the options name, which is fetched if needed.
+    """Find the model that the options name, fetch it if needed, and decide how to serve it.
 
     `on_progress` is called while files are fetched; None shows a bar on stderr. Raises
     ConfigurationError and its subclasses before weights are fetched.
@@ -160,7 +160,7 @@ def _token_ids(options: EngineOptions, words: str) -> tuple[int, ...]:
         if len(token_ids) != 1:
             raise ConfigurationError(
                 f"score_tokens has {word!r}, which is {len(token_ids)} tokens of this model; name"
-                " two that are one each"
+                " two words of one token each"
             )
         found += token_ids
     return tuple(found)

@@ -80,7 +80,7 @@ class RankBuild:
     own_layout: KVCacheLayout
     #: Reported facts about kernels, formats and memory.
     facts: Facts
-    #: Identifies what determines the bytes of the rank's pages; None if nothing stores pages.
+    #: Everything that determines the bytes of the rank's pages; None if nobody asks for it.
     fingerprint: Fingerprint | None
     #: The adapters that fill the rank's slots; None if it has no slots.
     adapters: AdapterStore | None
@@ -245,7 +245,7 @@ class _Builder:
     #: The layout of this rank's pages.
     layout: KVCacheLayout
     on_progress: OnProgress
-    #: Collects what determines the bytes of pages; None if no fingerprint is needed.
+    #: Collects everything that determines the bytes of pages; None if no fingerprint is needed.
     identity: PageIdentity | None
     #: The part of the machine that this rank is bound to; None if it is unbound.
     binding: Binding | None
@@ -396,7 +396,8 @@ class _Builder:
         options, setup = self.options, self.setup
         backend = setup.new_backend()
         rows, sampler = self._rows(model, memory_plan, backend)
-        # If only attention uses Triton, on the CPU, the rows are on the host and capture nothing.
+        # If Triton only computes attention, on the CPU, rows are on the host and nothing is
+        # captured.
         serves_graphs = _serves_graphs(model, backend)
         captures = setup.is_triton and serves_graphs and not options.enforce_eager
         return ModelRunner(
@@ -405,7 +406,8 @@ class _Builder:
             KVCache(self.layout, memory_plan.num_blocks, setup.device),
             rows,
             sampler,
-            # A native program has no collectives, so several ranks call the modules.
+            # A native program has no collectives. With several ranks, the model's modules run
+            # instead.
             setup.kernels if self.group is None else None,
             self._capture() if captures else None,
             None

@@ -4,9 +4,9 @@
     on a GPU      pool <-> host <-> disk   or host alone; a disk alone gets a small host tier
 
 The folder is opened before the weights are read, so that a folder which is in use or not accessible
-is refused at once. Its secret replaces a secret of this process in the hashes of contents, so that
-later processes find them. With several ranks, each opens its share of the tier in its own process.
-Called by `build` and `engine_process.worker_main`.
+is refused at once. Block hashes are made with the folder's secret instead of a new one, so that
+later processes find the blocks. With several ranks, each opens its part of the tier in its own
+process. Called by `build` and `engine_process.worker_main`.
 """
 
 import secrets
@@ -84,7 +84,7 @@ def _files() -> Files:
 
 
 def secret_of(folder: CacheFolder | None) -> bytes:
-    """The secret in the hashes of contents: the folder's, or else a new one for this process."""
+    """The secret for block hashes: the folder's, or else a new secret for this process."""
     return secrets.token_bytes(SECRET_BYTES) if folder is None else folder.secret
 
 
@@ -210,7 +210,7 @@ def build_ranked_tiers(
 ) -> Tiers:
     """The tiers of all ranks, driven by rank 0.
 
-    `sockets` lead to the other ranks, for moves. `num_calls` is as in `RankedTiers`. Raises the
+    Moves are sent to the other ranks over `sockets`. `num_calls` is as in `RankedTiers`. Raises the
     errors of `build_disk_tier`, EngineDeadError if a rank has died, and ConfigurationError on GPUs.
     On a GPU a call returns before its reads and writes are done, so counting calls does not order
     moves (see `tiers.rank_service`).
@@ -240,7 +240,8 @@ def rank_service(
 ) -> RankService:
     """The service that carries out moves on rank `number` (1 or higher), which is built.
 
-    `sock` leads to rank 0. `lock` is the descriptor of the folder's lock, inherited from rank 0.
+    `sock` is connected to rank 0. `lock` is the descriptor of the folder's lock, inherited from
+    rank 0.
     """
     assert options.cache_folder is not None and rank.fingerprint is not None
     folder = CacheFolder.join(options.cache_folder, lock, _files())
@@ -269,7 +270,7 @@ def _explain_cold(folder: CacheFolder, fingerprint: Fingerprint) -> None:
     try:
         nearest = nearest_description(folder, fingerprint)
     except OSError as error:
-        logger.warning("%s: what is kept there can't be listed: %s", folder.path, error)
+        logger.warning("%s: the blocks stored there can't be listed: %s", folder.path, error)
         return
     if nearest is None:
         return
@@ -278,12 +279,12 @@ def _explain_cold(folder: CacheFolder, fingerprint: Fingerprint) -> None:
     logger.info(
         "%s: what is kept there was computed otherwise (%s), so the cache begins empty: %s%s",
         *(folder.path, nearest.label, "; ".join(differences[:MOST_DIFFERENCES])),
-        f"; and {more} differences more" if more > 0 else "",
+        f"; and {more} more differences" if more > 0 else "",
     )
 
 
 def _used_bytes(group: KVGroup) -> int:
-    """The number of bytes that are used of a page, from its beginning.
+    """The number of bytes at the beginning of a page that are used.
 
     Pages of states count as full, since only the last page of a state has unused bytes.
     """

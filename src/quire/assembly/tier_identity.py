@@ -1,9 +1,9 @@
-"""Collects what determines the bytes of cached pages: the fingerprint of the disk tier.
+"""Collects everything that determines the bytes of cached pages: the fingerprint of the disk tier.
 
 A fingerprint has these parts:
 
     weights    the content of all tensors that fill the model, as they are stored
-    model      its parsed config, and the positions' frequencies under max_model_len
+    model      its parsed config, and the rotary frequencies under max_model_len
     pages      block size, groups and windows, each layer's place and format; the rank and the
                number of ranks
     numerics   number formats, kernels, backends, libraries, device
@@ -11,9 +11,10 @@ A fingerprint has these parts:
 
 By docs/determinism.md, nothing else changes a byte of a page: not the number of threads, the sizes
 of steps, batches or pool, nor policies, graphs, seeds or sampling. Tokenizer, chat template and the
-model's name have no effect, since pages are found by token ids. The records' names have the tenant
-and the salt. Too many parts cost a cold cache, but too few cause wrong tokens. So whole source
-files count, even if a release has changed only comments. Called by `rank_build`.
+model's name have no effect, since pages are found by token ids. The names of the stored records
+depend on the tenant and the salt. A needless part costs a cold cache, but a missing part causes
+wrong tokens. So whole source files count, even if a release has changed only comments. Called by
+`rank_build`.
 """
 
 import ast
@@ -69,7 +70,8 @@ _OURS = ("quire", "torch")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _TOKENIZER_BYTES = 64 << 20
-"""The bytes of each file that are read. In a GGUF file the tokenizer precedes the weights."""
+"""Maximum number of bytes that are read of a file. In a GGUF file the tokenizer precedes the
+weights."""
 
 
 class PageIdentity:
@@ -78,8 +80,8 @@ class PageIdentity:
     def __init__(self) -> None:
         #: The digest of the weights, which the loader updates.
         self.weights = WeightsDigest()
-        #: The digest of the inputs' statistics with which weights were rounded; of nothing if each
-        #: weight was rounded to nearest.
+        #: Digest of the input statistics that were used to round weights; of nothing if all weights
+        #: were rounded to nearest.
         self.rounding = WeightsDigest()
         self._max_model_len = 0
         self._classes: set[type] = set()
@@ -106,8 +108,9 @@ class PageIdentity:
     ) -> Fingerprint:
         """The fingerprint. `record_model` must have been called.
 
-        Each rank has other heads in its pages, so the rank is part of it. `is_native` is as in
-        `ModelRunner`. Raises ConfigurationError for parts that can't be identified.
+        The pages of each rank hold different heads, so the rank is part of the fingerprint.
+        `is_native` is as in `ModelRunner`. Raises ConfigurationError for parts that can't be
+        identified.
         """
         # First, collect the formats and everything that computes.
         backend = setup.new_backend()
@@ -253,12 +256,12 @@ def _plain(value: Any, where: str) -> Any:
         return {"type": type(value).__name__, **inner}
     raise ConfigurationError(
         f"cache_dir can't be used with this model: {where} is of type {type(value).__name__}, which"
-        " says nothing that another process could compare; leave cache_dir out"
+        " can't be compared between processes; leave cache_dir out"
     )
 
 
 def answer_digest(config: ModelConfig, tokenizer: Path | None) -> str:
-    """A digest of what determines tokens and log-probabilities, besides the bytes of pages.
+    """A digest of everything that determines tokens and log-probabilities, except page bytes.
 
     It covers the whole config, all sources of quire, the grammar library and the tokenizer, which
     grammars depend on. `tokenizer` is its folder or GGUF file; None leaves it out. Raises OSError.

@@ -1,9 +1,9 @@
-"""Rounds weights again when an engine starts, so that errors cancel for inputs of a prompt.
+"""Rounds weights again when an engine starts, so that rounding errors cancel for a prompt's inputs.
 
 The model is loaded with plain rounding. It reads a prompt of fixed token ids, which shows the
 inputs of each linear. Then the checkpoint's weights are read a second time, and rounded with these
-inputs (`kernels.compensation`). The same weights get the same numbers at each start of an engine,
-whatever the number of threads. Only formats with a `CompensatedMethod` are concerned.
+inputs (`kernels.compensation`). Each start rounds the same weights to the same values, whatever the
+number of threads. Applies only to formats with a `CompensatedMethod`.
 """
 
 import time
@@ -26,8 +26,8 @@ logger = get_logger(__name__)
 
 NUM_TOKENS = 128
 FIRST_TOKEN = 4096
-"""The first multiple of TOKEN_STRIDE that is a token id of this prompt. So the check of weight
-formats, which begins at 0, sees no token that the weights were rounded for."""
+"""The prompt's token ids are FIRST_TOKEN and the following numbers, times TOKEN_STRIDE, modulo the
+vocabulary. The weight format check begins at 0, so it tests tokens that rounding did not use."""
 
 
 def compensate_rounding(
@@ -39,8 +39,9 @@ def compensate_rounding(
     """Round the weights of a loaded model again, where their methods can compensate errors.
 
     `max_model_len` is the number of tokens of the model's longest prompt. `reload` fills linears
-    from the checkpoint, as `loader.load_again` does. If `digest` is given, what the new numbers
-    depend on is added to it. All ranks that share a model must call this at the same time.
+    from the checkpoint, as `loader.load_again` does. `digest`, if given, is updated with the input
+    statistics that determine the rounded values. All ranks that share a model must call this at the
+    same time.
     """
     paths = _compensable(model)
     if not paths:
@@ -65,7 +66,7 @@ def compensate_rounding(
 
 
 def _compensable(model: TextModel) -> dict[Linear, str]:
-    """The paths of linears whose rounding can be compensated.
+    """Linears whose rounding can be compensated, with their paths in the model.
 
     Experts are left out, since most of them see few tokens of a prompt.
     """
@@ -96,7 +97,7 @@ def _why_not(model: TextModel, linears: Collection[Linear]) -> str | None:
 def _measure_feedback(
     model: TextModel, linears: Collection[Linear], max_model_len: int
 ) -> dict[Linear, torch.Tensor]:
-    """The error feedback of each linear that the prompt reaches, by its first inputs."""
+    """The error feedback of each linear that the prompt uses, computed from its first inputs."""
     found: dict[Linear, torch.Tensor] = {}
 
     def measure(linear: LinearModule, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -18,18 +18,18 @@ logger = get_logger(__name__)
 
 NUM_TOKENS = 128
 MOST_DIVERGENCE = 0.01
-"""The highest good divergence of the worst layer, in nats. It was measured with 8-bit formats on
-the embedded model, without and with outliers of 8 to 160 times the keys' mean. Above it, perplexity
-of held-out text rose by at least 0.5%. Up to 0.003 it rose by at most 0.3%, in between by 0.2% to
-0.8%."""
+"""Maximum divergence, in nats, of a format that counts as good. It was measured with 8-bit formats
+on the embedded model, without and with outliers of 8 to 160 times the keys' mean. Perplexity of
+held-out text rose by 0.5% or more above this limit, by 0.2% to 0.8% from 0.003 up to it, and by at
+most 0.3% below 0.003."""
 
 _STRIDE = 7919
-"""A prime, whose multiples are token ids from all parts of a vocabulary."""
+"""A prime. Its multiples, modulo the vocabulary's size, are token ids from all its parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyDivergence:
-    """The divergence of attention over rounded keys from attention over exact ones."""
+    """The divergence of attention over rounded keys from attention over exact keys."""
 
     #: The index of the layer with the largest divergence.
     layer: int
@@ -45,9 +45,9 @@ class KeyDivergence:
 
 @torch.inference_mode()
 def measure_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> KeyDivergence:
-    """Measure a model that is ready to run, for a format of `KV_ROUNDINGS`.
+    """The divergence of the worst layer. The model must be ready to run.
 
-    `max_model_len` is the number of tokens of its longest prompt.
+    `kv_cache_dtype` is a key of `KV_ROUNDINGS`. `max_model_len` limits the prompt's length.
     """
     device = next(model.parameters()).device
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)

@@ -1,4 +1,4 @@
-"""Shows the products of a model's linears to a function while the model runs.
+"""Passes each linear's output to a callback while a model runs.
 
 Used by checks and measurements that run a prompt when an engine starts.
 """
@@ -12,10 +12,11 @@ from quire.formats.weight_format import LinearMethod, LinearModule
 from quire.layers.linear import Linear
 
 TOKEN_STRIDE = 7919
-"""A prime, whose multiples are token ids from all parts of a vocabulary."""
+"""A prime. Its multiples, modulo the vocabulary's size, are token ids from all its parts."""
 
 OnProduct = Callable[[LinearModule, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(a linear, x [..., I], its product [..., O]) -> the product that the model uses."""
+"""Called with a linear, its input x [..., inputs] and its product [..., outputs]. Returns the
+product with which the model continues."""
 
 
 @contextmanager

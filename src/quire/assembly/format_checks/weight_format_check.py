@@ -1,8 +1,8 @@
 """Measures at the start whether the chosen weight format suits a model's weights and activations.
 
 In some models a few channels of activations are a hundred times as large as the others, so that a
-shared scale leaves only noise of the rest. Before the engine is built, the model reads a prompt of
-fixed token ids twice:
+shared scale reduces the other channels to noise. Before the engine is built, the model reads a
+prompt of fixed token ids twice:
 
 1. For each linear, some outputs are also computed from exact rows of the checkpoint. The relative
    error of the format is noise divided by signal, for the median token.
@@ -46,17 +46,18 @@ logger = get_logger(__name__)
 
 NUM_TOKENS = 32
 MOST_DIVERGENCE = 0.12
-"""The highest good divergence, in nats. It was measured with int8 and int4 on SmolLM2-135M and the
-embedded model, without and with outliers of 8 to 256 times their channel. Above it, perplexity of
-held-out text rose by at least 3.4%. Up to 0.1 it rose by at most 2.2%, and no case lay in between.
-For int4 on SmolLM2-135M the estimate is 0.069, and the true divergence 0.036 on prompt and text."""
+"""Maximum divergence, in nats, of a format that counts as good. It was measured with int8 and int4
+on SmolLM2-135M and the embedded model, without and with outliers of 8 to 256 times their channel.
+Perplexity of held-out text rose by 3.4% or more above this limit, and by at most 2.2% up to 0.1; no
+case lay in between. For int4 on SmolLM2-135M the estimate is 0.069, and the true divergence 0.036
+on prompt and text."""
 
 MOST_SECONDS = 5.0
 """The time limit for reading rows of all linears, since the check must not delay a start."""
 
 NUM_RUNS, ROWS_PER_RUN = 2, 16
-"""The runs of rows that are read again from each part of a weight. Runs are read faster than single
-rows."""
+"""From each part of a weight, NUM_RUNS runs of ROWS_PER_RUN consecutive rows are read again. Runs
+are read faster than single rows."""
 MOST_EXPERTS = 2
 """The most experts that are measured per layer, among those that the prompt uses. The worst of them
 stands for all experts of the layer."""
@@ -233,14 +234,14 @@ def measure_weights(
 def _with_noise(
     linear: LinearModule, y: torch.Tensor, noise: _Noise, generator: torch.Generator
 ) -> torch.Tensor:
-    """y [..., O] with noise whose power is a share of each token's signal.
+    """y [..., O] plus random noise, as strong relative to each token's signal as measured.
 
-    The signal is that of the sampled outputs, in which the noise was measured. In all outputs, a
-    single massive one would dominate the signal.
+    The signal is taken from the sampled outputs, like the noise. Over all outputs, a single massive
+    output would dominate the signal.
     """
     powers = y[..., noise.outputs].float().square_() @ noise.means
-    # If the format's outputs have no signal for any token, noise is a share of the exact signal.
-    # Otherwise a single token without signal, such as padding, gets no noise.
+    # If a part's sampled outputs are zero for all tokens, the exact signal is used instead. If they
+    # are zero for a single token, such as padding, it gets no noise.
     has_signal = (powers > 0).flatten(0, -2).any(0)
     powers = torch.where(has_signal, powers, noise.signals)
     deviations = powers.mul_(noise.errors).sqrt_()
@@ -253,7 +254,7 @@ def _with_noise(
 def _log_probabilities(
     model: CausalLM, places: torch.Tensor, on_product: OnProduct
 ) -> torch.Tensor:
-    """The log-probabilities [T, V] fp32 after the prompt's tokens at `places`."""
+    """Next-token log-probabilities [T, vocabulary] fp32 after the prompt's tokens at `places`."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     with watched_products(linears, on_product):
         token_ids = places * TOKEN_STRIDE % model.vocab_size
@@ -273,7 +274,8 @@ class ModelRounding:
 
 
 def rounding_of(quantization: str | None, config: ModelConfig) -> ModelRounding | None:
-    """The rounding of a model; None if there is none, or if its cost is similar for all models.
+    """The rounding of a model; None if nothing is rounded, or if it costs all models about the
+    same.
 
     `quantization` is the engine's option.
     """

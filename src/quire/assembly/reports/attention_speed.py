@@ -1,7 +1,8 @@
 """Measures the speed of attention over KV blocks of several sizes, without a model.
 
-One layer attends over blocks in random order: the model's first layer that keeps all tokens, once
-for rows that decode and once for a chunk of a prompt. All sizes take turns. Called by `planning`.
+Times the model's first causal layer without a window, over blocks in random order: once for
+decoding rows, and once for a chunk of a prompt. All block sizes are measured in turns. Called by
+`planning`.
 """
 
 import time
@@ -28,7 +29,7 @@ NUM_ROUNDS = 25
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpeed:
-    """Seconds of one layer's attention, for rows that decode and for a chunk of a prompt."""
+    """Seconds of one layer's attention for decoding rows, and for a chunk of a prompt."""
 
     decode_s: float
     chunk_s: float
@@ -37,9 +38,9 @@ class AttentionSpeed:
 def measure_attention(
     options: EngineOptions, kind: ModelKind, sizes: Sequence[int]
 ) -> dict[int, AttentionSpeed]:
-    """Times by block size: the shortest of several rounds, since disturbances only lengthen them.
+    """The shortest times of several rounds, by block size. (Disturbances only lengthen a round.)
 
-    Empty if no layer keeps all tokens.
+    Empty if the model has no causal layer without a window.
     """
     setup = choose_setup(options, kind.config, choose_device(options.device), options.num_threads)
     specs = [spec for spec in kind.config.attention_specs if spec.window is None and spec.causal]
@@ -65,8 +66,8 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 class _Runs:
-    """Attention of one layer over blocks of one size, by rows of CONTEXT tokens without shared
-    blocks."""
+    """Runs one layer's attention over blocks of one size. Each row has CONTEXT tokens, and rows
+    share no blocks."""
 
     def __init__(self, setup: DeviceSetup, spec: AttentionSpec, block_size: int) -> None:
         self._spec, self._device, self._dtype = spec, setup.device, setup.dtype
@@ -84,11 +85,11 @@ class _Runs:
         self._chunk = self._batch([NUM_QUERIES], block_size)
 
     def decode(self) -> None:
-        """Attend by one token of each row."""
+        """Attend with one query token per row."""
         self._run(self._decode, NUM_ROWS)
 
     def chunk(self) -> None:
-        """Attend by the last tokens of the first row."""
+        """Attend with the last NUM_QUERIES tokens of the first row as queries."""
         self._run(self._chunk, NUM_QUERIES)
 
     def _run(self, batch: AttentionBatch, num_tokens: int) -> None:

@@ -5,8 +5,8 @@
 
 Small blocks share more of the common prefix of prompts and leave fewer slots unused. But each block
 is hashed, has a table entry, and is copied or stored on disk by itself. A prompt shorter than a
-block shares nothing, so more than 256 are never chosen. `quire plan` considers the load too. Called
-by `model_kind`.
+block shares nothing, so no block gets more than 256 tokens. `quire plan` considers the load too.
+Called by `model_kind`.
 """
 
 from dataclasses import replace

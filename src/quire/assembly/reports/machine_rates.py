@@ -1,9 +1,9 @@
-"""Measures the machine's best rates of memory and arithmetic, before an engine takes steps.
+"""Measures a machine's peak memory bandwidth and peak arithmetic rate before an engine takes steps.
 
-`engine.utilization` compares steps with them: the rate of a plain copy (on a CPU, of reads), and of
-a large product by the method of the model's weights. Each is the best of a few repetitions, since
-steps must not exceed it and noise only lowers a rate. A process measures once for each device and
-kind of weights, in about a tenth of a second.
+`engine.utilization` compares steps with these peaks. The bandwidth is that of a plain copy (on a
+CPU, of reads). The arithmetic rate is that of a large product with weights in the model's format.
+Each peak is the best of a few repetitions, since noise only lowers a rate. A process measures once
+for each device and kind of weights, in about a tenth of a second.
 """
 
 import time
@@ -104,7 +104,7 @@ def _product_rate(setup: DeviceSetup) -> float:
 
 
 def _best_s(call: Callable[[], object], device: torch.device) -> float:
-    """The least seconds of a call, after one to warm up."""
+    """The shortest time of a call in seconds, after a call to warm up."""
     is_on_gpu = device.type == "cuda"
     num_calls = CALLS_AT_ONCE if is_on_gpu else 1
     found: list[float] = []

@@ -20,7 +20,7 @@ from quire.runtime.page_layout import KVCacheLayout, plan_layout
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """The sizes of an engine, and what it computes with."""
+    """The sizes of an engine, and its dtypes, kernels and device."""
 
     #: Bytes of all weights.
     weight_bytes: int
@@ -64,7 +64,7 @@ def choose_model(options: EngineOptions) -> ModelKind:
 def fit_memory(options: EngineOptions, kind: ModelKind) -> MemoryFit:
     """The sizes of an engine with `options`, which name the model of `kind`.
 
-    Raises ConfigurationError and InsufficientMemoryError if this machine can't serve it so.
+    Raises ConfigurationError and InsufficientMemoryError if this machine can't serve the model so.
     """
     config = kind.config
     device = choose_device(options.device)
@@ -97,8 +97,8 @@ def _on_device(
         num_blocks = options.kv_cache_bytes // layout.bytes_per_block
     else:
         raise ConfigurationError(
-            "how many KV blocks fit on a GPU is measured when an engine starts on it, and not"
-            " measured here; give kv_cache_memory, or num_blocks as the engine's start says it"
+            "the number of KV blocks that fit on a GPU is measured only when an engine starts"
+            " there; give kv_cache_memory, or the num_blocks that an engine logged at its start"
         )
     model_len = wanted_model_len(options, kind.config)
     return _fit(options, setup, layout, num_bytes, (num_blocks, model_len))

@@ -1,4 +1,4 @@
-"""Reports what a model is, how this machine would serve it, and the memory that takes.
+"""Reports a model's properties, how this machine would serve it, and how much memory it takes.
 
 For `quire doctor MODEL`. Reads config, tokenizer and the names of weights, without loading them; of
 a model on the hub it fetches only small files. Uses the code that serves models. Called by
@@ -32,7 +32,7 @@ from quire.text.tokenizer import Tokenizer
 DENSE = ("bfloat16", "float32")
 AS_STORED = "as stored"
 """The precision of weights that the checkpoint stores quantized."""
-_NOT_FETCHED = "what its weights take is seen in their files, which are not fetched yet"
+_NOT_FETCHED = "the size of its weights is unknown until their files are fetched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,10 @@ class Precision:
     weight_bytes: int = 0
     #: Bytes of the weights that decoding a token reads.
     token_bytes: int = 0
-    #: Bytes of K, V and states of a sequence of the report's length, which decoding reads too.
+    #: Bytes of K, V and states of a sequence of the report's length. Decoding a token reads them,
+    #: too.
     kv_bytes: int = 0
-    #: Why this machine can't serve the model so; None if it can.
+    #: Why this machine can't serve the model in this precision; None if it can.
     obstacle: str | None = None
 
 
@@ -71,7 +72,7 @@ class ModelReport:
     #: The kernels' name, as in `DeviceSetup.name`.
     kernels: str
     device_type: str
-    #: The length of the sequence that `Precision.kv_bytes` is about.
+    #: Number of tokens of the sequence whose memory is `Precision.kv_bytes`.
     num_tokens: int
     precisions: tuple[Precision, ...]
     #: Why the model can't be served although its config is valid; None if it can.
@@ -146,7 +147,8 @@ def _kind_of(spec: AttentionSpec) -> str:
 
 
 def _precisions(kind: ModelKind, num_tokens: int, found: FoundModel) -> Iterator[Precision]:
-    """Precisions of the dense dtypes, or of a quantized checkpoint, then of all weight formats."""
+    """Yield the precisions of the dense dtypes, or of a quantized checkpoint as stored, and then of
+    all weight formats."""
     is_quantized = kind.config.quantized is not None
     if is_quantized and not (found.has_weights or found.folder.is_file()):
         yield Precision(AS_STORED, obstacle=_NOT_FETCHED)

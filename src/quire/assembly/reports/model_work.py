@@ -1,7 +1,8 @@
-"""Counts the bytes and operations that a model's steps need at least.
+"""Computes the minimum bytes and operations that a model's steps need.
 
 The numbers of weights come from the modules (`models.footprint`), and those of K, V and states from
-the page layout. With several ranks, they are this rank's share. Called by `assembly.rank_build`.
+the page layout. With several ranks, all counts are for this rank's shard. Called by
+`assembly.rank_build`.
 """
 
 from collections import defaultdict
@@ -18,8 +19,7 @@ OPERATIONS_PER_WEIGHT = 2
 """One multiplication and one addition."""
 
 OPERATIONS_PER_STATE_ELEMENT = 6
-"""An estimate for each token: decay, update and read-out take a multiplication and an addition
-each."""
+"""An estimate per token: decay, update and read-out each take a multiplication and an addition."""
 
 STATE_BYTES = 4
 """Bytes of a state's element, which is fp32."""
