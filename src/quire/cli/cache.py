@@ -42,7 +42,7 @@ class Namespace:
     num_segments: int = 0
     #: Segments without a footer, left by an engine that still runs or was killed.
     num_unsealed: int = 0
-    #: Files that are not segments of this namespace, or can't be read.
+    #: Number of files that can't be read, or are not segments of this namespace.
     num_foreign: int = 0
     num_bytes: int = 0
     #: Block group -> number of records.
@@ -85,7 +85,8 @@ class Survey:
     is_bad: ClassVar[bool] = False
 
     def lines(self) -> list[str]:
-        """A line for the folder, then a few for each namespace, most recently written first."""
+        """A line for the folder, then a few lines per namespace, the most recently written
+        first."""
         used = "no engine uses it" if self.holder is None else f"process {self.holder} uses it"
         count = len(self.namespaces)
         first = f"{self.folder}: {format_bytes(self.num_bytes)}, namespaces: {count}; {used}"
@@ -103,10 +104,10 @@ class Check:
     #: "FILE: GROUP/NAME" for each record whose bytes have changed, and "FILE: headers" for each
     #: sealed segment with a changed header.
     damaged: list[str] = field(default_factory=list)
-    #: Files that are not segments of their folder, or can't be read.
+    #: Files that can't be read, or are not segments of their namespace.
     foreign: list[str] = field(default_factory=list)
-    #: "FILE: BYTES" for each segment without a footer that has bytes after its last whole record.
-    #: A write was cut off when its process was killed, or the file is damaged.
+    #: "FILE: BYTES" for each segment without a footer that has bytes after its last complete
+    #: record: its process was killed during a write, or the file is damaged.
     unread: list[str] = field(default_factory=list)
 
     @property
@@ -114,7 +115,7 @@ class Check:
         return bool(self.damaged or self.foreign)
 
     def lines(self) -> list[str]:
-        """A line with the result, then one for each fault."""
+        """A line with the result, then a line for each fault."""
         size = format_bytes(self.num_bytes)
         rate = format_bytes(self.num_bytes / max(self.elapsed_s, 1e-9))
         first = f"{self.num_records} records, {size}, read in {self.elapsed_s:.1f} s ({rate}/s)"
@@ -123,7 +124,7 @@ class Check:
         wrong += [f"cut off by a kill, or damaged: {each} bytes" for each in self.unread]
         if wrong:
             wrong.append(
-                "an engine takes all of these for misses; `quire cache empty` removes them"
+                "an engine treats all of these as misses; `quire cache empty` removes them"
             )
         return [f"{first}: {'damaged' if self.is_bad else 'all sound'}", *wrong]
 
@@ -199,7 +200,8 @@ def _namespaces(folder: Path) -> list[Path]:
 
 
 def _segments(namespace: Path) -> Iterator[tuple[Path, Contents | None]]:
-    """The segments of a namespace with their contents; None if a file can't be read as one."""
+    """The namespace's segment files with their contents; None for a file that is not a readable
+    segment."""
     files = Files()
     for number, (path, _, _) in segment_files(files, namespace).items():
         try:
@@ -212,7 +214,7 @@ def _segments(namespace: Path) -> Iterator[tuple[Path, Contents | None]]:
 def holder_of(folder: Path) -> int | None:
     """The process that holds the folder's lock, according to the kernel's list of locks.
 
-    Trying the lock instead could make an engine fail that starts at the same moment.
+    Trying to take the lock could make an engine fail that starts at the same moment.
     """
     status = (folder / _LOCK).stat()
     if not _ALL_LOCKS.exists():

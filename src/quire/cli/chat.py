@@ -1,6 +1,6 @@
 """The interactive chat: history, commands, and answers that can be stopped.
 
-Independent of the engine: `main` passes a function from messages to pieces of text.
+Independent of the engine: `main` passes a function that maps messages to pieces of the answer.
 """
 
 import signal
@@ -36,7 +36,7 @@ class Interrupt:
 def interruptible() -> Iterator[Interrupt]:
     """Turn the first Ctrl-C into a flag, so that it never interrupts an engine step.
 
-    The second one raises KeyboardInterrupt as usual. Only the main thread may call this.
+    The second Ctrl-C raises KeyboardInterrupt as usual. Only the main thread may call this.
     """
     interrupt = Interrupt()
 

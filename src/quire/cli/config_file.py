@@ -57,7 +57,7 @@ class ConfiguredParser(Parser):
         return super().parse_known_args([*words, *args], namespace)
 
     def _check_values(self, namespace: Any) -> None:
-        """Report a value that the command would refuse, while the line is known."""
+        """Report a value that the command would refuse, with the line that has it."""
         try:
             if self.check is not None:
                 self.check(namespace)
@@ -127,7 +127,7 @@ def _may_be_repeated(action: argparse.Action | None) -> bool:
 
 def read_entries(path: str) -> list[Entry]:
     """The file's entries, in order. Raises ConfigurationError that names the file and the line."""
-    import yaml  # loaded only for such a file, as it would slow down every start
+    import yaml  # imported only if needed, as it takes long to load
 
     # First, parse the file as YAML, and report its errors with the line.
     try:

@@ -3,7 +3,7 @@
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args()))
 
-Exported by the package, which does not use it itself.
+For users of the package; quire itself does not use this module.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class EngineArgs(EngineOptions):
         self._copy_options(EngineOptions.from_mapping({**self.as_mapping(), name: value}))
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError with advice, as Python calls this for unknown names only."""
+        """Raise AttributeError with advice. Python calls this only for unknown names."""
         raise unknown_name(self, name, {each: why for each, (_, why) in COMPAT_OPTIONS.items()})
 
     def _copy_options(self, checked: EngineOptions) -> None:

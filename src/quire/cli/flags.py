@@ -1,8 +1,8 @@
 """The commands' flags, made from the declarations of the options.
 
 Parsed values have the names that the engine, the server or SamplingParams use. Flags that were not
-given are not passed on, so that each component applies its own defaults. Only light imports. Called
-by `parser` and `main`.
+given are not passed on, so that each component applies its own defaults. Imports no slow modules.
+Called by `parser` and `main`.
 """
 
 import argparse
@@ -46,7 +46,8 @@ SERVER_GROUPS: Mapping[str, str | None] = {
 no flag in other commands."""
 
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
-"""Names of flags and of SamplingParams' arguments; None means the model's default."""
+"""Arguments of SamplingParams that are also flags. A flag's value None means the model's
+default."""
 
 
 def option_names(options: type[Options], groups: Collection[str]) -> tuple[str, ...]:
@@ -87,7 +88,8 @@ def engine_options(
 
 
 def served_engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine options for `quire serve`, which has more engine flags and some own defaults."""
+    """The engine options for `quire serve`, which has additional engine flags and other
+    defaults."""
     own = option_names(EngineOptions, SERVER_GROUPS)
     return {**served_defaults(EngineOptions), **engine_options(args), **_given(args, own)}
 
@@ -105,7 +107,7 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def check_served(args: argparse.Namespace) -> None:
     """Check each value by itself. Raises ConfigurationError if the server or the engine would
-    refuse the value whatever the others are."""
+    refuse the value in any combination."""
     check_each(ServerConfig, server_options(args))
     check_each(EngineOptions, served_engine_options(args))
 
@@ -191,7 +193,7 @@ def _reading(kind: Kind, metavar: str | None) -> dict[str, Any]:
 
 
 def _number_of_tokens(text: str) -> int | str:
-    """A number of tokens, or "auto", which the option's kind reads later."""
+    """Parse a number of tokens. Returns "auto" as it is; the option's kind interprets it later."""
     if text == "auto":
         return text
     try:
@@ -201,7 +203,7 @@ def _number_of_tokens(text: str) -> int | str:
 
 
 def _whole_or_auto(text: str) -> int | str:
-    """A whole number, or "auto", which the option's kind reads later."""
+    """Parse a whole number. Returns "auto" as it is; the option's kind interprets it later."""
     if text == AUTO:
         return text
     if not text.isdecimal():
@@ -210,7 +212,7 @@ def _whole_or_auto(text: str) -> int | str:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Parse a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)

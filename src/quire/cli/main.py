@@ -63,9 +63,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.command in PASSIVE_WAITING:
         # Otherwise torch's threads spin between operators. Beside other work on the machine that
         # took 21 s of processor time for an answer that needs 3 s, and made served steps 40 times
-        # as long (two cores, embedded model). Only an offline run alone on a machine gains from it.
+        # as long (two cores, embedded model). Spinning helps only an offline run on an otherwise
+        # idle machine.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Texts are tokenized one by one, so the tokenizer's thread pool would be useless. It also
+    # Texts are tokenized one at a time, so the tokenizer's thread pool would be useless. It also
     # panics if no more threads can be started.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     debug = args.debug or os.environ.get("QUIRE_DEBUG", "0") not in ("", "0")
@@ -174,7 +175,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 @contextmanager
 def _named_interrupt(text: str) -> Iterator[None]:
-    """Print a text if Ctrl-C interrupts the block, which shows no progress by itself."""
+    """Print a text if Ctrl-C interrupts the block. For blocks that print no progress themselves."""
     try:
         yield
     except KeyboardInterrupt:
@@ -246,7 +247,7 @@ def _batch(args: argparse.Namespace) -> int:
     try:
         return run_batch(options, server, job)
     except KeyboardInterrupt:
-        print(f"\nquire: interrupted; what is answered is in {output}", file=sys.stderr)
+        print(f"\nquire: interrupted; the answers so far are in {output}", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -1,6 +1,6 @@
 """The command-line parser: every command and its flags.
 
-Reads no environment variables; `main` runs the parsed commands. Only light imports, because
+Reads no environment variables; `main` runs the parsed commands. Imports no slow modules, because
 `quire --version` and `--help` import this module.
 """
 
@@ -46,7 +46,7 @@ MOVED_BENCHMARKS = {
     name: f"run `python -m benchmarks.{name}` in a checkout of quire"
     for name in ("claims", "memory")
 }
-"""What to run instead of benchmarks that are not in the package."""
+"""For each benchmark that is not in the package, the command that runs it."""
 CACHE_ACTIONS = {
     "inspect": "say what a cache folder holds, also while an engine uses it",
     "verify": "read all records and check every byte; exit code 1 if any is damaged",

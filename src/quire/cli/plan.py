@@ -15,7 +15,7 @@ NOT_ANSWERED = 1
 
 
 def make_plan(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
-    """Print a plan, and return the exit code. given are the engine's options.
+    """Print a plan, and return the exit code. `given` has the engine's options by name.
 
     Raises ConfigurationError.
     """

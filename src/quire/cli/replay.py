@@ -18,11 +18,11 @@ from quire.traces.trace import Trace
 
 MEASURE_S = 10.0
 FORMATS = {"mooncake": mooncake_lines, "azure": azure_lines}
-"""Maps the name of each target format to its writer."""
+"""Maps the name of each target format to the function that makes its lines."""
 
 
 def replay(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
-    """Replay or convert a trace, and return the exit code. given are the engine's options by name.
+    """Replay or convert a trace. Returns the exit code. `given` has the engine's options by name.
 
     Raises ConfigurationError.
     """

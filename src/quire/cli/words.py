@@ -1,6 +1,6 @@
-"""Argument parsing rules: no abbreviations, and suggestions for misspelt words.
+"""An argument parser that refuses abbreviations and suggests corrections for misspelt words.
 
-Independent of quire's flags. Used by the modules that add them.
+Independent of quire's flags. Used by the modules that add flags.
 """
 
 import argparse
@@ -25,13 +25,13 @@ class Parser(argparse.ArgumentParser):
         takes_foreign: bool = False,
         **options: Any,
     ) -> None:
-        """`moved` maps former sub-commands to the sentence that names what replaces them."""
+        """`moved` maps each former sub-command to a sentence that names its replacement."""
         super().__init__(**options, allow_abbrev=False)
-        #: The names of its sub-commands, if it has any.
+        #: Names of the parser's sub-commands; empty if it has none.
         self._commands = tuple(commands)
-        #: Former sub-commands, each with what to run instead.
+        #: Maps each former sub-command to a sentence that names its replacement.
         self._moved = moved or {}
-        #: Whether it understands flags of other engines (`compat.flags`).
+        #: Whether the parser accepts flags of other engines (`compat.flags`).
         self._takes_foreign = takes_foreign
         #: The origin of the words, such as a file and line, printed before errors about them.
         self.blame = ""

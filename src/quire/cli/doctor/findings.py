@@ -22,7 +22,8 @@ LEAST_USED_SHARE = 0.1
 """Memory that other programs hold on a GPU is reported above this share of the GPU's memory."""
 
 _ABOUT_HALF = 0.6
-"""A format that leaves at most this share of the bits, scales included, is said to halve them."""
+"""Formats that keep at most this share of the bits, scales included, are reported as halving
+them."""
 
 _EXAMPLE_WEIGHTS_BYTES = 2 * 10**9
 """The weights of a model with 10^9 parameters in bfloat16."""
@@ -184,7 +185,8 @@ def _advice_on_bytes(machine: Machine) -> str:
 
 
 def _smaller_formats() -> str:
-    """The weight formats and what each saves: "int8 halves their bytes ..., int4 ..."."""
+    """The weight formats, with the bytes that each saves: "int8 halves their bytes ..., int4
+    ..."."""
     phrases: list[str] = []
     bits = float(BFLOAT16_BITS)
     for name, entry in weight_formats().items():

@@ -62,7 +62,7 @@ class Machine:
     num_processors: int
     #: The number of processors that this process may run on.
     num_usable: int
-    #: Processors' worth of time that control groups allow; None if they set no limit.
+    #: CPU time that control groups allow, in processors; None if they set no limit.
     cpu_limit: float | None
     physical_bytes: int
     #: The physical memory, or the control groups' limit if that is less.
@@ -91,7 +91,8 @@ class Machine:
 
 
 def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
-    """Read this machine's facts. measure also times reads of memory for MEASURE_S seconds."""
+    """Read this machine's facts. With `measure`, also time reads of memory for MEASURE_S
+    seconds."""
     torch_version, torch_error = _torch()
     cache_folder = _cache_folder()
     meminfo = _pairs(root / "proc/meminfo")

@@ -39,9 +39,9 @@ def examine_model(
 ) -> int:
     """Print the report on a model. Returns the exit code, 1 if the model can't be served.
 
-    measure also reads memory for a third of a second, to estimate tokens per second.
-    quality_file holds the results of `quire bench perplexity`. report is the function that examines
-    the model; None means that of `assembly`.
+    With `measure`, memory is read for a third of a second, to estimate tokens per second.
+    `quality_file` holds the results of `quire bench perplexity`. `report` examines the model; None
+    means `model_report.report_on`.
     """
     if report is None:
         from quire.assembly.reports.model_report import report_on as report  # imports torch
@@ -111,7 +111,8 @@ def _kernels(found: "ModelReport") -> str:
 
 
 def _computed(found: "ModelReport") -> str:
-    """The differences from a model that quire implements and serves completely; "" if none."""
+    """Says if transformers computes the model, or if only a multimodal model's text part is served;
+    else ""."""
     parts = []
     if found.transformers_version is not None:
         parts.append(
