@@ -49,7 +49,7 @@ def choose_width(
     widths: Sequence[int],
     requests: Sequence[BenchRequest],
 ) -> WidthChoice:
-    """Try all widths on the same requests.
+    """Measure a baseline at all widths on the same requests.
 
     make returns the contender of a width, or None if that width does not fit. Raises
     ConfigurationError if no width fits.

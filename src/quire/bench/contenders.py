@@ -53,7 +53,7 @@ class ContinuousBatches:
     """quire's engine, which gets all requests at once and batches them continuously."""
 
     def __init__(self, engine: Engine, trace: StepTrace | None = None) -> None:
-        """trace receives this contender's steps, and stays open."""
+        """`trace`, if given, records this contender's steps; the caller closes it."""
         self._engine = engine
         self._trace = trace
 

@@ -56,8 +56,8 @@ class HfModel:
     ) -> list[list[int]]:
         """Generate exactly num_tokens tokens for each prompt, ignoring end tokens.
 
-        num_beams of 1 decodes greedily; with more, the best beam is returned. clock records the
-        steps of greedy decoding; transformers accepts none with beams.
+        With num_beams=1 decoding is greedy; with more, the best beam is returned. `clock` records
+        the steps of greedy decoding; transformers accepts no clock with beams.
         """
         # First, pad the prompts on the left to one width, and mask the padding.
         width = max(len(prompt) for prompt in prompts)
@@ -83,7 +83,7 @@ class HfModel:
 
 
 class TokenClock:
-    """Records the time of each step of a `generate`, as a streamer of transformers."""
+    """A streamer for transformers' `generate` that records the time of each step."""
 
     def __init__(self) -> None:
         self._num_puts = 0

@@ -33,7 +33,8 @@ class LedgerSamples:
         self._saved_bytes += report.saved_bytes
 
     def figures(self) -> Figures:
-        """LEDGER_FIGURES: the means over the samples, and the useful share of all held bytes."""
+        """The values of LEDGER_FIGURES: means over the samples, and the useful share of all held
+        bytes."""
         assert self._num_samples, "nothing was sampled"
         sums = (*self._parts.values(), self._saved_bytes)
         values = (*(num_bytes / self._num_samples for num_bytes in sums), useful_share(self._parts))
@@ -41,7 +42,7 @@ class LedgerSamples:
 
 
 def ledger_table(figures: Mapping[str, float | None]) -> str | None:
-    """LEDGER_FIGURES as lines with bars; None if any of them is unknown."""
+    """A table of LEDGER_FIGURES with bars; None if any figure is unknown."""
     values = [figures[name] for name in LEDGER_FIGURES[:-1]]
     known = [value for value in values if value is not None]
     if len(known) < len(values):

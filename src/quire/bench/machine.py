@@ -1,6 +1,6 @@
 """Describes the machine of a measurement, and the load of other processes.
 
-One busy process beside it can slow a benchmark down several times on a small machine. So each
+On a small machine, one other busy process can make a benchmark several times slower. So each
 measured run reports how many cores other processes used. Used by `compare` and `report`.
 """
 

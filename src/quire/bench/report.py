@@ -149,7 +149,7 @@ def _noise_lines(rounds: Mapping[str, Sequence[Round]]) -> list[str]:
     every = [result.noise for runs in rounds.values() for result in runs]
     cores = [noise.other_cores for noise in every if noise.other_cores is not None]
     if not cores:
-        return ["how busy other processes were is not known on this system"]
+        return ["the load of other processes is not known on this system"]
     lines = [f"other processes took up to {max(cores):.2f} cores meanwhile"]
     num_loud = sum(noise.is_loud for noise in every)
     if num_loud:

@@ -40,11 +40,11 @@ class BenchSpec:
     baselines: tuple[str, ...] = ()
     #: Batch widths at which each baseline is tried.
     widths: tuple[int, ...] = (1, 4, 16, 48)
-    #: Widths are tried on this many requests, the first of the workload.
+    #: Number of requests, from the workload's first on, on which widths are tried.
     choosing_prompts: int = 48
     #: The number of rounds.
     reps: int = 3
-    #: The file for the steps of quire's rounds; None writes none.
+    #: The file for the step trace of quire's rounds; None writes no trace.
     trace: Path | None = None
 
 

@@ -1,7 +1,8 @@
 """Summarizes a step trace: the times of the parts of a step.
 
 The overhead of a step is its time outside the model: scheduling, batch building and applying
-results. The attention backend's planning, sampling and waiting for a result count with the model.
+results. Planning by the attention backend, sampling, and waiting for results count as the model's
+time.
 """
 
 import statistics
@@ -17,7 +18,7 @@ OVERHEAD_PARTS = ("schedule", "build", "apply")
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The times of steps of one kind, in microseconds, as medians over steps unless named so."""
+    """Figures of the steps of one kind: medians over steps unless a field says otherwise."""
 
     num_steps: int
     num_rows: float

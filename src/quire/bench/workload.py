@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.errors import ConfigurationError
 
-# Independent streams of random numbers, told apart by the key after the seed.
+# Independent streams of random numbers. The generator's key has one of these after the seed.
 _PREFIX_STREAM, _PROMPT_STREAM = 0, 1
 
 

@@ -1,11 +1,11 @@
 """Baseline KV memory: one run of adjacent blocks per sequence.
 
 At admission, a sequence reserves the memory that it may need until its end, so it never grows,
-shares or caches blocks. Kwon et al. (SOSP 2023, section 6.1) model Orca's memory like this. Runs
-are block tables with adjacent ids, so every runner can use them. Lengths are rounded up to whole
-blocks, which wastes at most block_size - 1 slots each compared with a manager of single slots. The
-scheduler uses it as its `KVCacheManager`. `benchmarks/memory` measures these allocators. To use one
-in an engine, pass its factory:
+shares or caches blocks. Kwon et al. (SOSP 2023, section 6.1) model Orca's memory like this. A run
+is a block table with adjacent ids, so every runner can use it. Lengths are rounded up to whole
+blocks, which wastes at most block_size - 1 slots per sequence compared with a manager of single
+slots. The scheduler uses it as its `KVCacheManager`. `benchmarks/memory` measures this baseline.
+To use one in an engine, pass its factory:
 
     from quire.bench.baselines.contiguous import contiguous
     LLM(kv_allocator=contiguous("max"))
@@ -35,7 +35,7 @@ def reserve_max(sequence: Sequence, max_model_len: int) -> int:
 
 
 def reserve_power_of_two(sequence: Sequence, max_model_len: int) -> int:
-    """Reserve the prompt and the output's true length, rounded up to a power of two."""
+    """Reserve the prompt plus the output's true length, the latter rounded up to a power of two."""
     num_output_tokens = sequence.max_num_tokens - sequence.num_prompt_tokens
     wanted = sequence.num_prompt_tokens + next_power_of_two(num_output_tokens)
     return min(max_model_len, wanted)
@@ -44,8 +44,8 @@ def reserve_power_of_two(sequence: Sequence, max_model_len: int) -> int:
 def reserve_oracle(sequence: Sequence, max_model_len: int) -> int:
     """Reserve the prompt and the output's true length, which real engines don't know in advance.
 
-    The request's length limit stands for it, which is exact if end tokens are ignored, else an
-    upper bound.
+    The request's length limit is used as the true length. That is exact if end tokens are ignored,
+    else an upper bound.
     """
     return sequence.max_num_tokens
 
@@ -61,7 +61,7 @@ KV_ALLOCATORS = (*(f"contiguous_{name}" for name in RESERVATIONS), PAGED)
 
 
 class ContiguousKVCacheManager(KVCacheManager):
-    """Gives each sequence one run of blocks at admission and takes it back whole.
+    """Gives each sequence one run of blocks at admission, and takes back the whole run at once.
 
     Invariant: a sequence has a run if and only if it has slots. Its tables are the run's first
     blocks, one group after the other. Blocks that the placement (the run allocator) added by
@@ -77,8 +77,8 @@ class ContiguousKVCacheManager(KVCacheManager):
     ) -> None:
         """reservation is a key of RESERVATIONS, and placement one of `run_allocators.PLACEMENTS`.
 
-        Raises ConfigurationError for other names and for a prefix cache. It also does so if a
-        sequence of max_model_len tokens would not fit, because a request could then wait for ever.
+        Raises ConfigurationError for other names, for a prefix cache, and if a sequence of
+        max_model_len tokens would not fit, because a request could then wait for ever.
         """
         if config.enable_prefix_caching:
             raise ConfigurationError(
@@ -124,7 +124,7 @@ class ContiguousKVCacheManager(KVCacheManager):
     # ---- requests ---------------------------------------------------------------------------
 
     def share_prompt(self, branches: list[Sequence]) -> None:
-        """Do nothing, as each branch computes the prompt itself."""
+        """Do nothing, since each branch computes the prompt itself."""
 
     def check_fits(self, sequence: Sequence, *, is_fork: bool = False) -> None:
         """Refuses forks, and beam search, which forks in each step."""
@@ -144,8 +144,8 @@ class ContiguousKVCacheManager(KVCacheManager):
     def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:
         """The number of blocks that the sequence's reservation takes.
 
-        Without a hole of that length, it is more than the number of free blocks. The number that
-        would have to be freed depends on their position, so the result is one more than are free.
+        If no hole is long enough, returns at least one more than the number of free blocks, so that
+        the sequence waits. How many blocks must be freed for it depends on their positions.
         """
         count = self._num_reserved_blocks(sequence)
         granted = self._line.granted(count)
@@ -171,12 +171,12 @@ class ContiguousKVCacheManager(KVCacheManager):
     def grow(
         self, sequence: Sequence, num_tokens: int, num_extra_blocks: int = 0
     ) -> list[TableEdit] | None:
-        """Return no edits, as the sequence has all its slots since its admission."""
+        """Return no edits, since the sequence has had all its slots from its admission on."""
         assert num_tokens <= sequence.num_slots, f"{sequence} outgrows its reservation"
         return []
 
     def num_kept_blocks(self, sequence: Sequence, num_wanted: int) -> int:
-        """0, because a run is given back whole."""
+        """Always 0, because a sequence gives back its whole run."""
         return 0
 
     def truncate(self, sequence: Sequence, num_kept: int) -> int:
@@ -216,7 +216,7 @@ class ContiguousKVCacheManager(KVCacheManager):
 def contiguous(reservation: str, placement: str = "buddy") -> KVManagerFactory:
     """A factory for `LLM(kv_allocator=...)` and `build_engine`.
 
-    ContiguousKVCacheManager raises its errors when an engine is built.
+    Wrong arguments raise ConfigurationError only when the factory is called.
     """
     return lambda config, max_model_len: ContiguousKVCacheManager(
         config, reservation, max_model_len, placement

@@ -2,7 +2,7 @@
 
 Memory is still paged, and a sequence grows block by block. Before a fork or its source computes
 again, all their shared blocks are copied, whereas `core.memory.copy_on_write` copies only the block
-to be written. `benchmarks/claims` measures it.
+to be written. `benchmarks/claims` measures this baseline.
 """
 
 from collections.abc import Iterable
@@ -26,8 +26,9 @@ class CopyEverything(CopyOnWrite):
 class CopiedForksManager(KVCacheManager):
     """Gives each fork its own blocks.
 
-    Invariant: a sequence that computes in a step shares no block in that step. It holds only while
-    no step fails, as the scheduler does not know that the copies of full blocks are then missing.
+    Invariant: a sequence that computes in a step shares no block in that step. The invariant holds
+    only while no step fails: after a failure, copies of full blocks are missing, which the
+    scheduler does not know.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:

@@ -19,7 +19,7 @@ class RunAllocator(ABC):
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}, but a line needs at least 1")
+            raise ValueError(f"num_blocks is {num_blocks}, but must be at least 1")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self._taken: set[range] = set()
@@ -119,8 +119,8 @@ class Buddy(RunAllocator):
     """Runs have a power of two blocks, aligned to their length. A freed run joins its free buddy.
 
     If num_blocks is not a power of two, it is split into powers of two, longest first. So the
-    longest run is the largest power of two within it. Taking a run halves at most log2(num_blocks)
-    times, and giving it back doubles at most as often.
+    longest run is the largest power of two within it. Taking a run halves free runs at most
+    log2(num_blocks) times. Giving it back joins at most as many.
 
     Invariant: no two free runs of equal length are the two halves of one aligned run.
     """
@@ -185,7 +185,7 @@ def find_placement(name: str) -> type[RunAllocator]:
 
 
 def next_power_of_two(count: int) -> int:
-    """The smallest power of two that is at least count, which is at least 1."""
+    """The smallest power of two that is at least `count`. `count` must be at least 1."""
     return 1 << _order(count)
 
 

@@ -1,8 +1,8 @@
 """Compares next-token distributions with those of a reference, over the same windows of a text.
 
-The reference is kept as the hidden states of all positions that count, and its head, which computes
-distributions for some positions at a time. Hidden states take far less memory than distributions,
-and the reference's layers are freed before other models are compared.
+Of the reference, only its output head and the hidden states of all counted positions are kept. Its
+layers are freed before other models are compared. Hidden states take far less memory than
+distributions, which the head computes for some positions at a time.
 """
 
 import math
@@ -16,7 +16,8 @@ from quire.bench.quality.windows import Window
 from quire.runtime.model_runner import PROMPT_LOGPROB_ROWS
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
-"""hidden [R, H] -> logits [R, V] fp32, R at most PROMPT_LOGPROB_ROWS."""
+"""hidden [rows, hidden size] -> logits [rows, vocabulary] fp32, for at most PROMPT_LOGPROB_ROWS
+rows."""
 
 _TOP_SHARE = 0.99
 
@@ -34,7 +35,7 @@ class Quality:
     #: Mean negative log-likelihood, in nats.
     loss: float
 
-    #: Mean difference to the reference's loss, in nats, and its standard error.
+    #: Mean of this loss minus the reference's, in nats, and the standard error of that mean.
     loss_change: float
     loss_change_error: float
 
@@ -53,7 +54,7 @@ class Quality:
 
     @property
     def change(self) -> float:
-        """The change of perplexity, as a share of the reference's."""
+        """The change of perplexity, as a share of the reference's perplexity."""
         return math.expm1(self.loss_change)
 
 
@@ -61,7 +62,7 @@ class Quality:
 class Reference:
     """The hidden states of the reference in all windows, and its head."""
 
-    #: [W, H] for each window, at the positions that predict counted tokens.
+    #: [counted tokens, hidden size] for each window, at the positions that predict counted tokens.
     hidden: Sequence[torch.Tensor]
 
     #: The reference's head.
@@ -105,7 +106,7 @@ def _pieces(count: int) -> Iterator[slice]:
 
 
 def _figures(exact: torch.Tensor, found: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """The figures of R tokens from logits [R, V] each, as [4, R] fp64 on the CPU.
+    """Four figures per token, [4, tokens] fp64 on the CPU, from logits [tokens, vocabulary].
 
     The rows are the loss, its change, the divergence, and 1 if both models agree, else 0.
     """

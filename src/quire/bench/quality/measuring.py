@@ -23,13 +23,13 @@ from quire.text.tokenizer import Tokenizer
 class Combination:
     """A model, and the formats in which it is measured."""
 
-    #: None stands for the embedded model.
+    #: Path or hub id; None means the embedded model.
     model: str | None = None
 
-    #: None leaves the choice to the engine.
+    #: The dtype of the computation; None leaves the choice to the engine.
     dtype: str | None = None
 
-    #: None stands for the weights in the format of the files.
+    #: The weight format; None means the format of the model's files.
     quantization: str | None = None
     kv_cache_dtype: str = AUTO
 
@@ -52,10 +52,11 @@ class Measured:
 class TextCut:
     """The options for cutting texts into windows."""
 
-    #: None stands for DEFAULT_WINDOW_TOKENS, or the model's context if it is shorter.
+    #: Tokens of a window; None means DEFAULT_WINDOW_TOKENS, or the model's context if that is
+    #: shorter.
     window_tokens: int | None = None
 
-    #: Most tokens that are used of each text; None for no limit.
+    #: Maximum number of tokens that are used of each text; None means no limit.
     max_tokens: int | None = None
 
 
@@ -136,8 +137,8 @@ class Measuring:
         prefix = [each for each in tokenizer.encode("") if each == tokenizer.bos_token_id]
         if self.window_tokens <= len(prefix):
             raise ConfigurationError(
-                f"window_tokens is {self.window_tokens}, all of which the tokenizer's own first"
-                " tokens take; raise it"
+                f"window_tokens is {self.window_tokens}, which leaves no room after the tokens"
+                " that the tokenizer puts first; raise it"
             )
         self.windows = [
             window
@@ -146,14 +147,14 @@ class Measuring:
         ]
         if not self.windows:
             raise ConfigurationError(
-                "the text has less than two tokens: there is nothing to predict"
+                "the text has fewer than two tokens: there is nothing to predict"
             )
 
     def _decode(self, tokenizer: Tokenizer) -> list[str]:
         return [tokenizer.decode(ids, skip_special_tokens=False) for ids in self._token_ids]
 
     def _check_same_tokens(self, model: str | None, options: Mapping[str, Any]) -> None:
-        """Raises ConfigurationError unless the model's tokens stand for the same text.
+        """Raises ConfigurationError unless the model's tokenizer decodes the tokens alike.
 
         All models read the reference's tokens, so their tokenizers may split texts differently.
         """

@@ -22,8 +22,8 @@ LEAST_TOKENS = 500
 _KNOWN = Path(__file__).with_name("known_quality.json")
 _FORMAT = 1
 _ARITHMETIC = {"int8": 3, "int4": 3}
-"""The version of a weight format's arithmetic; 1 for all others. Every change of arithmetic or
-rounding must raise it, so that older results are not found."""
+"""Versions of the weight formats' arithmetic; formats that are not listed have version 1. Every
+change of arithmetic or rounding must raise the version, so that older results are not found."""
 _FIGURES = ("change", "loss_change_error", "divergence", "agreement", "num_tokens")
 
 
@@ -62,7 +62,7 @@ def store_quality(
 ) -> None:
     """Store a result of `table.as_data`, unless it was measured on too few tokens.
 
-    `folder` is the model's. `origin` has the reference, texts, date and version of
+    `folder` is the model's folder. `origin` has the reference, texts, date and version of
     `MeasuredQuality`.
     Raises ConfigurationError if the file can't be written.
     """

@@ -1,7 +1,7 @@
 """Models that read windows of a text, each in one weight format and one KV format.
 
 The engine reads with the kernels, pages and chunks of serving. If it can't store a KV format on
-this machine, the format is simulated: the same model attends rounded K and V, computed by torch
+this machine, the format is simulated: the same model attends to rounded K and V, computed by torch
 (`attention.kv_rounding`).
 """
 
@@ -51,7 +51,7 @@ class Reader(Protocol):
     is_simulated: bool
 
     def hidden(self, window: Window) -> torch.Tensor:
-        """The hidden states [W, H] at the positions that predict counted tokens."""
+        """The hidden states [counted tokens, hidden size] at the positions that predict them."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ class EngineReader:
 
 
 class SimulatedReader:
-    """Reads windows with a model that attends rounded K and V, without pages."""
+    """Reads windows with a model that attends to rounded K and V, without pages."""
 
     is_simulated = True
 
@@ -168,7 +168,7 @@ class SimulatedReader:
 
 
 def open_reader(options: Mapping[str, Any], kv_cache_dtype: str) -> Reader:
-    """An engine if it can store this KV format, else a simulation.
+    """A reader with an engine if that can store this KV format, else a simulated reader.
 
     `options` are those of `LLM` without kv_cache_dtype.
     """
@@ -188,7 +188,7 @@ def _linear_bits(model: nn.Module, dtype: torch.dtype) -> float:
 
 
 def _load(kind: ModelKind, setup: DeviceSetup) -> CausalLM:
-    """The model with the weights that an engine computes with."""
+    """Load the model with the same rounded weights as in an engine."""
     model_len = wanted_model_len(kind.options, kind.config)
     reading = Reading(setup.num_threads)
     model = load_model(

@@ -34,8 +34,8 @@ class Window:
 def cut(
     token_ids: Sequence[int], window_tokens: int, prefix: Sequence[int] = ()
 ) -> Iterator[Window]:
-    """Cut a text into windows. The last one may be shorter; windows without counted tokens are left
-    out.
+    """Cut a text into windows. The last window may be shorter. Leaves out windows without counted
+    tokens.
 
     `window_tokens` is the length of a window with its prefix. Each window begins with `prefix`, the
     tokens that the tokenizer puts before a text.
