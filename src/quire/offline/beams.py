@@ -39,7 +39,7 @@ class BeamSearchOutput:
 def beam_search_output(
     output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer | None
 ) -> BeamSearchOutput:
-    """The result of a request that has ended."""
+    """The beam search result of a request that has ended."""
     return BeamSearchOutput(
         [
             _sequence(output.prompt_token_ids, branch, params, tokenizer)

@@ -7,7 +7,7 @@
         print(story.finish().text, other.finish().text, sep="\n---\n")
 
 A branch shares the KV blocks of the tokens that it has in common with its parent. A partly filled
-block is copied when one of them first writes to it. Made by `LLM.start`.
+block is copied when either branch first writes to it. Made by `LLM.start`.
 """
 
 from collections.abc import Iterator

@@ -9,14 +9,15 @@ import os
 import threading
 
 EXIT_WAIT_S = 30.0
-"""Most time that the interpreter's exit waits for a step, or for loading a part of a model."""
+"""Maximum seconds that the interpreter's exit waits for a step, or for loading a part of a
+model."""
 
 
 class ExitGate:
-    """A context manager around native code, which a thread must not enter twice.
+    """A context manager around native code. A thread that is inside must not enter again.
 
-    Invariant: once `close` has begun, only the thread that called it enters. Others that try to
-    enter, or that reach a `stop_point`, sleep as long as the process lives.
+    Invariant: once `close` has begun, only the thread that called it enters. Other threads that try
+    to enter, or that reach a `stop_point`, sleep until the process ends.
     """
 
     def __init__(self) -> None:
@@ -39,13 +40,13 @@ class ExitGate:
             self._changed.notify_all()
 
     def stop_point(self) -> None:
-        """Sleep here if the interpreter ends. Called inside the gate, during long work."""
+        """Sleep for good if the interpreter is ending. Called inside the gate, during long work."""
         if self._closed_by not in (None, threading.get_ident()):
             self.__exit__()
             _sleep_for_good()
 
     def close(self, timeout_s: float = EXIT_WAIT_S) -> bool:
-        """Let no other thread in, and wait until all have left. Returns whether they have."""
+        """Let no other thread in, and wait until all have left. Returns False after `timeout_s`."""
         if os.getpid() != self._pid:  # a forked process has none of the threads
             return True
         with self._changed:

@@ -1,7 +1,7 @@
 """Delays signals until the current step is complete.
 
-A handler may raise, like that of Ctrl-C or of a time limit (SIGALRM). Knows no engine. Called by
-`turns`, in the thread that uses the engine; Python runs handlers in the main thread.
+A signal's handler may raise an exception, as for Ctrl-C or a time limit (SIGALRM). Knows no engine.
+Called by `turns`, in the thread that uses the engine; Python runs handlers in the main thread.
 """
 
 import signal
@@ -34,7 +34,7 @@ def deferred_interrupts(wake: Callable[[], None] | None = None) -> Iterator[Sequ
     is_inside = True
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if not is_inside:  # a handler raised while handlers were restored, so this one is still set
+        if not is_inside:  # still installed: a handler raised while others were restored
             before[signal.Signals(number)](number, frame)
             return
         held.append((number, frame))

@@ -48,8 +48,8 @@ FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "reasoning_effort": ((), "chat_template_kwargs has what the model's template reads"),
     "tokenization_kwargs": (({},), "SamplingParams(truncate_prompt_tokens=...) shortens a prompt"),
 }
-"""Further arguments of vLLM's generate and chat: the values that change nothing, and a sentence on
-quire's alternative to all others."""
+"""Further arguments of vLLM's generate and chat. Each has the values that are accepted because they
+change nothing, and a sentence that refuses other values and names quire's alternative."""
 
 # Shorter work shows no progress bar.
 PROGRESS_DELAY_S = 1.0
@@ -165,7 +165,7 @@ class LLM(PoolingEngine):
             raise InvalidRequestError(
                 f"params is {params!r:.80}, but must be a BeamSearchParams", "params"
             )
-        params = params.clone()  # it is read again at the end, when the caller may have changed it
+        params = params.clone()  # read again at the end; the caller may change the original
         listed = with_adapters(_read_prompts(prompts), lora_request)
         sampling = [sampling_params_of(params)] * len(listed)
         outputs = self._run(listed, sampling, use_tqdm, beams=params)
@@ -389,7 +389,8 @@ class LLM(PoolingEngine):
         group = self._requests.prepare([prompt], [params])
         try:
             self._requests.open(group)
-            # Another stream's steps may bring this one's text too, its last tokens included.
+            # Steps taken for other requests may also bring this stream's text, even its last
+            # tokens.
             while text := self._requests.next_text(group.assemblers[0], 0):
                 yield text
         finally:  # runs for a dropped stream, too, in the thread that collects the garbage
@@ -447,8 +448,7 @@ class _ProgressBar:
 
 
 def _check_others(method: str, others: Mapping[str, object]) -> None:
-    """Raises InvalidRequestError for the first argument that is unknown or would change
-    something."""
+    """Raises InvalidRequestError for the first argument that is unknown or has a refused value."""
     for name, value in others.items():
         if name not in FOREIGN_ARGUMENTS:
             known = inspect.signature(getattr(LLM, method)).parameters

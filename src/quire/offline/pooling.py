@@ -88,7 +88,7 @@ class OfflinePooling:
     def __init__(
         self, requests: RequestTable, inputs: PoolingInputs, task: str | None = None
     ) -> None:
-        """`task` is that of the argument pooler_config; None means the model's own task."""
+        """`task` is the task in the argument pooler_config; None means the model's own task."""
         self._task = task
         self._requests = requests
         self._inputs = inputs
@@ -126,7 +126,7 @@ class OfflinePooling:
 
     @property
     def usual_task(self) -> str:
-        """The task of a call that names none."""
+        """The task of a call that names no task."""
         if self._task is not None:
             return self._task
         pooling = self._inputs.pooling
@@ -175,7 +175,8 @@ class OfflinePooling:
     def _run(
         self, given: Sequence[tuple[PoolingInput, RequestOptions]]
     ) -> list[PoolingRequestOutput[bytes]]:
-        """The results of the inputs. Raises StepFailedError if the computation of one fails."""
+        """Run the inputs. Returns their results in order. Raises StepFailedError if an input's
+        computation fails."""
         group = self._requests.prepare_pooling(given)
         try:
             self._requests.open(group)
@@ -199,7 +200,7 @@ class OfflinePooling:
 
 
 def read_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs one text of `data_1` with all of `data_2`, or two lists of equal length one by one.
+    """Pair one text of `data_1` with each text of `data_2`, or two lists of equal length by index.
 
     Raises InvalidRequestError.
     """
@@ -215,7 +216,7 @@ def read_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list
 
 
 def read_prompts(prompts: Any) -> list[PromptInput]:
-    """The prompts in one prompt or a list of prompts. Raises InvalidRequestError."""
+    """Read one prompt or a list of prompts. Raises InvalidRequestError."""
     listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
     if not isinstance(listed, Sequence):
         raise InvalidRequestError(

@@ -174,7 +174,7 @@ class PoolingEngine(LocalEngine):
     # ---- inside -----------------------------------------------------------------------------
 
     def _template(self, source: Any) -> ChatTemplate:
-        """A chat template in place of the model's own.
+        """The chat template that a call gives in place of the model's own.
 
         Raises InvalidRequestError, CheckpointError.
         """
@@ -190,8 +190,8 @@ class PoolingEngine(LocalEngine):
     def _rendered(
         self, template: ChatTemplate, pair: tuple[str, str], instruction: str | None
     ) -> list[int]:
-        """The token ids of a pair. As in a chat, marks in its texts are not read as special tokens,
-        unless that is allowed."""
+        """The token ids of a pair. As in a chat, special tokens written out in its texts are
+        encoded as plain text, unless allow_special_tokens is set."""
         roles = zip(("query", "document"), pair, strict=True)
         return encode_chat(
             template,

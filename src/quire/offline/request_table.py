@@ -38,7 +38,7 @@ class RequestGroup:
     num_new_tokens: int = 0
     #: Requests that ended since the last return of `RequestTable.wait`.
     num_ended: int = 0
-    #: Messages, by id, of requests that can't be computed; `RequestTable.open` ends them.
+    #: Error messages, by id, of requests that can't be computed; `RequestTable.open` ends these.
     failures: dict[str, str] = field(default_factory=dict)
 
 
@@ -110,10 +110,10 @@ class RequestTable:
                 raise
 
     def wait(self, group: RequestGroup, *, for_all: bool) -> tuple[int, int]:
-        """Wait until a request of the group has ended, or all have if `for_all`.
+        """Wait until any request of the group has ended; with `for_all`, until all have ended.
 
-        Returns how many requests ended and how many tokens came for the group since the last call;
-        at once if no request is unfinished.
+        Returns the number of the group's requests that ended since the last call, and the number of
+        tokens that came. Returns at once if no request is unfinished.
         """
         found = (0, 0)
 
@@ -141,8 +141,8 @@ class RequestTable:
         return found
 
     def step(self, assembler: RequestAssembler, branch_index: int) -> str:
-        """Step the engine once, unless the branch has ended. Returns its new text, which may be
-        empty."""
+        """Step the engine once, unless the branch has ended. Returns the branch's new text, which
+        may be empty."""
         with self._turns.turn():
             if not assembler.has_ended(branch_index):
                 self._turns.step()
@@ -197,8 +197,8 @@ class RequestTable:
                 raise InvalidRequestError("a generation that has ended can't be forked")
             if params.wants_logprobs and parent.logprobs is None:
                 raise InvalidRequestError(
-                    "logprobs is set for a fork of a branch that has none for its own tokens; ask"
-                    " for them from the start",
+                    "logprobs is set for a fork, but the forked branch has no logprobs; set them"
+                    " when the request is started",
                     "logprobs",
                 )
             index = self._engine.fork(request.request_id, branch_index, decoding)
@@ -315,7 +315,7 @@ def _end(assembler: RequestAssembler, group: RequestGroup, message: str) -> None
 
 
 def _find_adapters(engine: Engine, prompts: Sequence[PromptInput]) -> Adapters:
-    """The adapters that the prompts name.
+    """Find the adapters that the prompts name.
 
     Called without the turn, so that reading an adapter doesn't delay the steps of other threads.
     Raises InvalidRequestError if the engine has no adapters.

@@ -29,7 +29,7 @@ class _Waiter:
     __slots__ = ("_bell", "has_come", "has_turn", "is_answered", "thread")
 
     def __init__(self, has_come: Callable[[], bool]) -> None:
-        #: Returns whether the result is there; called by the thread that has the turn.
+        #: Returns True once the result has come; called by the thread that has the turn.
         self.has_come = has_come
         #: Whether this thread may use the engine.
         self.has_turn = False
@@ -44,7 +44,7 @@ class _Waiter:
         self._bell.put(None)
 
     def sleep(self) -> None:
-        """Sleep until something may have changed."""
+        """Sleep until `ring` is called; in the main thread, at most MAX_SLEEP_S."""
         # A signal that comes just before the thread blocks is not seen until it wakes. So the main
         # thread, which alone handles signals, sleeps with a time limit.
         with suppress(Empty):
@@ -54,9 +54,9 @@ class _Waiter:
 class Turns:
     """The turns of threads at one engine.
 
-    Invariants: at most one thread has the turn, and one has it while any thread waits. The leader
-    has the turn or stands in line, and there is a leader while there is a crowd. A thread that
-    leaves, by an exception too, has neither the turn, the lead, nor a place in line or crowd.
+    Invariants: at most one thread has the turn, and some thread has it while any thread waits. The
+    leader has the turn or stands in line, and there is a leader while there is a crowd. A thread
+    that leaves, even by an exception, gives up the turn, the lead, and its place in line or crowd.
     """
 
     def __init__(self, step: Callable[[], None], gate: ExitGate) -> None:
@@ -75,7 +75,7 @@ class Turns:
         #: Threads inside `turn`, `until` or `run_or_postpone`; each thread changes only its own
         #: entry.
         self._present: set[int] = set()
-        #: Actions for the thread that has the turn.
+        #: Actions that the thread with the turn has to run.
         self._postponed: deque[Callable[[], None]] = deque()
 
     @contextmanager
@@ -100,9 +100,9 @@ class Turns:
     def until(self, has_come: Callable[[], bool]) -> None:
         """Step the engine until has_come() is true, or wait while another thread steps it.
 
-        The thread that has the turn calls `has_come` after each step, and not again once it was
-        true. Raises the errors of `turn` and of this thread's own steps. Signals, such as Ctrl-C,
-        are handled between two steps, and within MAX_SLEEP_S in a thread that only waits.
+        The thread that has the turn calls `has_come` after each step, until it has returned True.
+        Raises the errors of `turn` and of this thread's own steps. Signals, such as Ctrl-C, are
+        handled between two steps, and within MAX_SLEEP_S in a thread that only waits.
         """
         waiter = _Waiter(has_come)
         # Each further round follows a signal whose handler did not raise.
@@ -123,8 +123,8 @@ class Turns:
     def run_with_turn(self, action: Callable[[], None]) -> None:
         """Run `action` with the turn, before this returns.
 
-        In a thread that is already inside `turn` or `until`, it runs later: the garbage collector
-        may end a generator there, in the middle of a step.
+        If this thread is already inside `turn` or `until`, the action runs later: the garbage
+        collector may end a generator there, in the middle of a step.
         """
         self._postponed.append(action)
         if get_ident() not in self._present and not sys.is_finalizing():
@@ -132,7 +132,7 @@ class Turns:
                 pass
 
     def run_or_postpone(self, action: Callable[[], None]) -> None:
-        """Run `action` with the turn: now if it is free, or else after the step of its owner.
+        """Run `action` with the turn: now if the turn is free, else after the step of its owner.
 
         Never waits for another thread. So the garbage collector may call it in a thread that holds
         a lock which a step needs, such as a log handler's.
@@ -142,7 +142,8 @@ class Turns:
             pass
 
     def _run_if_free(self) -> bool:
-        """Run postponed actions, unless a thread has the turn; it runs them when it leaves.
+        """Run postponed actions, unless a thread has the turn. That thread runs them when it
+        leaves.
 
         Returns whether the turn was free.
         """
@@ -155,7 +156,7 @@ class Turns:
             try:
                 with self._mutex:
                     if not self._is_taken:
-                        self._join_line(waiter)  # which gets the turn at once
+                        self._join_line(waiter)  # the waiter gets the turn at once
                 was_free = waiter.has_turn
                 self._release_turn(waiter)
             finally:
@@ -163,7 +164,8 @@ class Turns:
         return was_free
 
     def _step_until_answered(self, waiter: _Waiter) -> bool:
-        """Lead the crowd or follow. Returns whether the result has come; if not, a signal has."""
+        """Step the engine as leader, or wait for the leader's steps. Returns True if the result has
+        come, False if a signal has come first."""
         # The leader steps at least once per turn, so that a long line can't prevent steps.
         has_stepped = False
         with deferred_interrupts(waiter.ring) as interrupts, self._presence():
@@ -222,7 +224,8 @@ class Turns:
                 self._crowd.append(waiter)
 
     def _pass_turn_to_line(self, leader: _Waiter) -> None:
-        """Pass the turn to the threads now in line; those that come later wait for a step."""
+        """Pass the turn to the threads now in line. Threads that join later wait for the leader's
+        step."""
         with self._mutex:
             leader.has_turn = False
             self._line.append(leader)
