@@ -1,4 +1,4 @@
-"""Flags of other engines: translated to ours, or refused with advice.
+"""Flags of other engines: translated to quire's flags, or refused with advice.
 
 Five tables list such flags. The parser refuses a flag that is neither in a table nor quire's own,
 and suggests the nearest name. `cli.words` calls `translate_flags` before it parses.
@@ -45,12 +45,13 @@ SAME: Mapping[str, str] = {
 _NAMED = {
     "--" + name.replace("_", "-"): entry
     for name, entry in COMPAT_OPTIONS.items()
-    if name not in ("reasoning_parser", "served_model_name")  # the server has them, no engine
+    if name not in ("reasoning_parser", "served_model_name")  # options of the server
 }
 
 
 def _switches(flag: str, harmless: Sequence[Any]) -> Mapping[str, bool]:
-    """For a boolean option: its flags (--x, --no-x), and whether each asks for a harmless value."""
+    """The flags --x and --no-x of a boolean option. True means that the flag's value is
+    accepted."""
     if not any(isinstance(value, bool) for value in harmless):
         return {}
     opposite = flag.replace("--", "--no-", 1)
@@ -80,7 +81,7 @@ ALWAYS = frozenset(
         "--no-enable-log-requests",
     }
 )
-"""Accepted flags without a value, which describe what quire always does."""
+"""Flags without a value that are accepted, since they ask for what quire always does."""
 
 _FLAGS_WITH_VALUES = {
     flag: (tuple(map(str, harmless)), why)
@@ -100,7 +101,8 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "--response-role": (("assistant",), "answers are the assistant's"),
     "-pp": _FLAGS_WITH_VALUES["--pipeline-parallel-size"],
 }
-"""Flag with a value -> the values that describe what quire does, and why others are refused."""
+"""Flag with a value -> the values that are accepted, since they ask for what quire does, and why
+other values are refused."""
 
 _WHOLE = "--device says where the whole model computes; no layer is split off"
 _TLS = "put a reverse proxy that speaks TLS in front"
@@ -231,7 +233,7 @@ FAMILIES: Mapping[str, str] = {
     "--video-": TEXT_ONLY,
     "--watermark": "texts are not watermarked",
 }
-"""Beginning of flags -> the sentence for all flags with it that are in no other table."""
+"""Prefix -> the sentence for all flags with this prefix that are in no other table."""
 
 KNOWN = frozenset(chain(SAME, ALWAYS, FIXED, REFUSED))
 

@@ -34,8 +34,8 @@ class ImportFinder:
         parent, _, own = name.rpartition(".")
         home = NAMES.get(parent, {}).get(own)
         if home is not None:
-            # Our module gets the missing name. The import statement ignores an error about the very
-            # name that it asked for, and then finds the attribute.
+            # Add the name to quire's module, and raise the error that the name is no module. The
+            # import statement ignores that error, and then finds the attribute.
             setattr(sys.modules[parent], own, _object(home, own))
             raise ModuleNotFoundError(f"{name} is no module", name=name)
         raise ModuleNotFoundError(_sentence(parent, own))
@@ -72,6 +72,6 @@ def _prefixes(name: str) -> Iterable[str]:
 
 
 def _below(parent: str) -> set[str]:
-    """Names of the modules of aliases inside `parent`."""
+    """Names of the alias modules directly inside `parent`."""
     start = f"{parent}."
     return {name.removeprefix(start).split(".")[0] for name in NAMES if name.startswith(start)}

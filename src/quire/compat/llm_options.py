@@ -158,9 +158,9 @@ COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "worker_cls": (("auto",), _CODE),
     "worker_extension_cls": (("",), _CODE),
 }
-"""Option of scripts for vLLM -> the values that describe what quire always does, and why others are
-refused. swap_space accepts vLLM's default, too, which vLLM itself no longer reads. None is always
-accepted, since it sets nothing. The command line has these options as flags."""
+"""vLLM's option -> the values that are accepted, since they ask for what quire always does, and why
+other values are refused. swap_space also accepts vLLM's default, which vLLM itself ignores. None is
+always accepted, since it sets nothing. The command line has these options as flags."""
 
 ALIASES = {
     "kv_cache_memory_bytes": "kv_cache_memory",

@@ -1,4 +1,4 @@
-"""Sampling parameters of other engines, with quire's alternatives; `checked_fields` reads it.
+"""Sampling parameters of other engines, with quire's alternatives; read by `checked_fields`.
 
 The tables follow those engines' releases.
 """
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 CompatTable = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Name -> values that change nothing, and the sentence about quire's alternative."""
+"""Parameter's name -> the values that are accepted because they change nothing, and a sentence
+about quire's alternative for all other values."""
 
 _BEAMS = "use LLM.beam_search(prompts, BeamSearchParams(beam_width=...))"
 _OFF = "switch enable_prefix_caching off, or give each prompt a cache_salt of its own"

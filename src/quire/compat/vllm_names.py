@@ -73,8 +73,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "Vector": f"{_METRICS}:VectorMetric",
     },
 }
-"""vLLM's module, as a module of quire -> a name in it -> quire's module that has it, followed by
-":" and its name there if that differs. A module that exists here gets these names in addition."""
+"""Maps vLLM's modules, with "quire" in place of "vllm", to their names, and each name to the module
+of quire that defines it, followed by ":" and the name there if that differs. A module that quire
+has, too, gets these names in addition."""
 
 _POOLING = "LLM.embed and LLM.score have vectors and scores; see docs/models.md"
 _CODE = "the engine runs no code of a script's own; see docs/extending.md for its seams"
@@ -126,5 +127,5 @@ ADVICE: Mapping[str, str] = {
     "quire.v1.worker": _CODE,
     "quire.worker": _CODE,
 }
-"""Name, or module with all its names -> the sentence about quire's alternative, or why it has
+"""Name, or module including all its names -> a sentence about quire's alternative, or why quire has
 none."""
