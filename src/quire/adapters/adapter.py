@@ -48,7 +48,7 @@ class LoRAAdapter:
     name: str
     #: The weights by a linear's path in transformers' model: "model.layers.0.self_attn.q_proj".
     weights: Mapping[str, LoRAWeights]
-    #: Numbers of the layers in the config's layers_to_transform; empty if it lists none.
+    #: Indices of the layers that the config's layers_to_transform lists; empty if it lists none.
     layers: tuple[int, ...] = ()
 
     @property

@@ -3,7 +3,7 @@
 For each linear, one object holds the tensors of all resident adapters. Each adapter has a slot,
 whose addresses never change. Once per step, the slot of each row is set for all linears.
 
-    h = scaling * (A x)            summed in fp32, kept in fp32, rounded once by the scaling
+    h = round(scaling * (A x))         summed and scaled in fp32
     y = round(round(W x + b) + B h)    B h is summed in fp32; round is to y's dtype
 
 where A and B are rounded to the model's dtype. A row without an adapter is not touched. Called by
@@ -46,7 +46,7 @@ class LinearSlots(ABC):
 
 
 class AdapterKernels(ABC):
-    """Makes the slots of linears, and sets the slots of a step's rows for all of them."""
+    """Makes the slots of linears. Sets the slot of each row of a step, for all linears at once."""
 
     @abstractmethod
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
@@ -77,7 +77,7 @@ def own_columns(linear: Linear) -> int:
 
 
 class TorchAdapterKernels(AdapterKernels):
-    """Computes adapters with torch, slot by slot; defines the results of the other kernels."""
+    """Computes adapters with torch, slot by slot. Other kernels must give the same results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -86,7 +86,7 @@ class TorchAdapterKernels(AdapterKernels):
 
     @property
     def groups(self) -> Sequence[tuple[int, torch.Tensor]]:
-        """The slots that the step uses, each with the indices of its rows."""
+        """The slots that the step uses, each with the indices of the rows that use it."""
         return self._groups
 
     @property

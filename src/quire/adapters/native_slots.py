@@ -1,6 +1,6 @@
 """Adapter slots for the native CPU kernels, which compute a linear and its adapters together.
 
-A linear that torch multiplies has slots in torch. Made by the device's setup.
+Linears that torch multiplies get slots in torch. Made by the device's setup.
 """
 
 from collections.abc import Sequence

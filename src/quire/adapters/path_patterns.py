@@ -18,9 +18,11 @@ from typing import Any
 
 MAX_PATTERN_CHARACTERS = 2000
 MAX_STATES = 100_000
-"""Most states of all patterns together. The full paths of 1,000 linears have 50,000."""
+"""Maximum number of states of all patterns together. The full paths of 1,000 linears need
+50,000."""
 MAX_VISITS = 5_000_000
-"""Most visits of states and entries of character sets in all calls together; some seconds."""
+"""Maximum number of states and character-set entries that all calls together visit, in some
+seconds."""
 
 _REFUSED = {
     _constants.GROUPREF: "a reference to a group",
@@ -36,7 +38,7 @@ _ENDS = (_constants.AT_END, _constants.AT_END_STRING)
 
 
 class PatternError(ValueError):
-    """A pattern is refused. The message gives the reason, and is meant to follow the pattern."""
+    """A pattern is refused. The message is the reason, as a predicate: "has flags"."""
 
     def __init__(self, why: str, pattern: str | None = None) -> None:
         super().__init__(why)
@@ -70,7 +72,7 @@ class PathPatterns:
         self._states: list[_State] = []
         self._num_visits = 0
         #: A cache of the next set of states, by the current set, the previous character and the
-        #: next one.
+        #: character that is read.
         self._moves: dict[tuple[frozenset[int], str | None, str], frozenset[int]] = {}
         entries = [self._pattern(index, text) for index, text in enumerate(patterns)]
         # A pattern may follow any text that ends with a dot, as if preceded by `(.*\.)?`.
@@ -134,7 +136,7 @@ class PathPatterns:
     # ---- making states, from the last to the first ------------------------------------------
 
     def _pattern(self, index: int, text: str) -> int:
-        """Add the states of a pattern. Returns the first."""
+        """Add the states of a pattern. Returns the index of its first state."""
         try:
             if len(text) > MAX_PATTERN_CHARACTERS:
                 raise PatternError(f"is longer than {MAX_PATTERN_CHARACTERS} characters")

@@ -1,6 +1,6 @@
 """Reads an adapter from a folder that PEFT saved: a small config, and a safetensors file.
 
-    adapter_config.json          r, lora_alpha and other fields on the use of the tensors
+    adapter_config.json          r, lora_alpha and other fields that say how the tensors are used
     adapter_model.safetensors    base_model.model.<path of a linear>.lora_A.weight [r, I]
                                  base_model.model.<path of a linear>.lora_B.weight [O, r]
 
@@ -27,10 +27,10 @@ from quire.hub.model_files import read_json_object, shown_name
 from quire.models.checkpoints.safetensors_header import StoredTensor, read_header
 
 MAX_FILE_BYTES = 16 << 30
-"""Rank 256 on all linears of a model of 70 billion weights has 12 GiB in fp32."""
+"""An adapter of rank 256 for all linears of a model of 70 billion weights takes 12 GiB in fp32."""
 
 MAX_CONFIG_BYTES = 4 << 20
-"""A pattern for each of 1,000 linears takes 100 KiB."""
+"""A config with a pattern for each of 1,000 linears takes 100 KiB."""
 
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _DTYPES = {
@@ -60,7 +60,7 @@ _UNUSED_FIELDS = {
     # fan_in_fan_out matters only when B A is merged into a transposed weight; quire merges nothing.
     "fan_in_fan_out",
 }
-"""Fields that concern training or merging, or that the tensors repeat."""
+"""Fields that are ignored: they concern training or merging, or repeat what the tensors show."""
 _READ_FIELDS = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"),
     *("init_lora_weights", "layers_to_transform"),
@@ -78,7 +78,7 @@ _REFUSED_KEYS = {
 
 
 def read_adapter(folder: Path, max_rank: int, model: AdapterSlots | None = None) -> LoRAAdapter:
-    """The adapter in `folder`. A rank above `max_rank` is refused.
+    """Read the adapter in `folder`. A rank above `max_rank` is refused.
 
     If `model` is given, checks that shapes fit it. Then reads all tensors into memory. Raises
     AdapterError, which names the folder and the fault.
@@ -102,7 +102,7 @@ def read_adapter(folder: Path, max_rank: int, model: AdapterSlots | None = None)
         _check_pairs(folder, pairs, max_rank)
         if model is not None:
             model.check_shapes(LoRAAdapter(str(folder), _shapes(pairs), layers))
-        # Matching takes time for each linear, so this follows the check of their number.
+        # Matching patterns takes time per linear, so it follows the check of the number of linears.
         _check_ranks(folder, pairs, scalings)
         weights = _read_weights(folder / WEIGHTS_FILE, pairs, scalings)
     except CheckpointError as error:

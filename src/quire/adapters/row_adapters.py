@@ -1,6 +1,6 @@
 """Tracks the adapter slot of each row of the runner, and loads adapters that plans request.
 
-Called by `runtime.model_runner` around each forward pass. Rows and slots are numbers here.
+Called by `runtime.model_runner` around each forward pass. Rows and slots are indices here.
 
 Shapes: R rows, S sequences of a step, T tokens of a step.
 """
@@ -52,7 +52,8 @@ class RowAdapters:
             row_slots[fork.row] = row_slots[fork.source_row]
         for slot, digest in plan.adapter_loads:
             self._slots.load(slot, self._take(digest))
-            self._set = self._set[:0]  # set rows anew: kernels may have derived data from the slot
+            # Make `_set_to` set the rows again, since kernels may have derived data from the slot.
+            self._set = self._set[:0]
 
     def set_rows(self, rows: Int64, num_new_tokens: Int64, num_tokens: int) -> None:
         """Set the slots for a forward pass of `num_tokens`, including padding at the end.

@@ -39,7 +39,7 @@ class AdapterSlots:
         kernels: AdapterKernels,
         dtype: torch.dtype,
     ) -> None:
-        """The model is loaded. Raises ConfigurationError if it supports no adapters."""
+        """`model` must be loaded. Raises ConfigurationError if it supports no adapters."""
         assert 1 <= limits.max_rank <= MAX_RANK and limits.max_loras >= 1
         self.limits = limits
         self._dtype = dtype
@@ -61,7 +61,7 @@ class AdapterSlots:
     def check_shapes(self, adapter: LoRAAdapter) -> None:
         """Raises AdapterError if the model lacks these linears, or their shapes differ.
 
-        The adapter's tensors have shapes but no content.
+        Only the shapes of the adapter's tensors are read.
         """
         self._fitted(adapter)
 
@@ -126,6 +126,6 @@ def slots_bytes(
     kernels: AdapterKernels,
     dtype: torch.dtype,
 ) -> int:
-    """Predicts `AdapterSlots.num_bytes` before the model is loaded, by its blueprint `whole`."""
+    """Predicts `AdapterSlots.num_bytes` before the model is loaded, from its blueprint `whole`."""
     linears = AdapterTargets(whole, config).linears.values()
     return sum(kernels.num_bytes(linear, limits, dtype) for linear in linears)

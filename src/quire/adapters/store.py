@@ -25,9 +25,9 @@ from quire.hub.model_files import shown_name, shown_text
 from quire.observability.log import get_logger
 
 NUM_THREADS = 4
-"""More threads than a disk needs, so that a reading that hangs doesn't delay others."""
+"""More threads than a disk needs, so that one read that hangs doesn't delay the others."""
 WAIT_S = 0.01
-"""Most time of one wait for a reading while the engine is idle, since messages may arrive."""
+"""Maximum seconds of one wait for a read while the engine is idle, since messages may arrive."""
 
 logger = get_logger(__name__)
 
@@ -92,7 +92,7 @@ class AdapterStore:
             self._reading.pop(digest, None)
 
     def pop_ready(self, digest: str) -> LoRAAdapter:
-        """Hand a ready adapter to the runner, which loads it into a slot."""
+        """Remove a ready adapter and return it to the runner, which loads it into a slot."""
         with self._lock:
             return self._ready.pop(digest)
 
@@ -112,7 +112,7 @@ class AdapterStore:
         """See `engine.adapter_work.StoredAdapters`.
 
         `num_host` and `host_bytes` count adapters in the host's memory, including ready ones.
-        `num_reads` counts readings of folders, `num_failed` adapters that could not be made ready.
+        `num_reads` counts reads of folders, `num_failed` adapters that could not be made ready.
         """
         with self._lock:
             here = {id(each): each for each in (*self._host.values(), *self._ready.values())}

@@ -30,9 +30,9 @@ from quire.models.registry import find_entry
 from quire.models.wrappers import WRAPPERS, language_model_name
 
 _NUMBER_BITS = 32
-"""Bits for the number of an output within its linear; higher bits have the linear's number."""
+"""Bits for the index of an output within its linear; the higher bits hold the linear's index."""
 _PARAMETER = ".bias"
-"""Output numbers are arranged as a bias, which has one number for each output."""
+"""Output indices are stored like a bias, since a bias has one element per output."""
 _IN_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
 
 PartWeights = tuple[LoRAWeights | None, ...]
@@ -41,7 +41,8 @@ PartWeights = tuple[LoRAWeights | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A fused part of a linear (such as q of q, k and v), which an adapter's weights go to."""
+    """A fused part of a linear (such as q of q, k and v) to which an adapter's weights are
+    added."""
 
     linear: Linear
     #: The index of the part.
@@ -144,10 +145,9 @@ class AdapterTargets:
     def _outputs(
         self, adapter: LoRAAdapter, paths: list[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """For each part's name in the model, the indices [O] of the adapter's outputs that belong
-        to it.
+        """Yield each part's name in the model with the indices [O] of the adapter's outputs for it.
 
-        If the part is transposed, they belong to its inputs, and the shape is [1, I].
+        If the part is transposed, these are outputs for its inputs, of shape [1, I].
         """
         sizes = {path: len(adapter.weights[path].b) for path in paths}
         try:
@@ -177,7 +177,7 @@ class AdapterTargets:
 def _targets_of(
     model: TextModel, checkpoint_parts: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, _Target]]:
-    """All parts of linears with their names in `models.checkpoints.loader`."""
+    """Yield each part of each linear with its name in `models.checkpoints.loader`."""
     inside = ("", "")
     for path, module in model.named_modules():
         refusal = inside[1] if inside[0] and path.startswith(f"{inside[0]}.") else None
