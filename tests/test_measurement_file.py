@@ -31,7 +31,7 @@ def test_another_format_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFix
     path = tmp_path / "things.json"
     _open(path).store(FACTS, {"figure": 1})
     assert _open(path, 2).find(FACTS) is None
-    assert "can't be read as a file of kept things" in caplog.text
+    assert "can't be read as a file of stored things" in caplog.text
 
 
 @pytest.mark.parametrize("entry", [None, 3, {}, {"facts": 3}])

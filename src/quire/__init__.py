@@ -1,8 +1,9 @@
 """quire: an inference engine for large language models, with a paged KV cache.
 
-These names are the package's public interface, and are loaded on first use, so that `import quire`
-and `quire --version` stay light. `compat.import_finder` resolves imports that are written for
-vLLM's modules, and explains imports that fail. No module of the package imports this one.
+The names in `__all__` are the package's public interface. They are loaded on first use, so that
+`import quire` and `quire --version` stay fast. `compat.import_finder` resolves imports that are
+written for vLLM's modules, and explains imports that fail. No module of the package imports this
+one.
 """
 
 import sys

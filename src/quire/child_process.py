@@ -23,7 +23,8 @@ _FLAGS = {
     "bytes_warning": "b",
     "verbose": "v",
 }
-"""Maps attributes of sys.flags to the option that sets each, repeated as often as its value."""
+"""Maps each attribute of sys.flags to the letter of its option. A command line repeats the letter
+as often as the attribute's value."""
 
 
 def python_command(module: str) -> tuple[str, ...]:
@@ -64,7 +65,7 @@ class ChildOptions(TypedDict):
 
 
 def child_options() -> ChildOptions:
-    """How the server's processes are started: their output goes to this process's standard error.
+    """Options for starting child processes: their output goes to this process's standard error.
 
     Each has a session of its own, so that Ctrl-C in a terminal reaches only its parent.
     """
@@ -98,7 +99,7 @@ class StartText:
     arguments = ("--stderr-fd", "1")
 
     def __init__(self) -> None:
-        #: The standard error to start the process with; -1 after `close`.
+        #: The descriptor to pass as the process's standard error; -1 after `close`.
         self.descriptor = unnamed_file("quire-start")
 
     def read(self) -> str:
@@ -120,7 +121,8 @@ class StartText:
 
 
 def redirect_start_text(stderr: int) -> None:
-    """Redirect this process's standard error to a descriptor, and move the text so far there."""
+    """Redirect this process's standard error to a descriptor. Moves the text written so far
+    there."""
     sys.stderr.flush()
     said = os.pread(2, MAX_TEXT_BYTES, 0)
     os.ftruncate(2, 0)

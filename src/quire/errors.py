@@ -39,16 +39,16 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 _MAX_NAME_CHARACTERS = 64
-"""Longer names are cut, as they are no misspellings and slow to compare."""
+"""Characters of a name that are compared. Longer names are cut: comparing them would be slow."""
 
 _LEAST_LIKENESS = 0.8
 _LEAST_LIKENESS_OF_EQUAL_LENGTH = 0.75  # one of four letters differs, or two are swapped
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known name X that `name` misspells or shortens.
+    """The text "; did you mean X?" for the known name X that `name` misspells or shortens.
 
-    It is "" if no name is close enough, because a wrong suggestion misleads.
+    Returns "" if no name is close enough, because a wrong suggestion misleads.
     """
     ranked = sorted(((_likeness(name, each), each) for each in known), reverse=True)
     return f"; did you mean {ranked[0][1]}?" if ranked and ranked[0][0] > 0 else ""
@@ -57,7 +57,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def unknown_name(owner: object, name: str, advice: Mapping[str, str]) -> AttributeError:
     """The error for a missing attribute of the object `owner`.
 
-    advice maps names to what to use instead. For other names it suggests owner's nearest attribute.
+    `advice` maps names to what to use instead. For other names the error suggests the nearest
+    attribute of `owner`.
     """
     why = f": {advice[name]}" if name in advice else ""
     if not why:
@@ -163,7 +164,7 @@ class AuthenticationError(QuireError):
 
 
 class OperatorOnlyError(QuireError):
-    """A caller that is not the operator asks for numbers of the whole server."""
+    """A caller that is not the operator asks for figures about the whole server."""
 
     http_status = 403
     code = "operator_only"
@@ -255,8 +256,8 @@ class EngineDeadError(QuireError):
     http_status = 503
     code = "engine_dead"
     retry_after_s = 5.0
-    #: The exit code, or minus the signal, of another rank's process whose end has ended the engine.
-    #: None if the engine did not end because of another rank.
+    #: The exit code, or minus the signal's number, of the rank's process whose end ended the
+    #: engine. None if the engine did not end because of another rank.
     rank_status: int | None = None
 
 
@@ -302,7 +303,7 @@ class NoReplicaError(QuireError):
 
 
 class RequestKillsEngineError(QuireError):
-    """The engine died twice in trials of this request, which is ended without the others."""
+    """The engine died twice in trials of this request, so it is ended. Other requests continue."""
 
     code = "request_kills_engine"
     may_be_retried = False

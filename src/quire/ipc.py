@@ -1,4 +1,4 @@
-"""Messages between quire's processes, in msgpack; the length in four bytes precedes each message.
+"""Messages between quire's processes, in msgpack, each preceded by its length in four bytes.
 
 Nothing is ever unpickled. Used between the API server and its engines (`engine_client`,
 `assembly`), between ranks (`runtime`, `tiers`) and between machines (`cluster`), which define the

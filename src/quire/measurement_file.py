@@ -36,8 +36,9 @@ class MeasurementFile:
     """The entries of one file. If two processes write at the same time, one entry may be lost."""
 
     def __init__(self, path: Path, field: str, form: int, flag: str) -> None:
-        """field is the JSON field with the entries. form is the number of the file's format; files
-        with other numbers are not read. flag is the command-line flag that names the file."""
+        """`field` is the JSON field with the entries. `form` is the number of the file's format;
+        files with other numbers are not read. `flag` is the command-line flag that names the
+        file."""
         self._path = path.expanduser()
         self._field, self._form, self._flag = field, form, flag
 
@@ -54,7 +55,7 @@ class MeasurementFile:
             return {}
         except (OSError, ValueError, KeyError, TypeError):
             logger.warning(
-                "%s can't be read as a file of kept %s, and is left out", self._path, self._field
+                "%s can't be read as a file of stored %s, and is ignored", self._path, self._field
             )
             return {}
         return {

@@ -8,8 +8,8 @@
 
 Such a field is all that an option needs: command-line flags, keys of a YAML file, arguments of
 `LLM(...)`, checks and the reference in docs/python.md are made from it. Each component declares its
-options in a frozen dataclass, and `options.engine_options` joins them. Only light imports, because
-`quire --version` imports this module.
+options in a frozen dataclass, and `options.engine_options` joins them. Imports no slow modules,
+because `quire --version` imports this module.
 """
 
 import inspect
@@ -41,7 +41,7 @@ _UNITS = {
 class Kind(ABC):
     """The values that an option accepts."""
 
-    #: Stands for a value in the help of the flag.
+    #: Placeholder for the value in the flag's help.
     metavar: ClassVar[str | None] = None
     #: The type of number that the flag is parsed as; None leaves it as text for `validate`.
     number: ClassVar[type[int] | type[float] | None] = None
@@ -50,7 +50,7 @@ class Kind(ABC):
     def validate(self, name: str, value: Any, *, is_optional: bool) -> Any:
         """Check a value and convert it to the field's type.
 
-        is_optional says that the option may be None, but None is never passed here. Raises
+        `is_optional` says that the option may be None, but `value` is never None. Raises
         ConfigurationError, which names the option, the value and the bound.
         """
 
@@ -277,13 +277,13 @@ class JsonObject(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The ways in which an option's flag differs from the one that its name and kind imply."""
+    """The differences between an option's flag and the flag that its name and kind imply."""
 
     #: The flag's name without dashes in front; None derives it from the option's name.
     name: str | None = None
     #: Further flags for the option.
     others: tuple[str, ...] = ()
-    #: Stands for a value in the help; None means the kind's metavar.
+    #: Placeholder for the value in the help; None means the kind's metavar.
     metavar: str | None = None
     #: The default as the help prints it. None means the default itself, and "" prints none.
     shown: str | None = None
@@ -313,9 +313,9 @@ def option(
 ) -> Any:
     """Make a dataclass field that is an option. The field's type says whether None is allowed.
 
-    help is a line for the command line, in which "{names}" stands for the kind's names. The
-    reference prints doc, or help if there is no doc. `group` is the flag's group in the help; None
-    means that the option has no flag.
+    `help` is a line for the command line, in which "{names}" stands for the kind's names. The
+    reference prints `doc`, or `help` if there is no doc. `group` is the flag's group in the help;
+    None means that the option has no flag.
     """
     declared = Option(kind, help, doc or help, group, flag or Flag())
     is_secret = isinstance(kind, Texts) and kind.is_secret
@@ -408,8 +408,8 @@ def flag_name(each: Field[Any], declared: Option) -> str:
 
 
 def flag_words(options: type, given: Mapping[str, Any]) -> list[str]:
-    """The words of a command line that set options to the values in `given`, in the order of
-    their declaration."""
+    """The words of a command line that set options to the values in `given`, in the order in which
+    the options are declared."""
     words: list[str] = []
     for each, declared in declared_options(options):
         value, name = given.get(each.name), flag_name(each, declared)
