@@ -1,8 +1,8 @@
 """Stores measured step costs in a file for later plans on the same machine.
 
-The key of an entry in `~/.cache/quire/step_costs.json` has everything that affects step times. These
-are the structure of the model's files, number formats, block size, kernels, threads, device and machine,
-the options that change how steps are computed, and quire's version.
+The key of an entry in `~/.cache/quire/step_costs.json` has everything that affects step times.
+These are the structure of the model's files, number formats, block size, kernels, threads, device
+and machine, the options that change how steps are computed, and quire's version.
 """
 
 from collections.abc import Mapping
