@@ -10,7 +10,7 @@ FileStamps = tuple[tuple[int, int, int] | None, ...]
 
 
 def file_stamps(folder: str) -> FileStamps:
-    """Inode, size and time of each adapter file in `folder`; if they are equal later, no file has
+    """The stamp of each adapter file in `folder`. While the stamps stay equal, no file has
     changed."""
     return tuple(_file_version(Path(folder) / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
 

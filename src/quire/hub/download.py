@@ -171,11 +171,11 @@ def _check_hash(file: _RemoteFile) -> None:
 
 
 class _StoppedError(Exception):
-    """The download stops because another one failed or the user interrupted it."""
+    """Raised to stop a download because another download failed or the user interrupted it."""
 
 
 class _CountedFile:
-    """The file that the hub's client writes to: counts its bytes, and raises when stopped."""
+    """The file to which the hub's client writes. It counts the bytes, and raises once stopped."""
 
     def __init__(self, file: BufferedRandom, name: str, progress: "_FetchProgress") -> None:
         self._file, self._name, self._progress = file, name, progress
@@ -199,7 +199,7 @@ class _CountedFile:
 
 
 class _FetchProgress:
-    """Counts the received bytes of all files together. To be used in a `with` statement."""
+    """Counts the bytes on disk of all files together. Used as a context manager."""
 
     def __init__(self, repo: str, files: Sequence[_RemoteFile], on_bytes: OnBytes | None) -> None:
         #: Set to end all downloads.

@@ -89,6 +89,6 @@ def _why_not(name: str, error: Exception) -> str:
 
 
 def _without_owner(name: str) -> str:
-    """Advice for a hub id without "OWNER/", which few old models have; "" if the id has an
-    owner."""
+    """Advice to add the owner to a hub id without "OWNER/"; "" if the id has an owner. (Few models,
+    all of them old, have ids without an owner.)"""
     return "" if "/" in name else "; a hub id has an owner, as in 'Qwen/Qwen3-0.6B'"

@@ -31,7 +31,7 @@ from quire.hub.weight_files import has_weights, weight_paths
 from quire.observability.log import get_logger
 
 _SERVER_FAILURES = 500
-"""HTTP statuses from this one on mean that the hub has failed; lower ones mean that it refuses."""
+"""HTTP statuses of this value or more mean that the hub failed, lower statuses that it refused."""
 
 logger = get_logger(__name__)
 
@@ -98,7 +98,7 @@ def fetch_text(name: str, revision: str | None) -> Path:
 
 
 def _list(name: str, revision: str | None) -> Repository | Exception:
-    """The hub's file list, or the error that prevented it; the cache may still have the model."""
+    """The hub's file list, or the error that prevented it (the model may still be in the cache)."""
     validate_repo_id(name)
     try:
         return list_repository(name, revision)
@@ -156,7 +156,7 @@ def _fetch_weights(
 
 
 def _cached_model(name: str, choice: str | None, revision: str | None, reason: Exception) -> Path:
-    """The path of a model in the cache. `reason` is the error from the hub, for messages."""
+    """The path of a model in the cache. `reason` is the hub's error, which messages quote."""
     snapshot = _cached_snapshot(name, revision)
     names = [] if snapshot is None else [path.name for path in snapshot.iterdir()]
     # Without a choice, a model in Hugging Face's format is preferred to GGUF files.

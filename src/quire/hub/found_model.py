@@ -7,8 +7,8 @@ from pathlib import Path
 from quire.hub.gguf.naming import model_stem
 
 Check = Callable[[Path], object]
-"""Called before the weights are fetched, with a folder that has all other files, or with a copy of
-a GGUF file's header. Raises an error of quire if the model can't be served."""
+"""A check that runs before the weights are fetched. It gets a folder that has all other files, or a
+copy of a GGUF file's header, and raises a QuireError if the model can't be served."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (the current step in words, bytes present, bytes in total)."""
@@ -26,17 +26,17 @@ class FoundModel:
     revision: str | None = None
 
     def name_for_clients(self, name: str) -> str:
-        """The model's name in the API: `name`, the one given by the user; but for the path of a
-        GGUF file, the model's name within the file name."""
+        """The name under which the API serves the model: `name`, which the user gave. If that is
+        the path of a GGUF file, the part of the file name that names the model."""
         if self.folder.is_file() and Path(name).expanduser() == self.folder:
             return model_stem(self.folder.name)
         return name
 
     def named_for_others(self, name: str) -> tuple[str, str | None]:
-        """(model, revision) for another process that is to find the same model.
+        """(model, revision) with which another process can find the same model.
 
-        `name` is the name given by the user.
-        If the weights are missing, `model` is the hub id, not the folder: the engine fetches the
-        weights after it has checked that it can serve the model.
+        `name` is the name that the user gave. If the weights are missing, `model` is that name
+        instead of the folder: the engine fetches the weights after it has checked that it can serve
+        the model.
         """
         return (str(self.folder), None) if self.has_weights else (name, self.revision)

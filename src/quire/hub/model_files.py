@@ -25,19 +25,20 @@ _MAX_TEXT_CHARACTERS = 300
 
 
 def shown_name(name: str) -> str:
-    """A name from a file for a message; quoted and cut if it is long or has odd characters."""
+    """A name from a file, for a message: quoted and cut if it is long or has unprintable
+    letters."""
     return name if name.isprintable() and len(name) <= _MAX_NAME_CHARACTERS else shown(name)
 
 
 def shown_text(error: object) -> str:
-    """A library's error in one line of at most _MAX_TEXT_CHARACTERS characters, for a message."""
+    """A library's error message as one line of at most _MAX_TEXT_CHARACTERS characters."""
     text = " ".join(str(error).split())
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if len(text) <= _MAX_TEXT_CHARACTERS else text[:_MAX_TEXT_CHARACTERS] + "..."
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError if there is none."""
+    """The JSON object that the file `path` holds. Raises CheckpointError if it holds none."""
     if not path.parent.is_dir():
         raise CheckpointError(f"{path.parent} is not a folder; name one in Hugging Face's format")
     try:
@@ -52,7 +53,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """The JSON list of objects in `path`. Raises CheckpointError if there is none."""
+    """The JSON list of objects that the file `path` holds. Raises CheckpointError if it holds
+    none."""
     try:
         content = _read(path)
     except OSError as error:
@@ -64,13 +66,13 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `content`. `what` names it in messages.
+    """The JSON object in `content`. `what` names its source in messages.
 
-    Raises CheckpointError for anything else, and if a name occurs twice in an object.
+    Raises CheckpointError for any other content, and if a name occurs twice in an object.
     """
     try:
-        # The parser itself refuses integers of more than 4,300 digits.
-        # Windows editors put a byte-order mark before the text, which JSON does not allow.
+        # Python's parser refuses integers of more than 4,300 digits. "utf-8-sig" skips the
+        # byte-order mark that Windows editors write, which JSON does not allow.
         found = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
     except RecursionError:
         raise CheckpointError(f"{what} nests too deeply to be read; fetch it again") from None
@@ -84,7 +86,8 @@ def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
 
 
 def foreign_content(start: bytes) -> str | None:
-    """A known kind of content that a file holds by mistake, and what to do; None if unknown.
+    """Text for a message: a known kind of content that a file holds by mistake, and what to do
+    about it. None if the kind is unknown.
 
     `start` holds the first bytes of the file.
     """

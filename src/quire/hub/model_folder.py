@@ -18,7 +18,7 @@ from quire.hub.ollama_names import advice_for
 from quire.hub.weight_files import has_weights
 
 _HUB_PAGES = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
-"""Prefixes of a hub id in a browser, and in Ollama's names of the hub's models."""
+"""Prefixes that browsers, and Ollama for models of the hub, put before a hub id."""
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded_model"
 
 
@@ -56,9 +56,9 @@ def resolve_model_folder(
 def find_model(
     name: str | None, revision: str | None = None, *, needs_tokenizer: bool = False
 ) -> FoundModel:
-    """The model's folder without its weights, or a copy of its GGUF file's header; or the whole
-    model if it is already on this machine. Arguments and errors are those of
-    `resolve_model_folder`, which fetches the rest."""
+    """Find a model without fetching its weights. The result has all other files, or a copy of its
+    GGUF file's header; or the whole model if it is already on this machine. Arguments and errors
+    are those of `resolve_model_folder`, which fetches the weights."""
     folder = _local_folder(name, revision)
     if folder is not None:
         return FoundModel(folder)
@@ -116,8 +116,8 @@ def _whole_gguf(path: Path) -> Path:
 
 
 def _refuse_what_is_no_id(name: str, folder: Path) -> None:
-    """Raises CheckpointError for names that are not looked up at the hub: files, paths that don't
-    exist, and names that browsers and Ollama give to models of the hub."""
+    """Raises CheckpointError for names that can't be hub ids: files, paths that don't exist, and
+    the forms in which browsers and Ollama write hub ids."""
     if name and folder.is_file():
         raise CheckpointError(
             f"{name} is a file, but a model is a folder (config.json, tokenizer.json, "

@@ -1,7 +1,7 @@
 """Maps names of Ollama's library to the hub ids of the same models.
 
-The table must be updated when Ollama's library changes. Called by `model_folder` for advice when a
-user gives such a name in place of a hub id.
+The table must be updated when Ollama's library changes. Called by `model_folder`, to advise a user
+who gives such a name in place of a hub id.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,8 @@ class _Family:
 
     #: The hub id, with `{}` in place of the size.
     hub_id: str
-    #: The sizes as in Ollama's tags; the first one is its `latest`. Empty if there is one model.
+    #: The sizes in Ollama's tags; the tag `latest` is the first size. Empty if the family has one
+    #: model.
     sizes: tuple[str, ...] = ()
     #: Whether the hub id has the size in upper case.
     has_upper_case: bool = True

@@ -29,7 +29,7 @@ from quire.hub.weight_files import (
 TOKENIZER_FILE = "tokenizer.json"
 
 _ALWAYS_THERE = ".gitattributes"
-"""A file to fetch if no other is needed, since the hub's client warns if it finds none to fetch."""
+"""A file to fetch if no other file is needed. The hub's client warns if a pattern matches none."""
 _TEXT_PATTERNS = ("*.json", "*.jinja")
 _UNUSED_PATTERNS = ("*.index.json", "trainer_state.json")
 _IN_FOLDERS = re.compile(r"\d+_\w+/config\.json|additional_chat_templates/[^/]+\.jinja")
@@ -54,8 +54,8 @@ class Repository:
         return [name for name in self.sizes if _is_text_file(name)]
 
     def gguf_files(self, choice: str | None, *, is_needed: bool = True) -> tuple[str, ...]:
-        """The files of one GGUF model, as `choose_gguf` returns them. Empty if `choice` is None and
-        either the repository has weights in Hugging Face's format or is_needed is False."""
+        """The files of one GGUF model, as `choose_gguf` returns them. If `choice` is None, empty if
+        the repository has weights in Hugging Face's format, or if not `is_needed`."""
         if choice is None and (has_weights(self.sizes) or not is_needed):
             return ()
         return choose_gguf(self.name, self.sizes.keys(), choice)
@@ -67,7 +67,7 @@ class Repository:
         weights_file(self.name, self.sizes)
 
     def check_text(self, *, needs_tokenizer: bool) -> None:
-        """Check the same files as `check`, except for weights."""
+        """Raises CheckpointError if the repository lacks a needed file other than the weights."""
         if not self.sizes.keys() & {"config.json", TOKENIZER_FILE}:
             raise CheckpointError(
                 f"{self.name} has neither config.json nor {TOKENIZER_FILE}; name a model in Hugging"
@@ -99,8 +99,8 @@ class Repository:
         return folder
 
     def weight_files(self, folder: Path) -> list[str]:
-        """The names of the files with weights. `folder` has the text files. Raises CheckpointError
-        if a file that the index names is not in the list."""
+        """The names of the files with weights. `folder` holds the text files, such as the index.
+        Raises CheckpointError if a file in the index is not in the repository."""
         if weights_file(self.name, self.sizes) == SINGLE_FILE:
             return [SINGLE_FILE]
         shards = shard_names(folder / INDEX_FILE)
@@ -109,7 +109,8 @@ class Repository:
 
 
 def list_repository(name: str, revision: str | None) -> Repository:
-    """Ask the hub, with HF_ENDPOINT and HF_TOKEN. Raises the errors of its client."""
+    """Ask the hub for a model's file list. Uses HF_ENDPOINT and HF_TOKEN. Raises the errors of the
+    hub's client."""
     info = HfApi().model_info(name, revision=revision, files_metadata=True)
     siblings = info.siblings or []
     assert info.sha is not None

@@ -21,12 +21,12 @@ _MAX_NAMES_SHOWN = 3
 
 
 def has_weights(names: Collection[str]) -> bool:
-    """Whether files of these names are a model's weights in Hugging Face's format."""
+    """Whether a model whose files have these names has weights in Hugging Face's format."""
     return SINGLE_FILE in names or INDEX_FILE in names
 
 
 def weights_file(what: str, names: Collection[str]) -> str:
-    """SINGLE_FILE or else INDEX_FILE, whichever the model has. `names` are its files' names.
+    """SINGLE_FILE if it is among the model's files `names`, else INDEX_FILE.
 
     `what` is the folder or hub id for messages. Raises CheckpointError if the model has neither.
     """
@@ -62,12 +62,13 @@ def weights_file(what: str, names: Collection[str]) -> str:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files in an index, sorted. Raises CheckpointError if the index is invalid."""
+    """The sorted names of the files that an index lists. Raises CheckpointError if it is
+    invalid."""
     return sorted(set(read_weight_map(index).values()))
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> name of the file that holds it, from an index. Raises CheckpointError if the
+    """Maps each tensor's name to the name of its file, from an index. Raises CheckpointError if the
     index is invalid."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -21,7 +21,7 @@ _MAX_NAMES_SHOWN = 24
 
 
 def split_choice(name: str) -> tuple[str, str | None]:
-    """Split a name into the hub id and the choice after its colon; None if it has no colon."""
+    """Split a name into (hub id, choice after its colon); the choice is None without a colon."""
     repository, colon, choice = name.partition(":")
     return repository, choice if colon else None
 
@@ -32,9 +32,9 @@ def choose_gguf(
     """The files of the chosen model, in order; empty if `choice` is None and there is no GGUF
     model.
 
-    `what` names the repository in messages. `names` are the names of all its files. `where` says in
-    messages that `names` may be incomplete. Raises CheckpointError that lists the models if the
-    choice does not determine one.
+    `what` names the repository in messages. `names` are the names of all its files. `where` is an
+    addition to messages, for a list of names that may be incomplete. Raises CheckpointError that
+    lists the models if `choice` matches none of them or several.
     """
     models = models_of(names)
     if choice is None and len(models) < 2:
@@ -64,13 +64,13 @@ def choose_gguf(
 
 
 def label_of(first: str) -> str:
-    """A model's quantization, or `first`, its first file's name, if that contains none."""
+    """The quantization in the name of a model's first file; without one, the whole name."""
     return quant_label(PurePosixPath(first).name) or first
 
 
 def _matches(models: Mapping[str, tuple[str, ...]], choice: str) -> list[str]:
-    """Try the rules in order until one fits any model; return the first file of each fitting
-    model."""
+    """The first files of the models that `choice` means, by the first of the rules below that
+    matches any model."""
     wanted = choice.lower()
     paths = {first: PurePosixPath(first.lower()) for first in models}
 

@@ -3,10 +3,10 @@
     tokenizer.ggml.eos_token_id, .eot_token_id, .eom_token_id    end a text, a turn, a message
     general.sampling.*                                            temperature, top_p and so on
 
-Most files name only the end token of the original tokenizer, although the model ends its answers
-with other tokens too, which its generation_config.json listed. As in llama.cpp (llama-vocab.cpp),
-these are found by their texts among the special tokens and the user-defined tokens, since older
-converters stored some special tokens as user-defined. Called by `models.generation_config`.
+Most files name only the end token of the original tokenizer. But the model may end its answers with
+other tokens, which the original generation_config.json listed. As in llama.cpp (llama-vocab.cpp),
+these tokens are found by their texts among the special tokens and the user-defined tokens, since
+older converters stored some special tokens as user-defined. Called by `models.generation_config`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ _SAMPLING = {
 
 
 def read_generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields in the form of generation_config.json, unchecked."""
+    """The fields of generation_config.json that the metadata has, unchecked."""
     fields: dict[str, Any] = {"eos_token_id": _end_tokens(metadata)}
     for name, stored in _SAMPLING.items():
         value = metadata.get(f"general.sampling.{stored}")
@@ -90,5 +90,5 @@ def _tokens(metadata: Mapping[str, Any], kind: int) -> list[tuple[str, int]]:
 
 
 def _decimal(value: Any) -> Any:
-    """A float as the shortest decimal with the same float32, which undoes the file's rounding."""
+    """The shortest decimal that rounds to the same float32, to undo the rounding in the file."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

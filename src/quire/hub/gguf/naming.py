@@ -21,9 +21,9 @@ _MAX_FILES = 9999
 _MAX_NAMES_SHOWN = 12
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _ENCODER, _NOTES = "mmproj", "imatrix"
-"""Words in the names of files with an image encoder or a quantizer's statistics instead of a model.
-The name of a model that was quantized with an importance matrix may also contain `imatrix`, but it
-names a quantization, too."""
+"""Words in the names of files that hold an image encoder or a quantizer's statistics, not a model.
+A model that was quantized with an importance matrix may also have `imatrix` in its name; then the
+name contains a quantization as well."""
 _LABEL = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*?)"
     r"(?:[-._]i?mat(?:rix)?)?(?:-\d{5}-of-\d{5})?\.gguf$",
@@ -33,8 +33,8 @@ _QUANTIZED = re.compile(r"(?:UD-)?(?:I?Q|TQ)\d")
 
 
 def models_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The first file's name of each model -> the sorted names of its files. A model whose first
-    file is missing is left out. `names` may include folders."""
+    """Maps the name of each model's first file to the sorted names of all its files. Leaves out
+    models whose first file is missing. `names` may include folders."""
     parts: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if _is_gguf_name(name) and not _is_no_model(name):
@@ -43,7 +43,7 @@ def models_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def first_name(name: str) -> str:
-    """The name of the model's first file, which holds the metadata, from any of its files."""
+    """The name of the first file of the model that `name` is a file of. It holds the metadata."""
     found = _SPLIT.fullmatch(name)
     if found is None:
         return name

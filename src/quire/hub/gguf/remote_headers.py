@@ -25,9 +25,9 @@ from quire.errors import CheckpointError
 from quire.hub.gguf.header import read_gguf
 
 FIRST_BYTES = 12 << 20
-"""The first request's size for a model's first file: enough for 200,000 tokens and their merges."""
+"""Bytes requested first of a model's first file: enough for 200,000 tokens and their merges."""
 LATER_BYTES = 256 << 10
-"""The first request's size for a model's later files, whose headers have only tensors."""
+"""Bytes requested first of a model's later files, whose headers list only tensors."""
 MOST_BYTES = 256 << 20
 """The most bytes fetched for one header."""
 _GROWTH = 4

@@ -13,7 +13,7 @@ NORMAL, CONTROL, BYTE = 1, 3, 6
 """Values of `tokenizer.ggml.token_type`."""
 
 _CONTROL_TEXT = re.compile(r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>")
-"""Special tokens in vocabularies of all kinds: <|im_end|>, and DeepSeek's with wide bars."""
+"""Matches special tokens of common vocabularies: <|im_end|>, and DeepSeek's with wide bars."""
 _CONTROL_OF_SENTENCEPIECE = frozenset(
     {"<unk>", "<s>", "</s>", "<pad>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"}
     | {"[INST]", "[/INST]"}

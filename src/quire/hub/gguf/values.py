@@ -22,7 +22,7 @@ from quire.errors import shown
 from quire.hub.model_files import shown_name
 
 Value = bool | int | float | str | npt.NDArray[Any] | Sequence[str]
-"""The value of a metadata field; arrays are read-only arrays of numbers or sequences of strings."""
+"""The value of a metadata field. An array is a read-only numpy array or a sequence of strings."""
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 """Ids of number types -> their letters in struct and numpy."""
@@ -32,7 +32,7 @@ _MAX_STRINGS = 1 << 21
 """The most strings in all arrays together. Reading a string takes a third of a microsecond.
 Vocabularies have up to 262,144 tokens and fewer than 600,000 merges."""
 _MAX_STRING_BYTES = 4 << 20
-"""The longest string; the longest published ones are chat templates of less than 100,000 bytes."""
+"""The most bytes of a string. The longest published strings are chat templates below 100,000."""
 _MAX_KEPT_BYTES = 32 << 20
 """The most characters of all strings outside arrays. One takes up to four bytes of memory."""
 
@@ -45,7 +45,8 @@ class StringArray(Sequence[str]):
     """The strings of an array in a file, each decoded when it is accessed."""
 
     def __init__(self, content: mmap.mmap, starts: "array[int]") -> None:
-        """`starts` has the offset of each string's length field, and then the array's end."""
+        """`starts` has the offset of each string's length field, and the offset of the array's
+        end."""
         self._content = content
         self._starts = starts
 
@@ -69,7 +70,7 @@ class StringArray(Sequence[str]):
 
 
 class FieldReader:
-    """Reads values from the file's byte `at` on. The methods raise MalformedError."""
+    """Reads values in order from the offset `at`. The methods raise MalformedError."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
@@ -83,7 +84,7 @@ class FieldReader:
         return len(self._content) - self.at
 
     def number(self, letter: str, what: str) -> Any:
-        """Read a number of the type with this letter in struct."""
+        """Read a number. `letter` is its type in the module struct."""
         try:
             (value,) = struct.unpack_from("<" + letter, self._content, self.at)
         except struct.error:
