@@ -5,8 +5,8 @@
     memory_of_part  surrounds the loading of weights, and puts their pages on the part's nodes
     place           binds memory that is written later: the KV cache
 
-The memory of loaded weights also gets a memory policy. The policy moves no pages, but it makes
-Linux's automatic NUMA balancing, which moves pages to their readers, skip this memory.
+The memory of loaded weights also gets a memory policy. The policy moves no pages. But it makes
+Linux's automatic NUMA balancing, which would move pages to their readers, skip this memory.
 
 If the system forbids memory policies, as in a container without the capability SYS_NICE, threads
 are still bound, and the log says so. Linux then puts a page on the node of the thread that first
@@ -147,8 +147,8 @@ def choose_binding(
 class Binding:
     """Binds one rank's threads and memory to its part, as far as the system allows.
 
-    Invariant: after the first refused call on memory, one line is logged and no more calls on
-    memory are made.
+    Invariant: after the system has refused a memory call, one line is logged and no more memory
+    calls are made.
     """
 
     def __init__(
@@ -188,7 +188,8 @@ class Binding:
     def free_bytes(self) -> int | None:
         """Bytes of free memory on the part's nodes, divided by the parts that use these nodes.
 
-        Read with the topology. None if the system shows no node with CPUs, so the part has none.
+        Measured when the topology was read. None if the part has no nodes, because the system shows
+        no node with CPUs.
         """
         if not self.part.memory_nodes:
             return None
@@ -200,7 +201,7 @@ class Binding:
         return name_nodes(self.part.memory_nodes)
 
     def bind_threads(self) -> None:
-        """Bind the calling thread, and with it the threads that it starts from now on."""
+        """Bind the calling thread. Threads that it starts from now on inherit the binding."""
         cpus = self.part.cpus_for(self.num_threads)
         self._is_bound = False
         try:
@@ -214,8 +215,8 @@ class Binding:
             )
 
     def expect(self, num_bytes: int) -> None:
-        """Announce the size of the part's weights and KV cache. If that is more than the free
-        memory, some pages will lie on other nodes, and the policy isn't strict."""
+        """Set the size of the part's weights and KV cache. If it exceeds the free memory, the
+        policy isn't strict, and some pages will lie on other nodes."""
         if (free_bytes := self.free_bytes) is None:
             return
         self._is_strict = num_bytes <= STRICT_SHARE * free_bytes
@@ -249,7 +250,7 @@ class Binding:
     def place(self, address: int, num_bytes: int) -> None:
         """Make this memory's unwritten pages come from the part, whichever thread writes them.
 
-        Memory that another thread has unmapped by now is skipped.
+        Memory that another thread has unmapped in the meantime is skipped.
         """
         self._try(
             lambda: self.calls.set_range_policy(address, num_bytes, self._policy, self._targets)
@@ -320,7 +321,7 @@ def name_nodes(nodes: Collection[int]) -> str:
 
 
 class _BoundThread(threading.local):
-    """The CPUs of the calling thread, before and after it was bound."""
+    """The CPUs that the calling thread may use, before and after it was bound."""
 
     #: (CPUs allowed before the binding, CPUs of the binding); None if the thread is not bound.
     before: tuple[set[int], set[int]] | None = None
@@ -336,7 +337,7 @@ def _set_affinity(cpus: Collection[int]) -> None:
 
 
 def unbound_cpus() -> set[int]:
-    """The CPUs that the calling thread may use if an earlier engine's binding is disregarded."""
+    """The CPUs that the calling thread could use without the binding of an earlier engine."""
     now, before = os.sched_getaffinity(0), _thread.before
     return before[0] if before is not None and before[1] == now else now
 

@@ -1,6 +1,6 @@
 """The option `numa`: on which memory nodes and CPUs of the machine an engine computes.
 
-`binding` applies it. Torch-free, so that the command line can check it.
+`binding` applies the option. It imports no torch, so that the command line can read the option.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,8 @@ class NumaOptions(Options):
 
     @property
     def numa_nodes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
-        """The named nodes and CPUs (None: all CPUs of the nodes); None on "auto" and "off"."""
+        """(nodes, CPUs) that the option names; CPUs None: all of the nodes. None on "auto",
+        "off"."""
         if self.numa in (AUTO, OFF):
             return None
         nodes, colon, cpus = self.numa.partition(":")

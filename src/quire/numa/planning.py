@@ -1,7 +1,7 @@
 """Divides a machine's cores and memory nodes into parts for ranks or replicas.
 
-A pure function of a `Topology`. Every part computes on the cores of its own nodes, with one thread
-per physical core, and has its memory there:
+Plans depend only on a `Topology`. Every part computes on the cores of its own nodes, with one
+thread per physical core, and its memory is on these nodes:
 
     as many parts as nodes      each has one node
     fewer parts than nodes      each has several nodes that are near each other
@@ -23,7 +23,7 @@ from quire.numa.topology import Node, Topology, format_list
 class Part:
     """The cores and memory nodes of one rank or replica."""
 
-    #: Nodes that the cores or the memory belong to.
+    #: The nodes of the cores, and the nodes of the memory.
     nodes: tuple[int, ...]
     #: Nodes over which pages are spread evenly; empty if the system knows no nodes.
     memory_nodes: tuple[int, ...]
@@ -31,7 +31,7 @@ class Part:
     cpus: tuple[int, ...]
     #: The other hardware threads of these cores.
     siblings: tuple[int, ...]
-    #: Whether another part has some of these cores, too.
+    #: Whether some of these cores are also in another part.
     shares_cores: bool
     #: Number of parts, including this part, that have their memory on these nodes.
     num_sharing: int = 1
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """A node with memory (the home of some cores), and the cores that use its memory."""
+    """A node with memory, together with the cores that use this memory."""
 
     node: Node
     #: The nodes to which these cores belong: the node itself and nodes without memory.
@@ -62,7 +62,7 @@ class _Home:
 
 
 def plan(topology: Topology, num_parts: int, *, uses_bare_memory: bool = False) -> tuple[Part, ...]:
-    """The parts, at least one, in the order of ranks or replicas; parts of one node are adjacent.
+    """The parts in the order of ranks or replicas, at least one. Parts of one node are adjacent.
 
     If `uses_bare_memory`, a node without CPUs adds its memory to the part with the nearest node.
     Raises ConfigurationError if no CPU is left.
@@ -89,7 +89,7 @@ def plan(topology: Topology, num_parts: int, *, uses_bare_memory: bool = False) 
 
 
 def _used_nodes(topology: Topology) -> list[_Home]:
-    """The nodes whose memory is used, in order of their numbers, with the cores that use it."""
+    """The nodes whose memory is used, sorted by number, each with the cores that use its memory."""
     with_cpus = [node for node in topology.nodes if node.cpus]
     with_memory = [node for node in topology.nodes if node.memory_bytes]
     candidates = [node for node in with_cpus if node.memory_bytes] or with_memory
@@ -107,7 +107,7 @@ def _used_nodes(topology: Topology) -> list[_Home]:
 
 
 def _with_bare_memory(topology: Topology, homes: Sequence[_Home]) -> list[_Home]:
-    """The homes with each node that has memory but no CPUs added to its nearest home."""
+    """The homes, with the memory of each node without CPUs added to the home nearest to it."""
     known = {home.node.id for home in homes}
     found: dict[int, list[int]] = {number: [] for number in known}
     for node in topology.nodes if homes else ():
@@ -137,8 +137,7 @@ def _distance(node: Node, group: Sequence[_Home]) -> int:
 
 
 def _sharing(homes: Sequence[_Home], num_parts: int) -> tuple[Part, ...]:
-    """The parts if there are more parts than nodes: each joins the node that gives it most
-    cores."""
+    """The parts if they outnumber the nodes: each is put on the node with most cores per part."""
     counts = [0] * len(homes)
     for _ in range(num_parts):
         index = max(

@@ -1,9 +1,9 @@
 """Moves pages from other memory nodes to the process's own nodes, while an engine is idle.
 
 A page lies on another node if it was written before memory was bound, or while its own node was
-full. All private anonymous memory of the process is searched in pieces. A piece starts only if the
-engine has been idle for IDLE_S and takes about PIECE_S, the most that an arriving request waits for
-it. Called between the iterations of the loops of engines and ranks.
+full. All private anonymous memory of the process is searched in pieces. A piece starts only after
+the engine has been idle for IDLE_S, and takes at most about PIECE_S, so that an arriving request
+waits no longer. Called between the iterations of the loops of engines and ranks.
 """
 
 import errno
@@ -46,7 +46,7 @@ class Stragglers:
         clock: Callable[[], float] = time.monotonic,
         regions: Callable[[], list[Region]] = anonymous_memory,
     ) -> None:
-        """`regions` lists the process's memory at the time of the call."""
+        """`regions` returns the address ranges of the process's memory when it is called."""
         self._binding = binding
         self._clock = clock
         self._regions = regions
@@ -62,9 +62,9 @@ class Stragglers:
         self.num_stuck_pages = 0
 
     def search_when_idle(self, idle_s: float) -> float | None:
-        """Do one piece of the search, given that the engine has been idle for `idle_s`.
+        """Search one piece if it is due. The engine has been idle for `idle_s` seconds.
 
-        Returns the number of seconds until the next call is due; None if no call is needed.
+        Returns the seconds until the next call is due; None if no further call is needed.
         """
         if self._is_refused or not self._binding.binds_memory:
             return None
@@ -125,7 +125,7 @@ class Stragglers:
         return self._binding.calls
 
     def _outside(self, pages: Addresses) -> Addresses:
-        """The pages that are present on other nodes."""
+        """The entries of `pages` that are present in memory but lie on other nodes."""
         nodes = self._calls.nodes_of(pages)
         return pages[(nodes >= 0) & ~np.isin(nodes, self._binding.part.memory_nodes)]
 

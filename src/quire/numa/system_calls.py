@@ -38,7 +38,7 @@ Statuses: TypeAlias = NDArray[np.int32]
 
 
 class MemoryPolicy(IntEnum):
-    """The nodes from which new pages come. The values are Linux's."""
+    """A policy that chooses the nodes of new pages. The values are Linux's."""
 
     #: The node of the CPU that first writes the page.
     DEFAULT = 0
@@ -51,7 +51,7 @@ class MemoryPolicy(IntEnum):
 
 
 class LinuxCalls:
-    """The system calls; each raises OSError."""
+    """Calls the system. Each method raises OSError."""
 
     def __init__(self) -> None:
         self._syscall: Any = ctypes.CDLL(None, use_errno=True).syscall
@@ -60,7 +60,7 @@ class LinuxCalls:
         self._mbind, self._set_mempolicy, self._get_mempolicy, self._move_pages = numbers
 
     def thread_policy(self) -> int:
-        """Linux's number of the calling thread's policy, which may be missing in `MemoryPolicy`."""
+        """Linux's number of the calling thread's policy. `MemoryPolicy` may lack this number."""
         mode = ctypes.c_int()
         self._call("get_mempolicy", self._get_mempolicy, ctypes.byref(mode), None, 0, None, 0)
         return mode.value & 0xFF  # without its flags
@@ -73,9 +73,9 @@ class LinuxCalls:
     def set_range_policy(
         self, address: int, num_bytes: int, policy: MemoryPolicy, nodes: Collection[int]
     ) -> None:
-        """Set the policy of the whole pages in a range, whichever thread writes them.
+        """Set the policy of the pages that lie fully in a range, whichever thread writes them.
 
-        Pages that are present stay on their nodes.
+        Pages that are already present stay on their nodes.
         """
         begin = -(-address // PAGE_BYTES) * PAGE_BYTES
         end = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES

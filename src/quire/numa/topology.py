@@ -4,9 +4,9 @@
     sys/devices/system/cpu/      online, cpuN/topology/thread_siblings_list
     proc/thread-self/status      Cpus_allowed_list, Mems_allowed_list; else proc/self/status
 
-The files are read below a root, which is / or a folder with recorded files of another machine.
-A missing file has a default: without siblings there is no SMT, and without a list of allowed CPUs
-or nodes all are allowed. `planning` uses the result.
+The files are read below a root folder: / or a folder with recorded files of another machine. If a
+file is missing, a default is used: without siblings there is no SMT, and without a list of allowed
+CPUs or nodes all are allowed. `planning` uses the result.
 """
 
 import re
@@ -24,7 +24,7 @@ _RECLAIMABLE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The part of one memory node that this process may use."""
+    """A memory node, restricted to the CPUs and memory that this process may use."""
 
     id: int
     #: Numbers of the online, allowed CPUs. A node without CPUs has only memory, such as CXL.
@@ -68,7 +68,7 @@ class Topology:
     def only(
         self, cpus: Collection[int] | None = None, nodes: Collection[int] | None = None
     ) -> "Topology":
-        """The same machine, restricted to these CPUs and nodes; None means all."""
+        """The same machine, restricted to these CPUs and nodes. None means no restriction."""
         kept = [node for node in self.nodes if nodes is None or node.id in nodes]
         allowed = set(self.cpus if nodes is None else [cpu for node in kept for cpu in node.cpus])
         if cpus is not None:
@@ -136,7 +136,7 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def _allowed(root: Path) -> tuple[set[int] | None, set[int] | None]:
-    """The CPUs and nodes that affinity and cpusets allow; None if the file doesn't say."""
+    """(CPUs, nodes) that affinity and cpusets allow; None for a list that the file lacks."""
     text = _text(root / "proc/thread-self/status") or _text(root / "proc/self/status")
     found: dict[str, set[int]] = {}
     for line in text.splitlines():
@@ -193,7 +193,7 @@ def _siblings(folder: Path, cpu: int) -> tuple[int, ...]:
 
 
 def _cores(cores: Iterable[Iterable[int]], cpus: set[int]) -> tuple[tuple[int, ...], ...]:
-    """The cores restricted to `cpus`, without empty and duplicate ones."""
+    """The cores restricted to `cpus`, without empty cores and duplicates."""
     left = {tuple(sorted(cpus & set(core))) for core in cores}
     return tuple(sorted(core for core in left if core))
 
