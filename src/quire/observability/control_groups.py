@@ -15,7 +15,7 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 class ControlGroup(NamedTuple):
-    """A control group that limits this process."""
+    """A control group whose limits apply to this process."""
 
     #: The group's folder, which may be missing.
     folder: Path
@@ -52,14 +52,14 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[ControlGroup]
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a kernel file, whose folder names may not be UTF-8."""
+    """The lines of a kernel file. Names of folders in them may not be UTF-8."""
     return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
 
 
 def _seen_parents(group: PurePosixPath, top: PurePosixPath) -> tuple[PurePosixPath, ...]:
-    """The group and its parents up to `top`, relative to `top`.
+    """The group and its parents up to `top`, as paths relative to `top`.
 
-    If the group is not below `top`, as for a process moved out of its namespace's root, only `top`
+    If the group is not below `top` (a process may be moved out of its namespace's root), only `top`
     is visible.
     """
     if ".." in group.parts or not group.is_relative_to(top):

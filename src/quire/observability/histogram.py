@@ -26,8 +26,8 @@ class Histogram:
     def __init__(self, bounds: tuple[float, ...] = DURATION_BOUNDS_S) -> None:
         assert bounds and list(bounds) == sorted(set(bounds)), bounds
         self.bounds = bounds
-        #: For each bound, the number of values up to and including it but above the previous bound.
-        #: The last count is for values above all bounds.
+        #: Counts by bucket. The values in a bucket are at most its bound and above the previous
+        #: bound. The last bucket has the values above all bounds.
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 

@@ -52,8 +52,8 @@ _current: ContextVar[CallContext | None] = ContextVar("quire_call", default=None
 def begin_call(call: CallContext) -> None:
     """Mark `call` as served by this task and by all tasks that it starts from now on.
 
-    The mark is never removed. Each call has its own task, and log lines of the HTTP server after
-    the application has returned or failed belong to the call as well.
+    The mark is never removed, because each call has its own task. Lines that the HTTP server logs
+    after the application has returned or failed belong to the call as well.
     """
     _current.set(call)
 
@@ -64,8 +64,8 @@ def current_call() -> CallContext | None:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger for the `__name__` of a module. It is a child of the logger `quire`, which
-    `configure` sets up."""
+    """The logger for a module's `__name__`: a child of the logger `quire`, which `configure` sets
+    up."""
     inside = name == "quire" or name.startswith("quire.")
     return logging.getLogger(name if inside else f"quire.{name}")
 

@@ -21,8 +21,8 @@ class _Names(NamedTuple):
     usage: str
     #: A line of memory.stat.
     reclaimable: str
-    #: The file whose line "oom_kill" counts the group's processes that the kernel has killed for
-    #: lack of memory in the group or the machine.
+    #: A file with a line "oom_kill": the number of the group's processes that the kernel has killed
+    #: because the group or the machine lacked memory.
     kills: str
 
 
@@ -77,7 +77,7 @@ def _meminfo_bytes(root: Path, name: str) -> int:
 
 
 def _unmapped_bytes(root: Path) -> list[int]:
-    """The bytes below the address space limit (`ulimit -v`) that are left; empty if unlimited."""
+    """The bytes left below the limit of the address space (`ulimit -v`); empty without a limit."""
     limits, mapped = root / "proc/self/limits", root / "proc/self/statm"
     if not limits.is_file():
         return []
@@ -92,8 +92,8 @@ def _unmapped_bytes(root: Path) -> list[int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """The folders of this process's control group and of its parents. Their files may be missing,
-    which `_numbers` accepts."""
+    """(folder, names of its files) of this process's control group and of its parents. The files
+    may be missing, which `_numbers` accepts."""
     for group in control_groups("memory", root):
         yield group.folder, _V2 if group.version == 2 else _V1
 

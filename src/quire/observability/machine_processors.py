@@ -13,8 +13,8 @@ from quire.observability.control_groups import ROOT, ControlGroup, control_group
 def usable_processors(root: Path = ROOT) -> int:
     """The number of processors that this process may run on, at least 1.
 
-    It is at most the CPU quota of the control groups, rounded down, because a quota would suspend
-    an additional thread in the middle of a step.
+    It is at most the CPU quota of the control groups, rounded down: if more threads ran, the system
+    would suspend them in the middle of a step.
     """
     count = len(os.sched_getaffinity(0))
     limit = cpu_limit(root)

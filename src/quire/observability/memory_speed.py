@@ -24,7 +24,7 @@ def measure_reads(num_threads: int, available_bytes: int, seconds: float) -> flo
     until_s = time.perf_counter() + seconds
 
     def read(array: "np.ndarray[Any, np.dtype[np.uint64]]") -> float:
-        """Repeatedly compute the maximum, which numpy does without the GIL and with SIMD."""
+        """Compute the array's maximum repeatedly; numpy does it without the GIL and with SIMD."""
         num_bytes, began_s = 0, time.perf_counter()
         while True:
             array.max()

@@ -1,7 +1,7 @@
 """Reads a GPU's utilization from NVIDIA's driver once a second, in a thread.
 
-It needs the package nvidia-ml-py and a driver. The driver doesn't report the utilization of a part
-of a GPU (MIG). A query may take milliseconds, for which only this thread waits.
+It needs the package nvidia-ml-py and a driver. For a part of a GPU (MIG), the driver reports no
+utilization. A query may take milliseconds; only this thread waits for it.
 """
 
 import threading
@@ -19,7 +19,7 @@ class GpuReadings:
     """The last reading of one GPU. Its thread ends when this object is deleted."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
-        """nvml is the initialized module, and handle its handle of the GPU. Raises NVMLError."""
+        """`nvml` is the initialized module. `handle` is its handle of the GPU. Raises NVMLError."""
         self._last = _read(nvml, handle)
         self._ended = threading.Event()
         weakref.finalize(self, self._ended.set)

@@ -56,7 +56,7 @@ class Spans:
 
     def close(self) -> None:
         """Send the remaining spans for at most FLUSH_TIMEOUT_S seconds, and end the thread."""
-        # The libraries would wait for each batch in turn, even if the endpoint accepts none.
+        # The libraries would wait for each batch separately, even if the endpoint accepts none.
         last = threading.Thread(target=self._provider.shutdown, name="quire-spans", daemon=True)
         last.start()
         last.join(FLUSH_TIMEOUT_S)

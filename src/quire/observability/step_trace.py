@@ -29,13 +29,13 @@ class StepTiming:
 
     #: `build_s` to `sample_s` belong to the last launched step; on a GPU, they time the launches.
     build_s: float = 0.0
-    #: The attention backend's planning.
+    #: The time of the attention backend's planning.
     plan_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
     #: The device's time for the step whose result was fetched last; 0 if it is not measured.
     device_s: float = 0.0
-    #: An upper bound of the part of `device_s` in which the device waited for launches.
+    #: The most that the device may have waited for launches, as a part of `device_s`.
     launching_s: float = 0.0
     #: Whether `build_s` to `sample_s` also belong to the step whose result was fetched last.
     is_of_result: bool = False
@@ -56,12 +56,12 @@ class StepRecord:
     schedule_s: float
     #: The time to build the batch.
     build_s: float
-    #: The attention backend's planning.
+    #: The time of the attention backend's planning.
     plan_s: float
-    #: The forward pass, without batch building and planning; on a device, only its launch.
+    #: The time of the forward pass, without batch building and planning; on a GPU, of its launch.
     forward_s: float
     sample_s: float
-    #: Waiting for the result.
+    #: The time that the engine waited for the result.
     wait_s: float
     apply_s: float
     #: The sum of all phases. If steps overlap, the time since the end of the previous step.
@@ -69,8 +69,8 @@ class StepRecord:
     #: KV blocks held after the step.
     num_blocks_used: int
     num_preemptions: int
-    #: The times with and without a running step, since the previous result or since the engine last
-    #: got work after being idle (`engine.utilization`).
+    #: Seconds with and without a running step. They are counted from the previous result, or from
+    #: the time when the engine last got work after being idle (`engine.utilization`).
     busy_s: float = 0.0
     gap_s: float = 0.0
 
