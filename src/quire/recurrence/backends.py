@@ -1,4 +1,4 @@
-"""The registry of recurrent backends, each of which is imported when it is chosen.
+"""The registry of recurrent backends. A backend is imported when it is chosen.
 
 To add a backend, add its file and a line in `_BACKENDS`; from outside the package, call `register`.
 """
@@ -13,7 +13,7 @@ from quire.recurrence.state_backend import StateBackend
 
 @dataclass(frozen=True, slots=True)
 class RecurrentEntry:
-    """Where a backend's class is, and which engines may use it."""
+    """Where a backend's class is, and which engines may use the backend."""
 
     #: The "module:Class" of a `state_backend.StateBackend`, which is imported when first needed.
     path: str
@@ -42,7 +42,7 @@ _BACKENDS: dict[str, RecurrentEntry] = {
 
 
 def register(name: str, entry: RecurrentEntry) -> None:
-    """Add a backend in this process, with priority over the existing ones.
+    """Add a backend in this process, with priority over the existing backends.
 
     Raises ConfigurationError if the name is taken.
     """

@@ -1,7 +1,7 @@
-"""Recurrent layers by the native CPU kernels, which update states in place in their pages.
+"""Recurrent layers by the native CPU kernels, which update states where they are stored.
 
 `kernels/cpu/csrc/recurrence/` explains why results are bit-identical for any chunking of a prompt.
-Shapes as in `state_specs.py`.
+The shapes are those of `state_specs.py`.
 """
 
 import ctypes
@@ -101,7 +101,7 @@ class CpuStates(StateBackend):
         dense: Mapping[str, torch.Tensor | None],
         out: torch.Tensor,
     ) -> None:
-        """Call a kernel with its tensors, given by field names of the kernel's argument structure.
+        """Call a kernel. The names of tensors are field names of the kernel's argument structure.
 
         For tensors in `strided`, the stride between tokens is passed, too. None in `dense` is
         passed as a null pointer.

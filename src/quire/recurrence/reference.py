@@ -3,7 +3,8 @@
 Tests compare backends with these functions in float64; `torch_states.py` runs them in float32.
 
 Shapes are as in `state_specs.py`; all tokens are of one sequence. States are [Hv, dk, dv],
-[H, N, P] and [W - 1, C]. Each function returns its result and the state after the last token.
+[H, N, P] and [W - 1, C], where Hv is the number of value heads and W the width of the convolution.
+Each function returns its result and the state after the last token.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""The interface of recurrent backends: planned once a step, called by each layer.
+"""The interface of recurrent backends: planned once per step, and called by each layer.
 
 A recurrent layer keeps one state of fixed size per sequence. A state is divided into units that are
 computed independently. Units are stored in blocks of the pool, which the block table of the
-sequence's row lists. The units of a group's layers follow each other:
+sequence's row lists. The units of all layers of a group are stored one after another:
 
     unit u of a layer   in entry (first_unit + u) // units_per_page of the row's table,
                         at byte ((first_unit + u) % units_per_page) * unit_bytes of that block
@@ -46,7 +46,7 @@ class RecurrentSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """Where one layer's states are stored. The module's docstring has the formula."""
+    """Where one layer's states are stored. The module's docstring has the formula of addresses."""
 
     #: The pool, [N, bytes of a block] uint8.
     pages: torch.Tensor
@@ -63,9 +63,9 @@ class StateBatch:
 
     #: [S + 1] int32, the index of each sequence's first token in the step; query_start[S] == T.
     query_start: torch.Tensor
-    #: [S] int32, each sequence's length after this step. If it equals the sequence's tokens in the
-    #: step, the state starts from zeros. Length 0 marks padding of a captured step, whose state is
-    #: not accessed and whose output is not read.
+    #: [S] int32, each sequence's length after this step. A sequence whose tokens are all in this
+    #: step starts from zeros. Length 0 marks padding of a captured step: its state is not accessed,
+    #: and its output is not read.
     context_lens: torch.Tensor
     #: [S] int64, each sequence's row in the tables; all rows differ.
     rows: torch.Tensor
@@ -88,8 +88,8 @@ class StateBackend(StateCalls):
     The argument `layer` of a call is the index of the layer's spec among the specs of `bind`.
     """
 
-    #: Whether steps with only decoding sequences can be captured once and replayed: the backend
-    #: then reads only tensors. `AttentionBackend` has the same flag.
+    #: Whether steps with only decoding sequences can be captured once and replayed, because the
+    #: backend reads only tensors. `AttentionBackend` has the same flag.
     serves_graphs = False
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class StateBackend(StateCalls):
 
     @classmethod
     def create(cls, kernels: NativeKernels | None) -> "StateBackend":
-        """A backend that is not bound yet.
+        """Create a backend that is not bound yet.
 
         `kernels` are the engine's native kernels, or None. Raises ConfigurationError if the backend
         can't run.
@@ -112,7 +112,7 @@ class StateBackend(StateCalls):
         return None
 
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
-        """Attach the allocated memory, once. `layers[i]` belongs to `specs[i]`.
+        """Set the memory of all layers' states, once. `layers[i]` belongs to `specs[i]`.
 
         Raises ConfigurationError if the backend doesn't support the kind of a spec.
         """
@@ -123,5 +123,5 @@ class StateBackend(StateCalls):
         self._specs, self._layers = specs, layers
 
     def plan(self, batch: StateBatch) -> None:
-        """Prepare for a step. The batch must not change until the step's last layer ran."""
+        """Prepare for a step. The batch must not change until the step's last layer has run."""
         self._batch = batch

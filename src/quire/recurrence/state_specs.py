@@ -2,8 +2,8 @@
 
 `state_backend.py` explains where units are stored and how backends update them. States are fp32 for
 models of any dtype.
-
-Shapes: dk and dv the sizes of key and value heads, H heads of Mamba-2, P their size, N its state
+Shapes: dk and dv are the sizes of key and value heads. In Mamba-2, H is the number of heads, P a
+head's size and N its state size. C is the number of channels of a convolution.
 size, C channels.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from quire.errors import ConfigurationError
 
 UNIT_COLUMNS = 16
-"""The number of adjacent columns of a matrix state in one unit. A unit has all rows."""
+"""The number of adjacent columns of a matrix state that form a unit. A unit has all rows."""
 
 UNIT_CHANNELS = 64
-"""The number of channels of a short convolution in one unit. The last unit may be partly filled."""
+"""The number of channels of a convolution that form a unit. The last unit may be partly filled."""
 
 
 def _refuse(condition: bool, message: str) -> None:

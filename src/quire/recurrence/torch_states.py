@@ -64,7 +64,7 @@ class TorchStates(StateBackend):
         return out
 
     def _sequences(self) -> list[tuple[int, list[slice]]]:
-        """(index of the sequence, one slice for each of its tokens) for each sequence."""
+        """(index of a sequence, a slice for each of its tokens), for all sequences of the step."""
         assert self._batch is not None, "plan comes before a layer"
         found, first = [], 0
         for s, length in enumerate(self._batch.query_lens_list):

@@ -1,8 +1,8 @@
-"""Recurrent layers by Triton kernels, which update states in place in their pages.
+"""Recurrent layers by Triton kernels, which update states where they are stored.
 
 A call is one launch for all sequences of a step. Decode and prefill use the same arithmetic, so
 results don't depend on chunks or on other sequences (see `kernels/triton/recurrence/units.py`).
-Shapes as in `kernels.state_calls`.
+The shapes are those of `kernels.state_calls`.
 """
 
 import torch
