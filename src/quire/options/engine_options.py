@@ -1,6 +1,6 @@
 """All options of an engine in one checked object.
 
-Components declare their options by `option_fields`; those of `assembly` are declared here.
+Components declare their options with `option_fields`; this module declares those of `assembly`.
 `EngineOptions` joins all of them under flat names. It imports no torch, so that the command line
 and the API server can check options. Used by the command line, benchmarks, `LLM`, the server's
 start and `assembly`.
@@ -180,7 +180,7 @@ class SizeOptions(Options):
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """kv_cache_memory, which is a number after the checks."""
+        """kv_cache_memory in bytes. The checks have converted text to a number."""
         assert not isinstance(self.kv_cache_memory, str)
         return self.kv_cache_memory
 
