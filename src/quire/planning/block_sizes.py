@@ -65,7 +65,7 @@ def try_sizes(
     """Try all SIZES.
 
     `options` must not set num_blocks, because the bytes of a block depend on its size. `costs` were
-    measured at `options.block_size`. `shape` maps options to the shape of the engine with them.
+    measured at `options.block_size`. `shape` returns the engine's shape for given options.
     """
     sizes = sorted({*SIZES, options.block_size})
     speeds = measure_attention(options, kind, sizes)
@@ -99,8 +99,8 @@ def choose_size(found: Sequence[SizeOutcome]) -> int:
 def host_block_s(clock: Callable[[], float] = time.perf_counter) -> float:
     """The host's seconds for each additional block.
 
-    Computed from the difference between prompts in small and in large blocks, which pass through
-    the scheduler and the memory manager only.
+    It is the difference between running prompts with small and with large blocks. Only the
+    scheduler and the memory manager run.
     """
     load = draw_lengths(_HOST_LOAD)
     taken: list[float] = []
