@@ -78,14 +78,16 @@ def test_a_refused_field_is_left_out_by_an_override(tmp_path):
 
 
 def test_a_refusal_names_what_is_called_alike(tmp_path):
-    with pytest.raises(UnsupportedModelError, match=r"those of like names are .*Qwen3ForCausalLM"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"those with similar names are .*Qwen3ForCausalLM"
+    ):
         load_config(_folder(tmp_path, architectures=["Qwen3ForCausalML"]), from_transformers=False)
 
 
 def test_a_refusal_names_nothing_that_is_called_otherwise(tmp_path):
     with pytest.raises(UnsupportedModelError) as caught:
         load_config(_folder(tmp_path, architectures=["BloomForCausalLM"]), from_transformers=False)
-    assert "of like names" not in str(caught.value)
+    assert "with similar names" not in str(caught.value)
 
 
 def test_a_missing_config_is_named(tmp_path):

@@ -181,16 +181,16 @@ def test_routers_stay_dense_in_every_format(
 @pytest.mark.parametrize(
     ("fields", "num_ranks", "reason"),
     [
-        ({}, 3, "tensor_parallel_size is 3, but the model's 4 attention heads can't be shared"),
+        ({}, 3, "tensor_parallel_size is 3, but the model's 4 attention heads can't be divided"),
         ({}, 8, "this model can be split over 1, 2, 4"),
         (
             {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
             2,
-            "neither it nor the model's 3 KV heads divide the other; this model can be split over"
-            " 1, 3, 6, 12",
+            "it neither divides nor is a multiple of the model's 3 KV heads; this model can be"
+            " split over 1, 3, 6, 12",
         ),
         ({"intermediate_size": 99}, 2, "intermediate_size, 99, is no multiple of it"),
-        ({"vocab_size": 5}, 4, "of the model's 5 tokens there would be none for the last rank"),
+        ({"vocab_size": 5}, 4, "the last rank would get none of the model's 5 tokens"),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(

@@ -1,6 +1,7 @@
 """The base classes of model configs, which are read from config.json.
 
-Each decoder family's config derives from `DecoderConfig`, and its `from_hf` reads the differences.
+Each decoder family's config derives from `DecoderConfig`, and its `from_hf` reads the fields in
+which the family differs from Llama.
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +31,7 @@ _OTHER_DTYPES = {
     **{"float": "float32", "fp32": "float32", "double": "float32", "float64": "float32"},
     **{"half": "float16", "fp16": "float16", "bf16": "bfloat16"},
 }
-"""Other names of dtypes in configs. Double precision is computed in single precision."""
+"""Other names of dtypes in configs. Models in double precision are computed in single precision."""
 ROTARY_ITEM_BYTES = 4
 """Bytes of an element of `layers.rotary.RotaryEmbedding.table`."""
 TOKEN_CLASSIFIER_SUFFIX = "ForTokenClassification"
@@ -40,7 +41,7 @@ _CLASSIFIER_SUFFIXES = ("ForSequenceClassification", TOKEN_CLASSIFIER_SUFFIX)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ABC):
-    """The config of any model: the fields that the engine reads."""
+    """The config of any model, with the fields that the engine reads."""
 
     architecture: str
     vocab_size: int
@@ -58,12 +59,12 @@ class ModelConfig(ABC):
     num_labels: int = 0
     #: The multimodal architecture that contains this language model; None if there is none.
     wrapper: str | None = None
-    #: The number of layers after the model's own that predict further tokens (DeepSeek-V3's MTP);
-    #: they are not loaded.
+    #: The number of layers at the end that predict further tokens (DeepSeek-V3's MTP). They are not
+    #: part of `num_layers`, and not loaded.
     num_predicting_layers: int = 0
     #: The quantization of the checkpoint's weights; None if they are not quantized.
     quantized: Quantized | None = None
-    #: Names of fields in config.json that were ignored, since no model reads them.
+    #: Names of the fields of config.json that were ignored because no model reads them.
     left_out: tuple[str, ...] = ()
 
     @classmethod
@@ -107,26 +108,29 @@ class ModelConfig(ABC):
 
     @property
     def position_origin(self) -> str:
-        """Where max_supported_positions comes from, as the end of a message."""
+        """The end of a message that says where max_supported_positions comes from."""
         return _LEARNED
 
     @property
     def bytes_per_position(self) -> int:
-        """Number of bytes per position of tables (of cosines and sines) that grow with
-        max_model_len."""
+        """Number of bytes per position of the tables of cosines and sines, which have max_model_len
+        positions."""
         return 0
 
     def position_key(self, max_model_len: int) -> bytes:
-        """A key for a length. Two lengths have equal keys only if the model computes the same with
-        both."""
+        """A key of a length. Two lengths may have equal keys only if the model computes the same
+        results with both."""
         return str(max_model_len).encode()
 
     def why_not_split(self, num_ranks: int) -> str | None:
-        """Why the model can't be split over `num_ranks`, to continue a message; None if it can."""
+        """The reason why the model can't be split over `num_ranks`, as the end of a message; None
+        if
+        it can."""
         return None if num_ranks == 1 else "this architecture is computed by one rank only"
 
     def share_of(self, rank: int, num_ranks: int) -> Self:
-        """The config of one rank's shard of the model: its part of the heads, MLPs and vocabulary.
+        """The config of one rank's shard of the model: some of the heads, of the MLPs and of the
+        vocabulary.
 
         `why_not_split` must allow `num_ranks`.
         """
@@ -141,7 +145,7 @@ class ModelConfig(ABC):
         if num_weights > MAX_WEIGHTS:
             raise CheckpointError(
                 f"config.json describes a model of {num_weights} weights ({self.num_layers} layers "
-                f"of {num_layer_weights}), but at most {MAX_WEIGHTS} can be; fetch it again"
+                f"of {num_layer_weights}), but at most {MAX_WEIGHTS} are allowed; fetch it again"
             )
 
 
@@ -149,15 +153,16 @@ class ModelConfig(ABC):
 class DecoderConfig(ModelConfig):
     """A decoder with grouped-query attention.
 
-    The defaults are RMSNorm, rotary positions and a gated MLP. Families set the fields that have
-    defaults, which `models.decoder` obeys, or add fields in a subclass.
+    The defaults are RMSNorm, rotary positions and a gated MLP. A family sets fields that have
+    defaults, which `models.decoder` implements, or adds fields in a subclass.
     """
 
     #: The eps of all norms, LayerNorms included.
     rms_norm_eps: float
-    #: None if each position has a learned vector, which is added to the token's embedding.
+    #: The rotation of q and k. If it is None, each position has a learned vector, which is added to
+    #: the token's embedding.
     rope: Rope | None
-    #: For each layer, the number of keys that a query attends to, its own included; None if all.
+    #: For each layer, the number of keys that a query attends to, including its own; None if all.
     windows: tuple[int | None, ...]
     #: The kind of norms; "plain layer" is LayerNorm without weight and bias.
     norm: Literal["rms", "layer", "plain layer"] = "rms"
@@ -166,7 +171,8 @@ class DecoderConfig(ModelConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    #: Whether q and k are normalised before the rotation: each "head", or the whole "width".
+    #: Whether q and k are normalised before the rotation: each "head" separately, or all heads
+    #: together ("width").
     qk_norm: Literal["head", "width"] | None = None
     #: The offset of all norms; see `kernels.rms_norm`.
     norm_offset: float | None = None
@@ -190,7 +196,7 @@ class DecoderConfig(ModelConfig):
     has_sinks: bool = False
     #: The factor of q·k; None means 1 / sqrt(head_dim).
     attention_scale: float | None = None
-    #: The growth of queries with their position; None if there is none.
+    #: How queries grow with their position; None if they don't.
     query_growth: QueryGrowth | None = None
     #: Whether attention's output is gated; see `layers.attention`.
     has_attention_gate: bool = False
@@ -212,8 +218,8 @@ class DecoderConfig(ModelConfig):
 
         `activations` are the names in config.json that the family supports; the first is the
         default. `partial_rotary` is the default of partial_rotary_factor, the share of a head that
-        rotates; None if whole heads rotate and the field is refused. `difference` has values of the
-        dataclass's fields that replace those read here.
+        rotates; None if whole heads rotate and the field is refused. `difference` maps fields of
+        the dataclass to values that replace those read here.
         """
         # First, read the fields that others depend on.
         num_heads = fields.integer("num_attention_heads")
@@ -269,7 +275,7 @@ class DecoderConfig(ModelConfig):
         if num_experts > MAX_EXPERTS:
             raise CheckpointError(
                 f"config.json describes a model of {num_experts} experts in all its layers, but at "
-                f"most {MAX_EXPERTS} can be; fetch it again"
+                f"most {MAX_EXPERTS} are allowed; fetch it again"
             )
         num_projected = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         num_mlp_weights = max(map(self.num_mlp_weights, range(self.num_layers)), default=0)
@@ -286,7 +292,7 @@ class DecoderConfig(ModelConfig):
     def num_mlp_weights(self, layer: int, *, active: bool = False) -> int:
         """The number of a layer's MLP weights, without biases.
 
-        With `active`, only those that one token reads are counted.
+        With `active`, only the weights that one token reads are counted.
         """
         mixture = self.mixture_of(layer)
         if mixture is None:
@@ -320,7 +326,7 @@ class DecoderConfig(ModelConfig):
         return (LayerRope(self.rope, self.rotary_dim or self.head_dim), *self.other_ropes)
 
     def rope_of(self, layer: int) -> int | None:
-        """The index in `ropes` of a layer's rotation; None if it has none."""
+        """The index in `ropes` of a layer's rotation; None if the layer has no rotation."""
         if self.layer_ropes is None:
             return None if self.rope is None else 0
         return self.layer_ropes[layer]
@@ -330,8 +336,8 @@ class DecoderConfig(ModelConfig):
         return sum(each.rotary_dim for each in self.ropes) * ROTARY_ITEM_BYTES
 
     def position_key(self, max_model_len: int) -> bytes:
-        """The frequencies of the rotations at this length; most rope types have the same at every
-        length.
+        """The frequencies of the rotations at this length. Most rope types have the same
+        frequencies at every length.
 
         Subclasses that use the length elsewhere override this method.
         """
@@ -343,7 +349,7 @@ class DecoderConfig(ModelConfig):
         return key
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """A layer's spec. Subclasses override it for further differences between layers."""
+        """A layer's attention spec. Subclasses override it if layers differ in other ways."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -373,9 +379,11 @@ class DecoderConfig(ModelConfig):
 
     def why_not_split(self, num_ranks: int) -> str | None:
         if self.num_heads % num_ranks:
-            return f"the model's {self.num_heads} attention heads can't be shared out equally"
+            return f"the model's {self.num_heads} attention heads can't be divided equally"
         if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
-            return f"neither it nor the model's {self.num_kv_heads} KV heads divide the other"
+            return (
+                f"it neither divides nor is a multiple of the model's {self.num_kv_heads} KV heads"
+            )
         mixtures = self.mixtures or (None,)
         if None in mixtures and self.intermediate_size % num_ranks:
             return f"the model's intermediate_size, {self.intermediate_size}, is no multiple of it"
@@ -384,9 +392,9 @@ class DecoderConfig(ModelConfig):
             if reason is not None:
                 return reason
         if not vocab_share(self.vocab_size, num_ranks - 1, num_ranks):
-            return f"of the model's {self.vocab_size} tokens there would be none for the last rank"
+            return f"the last rank would get none of the model's {self.vocab_size} tokens"
         if self.qk_norm == "width" and num_ranks > 1:
-            return "the model normalises q and k over all heads, of which each rank has a share"
+            return "the model normalises q and k over all heads, and each rank has only some heads"
         return None
 
     def share_of(self, rank: int, num_ranks: int) -> Self:
@@ -406,8 +414,8 @@ class DecoderConfig(ModelConfig):
 def read_window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
     """Read the windows of Qwen's layers, which exist only with `use_sliding_window`.
 
-    `layer_types` names the kinds of the layers. Without it, the layers from `max_window_layers` on
-    have the window.
+    `layer_types` names the kinds of the layers. If it is missing, the layers from
+    `max_window_layers` on have the window.
     """
     first = fields.integer("max_window_layers", fields.integer("num_hidden_layers"))
     window = fields.optional_integer("sliding_window")
@@ -446,7 +454,7 @@ def read_architecture(fields: ConfigFields) -> str:
 def read_dtype(fields: ConfigFields) -> torch.dtype | None:
     """Read the checkpoint's dtype; None if the config has none."""
     name = fields.value("dtype") or fields.value("torch_dtype")
-    # An object has dtypes by the parts of the model; "" stands for all other parts.
+    # A dict has the dtypes of parts of the model; the key "" stands for all other parts.
     if isinstance(name, dict) and all(isinstance(each, str | None) for each in name.values()):
         name = name.get("")
     if name is None or name == "auto":

@@ -13,10 +13,10 @@ from typing import Any
 from quire.errors import CheckpointError, shown
 
 MAX_WEIGHTS = 1 << 44
-"""The most weights of a whole model, 17.6 trillion."""
+"""The most weights of a whole model: 17.6 trillion."""
 
 MAX_EXPERTS = 1 << 16
-"""The most experts of all layers together. Their modules are created before weights are read."""
+"""The most experts in all layers together. Their modules are created before weights are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ NUMBERS: Mapping[str, Bounds] = {
 
 
 FACTOR = Bounds(1e-9, 1e9)
-"""The bounds of factors that have no entry above, for example of embeddings or logits."""
+"""The bounds of factors that have no entry above, such as factors of embeddings or logits."""
 
 
 def checked_integer(what: str, name: str, value: Any) -> int:
@@ -121,7 +121,7 @@ def checked_integer(what: str, name: str, value: Any) -> int:
     Raises CheckpointError, whose message begins with `what`.
     """
     bounds = INTEGERS[name]
-    # The bounds become integers, so that no comparison rounds.
+    # Bounds are floats. They become integers, so that comparisons don't round.
     lowest, highest = int(bounds.lowest), int(bounds.highest)
     if type(value) is not int or not lowest <= value <= highest or value % bounds.multiple_of:
         kind = "an integer" if bounds.multiple_of == 1 else f"a multiple of {bounds.multiple_of}"

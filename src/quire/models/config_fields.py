@@ -1,7 +1,7 @@
 """Reads fields of a config.json, and refuses fields that the model does not read.
 
 An unknown field might change the model's results, so it is an error, unless no class of
-transformers reads it (such as a fine-tune's notes). Called by the models' `from_hf`.
+transformers reads it (for example notes of a fine-tune). Called by the models' `from_hf`.
 """
 
 import json
@@ -114,15 +114,15 @@ _PLAIN_VALUES: dict[str, Any] = {
 }
 
 
-# Fields that don't change logits but that quire reads elsewhere, so overriding them has an effect.
+# Fields that don't change logits, but that quire reads elsewhere. Overriding them has an effect.
 _SPEAKING = {"architectures", "dtype", "id2label", "num_labels", "torch_dtype"}
 ORIGIN = ("auto_map", "transformers_version")
-"""Fields that say which code wrote the config, and so which code may read its fields."""
+"""Fields that name the code that wrote the config, and so the code that may read its fields."""
 ROPE_FORMS = ("rope_scaling", "rope_parameters")
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace fields of a config. Raises ConfigurationError for a field without any effect."""
+    """Replace fields of a config. Raises ConfigurationError for a field that has no effect."""
     for name in overrides:
         is_silent = name in HARMLESS_FIELDS or name.endswith(HARMLESS_SUFFIX)
         if is_silent and name not in _SPEAKING:
@@ -143,11 +143,11 @@ def with_names(
     also: tuple[str, ...] = (),
     refused: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Rename fields of a config, for a family with its own names.
+    """Rename fields of a config, for a family whose configs have other field names.
 
-    `names` maps the family's names to the usual ones. `also` are usual names that the family
-    accepts, too. `refused` are usual names that the family has no field for. Raises
-    UnsupportedModelError for a usual name that the family does not have.
+    `names` maps the family's names to the usual names. `also` are usual names that the family
+    accepts, too. `refused` are usual names of fields that the family lacks. Raises
+    UnsupportedModelError if the config has a usual name that the family does not accept.
     """
     for name in sorted((set(names.values()) | set(refused)) - set(also)):
         if raw.get(name) is not None:
@@ -159,7 +159,7 @@ def with_names(
 
 
 class ConfigFields:
-    """The fields of a config. Reading a field marks it as understood; null means not set."""
+    """The fields of a config. Reading a field marks it as understood. A null field is not set."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self._raw = raw
@@ -217,8 +217,8 @@ class ConfigFields:
         return str(value)
 
     def plain(self, name: str, value: Any) -> None:
-        """Check an optional field, of which only `value` is supported. Raises UnsupportedModelError
-        for others."""
+        """Check an optional field whose only supported value is `value`. Raises
+        UnsupportedModelError for any other value."""
         found = self.value(name)
         if found is not None and found != value:
             raise UnsupportedModelError(
@@ -226,8 +226,8 @@ class ConfigFields:
             )
 
     def head_dim(self) -> int:
-        """The size of a head: `head_dim`, or, as in transformers, hidden_size /
-        num_attention_heads."""
+        """The size of a head. If the field `head_dim` is missing, it is hidden_size /
+        num_attention_heads, as in transformers."""
         size = self.optional_integer("head_dim")
         if size is not None:
             return size
@@ -236,10 +236,10 @@ class ConfigFields:
         return checked_integer(what, "head_dim", hidden_size // num_heads)
 
     def finish(self) -> tuple[str, ...]:
-        """Refuse fields that were not read, and return the ignored ones.
+        """Refuse fields that were not read, and return the names of the ignored ones.
 
-        A field is ignored if no class of transformers reads it. Raises UnsupportedModelError for
-        fields that are not harmless and that some class may read.
+        A field is ignored if it is harmless or if no class of transformers reads it. Otherwise
+        UnsupportedModelError is raised.
         """
         for name, value in self._raw.items():
             if name in self._read or name in HARMLESS_FIELDS or name.endswith(HARMLESS_SUFFIX):
@@ -258,15 +258,14 @@ class ConfigFields:
         return tuple(dict.fromkeys(self._left_out))
 
     def inner(self, raw: Mapping[str, Any]) -> "ConfigFields":
-        """The fields of an object inside this config. `finish` also returns the object's ignored
-        fields."""
+        """The fields of an object inside this config. `finish` also returns its ignored fields."""
         origin = {name: self._raw[name] for name in ORIGIN if name in self._raw}
         found = ConfigFields({**origin, **raw})
         found._left_out = self._left_out
         return found
 
     def leaves_out(self, outer: str, inner: str) -> bool:
-        """Whether a field inside another may be ignored; then `finish` returns its name."""
+        """Whether the field `inner` of the field `outer` is ignored. If so, `finish` returns it."""
         is_unread = why_it_may_be_read(inner, self._raw) is None
         if is_unread:
             self._left_out.append(f"{outer}.{inner}")

@@ -1,8 +1,9 @@
-"""A decoder-only transformer, whose norms, attention and MLPs are chosen by its config.
+"""A decoder-only transformer. Its config chooses the norms, the attention and the MLPs.
 
 The default is a pre-norm decoder with RMSNorm, rotary positions, grouped-query attention and a
 gated MLP, like Llama. GPT-2, with LayerNorm, learned positions and a plain MLP, uses the same
-layers. Families with other layers give `DecoderForCausalLM` another `layer_type`. Modules have the
+layers. Families with other layers set `layer_type` in a subclass of `DecoderForCausalLM`. Modules
+have the names of the checkpoints' tensors.
 names of the checkpoints' tensors.
 """
 
@@ -37,7 +38,7 @@ def make_norm(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
 def make_stream_norm(
     config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
 ) -> RMSNorm | LayerNorm:
-    """Build a norm of the residual stream, of the config's kind."""
+    """Build a norm of the residual stream, of the kind that the config names."""
     if config.norm == "rms":
         return make_norm(config, dtype=dtype, device=device)
     has_weights = config.norm == "layer"
@@ -86,7 +87,7 @@ def make_mlp(
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP. Each reads the norm of the residual stream, and adds its result to it."""
+    """Attention and MLP. Each reads the normed residual stream and adds to the stream."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -109,8 +110,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """The whole model except its head. `layer_type` is a class of layers with `DecoderLayer`'s
-    arguments."""
+    """The model without its head. `layer_type` makes a layer; it has `DecoderLayer`'s arguments."""
 
     def __init__(
         self,

@@ -1,11 +1,12 @@
 """Counts the bytes of weights that a model stores and reads, from its config.
 
-Sizes are read from a blueprint, without allocating weights. Decoding is bound by reads of memory,
-so `token_bytes` over the memory's bandwidth is the least time per token of one sequence. Called by
-`assembly.reports`.
+Sizes are read from a blueprint, without allocating weights. The speed of decoding is limited by
+memory reads: `token_bytes` divided by the memory's bandwidth is the least time per token of one
+sequence. Called by `assembly.reports`.
+Called by `assembly.reports`.
 
-A module has an attribute `active_share` if a token reads only a share of its weights: one row of an
-embedding, or the chosen experts of a mixture. The share applies to contained modules, too.
+If a token reads only a fraction of a module's weights (one row of an embedding, the chosen experts
+of a mixture), the module has an attribute `active_share`. It applies to contained modules, too.
 """
 
 from dataclasses import dataclass
@@ -36,17 +37,17 @@ class Footprint:
 
     #: Bytes of all stored weights.
     weight_bytes: int
-    #: Bytes of weights that are read to decode one token of one sequence, with the head.
+    #: Bytes of weights, including the head's, that are read to decode one token of one sequence.
     token_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReads:
-    """The bytes of weights that steps read, and the numbers of weights that they multiply."""
+    """The bytes of weights that steps read, and the numbers of weights that they multiply with."""
 
     #: Bytes of the weights that every step reads, without heads, embeddings and experts.
     layer_bytes: int
-    #: Number of weights that every token is multiplied with, without heads and experts.
+    #: Number of weights by which every token is multiplied, without heads and experts.
     layer_weights: int
     #: Bytes of the heads that compute logits.
     head_bytes: int
@@ -54,12 +55,12 @@ class WeightReads:
     head_weights: int
     #: Bytes of one token's rows in the embeddings.
     row_bytes: int
-    #: (bytes, number of weights) of all experts, by the fraction of experts that a token uses.
+    #: Maps the fraction of experts that a token uses to (bytes, number of weights) of all experts.
     experts: dict[float, tuple[int, int]]
 
 
 def weight_reads(model: nn.Module, dtype: torch.dtype) -> WeightReads:
-    """Count the weight reads of `model`, loaded or a blueprint, at this dtype."""
+    """Count the weight reads of `model`, a loaded model or a blueprint, at this dtype."""
     experts: dict[float, tuple[int, int]] = {}
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -85,17 +86,17 @@ def weight_reads(model: nn.Module, dtype: torch.dtype) -> WeightReads:
 
 
 def footprint(config: ModelConfig, dtype: torch.dtype, methods: LinearMethods) -> Footprint:
-    """The footprint of the config's model in this dtype. `methods` store its linears, maybe
-    quantized."""
+    """The footprint of the config's model in this dtype. `methods` store its linears and may
+    quantize them."""
     return _footprint(blueprint(config, find_entry(config), methods), config, dtype)
 
 
 def served_footprint(
     folder: Path, config: ModelConfig, dtype: torch.dtype, methods: LinearMethods
 ) -> Footprint:
-    """The footprint of the model in `folder` as served; its weights may be quantized.
+    """The footprint of the model in `folder`, whose weights may be quantized, as it is served.
 
-    Raises CheckpointError if its weights don't match `config`.
+    Raises CheckpointError if the weights don't match `config`.
     """
     return _footprint(served_blueprint(folder, config, methods), config, dtype)
 
@@ -106,7 +107,7 @@ def _footprint(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> Foo
 
 
 def num_weights(config: ModelConfig) -> Footprint:
-    """The same footprint, counted in weights instead of bytes."""
+    """The footprint of the config's model, counted in weights instead of bytes."""
     return footprint(config, torch.int8, LinearMethods(DenseMethod()))  # one byte per weight
 
 

@@ -1,7 +1,7 @@
 """Reads a model's end tokens and sampling defaults from `generation_config.json` or GGUF.
 
 This module imports no torch, since the API server imports it. Options without a counterpart in
-quire's sampling (beams, length penalties) are ignored, since callers must request such strategies.
+quire's sampling (beams, length penalties) are ignored, because callers request them explicitly.
 """
 
 from dataclasses import dataclass, field
@@ -31,8 +31,9 @@ class GenerationConfig:
 def load_generation_config(folder: Path) -> GenerationConfig:
     """Read the generation config of a model folder, or of a GGUF file.
 
-    Without a generation_config.json, the built-in defaults apply. If it has no end tokens, those of
-    config.json are read. Raises CheckpointError for unreadable files and for values out of bounds.
+    Without a generation_config.json, the built-in defaults apply. If that file has no end tokens,
+    the end tokens of config.json are used. Raises CheckpointError for unreadable files and for
+    values out of bounds.
     """
     if folder.is_file():
         raw = read_generation(read_gguf(folder).metadata)

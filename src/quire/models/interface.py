@@ -1,6 +1,6 @@
 """The interface of a model (hidden states, logits, scores) that the engine calls.
 
-Model files know nothing of ranks, devices, quantization or block tables.
+The code of a model does not depend on ranks, devices, quantization or block tables.
 
 To add a family, add a file in `families/` with its config and modules, and a line in `registry.py`.
 """
@@ -30,7 +30,7 @@ class TextModel(OperatorModule, ABC):
     """A model that computes hidden states from token ids.
 
     Everything between linears and attention is computed by `operators`. On the CPU, `forward` and
-    `logits` are recorded once as native operations (`kernels.cpu.recorder`); a model in which torch
+    `logits` are recorded once as native operations (`kernels.cpu.recorder`). A model in which torch
     computes other operations is run module by module instead.
     """
 
@@ -39,7 +39,7 @@ class TextModel(OperatorModule, ABC):
     hidden_size: int
     #: Specs of the attention layers, indexed by the `layer` argument of the attention call.
     attention_specs: tuple[AttentionSpec, ...]
-    #: Specs of the recurrent modules, indexed by their `layer`.
+    #: Specs of the recurrent modules, indexed by the modules' attribute `layer`.
     recurrent_specs: tuple[RecurrentSpec, ...] = ()
     #: Updates the states of recurrent modules; None if there are none.
     recurrence: StateBackend | None = None
@@ -48,9 +48,9 @@ class TextModel(OperatorModule, ABC):
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
     ) -> None:
-        """`config` has the family's type, and describes this rank's share of the model.
+        """`config` has the family's type, and describes this rank's shard of the model.
 
-        `max_model_len` is the length for rope types that depend on one.
+        `max_model_len` is the length for rope types that depend on a length.
         """
         super().__init__()
 
@@ -67,8 +67,8 @@ class TextModel(OperatorModule, ABC):
         """Run all layers over T tokens at absolute `positions` [T] int64.
 
         Exactly one of `token_ids` [T] int64 and `input_embeds` [T, hidden_size] (see `embed`) is
-        given. `capture_layers` are the layers to capture: EAGLE-3 drafts from the hidden states of
-        three layers (arXiv:2503.01840).
+        given. `capture_layers` are the layers whose output is returned, for EAGLE-3, which drafts
+        from the hidden states of three layers (arXiv:2503.01840).
         """
 
     def check_loaded(self) -> None:
@@ -101,4 +101,4 @@ class CausalLM(TextModel):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, hidden_size] -> [R, vocab_size] fp32. Called only for rows that need them."""
+        """hidden [R, hidden_size] -> [R, vocab_size] fp32, only for rows that need logits."""

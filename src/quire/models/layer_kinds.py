@@ -41,7 +41,7 @@ def read_layer_types(
 
 
 def read_windows(fields: ConfigFields, layer_types: tuple[str, ...]) -> tuple[int | None, ...]:
-    """The value of `sliding_window` for layers with a window, and None for the others."""
+    """For each layer, the value of `sliding_window` if the layer has a window, else None."""
     window = fields.optional_integer("sliding_window")
     if window is None and SLIDING in layer_types:
         raise CheckpointError(
@@ -58,11 +58,11 @@ def read_layer_ropes(
     thetas: dict[str, float],
     partial_rotary: dict[str, float] | None = None,
 ) -> dict[str, LayerRope]:
-    """Read the rotations of a family that has one for each kind of layer.
+    """Read the rotations of a family that has one rotation for each kind of layer.
 
-    transformers 5 writes `rope_parameters` by kind; 4 writes `rope_scaling`, which applies only to
-    layers with full attention. `head_dims` are the head sizes by kind; `thetas` and
-    `partial_rotary`, the shares of heads that rotate, are defaults by kind.
+    transformers 5 writes `rope_parameters` by kind; transformers 4 writes `rope_scaling`, which
+    applies only to layers with full attention. `head_dims` are the head sizes by kind. `thetas` and
+    `partial_rotary`, the fractions of heads that rotate, are defaults by kind.
     """
     # First, find the rope parameters of each kind, in either form.
     by_kind = read_rope_parameters(fields)
@@ -101,9 +101,9 @@ def read_layer_ropes(
 
 
 def chosen_ropes(ropes: dict[str, LayerRope], layer_types: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of `DecoderConfig` for rotations by kind.
+    """The fields of `DecoderConfig` that describe the rotations of all layers.
 
-    The first is the rotation of layers with full attention, which limits the context's length.
+    `rope` is the rotation of layers with full attention, which limits the context's length.
     """
     kinds = [FULL, *(kind for kind in ropes if kind != FULL)]
     return {

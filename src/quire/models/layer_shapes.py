@@ -1,4 +1,4 @@
-"""Decoder layers with norms in other places than in `decoder.DecoderLayer`.
+"""Decoder layers whose norms are in other places than in `decoder.DecoderLayer`.
 
 Families use them as their models' `layer_type`. Modules have the names of most checkpoints'
 tensors.
@@ -15,7 +15,7 @@ from quire.models.decoder import make_attention, make_mlp, make_norm
 
 
 class PostNormLayer(nn.Module):
-    """Attention and MLP. Each reads the residual stream, and adds the norm of its result."""
+    """Attention and MLP. Each reads the residual stream and adds the norm of its result to it."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -36,7 +36,8 @@ class PostNormLayer(nn.Module):
 
 
 class SandwichLayer(nn.Module):
-    """Attention and MLP. Each reads the stream's norm, and adds the norm of its result."""
+    """Attention and MLP. Each reads the normed stream and adds the norm of its result to the
+    stream."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device

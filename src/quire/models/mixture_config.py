@@ -21,7 +21,7 @@ def read_num_experts(fields: ConfigFields, default: int | None = None) -> int:
     if len(set(given.values())) > 1:
         raise CheckpointError(
             f"config.json: {' and '.join(given)} are {shown(list(given.values()))}, but are names "
-            "of one number"
+            "of the same field and must be equal"
         )
     for value in given.values():  # all are equal
         return value
@@ -43,7 +43,7 @@ def read_router(fields: ConfigFields, num_experts: int, **spec: Any) -> RouterSp
 
 
 def read_sigmoid_router(fields: ConfigFields) -> RouterSpec:
-    """Read the router of DeepSeek-V3, whose bias affects which experts are chosen, but not their
+    """Read the router of DeepSeek-V3. Its bias affects the choice of experts, but not their
     weights."""
     return read_router(
         fields,
@@ -65,7 +65,8 @@ def checked_router(**spec: Any) -> RouterSpec:
 
 
 def read_shared_mixture(fields: ConfigFields, router: RouterSpec, num_shared: int) -> MoESpec:
-    """Read experts of `moe_intermediate_size` with `n_shared_experts`, which all tokens use.
+    """Read a mixture with `n_shared_experts` shared experts, which all tokens use. The experts'
+    size is `moe_intermediate_size`.
 
     `num_shared` is the default number of shared experts.
     """
@@ -81,13 +82,13 @@ def read_shared_mixture(fields: ConfigFields, router: RouterSpec, num_shared: in
 def by_layer(
     fields: ConfigFields, mixture: MoESpec, is_sparse: Callable[[int], bool]
 ) -> tuple[MoESpec | None, ...]:
-    """`DecoderConfig.mixtures`, with the mixture in the layers for which `is_sparse` is true."""
+    """The value of `DecoderConfig.mixtures`: `mixture` in the layers with `is_sparse(layer)`."""
     num_layers = fields.integer("num_hidden_layers")
     return tuple(mixture if is_sparse(layer) else None for layer in range(num_layers))
 
 
 def by_sparse_step(fields: ConfigFields, mixture: MoESpec) -> tuple[MoESpec | None, ...]:
-    """`DecoderConfig.mixtures` of Qwen.
+    """The value of `DecoderConfig.mixtures` for Qwen's models.
 
     Every `decoder_sparse_step`-th layer has the mixture, except for `mlp_only_layers`.
     """
@@ -99,7 +100,7 @@ def by_sparse_step(fields: ConfigFields, mixture: MoESpec) -> tuple[MoESpec | No
 
 
 def read_layer_list(fields: ConfigFields, name: str) -> list[int]:
-    """Read a list of layer numbers, which is empty if the config has none."""
+    """Read a list of layer numbers; empty if the config has no such field."""
     layers = fields.value(name) or []
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise CheckpointError(
@@ -109,7 +110,7 @@ def read_layer_list(fields: ConfigFields, name: str) -> list[int]:
 
 
 def replaced(name: str, parts: dict[str, str]) -> str:
-    """Replace parts of a name, each of which occurs at most once."""
+    """Replace parts of a name: keys of `parts` by values. Each key occurs at most once."""
     for theirs, ours in parts.items():
         name = name.replace(theirs, ours)
     return name

@@ -1,10 +1,10 @@
 """Reads a model folder's settings for embeddings and scores.
 
 Folders of sentence-transformers list modules in modules.json. Embedding models have a transformer,
-a pooling of its hidden states and maybe a normalisation. Other models have a transformer that
+a pooling of its hidden states and maybe a normalisation. Rerankers may have a transformer that
 predicts tokens, and two tokens ("no" and "yes") whose logits are compared. Unknown modules are
-refused by name. GGUF files name a kind of pooling. Other folders get the defaults of their kind of
-model. Called by `assembly`.
+refused by name. GGUF files name a type of pooling. For other folders, the pooling depends on the
+kind of model. Called by `assembly`.
 """
 
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ def read_pooling(folder: Path) -> PoolingFolder | None:
     assert path is not None
     metadata = read_gguf(path).metadata
     said = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
-    # Other values mean no pooling, or kinds of models without a config here.
+    # Other values mean no pooling, or models that quire does not support.
     kind = _GGUF_KINDS.get(said) if isinstance(said, int) else None
     return None if kind is None else PoolingFolder(kind, normalize=True)
 
@@ -102,9 +102,9 @@ def model_pooling(
     raw: Mapping[str, Any],
     pooling_type: str | None = None,
 ) -> ModelPooling:
-    """The pooling of the model of `config`.
+    """The pooling of the model that `config` describes.
 
-    `said` are the settings in its files, or None. `raw` are the fields of config.json.
+    `said` are the settings in the model's files, or None. `raw` are the fields of config.json.
     `pooling_type` is the user's option, which takes precedence.
     """
     usual = PoolingKind.LAST if config.is_causal else PoolingKind.MEAN
@@ -160,7 +160,7 @@ def _read_max_tokens(folder: Path) -> int | None:
 
 
 def _read_activation(config: ModelConfig, raw: Mapping[str, Any]) -> Activation:
-    """The activation saved with a cross-encoder, or the default for its number of scores."""
+    """The activation that config.json names, or else the default for the number of scores."""
     inner = raw.get("sentence_transformers")
     said = inner.get("activation_fn") if isinstance(inner, dict) else None
     said = said or raw.get("sbert_ce_default_activation_function")

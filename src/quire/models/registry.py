@@ -1,4 +1,4 @@
-"""The registry of model architectures, and the choice of one by a folder's config.json.
+"""Lists the supported model architectures, and chooses one by a folder's config.json.
 
 To add a family, add a file in `families/` and a line in `MODELS`. Programs may add their own
 entries there. Called by `models.checkpoints.loader` and `assembly`.
@@ -89,7 +89,7 @@ CHECKPOINT_PARTS: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""The parts' names in most checkpoints, by fused linear. All other names are equal."""
+"""For each fused linear, the names of its parts in most checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class ModelEntry:
     #: The name of the embedding, which may be tied to the head.
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
-    #: Maps tensor names in the files to the model's; None if they are equal.
+    #: Maps a tensor's name in the files to its name in the model; None if the names are equal.
     rename: Rename | None = None
-    #: Returns, for a config, how linears are arranged in the files; None if as in Llama.
+    #: Maps a config to the arrangement of linears in the files; None if it is Llama's.
     arrangement: Callable[[Any], Arrangement] | None = None
     #: Splits stacked tensors of the renamed checkpoint into a tensor for each expert.
     unstack: Callable[[CheckpointSource], CheckpointSource] | None = None
@@ -116,7 +116,7 @@ class ModelEntry:
         return issubclass(self.model, CausalLM)
 
     def open(self, folder: Path, config: ModelConfig) -> CheckpointSource:
-        """Open a model folder's weights, with the model's names and arrangement.
+        """Open a model folder's weights, and convert them to the model's names and arrangement.
 
         `config` must have this entry's type. Raises CheckpointError.
         """
@@ -124,10 +124,10 @@ class ModelEntry:
 
     def arranged(self, checkpoint: CheckpointSource, config: ModelConfig) -> CheckpointSource:
         """Convert a checkpoint to the model's names and arrangement."""
-        # The order matters: each step expects the names that the steps before it give.
+        # The order matters: each step expects the names that the step before it produces.
         if config.wrapper is not None:
             checkpoint = WRAPPERS[config.wrapper].open(checkpoint, config.hidden_size)
-        if not isinstance(config, FallbackConfig):  # its conversion knows all prefixes
+        if not isinstance(config, FallbackConfig):  # its conversion handles all prefixes
             checkpoint = with_missing_prefix(checkpoint, self.embedding)
         if self.rename is not None:
             checkpoint = RenamedCheckpoint(checkpoint, self.rename)
@@ -144,7 +144,7 @@ _QKV_PARTS = {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"]}
 
 
 def _headless(config: type[ModelConfig]) -> ModelEntry:
-    """The entry of a decoder that only computes hidden states. A head in the files is ignored."""
+    """The entry of a decoder without a head. If the files have a head, it is ignored."""
     return ModelEntry(config, HeadlessDecoder, rename=with_prefix("model.", "lm_head.", "score."))
 
 
@@ -153,14 +153,14 @@ def _mixture(
     rename: Rename | None = None,
     unstack: Callable[[CheckpointSource], CheckpointSource] = UnstackedCheckpoint,
 ) -> ModelEntry:
-    """The entry of a mixture of experts, whose weights may be stacked or separate in the files."""
+    """The entry of a mixture of experts. In the files, experts may be stacked or separate."""
     return ModelEntry(config, DecoderForCausalLM, rename=rename, unstack=unstack)
 
 
 def _delta_hybrid(
     config: type[ModelConfig], arrangement: Callable[[Any], Arrangement]
 ) -> ModelEntry:
-    """The entry of Qwen3-Next or one of its successors."""
+    """The entry of Qwen3-Next or Qwen3.5."""
     return ModelEntry(
         config,
         delta_hybrid.DeltaHybridForCausalLM,
@@ -269,7 +269,7 @@ MODELS: dict[str, ModelEntry] = {
 
 @dataclass(frozen=True, slots=True)
 class _FallbackEntry(ModelEntry):
-    """The entry of a single model that a class of transformers computes."""
+    """The entry of one model that a class of transformers computes."""
 
     def open(self, folder: Path, config: ModelConfig) -> CheckpointSource:
         assert isinstance(config, FallbackConfig)
@@ -305,10 +305,10 @@ def load_config(
 ) -> ModelConfig:
     """Read the config of a model folder in Hugging Face's format.
 
-    With `pools_hidden`, only hidden states are needed, so the model has no head that predicts
-    tokens. `overrides` replace fields of the config; in a multimodal model, fields of its language
-    model. `from_transformers` says whether a class of transformers computes the model; if it is
-    None, transformers is used only if quire has no class.
+    With `pools_hidden`, only hidden states are needed, so the model has no head for tokens.
+    `overrides` replace fields of the config; in a multimodal model, fields of its language model.
+    `from_transformers` says whether a class of transformers computes the model; if it is None,
+    transformers is used only if quire has no class.
 
     Raises CheckpointError if config.json can't be read or is incomplete, and UnsupportedModelError
     for an unsupported architecture or field.
@@ -332,7 +332,7 @@ def load_config(
         return replace(fallback, quantized=quantized)
     if not is_native:
         raise UnsupportedModelError(
-            f"{path}: architectures is {shown(names)}, of which quire has no model of its own"
+            f"{path}: architectures is {shown(names)}, for which quire has no model of its own"
             f" (model_impl is 'native'){_nearest(names)}"
         )
     # Then, read the fields for quire's class.
@@ -360,14 +360,14 @@ def load_config(
 
 
 def _without_settings(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the fields that describe the storage of weights.
+    """Remove the fields that describe how weights are stored.
 
-    Raises ConfigurationError if `overrides` has one, since the files can't be changed by options.
+    Raises ConfigurationError if `overrides` has such a field, since options can't change the files.
     """
     for name in CONFIG_FIELDS:
         if name in overrides:
             raise ConfigurationError(
-                f"hf_overrides has {name}, but how weights are stored is read of the model's own"
+                f"hf_overrides has {name}, but how weights are stored is read from the model's own"
                 " config.json; leave it out"
             )
     return {name: value for name, value in raw.items() if name not in CONFIG_FIELDS}
@@ -386,11 +386,11 @@ def _fallback_config(
 
 
 def _nearest(names: object) -> str:
-    """The end of a refusal's message: quire's models with similar names, and where all are
+    """The end of an error message: quire's models with similar names, and where all of them are
     listed."""
     name = str(names[0]) if isinstance(names, list) and names else ""
     stems = {each: each.partition("For")[0] for each in (*MODELS, *WRAPPERS)}
     alike = get_close_matches(name.partition("For")[0], set(stems.values()), n=3, cutoff=0.75)
     found = [each for each, stem in stems.items() if stem in alike]
-    known = f"; those of like names are {', '.join(found)}" if found else ""
+    known = f"; those with similar names are {', '.join(found)}" if found else ""
     return f"{known}; docs/models.md lists all that quire has"

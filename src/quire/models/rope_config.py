@@ -1,8 +1,8 @@
 """Reads the rope type and its parameters from a config.json.
 
 Supports the forms of transformers 4 (`rope_scaling` and `rope_theta`) and 5 (`rope_parameters`).
-The parameters are the fields of the type's dataclass in `layers.rotary`, so new types need no
-change here.
+The parameters of a rope type are the fields of its dataclass in `layers.rotary`, so a new rope type
+needs no change here.
 """
 
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ from quire.models.config_fields import ROPE_FORMS, ConfigFields
 _DEFAULT_THETA = 10000.0
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _OF_ANY_LENGTH = ("default", "linear")
-"""Types for which transformers ignores an original length in the config."""
+"""Rope types for which transformers ignores an original length in the config."""
 _PARTIAL = "partial_rotary_factor"
 _FACTOR_LISTS = ("short_factor", "long_factor")
 
 
 def read_rotary_dim(config: ConfigFields, *, head_dim: int, default_factor: float) -> int:
-    """The number of elements of a head that rotate: `partial_rotary_factor` of them, rounded down.
+    """The number of elements of a head that rotate: partial_rotary_factor * head_dim, rounded down.
 
-    `default_factor` is used if the config has none. Raises CheckpointError for a malformed factor,
-    or if the number is not even.
+    `default_factor` is used if the config has no factor. Raises CheckpointError for a malformed
+    factor, or if the number of elements is odd.
     """
     inner = read_rope_parameters(config).get(_PARTIAL)
     factor = config.number(_PARTIAL, default_factor)
@@ -52,7 +52,7 @@ def read_rope(
 ) -> Rope:
     """Read the rope type and its parameters.
 
-    `rotary_dim` is the result of `read_rotary_dim`; None for a family whose whole heads rotate.
+    `rotary_dim` is the result of `read_rotary_dim`, or None for a family that rotates whole heads.
     Raises UnsupportedModelError for an unknown rope type or parameter, and CheckpointError for a
     missing or malformed parameter.
     """
@@ -77,8 +77,8 @@ def read_rope(
         )
     raw.setdefault("rope_theta", theta)
     if _ORIGINAL_LENGTH in known:
-        # As in transformers, the field outside the rope parameters takes precedence (Phi-3 has it
-        # there).
+        # As in transformers, a field outside the rope parameters takes precedence. Phi-3 has such a
+        # field.
         inner = raw.get(_ORIGINAL_LENGTH, max_position_embeddings)
         raw[_ORIGINAL_LENGTH] = original_length or inner
     elif rope_type in _OF_ANY_LENGTH:
@@ -105,7 +105,7 @@ def read_rope(
 
 
 def read_rope_parameters(config: ConfigFields) -> dict[str, Any]:
-    """A copy of the rope parameters in either form, without nulls."""
+    """A copy of the rope parameters, in the form of either version, without nulls."""
     scaling, parameters = map(config.value, ROPE_FORMS)
     raw = scaling or parameters or {}
     if not isinstance(raw, dict):

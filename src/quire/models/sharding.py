@@ -1,7 +1,7 @@
-"""Checks whether a model can be split over ranks, and gives each rank's config.
+"""Checks whether a model can be split over ranks, and makes each rank's config.
 
-Every rank has whole heads: a part of the query heads, and the KV heads that these query heads read.
-If there are fewer KV heads than ranks, several ranks have the same ones. Called by
+A rank has some of the query heads, as whole heads, and the KV heads that these query heads read.
+If there are fewer KV heads than ranks, several ranks have the same KV heads. Called by
 `checkpoints.loader` and `assembly`.
 """
 

@@ -1,11 +1,11 @@
-"""Multimodal models, of which only the language model is loaded and served.
+"""Multimodal models. Only their language model is loaded and served.
 
-In config.json, the language model's fields are in `text_config` or, in old models, at the top
-level. In the files, its tensors have another prefix; tensors for images and sound are not loaded.
-`quire.text` refuses requests with images.
+In config.json, the language model's fields are in `text_config` or, for old models, at the top
+level. In the files, the names of its tensors have another prefix than in a text-only model. Tensors
+for images and sound are not loaded. `quire.text` refuses requests with images.
 
-To add one, add a line in `WRAPPERS`, and one in `TEXT_MODELS` if its language model has its own
-type. Called by `models.registry`.
+To add a multimodal model, add a line in `WRAPPERS`, and another line in `TEXT_MODELS` if its
+language model has its own type. Called by `models.registry`.
 """
 
 from collections.abc import Mapping
@@ -24,30 +24,30 @@ from quire.models.rope_config import of_one_axis
 class Wrapper:
     """A multimodal architecture."""
 
-    #: Prefixes of tensors that are not the language model's, after an optional "model.".
+    #: Prefixes of tensors outside the language model, after an optional "model.".
     unused: tuple[str, ...]
-    #: Whether embedding and head are tied if the config doesn't say.
+    #: Whether embedding and head are tied if the config has no field about it.
     is_tied: bool = False
-    #: The language model's type in configs without text_config; None if all have one.
+    #: The language model's type in configs without text_config; None if all configs have one.
     flat_text: str | None = None
-    #: Whether experts are stacked, in either form of `checkpoints.transposed_experts`.
+    #: Whether experts are stacked, in one of the layouts of `checkpoints.transposed_experts`.
     has_stacked_experts: bool = False
 
     def open(self, checkpoint: CheckpointSource, hidden_size: int) -> CheckpointSource:
-        """The language model's tensors, under its own names."""
+        """The language model's tensors, under the names of a text-only model."""
         renamed = RenamedCheckpoint(checkpoint, self.rename)
         return TransposedExperts(renamed, hidden_size) if self.has_stacked_experts else renamed
 
     def rename(self, name: str) -> str | None:
-        """The language model's name of a tensor; None if the tensor belongs to another part of the
-        model."""
+        """Map a tensor's name to its name in the language model; None for a tensor outside it."""
         if name.removeprefix("model.").startswith(self.unused):
             return None
         return language_model_name(name)
 
 
 def language_model_name(name: str) -> str:
-    """The language model's name of a tensor of a multimodal or a text-only checkpoint."""
+    """Map a tensor's name in a multimodal or a text-only checkpoint to the language model's
+    name."""
     for prefix, ours in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return ours + name.removeprefix(prefix)
@@ -91,7 +91,7 @@ class TextModelType:
     architecture: str
     #: transformers' defaults of required fields, which a text_config may omit.
     sizes: Mapping[str, int] = field(default_factory=dict)
-    #: Fixed values of its class in transformers, which replace those of the text_config.
+    #: Fixed values of its class in transformers, which replace fields of the text_config.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -126,7 +126,7 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 def unwrapped(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The language model's config and the wrapper's name, or any other config itself and None.
+    """(language model's config, wrapper's name), or (`raw`, None) for a text-only model.
 
     Raises CheckpointError, and UnsupportedModelError for an unsupported language model.
     """
@@ -167,7 +167,7 @@ def _text_fields(
     for form in ROPE_FORMS:
         if isinstance(text.get(form), dict):
             found[form] = of_one_axis(text[form])
-    # transformers reads only the outer flag. An inner flag without an outer one is obeyed, too.
+    # transformers reads only the outer flag. quire also reads an inner flag if there is no outer.
     ties = [each.get("tie_word_embeddings") for each in (raw, text)]
     found["tie_word_embeddings"] = next((tie for tie in ties if tie is not None), wrapper.is_tied)
     return found

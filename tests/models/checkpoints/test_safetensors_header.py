@@ -112,7 +112,7 @@ def test_inconsistent_headers_are_refused_with_the_reason(header, reason, write)
 @pytest.mark.parametrize(
     ("length", "reason"),
     [
-        (10**4, "its header alone 10008"),
+        (10**4, "its header alone has 10008"),
         (2**64 - 1, f"but at most {MAX_HEADER_BYTES} are read"),
         (0, "is not JSON"),
     ],

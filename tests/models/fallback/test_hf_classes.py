@@ -47,7 +47,7 @@ def test_classes_that_cannot_run_are_refused_with_the_reason(raw, reason):
     ("fields", "reason"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but must be"),
-        ({"layer_types": ["full_attention"]}, "Gemma2Config doesn't take it"),
+        ({"layer_types": ["full_attention"]}, "Gemma2Config doesn't accept this config"),
     ],
 )
 def test_fields_that_cannot_be_are_named(fields, reason):

@@ -40,8 +40,8 @@ def test_both_ends_are_named():
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("doge", {}, "attention call 0 brings a mask of its own"),
-        ("jetmoe", {}, "running it without numbers failed"),
+        ("doge", {}, "attention call 0 has a mask of its own"),
+        ("jetmoe", {}, "running it on the meta device failed"),
         ("bert", {"is_decoder": False}, "neither causal nor of a sliding window"),
     ],
 )

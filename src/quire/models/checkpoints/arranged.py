@@ -1,8 +1,8 @@
 """A checkpoint with fused, transposed or permuted linears, presented in Llama's layout.
 
-Some families store fused linears as one tensor, linears as [inputs, outputs], or the outputs of q
-and k in another order, in the same way for all layers. This source presents them in Llama's layout
-and names: each piece is cut, transposed or reordered as it is read. Called by `models.registry`.
+Some families store fused linears as one tensor, weights as [inputs, outputs], or the rows of q and
+k in another order. `ArrangedCheckpoint` presents their tensors in Llama's layout and names: it
+cuts, transposes or reorders each piece as it is read. Called by `models.registry`.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -20,27 +20,27 @@ from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How the files of a family hold its linears. Keys are the last word of a linear's path, such
-    as qkv_proj."""
+    """How a family's files store its linears. Keys are the last word of a linear's path, such as
+    qkv_proj."""
 
-    #: The parts of each fused linear in the files: their names and numbers of outputs, in order.
-    #: A part whose name is "" is skipped.
+    #: By fused linear in the files, the name and number of outputs of each part, in order. A part
+    #: whose name is "" is skipped.
     fused: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     #: Linears whose weights are stored as [inputs, outputs].
     transposed: frozenset[str] = frozenset()
-    #: The index of the stored output for each output of a linear, or of a part of a fused linear.
+    #: For a linear, or a part of a fused linear, the stored index of each output.
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    #: For each linear in the files, the parts that it is split into, and the rows of each part.
+    #: By linear in the files, the names of the parts into which it is split, and their rows.
     selected: Mapping[str, Mapping[str, RowSelection]] = field(default_factory=dict)
     #: Prefixes of the names of tensors that are skipped.
     unused: tuple[str, ...] = ()
 
 
 def from_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
-    """The index of the stored output for each output of heads stored for an interleaved rotation.
+    """The stored index of each output, for heads that are stored for an interleaved rotation.
 
     The interleaved rotation pairs elements 2i and 2i + 1, but `kernels.rotary` pairs i and i +
-    rotary_dim / 2. Scores are the same, since q and k are reordered alike.
+    rotary_dim / 2. Reordering doesn't change scores, since q and k are reordered in the same way.
     """
     pairs = torch.arange(rotary_dim).view(-1, 2).T.flatten()
     head = torch.cat((pairs, torch.arange(rotary_dim, head_dim)))
@@ -52,15 +52,15 @@ _OF_LINEARS = ("weight", "bias")
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """The place of a tensor in the files: outputs [start, start + size) of the tensor `name`."""
+    """The location of a tensor in the files: outputs [start, start + size) of the tensor `name`."""
 
     name: str
     start: int
     size: int
     transposed: bool
-    #: The index of the stored output for each output; None if they are in order.
+    #: The stored index of each output; None if outputs are in order.
     order: torch.Tensor | None
-    #: The rows of `name` that the tensor consists of, if the fields above can't describe them.
+    #: The rows of `name` that make up the tensor, if the fields above can't describe them.
     selection: RowSelection | None = None
 
 
@@ -68,7 +68,7 @@ class ArrangedCheckpoint(CheckpointSource):
     """The checkpoint `source`, presented in Llama's layout."""
 
     def __init__(self, source: CheckpointSource, arrangement: Arrangement) -> None:
-        """Raises CheckpointError for a tensor with other sizes than `arrangement` says, and for two
+        """Raises CheckpointError for a tensor whose size differs from `arrangement`, and for two
         tensors that fill the same parameter."""
         self._source = source
         self._stored: dict[str, _StoredTensor] = {}
@@ -100,8 +100,8 @@ class ArrangedCheckpoint(CheckpointSource):
 
     def pieces(self, name: str) -> list[range]:
         stored = self._stored[name]
-        # If a row is a column in the file, reading one row reads the whole tensor, so it is one
-        # piece.
+        # A row is a column in the file. Reading one row would read the whole tensor, so the tensor
+        # is one piece.
         return [range(stored.size)] if stored.transposed else super().pieces(name)
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
@@ -159,8 +159,8 @@ class ArrangedCheckpoint(CheckpointSource):
 def _arranged(
     name: str, shape: tuple[int, ...], arrangement: Arrangement
 ) -> Iterator[tuple[str, _StoredTensor]]:
-    """The parameters that one tensor in the files holds: their names in the model, and their
-    places."""
+    """The parameters of the model that one tensor in the files holds: (name in the model, location)
+    of each."""
     path, _, parameter = name.rpartition(".")
     parent, _, linear = path.rpartition(".")
     transposed = linear in arrangement.transposed and len(shape) == 2
@@ -188,7 +188,7 @@ def _arranged(
 def _selected(
     name: str, num_rows: int, parts: Mapping[str, RowSelection]
 ) -> Iterator[tuple[str, _StoredTensor]]:
-    """The result of `_arranged` for a tensor of whose rows `parts` are selections."""
+    """The result of `_arranged` for a tensor whose rows are divided among `parts`."""
     path, _, parameter = name.rpartition(".")
     parent, _, _ = path.rpartition(".")
     for part, selection in parts.items():

@@ -1,7 +1,7 @@
 """Decides which weights stay block-quantized as in the checkpoint, and which are dequantized.
 
-Called by `loader` before the model is filled: the method that stores a linear's weights is chosen
-by the block formats of its parts.
+Called by `loader` before the model is filled, because the block formats of a linear's parts decide
+which method stores the linear.
 """
 
 import logging
@@ -25,9 +25,9 @@ class BlockFormats:
     """The block formats of the weights that stay quantized, for a model's linears and its
     embedding.
 
-    `whole` is the model's blueprint. `slots` are the places in it that tensors fill, by the
-    tensors' names in the checkpoint. `renamed` maps the names of a tied model's embedding and head
-    to the tensor that fills both.
+    `whole` is the model's blueprint. `slots` maps the name of each tensor in the checkpoint to the
+    places in the blueprint that it fills. `renamed` maps the names of a tied model's embedding and
+    head to the tensor that fills both.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class BlockFormats:
             if source not in checkpoint.names:
                 continue
             block_format = checkpoint.block_format(source)
-            # Without a block format, the checkpoint lends only numbers, which it may dequantize
-            # itself.
+            # Without a block format, the checkpoint can only return the weights as floats, which it
+            # may have dequantized.
             if block_format is None:
                 stored_as = checkpoint.stored_as(source)
                 if stored_as is not None:
@@ -101,8 +101,8 @@ class BlockFormats:
         return self._tables.get(path)
 
     def choose_methods(self) -> None:
-        """Give the blueprint's linears the methods that the model will use, which determine its
-        size."""
+        """Set the methods of the blueprint's linears to those that the model will use. They
+        determine the model's size."""
         for path, module in self._whole.named_modules():
             if isinstance(module, Linear):
                 module.method = self._methods.stored_by(module, self.of_linear(path))

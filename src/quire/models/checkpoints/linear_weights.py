@@ -1,6 +1,6 @@
 """Reads rows of a loaded model's linears again from its checkpoint.
 
-They are compared with the weights as a quantized format stores them. Called by
+The rows are compared with the same weights in a quantized format. Called by
 `assembly.format_checks`.
 """
 
@@ -18,8 +18,8 @@ _WEIGHT, _BIAS = ".weight", ".bias"
 
 
 class LinearWeights:
-    """The checkpoint's weights of a model that is not sharded. A tied head has the embedding's
-    rows."""
+    """The checkpoint's weights of a model that is not sharded. For a tied head, they are the
+    embedding's rows."""
 
     def __init__(self, folder: Path, config: ModelConfig, model: TextModel) -> None:
         """`model` was built from `config`. Raises CheckpointError."""
@@ -35,7 +35,7 @@ class LinearWeights:
 
     def rows(self, linear: LinearModule, index: int, span: range) -> torch.Tensor | None:
         """Rows [len(span), I] fp32 of the weight of part `index`; None if the checkpoint has no
-        tensor for this part alone. Raises CheckpointError."""
+        separate tensor for this part. Raises CheckpointError."""
         return self._read(self._names.get((linear, index)), span)
 
     def biases(self, linear: LinearModule, index: int, span: range) -> torch.Tensor | None:

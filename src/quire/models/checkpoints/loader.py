@@ -1,8 +1,8 @@
 """Builds a model and fills it from a checkpoint.
 
-Weights go piece by piece straight into the (fused) linears. A checkpoint's tensors and a model's
+Weights are copied piece by piece into the (fused) linears. A checkpoint's tensors and a model's
 parameters must match one to one: a missing, unexpected or misshapen tensor is refused by name.
-The caller gives the device and the weight formats.
+The caller chooses the device and the weight formats.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 _MAX_NAMES_SHOWN = 8
 
-# Size of the sample by which a vocabulary projection chooses its layout: runs, and rows of each.
+# Size of the sample by which a vocabulary projection chooses its layout: runs, and rows of a run.
 _SAMPLE_RUNS = 16
 _SAMPLE_RUN_ROWS = 64
 
@@ -56,7 +56,7 @@ class Reading:
 
     #: Number of threads that fill the model.
     num_threads: int = 1
-    #: Called about a hundred times with (weights read, all weights), from the loading thread.
+    #: Called about a hundred times by the loading thread, with (weights read, weights in total).
     on_progress: Progress | None = None
     #: The digest that hashes all weights; None if they are not hashed.
     digest: WeightsDigest | None = None
@@ -89,11 +89,11 @@ def load_model(
     methods: LinearMethods | None = None,
     reading: Reading = ONE_THREAD,
 ) -> TextModel:
-    """The model of `folder`, whose `config` is `registry.load_config(folder)`, ready to run.
+    """Load the model of `folder`, ready to run. `config` is `registry.load_config(folder)`.
 
-    The checkpoint's numbers are converted to `dtype`. `max_model_len` fixes rope types that depend
-    on a length. If `methods` is None, linears are dense, and are computed by torch. If `methods`
-    has a `sharding`, the model is one rank's share of the model that `config` describes. Needs the
+    Weights are converted to `dtype`. `max_model_len` is the length for rope types that depend on a
+    length. If `methods` is None, linears are dense, and are computed by torch. If `methods` has a
+    `sharding`, the model is one rank's shard of the model that `config` describes. Needs the
     model's memory once, plus a few MiB for each thread that reads.
     Raises CheckpointError that names the file or the tensors at fault.
     """
@@ -113,7 +113,7 @@ def load_model(
         config = dataclasses.replace(config, tie_word_embeddings=False)
         _check_match(folder, checkpoint, config, shapes)
     sharding = stored.sharding
-    # Then build the model, or the share of one rank.
+    # Then build the model, or the shard of one rank.
     share = config
     if sharding is not None:
         share = split_config(config, sharding.group.rank, sharding.group.size)
@@ -151,8 +151,8 @@ def load_again(
     methods: LinearMethods,
     reading: Reading = ONE_THREAD,
 ) -> None:
-    """Read the weights of some linears of a loaded model again, and round them as their methods do
-    now. The other arguments are those of `load_model`. Biases stay as they are. Raises
+    """Read the weights of some linears of a loaded model again, and round them by the linears'
+    current methods. Biases are unchanged. The other arguments are those of `load_model`. Raises
     CheckpointError.
     """
     entry = find_entry(config)
@@ -176,9 +176,9 @@ def _own_slots(
     sharding: Sharding | None,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, tuple[WeightSlot, ...]]:
-    """The places of all tensors of the checkpoint in the model, or in one rank's share of it.
+    """The places of all tensors of the checkpoint in the model, or in one rank's shard of it.
 
-    `shapes` are those of the whole tensors.
+    `shapes` are the shapes of the unsharded tensors.
     """
     entry = find_entry(config)
     slots = checkpoint_slots(model, entry.checkpoint_parts)
@@ -190,8 +190,8 @@ def _own_slots(
 
 
 def _open(folder: Path, config: ModelConfig, entry: ModelEntry) -> CheckpointSource:
-    """The weights. Raises CheckpointError if there are fewer tensors than layers: a config may ask
-    for a million layers, whose blueprint takes hours."""
+    """Open the weights. Raises CheckpointError if there are fewer tensors than layers: for a config
+    with a million layers, the blueprint would take hours."""
     checkpoint = entry.open(folder, config)
     if len(checkpoint.names) < config.num_layers:
         raise CheckpointError(
@@ -236,15 +236,15 @@ def _use_methods(
 def weight_bytes(
     folder: Path, config: ModelConfig, dtype: torch.dtype, methods: LinearMethods
 ) -> int:
-    """Bytes of the model of `folder` once it is loaded. Raises the errors of `served_blueprint`."""
+    """Bytes of memory of the loaded model of `folder`. Raises the errors of `served_blueprint`."""
     return stored_bytes(served_blueprint(folder, config, methods), config, dtype)
 
 
 def served_blueprint(folder: Path, config: ModelConfig, methods: LinearMethods) -> TextModel:
     """The blueprint of the model of `folder`, with the methods that store its weights.
 
-    Raises CheckpointError for weights that don't match `config`, and UnsupportedModelError for
-    experts that `methods` can't multiply at once although it must.
+    Raises CheckpointError for weights that don't match `config`. Raises UnsupportedModelError if
+    `methods` must multiply all experts of a layer at once but can't.
     """
     entry = find_entry(config)
     checkpoint = _open(folder, config, entry)
@@ -267,7 +267,7 @@ def _check_experts(folder: Path, whole: TextModel) -> None:
 
 
 def stored_bytes(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of the model that `config` describes once it is loaded. `whole` is its blueprint."""
+    """Bytes of memory of the loaded model that `config` describes. `whole` is its blueprint."""
     num_bytes = sum(module_bytes(module, dtype) for module in whole.modules())
     heads = [module for module in whole.modules() if isinstance(module, LMHead)]
     if config.tie_word_embeddings and all(each.method.is_exact for each in heads):
@@ -277,7 +277,8 @@ def stored_bytes(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> i
 
 
 def module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the module's own parameters in a model of this dtype, as its method stores them."""
+    """Bytes of the module's own parameters (not of its children) in a model of this dtype, as its
+    method stores them."""
     if isinstance(module, VocabEmbedding) and module.method is not None:
         return module.method.num_bytes(module.vocab_size, module.hidden_size, dtype)
     if not isinstance(module, Linear):
@@ -291,12 +292,12 @@ def module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 def checkpoint_slots(
     model: nn.Module, checkpoint_parts: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[WeightSlot, ...]]:
-    """For each tensor of the checkpoint, by name, the places in the model that it fills."""
+    """Maps each tensor's name in the checkpoint to the places in the model that it fills."""
     slots: dict[str, tuple[WeightSlot, ...]] = {}
     slotted = ""
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
-        # The inner modules of a SlottedModule are filled through its own slots.
+        # A SlottedModule has slots for its inner modules, so skip these modules.
         if slotted and path.startswith(f"{slotted}."):
             continue
         if isinstance(module, SlottedModule):
@@ -322,7 +323,7 @@ def checkpoint_slots(
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's own parameters, and the buffers that a checkpoint holds."""
+    """The module's own parameters, and its buffers that are part of a checkpoint."""
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
@@ -334,7 +335,7 @@ def _cut_slots(
     sharding: Sharding,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, tuple[WeightSlot, ...]]:
-    """Slots that take whole tensors, whose shapes are `shapes`, and keep the rank's shards."""
+    """Make slots that take whole tensors of shapes `shapes`, and keep the rank's shard of each."""
     return {
         name: tuple(sharding.cut(slot, shapes[name]) for slot in places)
         for name, places in slots.items()
@@ -422,7 +423,7 @@ def _fill(
                     slot.load(span.start, rows.numbers())
 
     def load_all(results: Iterable[None]) -> None:
-        """Consume the results, which raises errors of `load`, and report the progress."""
+        """Iterate over the results, which raises the errors of `load`, and report the progress."""
         sizes = [_num_weights(checkpoint, piece) for piece in pieces]
         total, done, reported = sum(sizes), 0, -1
         for size, _ in zip(sizes, results, strict=True):
@@ -457,7 +458,7 @@ def tensor_shapes(whole: TextModel, entry: ModelEntry) -> dict[str, tuple[int, .
 
 
 def blueprint(config: ModelConfig, entry: ModelEntry, methods: LinearMethods) -> TextModel:
-    """The model on the meta device, to read sizes from. Its embedding and head are not tied."""
+    """The model on the meta device, to compute sizes. Its embedding and head are not tied."""
     untied = dataclasses.replace(config, tie_word_embeddings=False)
     model = entry.model(untied, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
     for module in model.modules():
@@ -475,7 +476,7 @@ def _check_match(
     """Raises CheckpointError if the weights don't match the model that `config` describes.
 
     `shapes` are those of all tensors of the untied model. The check runs before any memory of the
-    model's size is allocated, as the config may be wrong.
+    model's size is allocated, because the config may be wrong.
     """
     # A tied model needs one tensor for its embedding and head.
     entry = find_entry(config)
@@ -484,7 +485,7 @@ def _check_match(
         _, spare = _kept_and_spare_end(checkpoint, entry)
         spare_names.add(spare)
         del shapes[spare]
-    # Tensors that fill nothing are refused, unless they follow from the config or change nothing.
+    # Refuse tensors that fill nothing, except derived buffers and biases that are zero.
     unexpected = {
         name
         for name in checkpoint.names - shapes.keys() - spare_names

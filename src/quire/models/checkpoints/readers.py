@@ -1,7 +1,7 @@
-"""The list of checkpoint file formats (safetensors, GGUF), and the choice by a folder's files.
+"""Lists the checkpoint file formats (safetensors, GGUF), and chooses one by a folder's files.
 
-A new format is a file with a `CheckpointSource`, and a line in `_READERS`. Code outside the package
-calls `register_reader`.
+To add a format, add a file with a `CheckpointSource`, and a line in `_READERS`. Code outside the
+package calls `register_reader`.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ _READERS: list[type[CheckpointSource]] = [
     SafetensorsFiles,
     GGUFFiles,
 ]
-"""The first reader that finds its files in a folder reads it."""
+"""The readers in order of priority: the first one that finds its files in a folder is used."""
 
 
 def find_reader(folder: Path) -> type[CheckpointSource]:
@@ -25,7 +25,7 @@ def find_reader(folder: Path) -> type[CheckpointSource]:
 
 
 def open_checkpoint(folder: Path) -> CheckpointSource:
-    """The folder's weights. Quantized safetensors are recognized by config.json, if it exists.
+    """Open the folder's weights. If config.json exists, it shows whether safetensors are quantized.
 
     Raises CheckpointError that names the file at fault, and UnsupportedModelError for an unknown
     quantization method.
@@ -38,6 +38,6 @@ def open_checkpoint(folder: Path) -> CheckpointSource:
 
 
 def register_reader(reader: type[CheckpointSource]) -> None:
-    """Add a format from outside the package for this process. Built-in formats come first."""
+    """Add a format in this process, for code outside the package. Built-in formats come first."""
     if reader not in _READERS:
         _READERS.append(reader)

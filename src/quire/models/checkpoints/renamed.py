@@ -1,7 +1,7 @@
 """A checkpoint that renames or skips the tensors of another checkpoint.
 
-The same weights are saved under several names: with or without the prefix that a model with a head
-gives to its body, and differently by old and new versions of transformers. Called by
+The same weights may have several names: with or without the prefix that a model with a head puts
+before the names of all other tensors, and in old or new versions of transformers. Called by
 `models.registry`.
 """
 
@@ -26,7 +26,7 @@ class RenamedCheckpoint(CheckpointSource):
     """The checkpoint `source` under other names."""
 
     def __init__(self, source: CheckpointSource, rename: Rename) -> None:
-        """Raises CheckpointError if two tensors get the same name but hold different numbers."""
+        """Raises CheckpointError if two tensors with different values get the same name."""
         self._source = source
         self._names: dict[str, str] = {}
         for theirs in source.names:
@@ -68,8 +68,8 @@ class RenamedCheckpoint(CheckpointSource):
 
 
 def with_prefix(prefix: str, *unused: str, but: Collection[str] = ()) -> Rename:
-    """Adds the prefix to names that lack it. Names that begin with one of `unused` are dropped, and
-    the names `but` are unchanged."""
+    """A function that adds the prefix to names that lack it. It drops names that begin with one of
+    `unused`, and leaves the names in `but` unchanged."""
 
     def rename(name: str) -> str | None:
         if name.startswith(unused):
@@ -80,8 +80,8 @@ def with_prefix(prefix: str, *unused: str, but: Collection[str] = ()) -> Rename:
 
 
 def with_missing_prefix(source: CheckpointSource, embedding: str) -> CheckpointSource:
-    """Adds the prefix to a checkpoint that was saved from a model without a head, whose names have
-    none; returns any other as it is. `embedding` is the embedding's name with the prefix."""
+    """Add the prefix to the names of a checkpoint that was saved without a head and so lacks it.
+    Returns any other checkpoint unchanged. `embedding` is the embedding's name with the prefix."""
     prefix, _, bare = embedding.partition(".")
     if embedding in source.names or bare not in source.names:
         return source
@@ -90,7 +90,7 @@ def with_missing_prefix(source: CheckpointSource, embedding: str) -> CheckpointS
 
 
 def with_words(words: Mapping[str, str]) -> Rename:
-    """Replaces words of names, which are separated by dots."""
+    """A function that replaces words of names. Words are separated by dots."""
 
     def rename(name: str) -> str | None:
         return ".".join(words.get(word, word) for word in name.split("."))
@@ -99,7 +99,7 @@ def with_words(words: Mapping[str, str]) -> Rename:
 
 
 def without_layers(layers: range) -> Rename:
-    """Drops the tensors of these layers."""
+    """A function that drops the tensors of these layers."""
 
     def rename(name: str) -> str | None:
         found = _LAYER.match(name)

@@ -1,7 +1,7 @@
 """Selects the rows of a checkpoint's tensor that make up one parameter of the model.
 
-`Arrangement.selected` uses these selections for fused parts whose rows alternate, and for
-transposed parts. Called by `arranged.py`.
+`Arrangement.selected` uses these selections for parts of fused tensors whose rows alternate, and
+for parts that are transposed. Called by `arranged.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -13,10 +13,10 @@ from math import prod
 import torch
 
 ReadRows = Callable[[range], AbstractContextManager[torch.Tensor]]
-"""Lends rows of a tensor in the files, as `CheckpointSource.rows` does."""
+"""Reads rows of a tensor in the files, like `CheckpointSource.rows`."""
 
 _MOST_READ_TOO_MUCH = 2
-"""A range is read as a whole if it has at most this number of rows for each wanted row."""
+"""A range is read in one piece if it has at most this many rows for each wanted row."""
 
 
 class RowSelection(ABC):
@@ -40,7 +40,7 @@ class RowSelection(ABC):
 class IndexedRows(RowSelection):
     """Some rows of a tensor, in any order."""
 
-    #: The row in the files of each row of the parameter, int64.
+    #: For each row of the parameter, the row in the files, int64.
     rows: torch.Tensor
     num_source_rows: int
 
@@ -52,7 +52,8 @@ class IndexedRows(RowSelection):
 
 
 def _read(rows: ReadRows, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The wanted rows, in pieces: a sparse range is halved, so that few unwanted rows are read."""
+    """Yield the wanted rows in pieces. A range with few wanted rows is halved until little else is
+    read."""
     first, last = int(wanted.min()), int(wanted.max())
     if last - first < _MOST_READ_TOO_MUCH * len(wanted):
         with rows(range(first, last + 1)) as lent:
@@ -64,8 +65,8 @@ def _read(rows: ReadRows, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TransposedRows(RowSelection):
-    """Rows [start, start + num_rows) of [num_source_rows, I], transposed: [I, num_rows]. For a
-    vector, I is 1."""
+    """The parameter [I, num_rows] that is the transpose of the rows [start, start + num_rows) of a
+    tensor [num_source_rows, I]. For a vector, I is 1."""
 
     start: int
     num_rows: int

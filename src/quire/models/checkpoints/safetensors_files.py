@@ -1,7 +1,7 @@
-"""Reads weights from safetensors files, a few MiB at a time.
+"""Reads weights from safetensors files, in pieces of a few MiB.
 
 A checkpoint is one or several files. They are memory-mapped, and the pages of each piece are
-released after use, so reading a model needs hardly more memory than the model. Refuses pickles.
+released after use, so reading needs hardly more memory than the model itself. Pickles are refused.
 """
 
 import errno
@@ -33,11 +33,11 @@ _CODES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-"""Dtypes of stored codes and scales, which are not weights by themselves."""
+"""Dtypes that only quantized weights have, for codes and scales."""
 
 
 class _MappedFile:
-    """An open safetensors file. Pages are resident only while `rows` lends them."""
+    """An open safetensors file. Its pages are in memory only while data from `rows` are in use."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError."""
@@ -74,13 +74,13 @@ class _MappedFile:
         return _DTYPES[stored]
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """The tensor's dtype, which may be one of quantized codes; None if it can't be read."""
+        """The tensor's dtype, also for codes of quantized weights; None if it can't be read."""
         stored = self.tensors[name].dtype
         return _DTYPES.get(stored) or _CODES.get(stored)
 
     @contextmanager
     def rows(self, name: str, span: range, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Lends rows of the tensor until the end of the `with`. `dtype` is its stored dtype."""
+        """Yields rows of the tensor until the end of the `with`. `dtype` is its stored dtype."""
         stored = self.tensors[name]
         row_size = prod(stored.shape[1:])
         start = stored.start + span.start * row_size * dtype.itemsize
@@ -120,8 +120,8 @@ class SafetensorsFiles(CheckpointSource):
             self._choose_files(folder, repeated)
 
     def _choose_files(self, folder: Path, repeated: Mapping[str, Sequence[_MappedFile]]) -> None:
-        """Choose the file that the index names for each tensor that several files hold. Raises
-        CheckpointError if the index names none of them."""
+        """For each tensor that several files hold, choose the file that the index names. Raises
+        CheckpointError if the index names none of these files."""
         weight_map = read_weight_map(folder / INDEX_FILE)
         for name, files in repeated.items():
             chosen = [file for file in files if file.name == weight_map.get(name)]
@@ -143,15 +143,15 @@ class SafetensorsFiles(CheckpointSource):
         return self._files[name].dtype(name)
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
-        """Lends rows in their stored dtype."""
+        """Yields rows in their stored dtype."""
         return self._files[name].rows(name, span, self.dtype(name))
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """The tensor's dtype, which may be one of quantized codes; None if it can't be read."""
+        """The tensor's dtype, also for codes of quantized weights; None if it can't be read."""
         return self._files[name].stored_dtype(name)
 
     def stored_rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
-        """Lends rows of a tensor with any `stored_dtype`, for the readers of quantized weights."""
+        """Yields rows of a tensor with any `stored_dtype`, for the readers of quantized weights."""
         dtype = self.stored_dtype(name)
         assert dtype is not None, name
         return self._files[name].rows(name, span, dtype)

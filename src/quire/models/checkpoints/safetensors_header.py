@@ -2,8 +2,8 @@
 
     8 bytes: N | N bytes of JSON: name -> {dtype, shape, data_offsets} | the tensors' bytes
 
-Checks the format's rules (https://github.com/huggingface/safetensors): the tensors fill the file
-after the header without holes or overlaps, and the size of each matches its shape. Imports no
+Checks the format's rules (https://github.com/huggingface/safetensors): after the header, the
+tensors fill the file without gaps or overlaps, and the size of each matches its shape. Imports no
 torch. Called by `safetensors_files.py`.
 """
 
@@ -16,8 +16,8 @@ from quire.errors import CheckpointError, shown
 from quire.hub.model_files import foreign_content, parse_json_object, shown_name
 
 MAX_HEADER_BYTES = 16 << 20
-"""Enough for 120,000 tensors; the largest published files have 20,000. Parsing takes ten times as
-much memory."""
+"""The most bytes of a header: enough for 120,000 tensors. The largest published files have 20,000.
+Parsing takes ten times as much memory."""
 
 MAX_DIMENSIONS = 8
 MAX_TENSOR_BYTES = 1 << 50
@@ -27,7 +27,7 @@ DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
 }  # fmt: skip
-"""All dtypes of the format."""
+"""Maps all dtypes of the format to their number of bits."""
 
 _LENGTH_BYTES = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -92,7 +92,7 @@ def _check_length(path: Path, num_bytes: int, file_size: int) -> None:
     if _LENGTH_BYTES + num_bytes > file_size:
         raise _broken(
             path,
-            f"it has {file_size} bytes, but its header alone {_LENGTH_BYTES + num_bytes}",
+            f"it has {file_size} bytes, but its header alone has {_LENGTH_BYTES + num_bytes}",
         )
 
 

@@ -1,8 +1,8 @@
 """The interface of a checkpoint: named tensors, read in pieces.
 
-A piece is a range of a tensor's rows, a few MiB in size. Methods that lend data return context
+A piece is a range of a tensor's rows, a few MiB in size. Methods that read rows return context
 managers: the data are valid only inside the `with`. Each file format has a class, listed in
-`readers.py`. A source knows no model: `loader.py` decides which tensor goes where.
+`readers.py`. A source depends on no model: `loader.py` decides which parameter a tensor fills.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +19,10 @@ from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRow
 from quire.hub.model_files import read_json_object, shown_name
 from quire.models.config_bounds import MAX_EXPERTS
 
-# Large enough to hide the work between pieces, and small compared with a model.
+# The size of a piece: large enough to hide the work between pieces, small compared with a model.
 _CHUNK_BYTES = 4 << 20
-# Unless rows are large, a piece has a multiple of this many rows: whole panels of packed weights,
-# so that no two threads write the same panel.
+# Unless rows are large, a piece has a multiple of this number of rows. Then pieces consist of whole
+# panels of packed weights, so that no two threads write the same panel.
 _CHUNK_ROWS = 64
 
 
@@ -32,7 +32,7 @@ class CheckpointSource(ABC):
     @classmethod
     @abstractmethod
     def is_in(cls, folder: Path) -> bool:
-        """Whether the folder's weights are in this format, by the names of its files."""
+        """Whether the folder's weights are in this format, judged by the names of its files."""
 
     @classmethod
     def read_config(cls, folder: Path) -> dict[str, Any]:
@@ -45,8 +45,8 @@ class CheckpointSource(ABC):
 
     @classmethod
     def quantized_by(cls, folder: Path) -> str | None:
-        """The quantization that the files themselves declare, for messages; None if only the config
-        can declare it. Reads no weights. Raises CheckpointError."""
+        """The quantization that the weight files themselves declare, for messages; None if only
+        config.json can declare it. Reads no weights. Raises CheckpointError."""
         return None
 
     @abstractmethod
@@ -56,38 +56,38 @@ class CheckpointSource(ABC):
     @property
     @abstractmethod
     def names(self) -> Set[str]:
-        """The names of all tensors, in the order in which they lie in the files."""
+        """The names of all tensors, in the order of the files."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape, as in Hugging Face's checkpoints: a weight is [outputs, inputs]."""
+        """The tensor's shape as in Hugging Face's checkpoints: a weight is [outputs, inputs]."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of the rows that `rows` lends. Raises CheckpointError for a stored dtype that
-        can't be read."""
+        """The dtype of the tensors that `rows` yields. Raises CheckpointError for a stored dtype
+        that can't be read."""
 
     @abstractmethod
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
-        """Lends rows of the tensor [len(span), ...], valid until the end of the `with`.
+        """Yields rows of the tensor, [len(span), ...], in a `with`.
 
         Implementations should release the memory that a call used, since a model is read in
         many calls. Raises CheckpointError.
         """
 
     def block_format(self, name: str) -> BlockFormat | None:
-        """The block format of a quantized tensor [outputs, inputs]; None if its rows can't be lent
-        as codes. `rows` lends block-quantized tensors dequantized."""
+        """The block format of a quantized tensor [outputs, inputs]; None if its rows can't be read
+        as codes. `rows` always dequantizes."""
         return None
 
     def stored_as(self, name: str) -> str | None:
-        """The name of the stored format, such as fp8, if `rows` must dequantize the tensor;
-        otherwise None."""
+        """The name of the stored format, such as fp8, if `rows` must dequantize the tensor; None if
+        it need not."""
         block_format = self.block_format(name)
         return None if block_format is None else block_format.name
 
     def quantized_rows(self, name: str, span: range) -> AbstractContextManager[BlockQuantizedRows]:
-        """Lends rows of a tensor that has a `block_format`, as `rows` does. Raises
+        """Yields rows of a tensor that has a `block_format`, as codes, in a `with`. Raises
         CheckpointError."""
         raise NotImplementedError
 
@@ -101,8 +101,8 @@ class CheckpointSource(ABC):
         return [range(start, min(start + num_rows, end)) for start in range(0, end, num_rows)]
 
     def row_bytes(self, name: str) -> int:
-        """Approximate size of a stored row. Raises CheckpointError for a dtype that can't be
-        read."""
+        """Approximate number of bytes of a stored row. Raises CheckpointError for a dtype that
+        can't be read."""
         return self.dtype(name).itemsize * prod(self.shape(name)[1:])
 
     def equal(self, first: str, second: str) -> bool:
@@ -129,7 +129,7 @@ def check_num_experts(name: str, count: int) -> None:
 
 
 def refusal_of_two(first: str, second: str, name: str) -> CheckpointError:
-    """The error for two tensors of the files that would both be the model's tensor `name`."""
+    """The error for two tensors of the files that would both become the model's tensor `name`."""
     return CheckpointError(
         f"the weights have {shown(first)} and {shown(second)}, either of which would be the "
         f"model's {shown(name)}; leave one of them out"

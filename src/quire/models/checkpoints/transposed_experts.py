@@ -1,8 +1,8 @@
 """A checkpoint whose stacked experts are stored as [experts, inputs, outputs].
 
-Published Qwen3-VL mixtures have this layout, but transformers 5 saves [experts, outputs, inputs],
-with gate before up, which `unstacked.py` expects. Rows are lent as transposed views, without a
-copy. Called by `models.wrappers`.
+Published Qwen3-VL mixtures have this layout. `unstacked.py` expects the layout of transformers 5,
+[experts, outputs, inputs] with gate before up. Rows are transposed views, without a copy. Called
+by `models.wrappers`.
 """
 
 import re
@@ -20,7 +20,7 @@ _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 class TransposedExperts(CheckpointSource):
     """The checkpoint `source` with the last two dimensions of stacked experts swapped, if needed.
 
-    A tensor is swapped only if the position of `hidden_size` in its shape shows that it must be.
+    A tensor is swapped only if `hidden_size` is at the wrong position in its shape.
     """
 
     def __init__(self, source: CheckpointSource, hidden_size: int) -> None:

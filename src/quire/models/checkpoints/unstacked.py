@@ -33,7 +33,7 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 @dataclass(frozen=True, slots=True)
 class _ExpertTensor:
-    """The place of an expert's tensor: part `index` of `count` in the stacked tensor `name`."""
+    """The location of an expert's tensor: part `index` of `count` parts of the tensor `name`."""
 
     name: str
     expert: int
@@ -43,16 +43,16 @@ class _ExpertTensor:
 
 
 class UnstackedCheckpoint(CheckpointSource):
-    """The checkpoint `source` with a tensor for each expert.
+    """The checkpoint `source` with separate tensors for each expert.
 
-    `is_transposed` says that stacked tensors have gpt-oss's layout. Raises CheckpointError if an
-    expert's tensor also exists by itself.
+    `is_transposed` says that stacked tensors have gpt-oss's layout. Raises CheckpointError if a
+    tensor of an expert exists both separately and in a stacked tensor.
     """
 
     def __init__(self, source: CheckpointSource, *, is_transposed: bool = False) -> None:
         self._source = source
         self._is_transposed = is_transposed
-        #: The place of each tensor; a str is the name of a tensor that is not stacked.
+        #: Maps each tensor to its location. A str is the name of a tensor that is not stacked.
         self._names: dict[str, _ExpertTensor | str] = {}
         for name in source.names:
             found = _STACKED.match(name)

@@ -1,9 +1,9 @@
 """A digest of a model's weights, computed while they are read.
 
 The digest doesn't depend on the folder: two checkpoints have the same digest if they hold the same
-tensors under the model's names, in any order and any number of files. It covers the stored numbers,
-before they are rounded to another format. It detects accidental changes, not forgery, since whoever
-makes the weights determines the answers anyway. Called by `loader`.
+tensors under the model's names, in any order and any number of files. It covers the stored values,
+before they are rounded to another format. It detects accidental changes, not forgery: whoever
+makes the weights controls the answers anyway. Called by `loader`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ DIGEST_BYTES = 16
 
 
 class WeightsDigest:
-    """Takes pieces of tensors in any order, each once, from several threads at a time.
+    """Hashes pieces of tensors, each once, in any order and from several threads at a time.
 
     A piece is hashed with XXH3 (128 bits), which is faster than memory and releases the
     interpreter's lock. The sorted hashes of all pieces are hashed with BLAKE2b.
@@ -28,13 +28,13 @@ class WeightsDigest:
         self._pieces: dict[tuple[str, int], list[int | str]] = {}
 
     def add(self, name: str, first_row: int, rows: torch.Tensor) -> None:
-        """Add `rows` [R, ...] of the tensor `name`, from `first_row` on, in main memory."""
+        """Add `rows` [R, ...] of the tensor `name`, starting at `first_row`, in main memory."""
         content = rows.contiguous().view(torch.uint8).numpy().data
         found = [str(rows.dtype), *rows.shape, xxhash.xxh3_128_hexdigest(content)]
         self._pieces[name, first_row] = found  # atomic, so threads need no lock
 
     def add_quantized(self, name: str, first_row: int, rows: BlockQuantizedRows) -> None:
-        """Add rows that are lent as codes."""
+        """Add rows that are codes of a quantized weight."""
         hashes = [
             xxhash.xxh3_128_hexdigest(part.contiguous().view(torch.uint8).numpy().data)
             for part in rows.stored
@@ -42,6 +42,6 @@ class WeightsDigest:
         self._pieces[name, first_row] = [str(rows.block_format), *rows.shape, *hashes]
 
     def digest(self) -> bytes:
-        """The digest of all added pieces, of DIGEST_BYTES bytes."""
+        """The digest of all added pieces, DIGEST_BYTES bytes long."""
         listed = json.dumps([[*key, *self._pieces[key]] for key in sorted(self._pieces)])
         return hashlib.blake2b(listed.encode(), digest_size=DIGEST_BYTES).digest()

@@ -24,16 +24,16 @@ from quire.models.fallback.hf_classes import build, find_class
 
 @dataclass(slots=True)
 class _Group:
-    """Tensors in the files that one converter turns into the tensors of the model."""
+    """A group of tensors in the files that one converter turns into tensors of the model."""
 
     #: A WeightConverter of transformers.
     converter: Any
     first_target: str
-    #: Names in the files, in order, by the converter's pattern that they match.
+    #: Maps each pattern of the converter to the names in the files that match it, in order.
     sources: dict[str, list[str]] = field(default_factory=dict)
     #: The shapes of the converted tensors by name.
     targets: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    #: Whether each row of a target is made of one tensor of each pattern.
+    #: Whether each row of a converted tensor is made of one source tensor of each pattern.
     is_stacked: bool = False
 
 
@@ -43,12 +43,12 @@ class ConvertedCheckpoint(CheckpointSource):
     def __init__(self, source: CheckpointSource, model: Any) -> None:
         self._source = source
         self._model = model
-        #: For tensors that are only renamed, the name in the files by the model's name.
+        #: Maps the model's name to the name in the files, for tensors that are only renamed.
         self._names: dict[str, str] = {}
-        #: For each other tensor, by the model's name, the group that makes it.
+        #: Maps the model's name to the group that makes the tensor, for all other tensors.
         self._groups: dict[str, _Group] = {}
         self._lock = threading.Lock()
-        #: The group converted last, with its tensors; None before the first.
+        #: The group that was converted last, and the resulting tensors; None before the first.
         self._last: tuple[_Group, dict[str, torch.Tensor]] | None = None
         self._sort_in()
         for target, tied_to in model.get_expanded_tied_weights_keys(all_submodels=True).items():
@@ -99,8 +99,8 @@ class ConvertedCheckpoint(CheckpointSource):
 
     @contextmanager
     def _cut(self, group: _Group, name: str, span: range) -> Iterator[torch.Tensor]:
-        """Lends rows of a converted tensor. The last group is cached, as its targets are usually
-        read one after another."""
+        """Yields rows of a converted tensor. The last group is cached, because its tensors are
+        usually read one after another."""
         with self._lock:
             if self._last is None or self._last[0] is not group:
                 with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""quire layers with the call signatures of the transformers layers that they replace.
+"""Layers of quire with the call signatures of the transformers layers that they replace.
 
 They compute with `operators`, so that a model made of these layers is recorded as one native
 program (`kernels.cpu.recorder`), like quire's own models. Made by `parts.py`.
@@ -31,7 +31,7 @@ class TokenEmbedding(VocabEmbedding):
 
 
 class RowNorm(RMSNorm):
-    """RMSNorm of x [1, T, H], or of x of another shape [..., H]."""
+    """RMSNorm for x [1, T, H], or for x of another shape [..., H]."""
 
     def forward(self, x: torch.Tensor, *, overwrites: bool = False) -> torch.Tensor:
         if x.dim() == 3 and x.shape[0] == 1:
@@ -40,26 +40,26 @@ class RowNorm(RMSNorm):
 
 
 class RowMLP(MLP):
-    """A gated MLP for x [1, T, H], or x of another shape [..., H]."""
+    """A gated MLP for x [1, T, H], or for x of another shape [..., H]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x[0])[None] if x.dim() == 3 else super().forward(x)
 
 
 class TableRotary(nn.Module):
-    """A rotation whose cosines and sines come from a table made by transformers' own module. Types
-    that depend on the length of the context are fixed at `max_model_len`."""
+    """A rotation whose cosines and sines come from a table made by transformers' own module. Rope
+    types that depend on the context's length use `max_model_len`."""
 
     def __init__(
         self, original: Any, max_model_len: int, device: torch.device, *, is_fused: bool
     ) -> None:
         super().__init__()
-        #: Whether all attention is `RowAttention`, which takes `Angles`.
+        #: Whether all attention layers are `RowAttention`, which takes `Angles`.
         self.is_fused = is_fused
         self.config = original.config  # the model's own forward may read it
         probe = torch.empty(0, dtype=torch.float32)
-        # The last positions are computed first, so that rope types that depend on the length use it
-        # in full.
+        # The last positions are computed first, so that rope types that depend on the length use
+        # the full length.
         starts = range(0, max_model_len, _POSITIONS_AT_ONCE)
         parts = []
         for start in reversed(starts):
@@ -70,7 +70,7 @@ class TableRotary(nn.Module):
         self.register_buffer("table", torch.cat(parts[::-1]).to(device), persistent=False)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """Angles of `position_ids` [1, T], or else their cosines and sines [1, T, R]."""
+        """The `Angles` of `position_ids` [1, T] if `is_fused`, else (cosines, sines) [1, T, R]."""
         assert isinstance(self.table, torch.Tensor)
         angles = Angles(self.table, ATTENDING.given(position_ids), x.dtype)
         if self.is_fused:
@@ -80,7 +80,7 @@ class TableRotary(nn.Module):
 
 
 class RowAttention(Attention):
-    """Llama's attention, or Qwen3's, which norms q and k: [1, T, H] -> [1, T, H]."""
+    """Attention of Llama, or of Qwen3, which normalises q and k: [1, T, H] -> [1, T, H]."""
 
     def __init__(
         self, original: Any, spec: AttentionSpec, *, dtype: torch.dtype, device: torch.device
@@ -108,7 +108,7 @@ class RowAttention(Attention):
 
 
 class ResidualLayer(OperatorModule):
-    """Llama's decoder layer around any attention and any MLP."""
+    """Llama's decoder layer, with any attention and any MLP."""
 
     input_layernorm: nn.Module
     self_attn: nn.Module

@@ -1,8 +1,8 @@
 """Finds and builds the class of transformers that a config names.
 
-The functions that need the package transformers import it themselves, so that an engine that
-serves a native model never loads it. Code in a model's folder is never run. Called by the other
-files of this folder.
+Functions that need the package transformers import it themselves, so that an engine that serves a
+native model never loads it. Code in a model's folder is never run. Called by the other files of
+this folder.
 """
 
 import copy
@@ -26,8 +26,8 @@ INSTALL = "pip install 'quire[transformers]'"
 
 
 def why_no_transformers() -> str | None:
-    """The reason why the package can't be used, as the end of a sentence; None if it can. Doesn't
-    import it."""
+    """The reason why the package can't be used, as the end of a sentence; None if it can be used.
+    Doesn't import it."""
     if importlib.util.find_spec("transformers") is None:
         return f"the package transformers is not installed ({INSTALL})"
     version = importlib.metadata.version("transformers")
@@ -37,7 +37,7 @@ def why_no_transformers() -> str | None:
 
 
 def find_class(raw: Mapping[str, Any]) -> tuple[Any, type[Any]]:
-    """The config object, and the class that it names, for the contents of config.json.
+    """(config object, model class) of transformers for the contents of config.json.
 
     Raises UnsupportedModelError if the package is missing, transformers has no built-in class, or
     the class can't run with quire's attention, and CheckpointError for invalid fields.
@@ -59,8 +59,7 @@ def find_class(raw: Mapping[str, Any]) -> tuple[Any, type[Any]]:
     if not is_known:
         reason = f"transformers {version} knows no model_type {shown(model_type)}; a newer one may"
         raise UnsupportedModelError(refusal(name, reason))
-    # Then find the class that predicts the next token, which must be the class that the config
-    # names.
+    # Then find the class for next-token prediction. It must be the class that the config names.
     config = _read_config(CONFIG_MAPPING[model_type], raw)
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     classes = found if isinstance(found, (list, tuple)) else (found,)
@@ -83,7 +82,7 @@ _NOT_OF_THE_MODEL = frozenset(
         "use_kernels",
     }
 )
-"""Fields of config.json by which transformers would choose, or fetch, other code."""
+"""Fields of config.json that would make transformers choose or fetch other code."""
 
 
 _NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -99,7 +98,7 @@ def _read_config(kind: type[Any], raw: Mapping[str, Any]) -> Any:
         return kind.from_dict(_without_code(raw))
     except Exception as error:  # a config of transformers may raise anything
         raise CheckpointError(
-            f"config.json: transformers' {kind.__name__} doesn't take it: {error}"
+            f"config.json: transformers' {kind.__name__} doesn't accept this config: {error}"
         ) from error
 
 
@@ -112,12 +111,12 @@ def _without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusal(name: str | None, reason: str) -> str:
-    """The message of a refusal. `name` is that of the class, or None if the config names none.
+    """The message of a refusal. `name` is the name of the class, or None if the config has none.
     `reason` is the end of the sentence."""
-    which = f"architectures is {shown([name])}, of which"
+    which = f"architectures is {shown([name])}, whose"
     if name is None:
-        which = "architectures names no class, and of its model_type"
-    return f"config.json: {which} transformers' class can't run on quire's memory: {reason}"
+        which = "architectures names no class, and its model_type's"
+    return f"config.json: {which} class of transformers can't run on quire's memory: {reason}"
 
 
 def _class_name(raw: Mapping[str, Any]) -> str | None:
@@ -136,7 +135,7 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
 def _check_class(config: Any, kind: type[Any]) -> None:
-    """Raises UnsupportedModelError for a class that, by its flags, can't run with quire's
+    """Raises UnsupportedModelError if the flags of a class show that it can't run with quire's
     attention."""
     if getattr(kind, "_is_stateful", False):
         reason = "its layers carry a state beside keys and values"
@@ -158,10 +157,10 @@ def build(
     dtype: torch.dtype,
     only_meta: bool = False,
 ) -> Any:
-    """A model of the class whose parameters are on torch's meta device.
+    """Build a model of the class, with its parameters on torch's meta device.
 
-    Its buffers, such as the frequencies of rotations, have their values; with `only_meta` they are
-    on the meta device, too. No two parameters are tied, and none is initialized.
+    Its buffers, such as the frequencies of rotations, have values; with `only_meta` they are on the
+    meta device, too. No parameters are tied or initialized.
     """
     from transformers.initialization import no_init_weights  # is not always installed
 
@@ -175,7 +174,7 @@ def build(
     for module in model.modules():
         if hasattr(module, _WARNING):  # the method would look for padding in each step
             setattr(module, _WARNING, _warn_of_nothing)
-    # Buffers move to meta last, since some classes read their numbers while they are built.
+    # Buffers move to meta last, since some classes read their values while they are built.
     return (model.to("meta") if only_meta else model).eval()
 
 
@@ -183,13 +182,13 @@ _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 def _warn_of_nothing(*args: Any) -> None:
-    """Replaces a warning about padding, which a step never has."""
+    """Replaces transformers' warning about padding. A step has no padding."""
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Moves each parameter to the meta device when a module registers it, before its memory is
-    touched."""
+    """Within the `with`, each parameter moves to the meta device when a module registers it, before
+    its memory is touched."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -203,7 +202,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of a class or a module until the end of the `with`."""
+    """Replaces an attribute of a class or a module within the `with`."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -213,7 +212,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def base_of(model: Any) -> Any:
-    """The body of a model with a head, which is everything except the head."""
+    """The body of a model with a head: everything except the head."""
     base = getattr(model, model.base_model_prefix, None)
     if not isinstance(base, nn.Module):
         reason = f"it has no part {model.base_model_prefix!r}"
@@ -222,7 +221,7 @@ def base_of(model: Any) -> Any:
 
 
 class GivenHidden(nn.Module):
-    """Replaces the body of a model with a head, and returns given hidden states."""
+    """Takes the place of a model's body below its head, and returns given hidden states."""
 
     def __init__(self, hidden: torch.Tensor | None = None) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """The attention and expert functions that models of transformers call.
 
-transformers finds them by a name in its config. The attention call of the running step is in
-`ATTENDING`, which `model.py` sets around a forward pass, as many classes drop extra arguments that
-could carry it.
+Configs of transformers name these functions. The attention call of the running step is in
+`ATTENDING`, which `model.py` sets around a forward pass. It is not passed as an argument, because
+many classes drop extra arguments.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,16 +24,17 @@ class StepAttention:
 
     call: AttentionCall
     specs: tuple[AttentionSpec, ...]
-    #: [T]; None if the step has embeddings instead.
+    #: [T] token ids; None if the step has embeddings instead.
     token_ids: torch.Tensor | None
-    #: [T].
+    #: [T] positions.
     positions: torch.Tensor
-    #: Number of attention layers called so far; the next call is the layer of this index.
+    #: Number of attention layers called so far, which is the index of the next layer to be called.
     num_called: int = 0
 
 
 class _Attending:
-    """Holds the current context's forward pass, for attention functions and layers."""
+    """Holds the forward pass that runs in the current context, for attention functions and
+    layers."""
 
     def __init__(self) -> None:
         self._step: ContextVar[StepAttention] = ContextVar("_step")
@@ -45,12 +46,12 @@ class _Attending:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether tensors have numbers; False while a model runs on the meta device."""
+        """Whether tensors have values; False while a model runs on the meta device."""
         return self._has_numbers.get()
 
     def given(self, batch: torch.Tensor) -> torch.Tensor:
-        """The step's own token ids or positions [T], if `batch` [1, T] is a view of them, so that
-        `kernels.cpu.recorder` recognizes them; otherwise `batch` itself, flattened."""
+        """The step's own token ids or positions [T] if `batch` [1, T] is a view of them, else
+        `batch` flattened. `kernels.cpu.recorder` recognizes only the step's own tensors."""
         step = self._step.get(None)
         for own in () if step is None else (step.token_ids, step.positions):
             if own is not None and own.data_ptr() == batch.data_ptr() and len(own) == batch.numel():
@@ -85,10 +86,10 @@ def attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: query [1, Hq, T, D], key [1, Hkv, T, D] and value
+    """An attention function for transformers: query [1, Hq, T, D], key [1, Hkv, T, D] and value
     [1, Hkv, T, Dv] -> [1, T, Hq, Dv].
 
-    Heads narrower than those of the KV cache are padded with zeros, which add nothing to q·k.
+    Heads that are narrower than the KV cache's heads are padded with zeros, which don't change q·k.
     """
     step = ATTENDING.step
     layer = step.num_called
@@ -107,7 +108,7 @@ def _rows(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 def run_experts(
     module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """An experts function of transformers: its own eager loop, over the experts in ascending order.
+    """An experts function for transformers: loops over the chosen experts in ascending order.
 
     hidden [T, H], top_k_index and top_k_weights [T, K] -> [T, H].
     """
@@ -129,7 +130,7 @@ def register_functions(
     attention: Callable[..., Any] = attend,
     mask: Callable[..., Any] | None = None,
 ) -> None:
-    """Register the functions with transformers. No masks are made if `mask` is None."""
+    """Register the functions with transformers. If `mask` is None, no masks are made."""
     # transformers is not always installed.
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ExpertsInterface

@@ -1,7 +1,7 @@
 """A model computed by a class of transformers, with quire's KV cache, attention and linears.
 
-The class's own `forward` computes everything else, in torch. All tokens of a step go through it as
-a batch of one row, each with its position, although they belong to several sequences. Only
+The class's own `forward` computes everything else, in torch. All tokens of a step are passed to it
+as a batch of one row, each token with its position, although they belong to several sequences. Only
 quire's attention separates the sequences. Built by `models.checkpoints`.
 
 Shapes: T tokens of the step, R rows that need logits, H hidden size, V vocabulary size.
@@ -27,8 +27,8 @@ from quire.models.interface import CausalLM, ModelOutput
 
 
 class FallbackForCausalLM(CausalLM):
-    """A causal language model of transformers. Its modules keep their names, which the checkpoint's
-    tensors have, too."""
+    """A causal language model of transformers. Its modules keep their names, which are also the
+    names of the checkpoint's tensors."""
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
@@ -48,7 +48,8 @@ class FallbackForCausalLM(CausalLM):
         base = base_of(whole)
         self._given = GivenHidden()
         setattr(whole, whole.base_model_prefix, self._given)
-        # The tuple hides them from torch, which would register them as modules a second time.
+        # The tuple hides both models from torch, which would register them as modules a second
+        # time.
         self._parts: tuple[Any, Any] = whole, base
         self._arguments = _extra_arguments(base)
         _materialize(self, wide, dtype, device)
@@ -95,7 +96,7 @@ class FallbackForCausalLM(CausalLM):
 
 
 def _extra_arguments(base: nn.Module) -> tuple[str, ...]:
-    """Names of arguments of `forward` that must be passed as zeros. BERT's relatives replace a
+    """Names of arguments of `forward` that must be passed as zeros. Relatives of BERT replace a
     missing argument by a buffer, which is too short for a long step."""
     name = "token_type_ids"
     is_taken = name in inspect.signature(base.forward).parameters
@@ -106,8 +107,8 @@ def _extra_arguments(base: nn.Module) -> tuple[str, ...]:
 def _materialize(
     model: nn.Module, wide: set[str], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Allocate the parameters that are still on the meta device, and move the buffers. `wide` names
-    the parameters in fp32."""
+    """Allocate the parameters that are still on the meta device, and move the buffers. `wide` are
+    the names of parameters in fp32."""
     for path, module in model.named_modules():
         if isinstance(module, Linear):
             continue  # `use` allocates its memory

@@ -1,7 +1,7 @@
 """Replaces the layers of a transformers model by quire's layers.
 
 Linears, the token embedding, the head and the experts are always replaced. Norms, gated MLPs,
-rotations, attention and decoder layers are replaced if `sources.py` knows their class's source.
+rotations, attention and decoder layers are replaced if `sources.py` recognizes their class.
 Called by `model.py`.
 
 Shapes: T tokens, E experts, I inputs, O outputs.
@@ -52,8 +52,8 @@ class NamedLinear(Linear):
         self.dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
-        # The method may store the weight in another layout, so a tensor without numbers shows its
-        # shape.
+        # The method may store the weight in another layout, so a tensor on the meta device shows
+        # its shape.
         if name == "weight" and self.state is not None:
             return torch.empty(self.output_size, self.input_size, dtype=self.dtype, device="meta")
         return super().__getattr__(name)
@@ -69,9 +69,9 @@ class TransposedLinear(NamedLinear):
 
 
 class ExpertModules(SlottedModule):
-    """The linears of all experts of a layer, in place of transformers' stacked tensors."""
+    """The linears of all experts of a layer, which replace transformers' stacked tensors."""
 
-    #: The first linear of each expert. If the class is gated, it holds gate and up.
+    #: The first linear of each expert. If the class is gated, it computes gate and up.
     up: nn.ModuleList
     #: The last linear of each expert.
     down: nn.ModuleList
@@ -111,7 +111,7 @@ class ExpertModules(SlottedModule):
         return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        """The places of the stacked tensors, by their names below the experts."""
+        """The slots of the stacked tensors, by their names relative to the experts module."""
         slots: dict[str, WeightSlot] = {}
         for own, theirs in ((self.up, self.up_name), (self.down, "down_proj")):
             linears = [each for each in own if isinstance(each, Linear)]
@@ -130,7 +130,7 @@ def _whole(linear: Linear, name: str, is_transposed: bool) -> WeightSlot:
 
 
 def _stacked(slots: list[WeightSlot]) -> WeightSlot:
-    """A slot for a stacked tensor, whose entry i is loaded into `slots[i]`."""
+    """A slot for a stacked tensor. Its entry i is loaded into `slots[i]`."""
 
     def load(first: int, rows: torch.Tensor) -> None:
         for index, row in enumerate(rows, first):
@@ -140,7 +140,7 @@ def _stacked(slots: list[WeightSlot]) -> WeightSlot:
 
 
 def _transposed(slot: WeightSlot) -> WeightSlot:
-    """A slot for the transposed tensor. Pieces are copied, and loaded when all have come."""
+    """A slot for the transposed tensor. Pieces are copied, and loaded once all have been read."""
     num_outputs, num_inputs = slot.shape
     pieces: dict[int, torch.Tensor] = {}
     lock = threading.Lock()
@@ -171,7 +171,7 @@ class WideLinear(NamedLinear):
 
 
 class RouterProduct(SlottedModule):
-    """The linear of a router whose class holds the weight itself and calls `linear` with it."""
+    """The linear of a router, for a class that holds the weight itself and calls `linear`."""
 
     def __init__(self, weight: torch.Tensor, device: torch.device) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class RouterProduct(SlottedModule):
 
 
 class RouterWeight:
-    """Replaces the weight of a router. It supports the few operations that router classes use."""
+    """Replaces a router's weight. It supports only the operations that router classes use."""
 
     def __init__(self, linear: WideLinear, dtype: torch.dtype) -> None:
         self._linear = linear
@@ -208,7 +208,7 @@ class RouterWeight:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> torch.Tensor:
-        """Compute `linear` by the router's `WideLinear`. torch calls this in its place."""
+        """Compute `linear` by the router's `WideLinear`. torch calls this in place of `linear`."""
         assert function is functional.linear and not kwargs, "the sources of routers are known"
         x, weight, *rest = args
         product: torch.Tensor = weight._linear(x.float())
@@ -219,7 +219,7 @@ class RouterWeight:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """The arguments with which layers are made."""
+    """The arguments for making layers."""
 
     dtype: torch.dtype
     device: torch.device
@@ -244,7 +244,7 @@ class Parts:
         modules = list(model.modules())
         attentions = [each for each in modules if type(each).__name__.endswith("Attention")]
         rotaries = [each for each in modules if type(each).__name__.endswith("RotaryEmbedding")]
-        #: Whether `RowAttention` and `TableRotary` replace all attention and rotations.
+        #: Whether all attention is replaced by `RowAttention` and all rotations by `TableRotary`.
         self.is_fused = all(_is_row_attention(each, make) for each in attentions) and all(
             _is_table_rotary(each) for each in rotaries
         )
@@ -265,8 +265,8 @@ class Parts:
                 new = self._new(path, module)
             if new is not None:
                 _set_module(self._model, path, new)
-                # The children of a replaced layer are replaced later. Other replacements have no
-                # old children.
+                # Children of a `ResidualLayer` are old modules, which are replaced later. Other
+                # replacements contain no old modules.
                 if not isinstance(new, ResidualLayer):
                     replaced = (*replaced, f"{path}.")
         self._replace_head(table)
@@ -282,12 +282,12 @@ class Parts:
             _set_module(self._model, path, _linear(head, **make.kwargs))
 
     def _new(self, path: str, module: Any) -> nn.Module | None:
-        """The replacement of a module; None if the module stays."""
+        """The replacement of a module; None if the module is kept."""
         kwargs = self._make.kwargs
         if type(module) is nn.Linear:
             is_wide = f"{path}.weight" in self._make.wide
             return _linear(module, WideLinear if is_wide else NamedLinear, **kwargs)
-        # Routers and experts stay, but their weights are replaced.
+        # Routers and experts are kept, but their weights are replaced.
         if is_router(module):
             weight = module._parameters.pop("weight")
             module.router = RouterProduct(weight, self._make.device)
@@ -342,8 +342,8 @@ def _check_fixed(module: Any) -> None:
     found = _GROWING & set(kinds.values() if isinstance(kinds, dict) else [kinds])
     if found:
         raise UnsupportedModelError(
-            f"the rotation of {type(module).__name__} is of the type {found.pop()}, by which a"
-            " token's keys depend on the tokens beside it; quire has no table for this class"
+            f"the rotation of {type(module).__name__} is of the type {found.pop()}, with which a"
+            " token's keys depend on other tokens; quire has no table for this class"
         )
 
 
@@ -368,7 +368,7 @@ def _is_row_attention(module: Any, make: Making) -> bool:
 
 
 def _spec_of(module: Any) -> AttentionSpec:
-    """The sizes of a `RowAttention`. The traced specs say how it attends."""
+    """The sizes of a `RowAttention`. Its window and other properties are in the traced specs."""
     num_heads, num_kv_heads = (
         each.out_features // module.head_dim for each in (module.q_proj, module.k_proj)
     )
@@ -383,7 +383,7 @@ def _is_plain_mlp(module: Any) -> bool:
 
 
 def wide_parameters(model: Any, dtype: torch.dtype) -> set[str]:
-    """Names of the parameters that transformers keeps in fp32 in a model of another dtype."""
+    """Names of the parameters that transformers keeps in fp32 even if the model's dtype differs."""
     kept = model._keep_in_fp32_modules_strict or set()
     patterns = [re.compile(rf"(^|\.){name}($|\.)") for name in kept]
     return {
@@ -447,4 +447,4 @@ _ACTIVATIONS = {
     "SiLU": ActivationFunction.SILU,
     "GELUTanh": ActivationFunction.GELU_TANH,
 }
-"""The activations by the names of transformers' classes."""
+"""Maps the names of transformers' activation classes to quire's activations."""

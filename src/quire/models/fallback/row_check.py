@@ -1,9 +1,9 @@
 """Checks that a loaded model computes tokens independently of each other, except in attention.
 
-Only then can tokens of several sequences, and parts of prompts, share a batch of a transformers
-class. The check runs a few tokens in two orders: each token must have the same queries, keys,
-values and hidden states in both. A convolution over tokens, a recurrent state, or positions that
-are counted instead of taken from `positions` fail it. Called by `model.py` after loading.
+Only such a model can compute tokens of several sequences, and parts of prompts, in one batch. The
+check runs a few tokens in two orders: each token must have the same queries, keys, values and
+hidden states in both. A model fails if it has a convolution over tokens or a recurrent state, or if
+it counts positions instead of reading `positions`. Called by `model.py` after loading.
 """
 
 import torch
@@ -15,12 +15,12 @@ from quire.models.interface import TextModel
 
 NUM_TOKENS = 7
 MOST_DIFFERENCE = 0.05
-"""Largest relative difference, by norm. Rounding in any dtype gives far less, and another token's
-numbers far more."""
+"""Largest allowed relative difference, by norm. Rounding in any dtype causes far smaller ones, and
+values of another token far larger ones."""
 
 
 class _Recorder:
-    """An attention call that records its inputs. Each query sees its own value alone."""
+    """An attention call that records its inputs. Each token attends only to itself."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...]) -> None:
         self._specs = specs
@@ -36,7 +36,7 @@ class _Recorder:
 
 @torch.inference_mode()
 def check_rows(model: TextModel, max_model_len: int) -> None:
-    """Raises UnsupportedModelError for a model whose tokens depend on each other."""
+    """Raises UnsupportedModelError if tokens depend on each other outside of attention."""
     device = next(model.parameters()).device
     count = min(NUM_TOKENS, max_model_len)
     positions = torch.arange(count, device=device)

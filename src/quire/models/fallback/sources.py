@@ -1,8 +1,8 @@
 """Recognizes classes of transformers that quire can replace, by the source of `forward`.
 
 The file of each family in transformers contains all of its modules, so most classes are copies of a
-few. A copy is recognized by the statements of its `forward`, without white space and comments.
-Classes with other statements are not replaced. Called by `parts.py`.
+few classes. A copy is recognized by the statements of its `forward`, without white space and
+comments. Classes with other statements are not replaced. Called by `parts.py`.
 """
 
 import inspect
@@ -21,7 +21,7 @@ NORMS: Mapping[str, float | None] = {
     _ROOT_MEAN_SQUARE + "returnself.weight*hidden_states.to(input_dtype)": None,
     _ROOT_MEAN_SQUARE + "return(self.weight*hidden_states).to(input_dtype)": 0.0,
 }
-"""The norms of Llama and OLMo 2, with the offset with which `layers.norm` computes them."""
+"""Statements of the norms of Llama and OLMo 2 -> the `offset` of the same norm in `layers.norm`."""
 
 GATED_MLP = (
     "down_proj=self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x));returndown_proj"
@@ -44,8 +44,8 @@ _SWAP_HALVES = (
 
 
 def _attention(q: str, k: str, window: str) -> str:
-    """The statements of an attention's `forward`. `q` and `k` are the expressions for queries and
-    keys, and `window` is the argument that passes the window."""
+    """The statements of an attention's `forward`. `q` and `k` are the expressions that compute
+    queries and keys. `window` is the argument for the window, or ""."""
     return (
         "input_shape=hidden_states.shape[:-1];hidden_shape=(*input_shape,-1,self.head_dim);"
         f"query_states={q}.transpose(1,2);key_states={k}.transpose(1,2);"
@@ -74,7 +74,7 @@ ATTENTIONS: Mapping[str, bool] = {
     _attention(f"self.q_norm({_Q})", f"self.k_norm({_K})", ""): True,
     _attention(f"self.q_norm({_Q})", f"self.k_norm({_K})", _WINDOW): True,
 }
-"""Attention of Llama, Qwen2, Mistral and Qwen3, with whether q and k are normed."""
+"""Statements of attention (Llama, Qwen2, Mistral, Qwen3) -> whether q and k are normed."""
 
 
 def _layer(*arguments: str) -> str:
@@ -102,7 +102,7 @@ LAYERS = frozenset(
         _layer("position_embeddings", "attention_mask", "position_ids", "past_key_values"),
     }
 )
-"""The decoder layers of Llama and Mixtral."""
+"""Statements of the decoder layers of Llama and Mixtral."""
 
 
 def body_of(module: Any) -> str:
@@ -118,7 +118,7 @@ _ROUTED = re.compile(
 
 
 def is_router(module: Any) -> bool:
-    """Whether a module uses its own weight only in one call of `linear`, and to read its dtype."""
+    """Whether a module uses its weight only in one call of `linear` and to read the dtype."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         return False
@@ -128,7 +128,7 @@ def is_router(module: Any) -> bool:
 
 
 def turns_halves(module: Any) -> bool:
-    """Whether the file of an attention class rotates q and k by the same functions as Llama's."""
+    """Whether the file of an attention class rotates q and k by the same functions as Llama."""
     names = vars(sys.modules[type(module).__module__])
     found = (names.get("apply_rotary_pos_emb"), names.get("rotate_half"))
     return tuple(map(_statements, found)) == (_TURN_HALVES, _SWAP_HALVES)

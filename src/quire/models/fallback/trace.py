@@ -1,8 +1,8 @@
-"""Finds the attention of each layer of a transformers model, by a run without numbers.
+"""Finds the attention of each layer of a transformers model by running it without data.
 
-The model is built on torch's meta device and run over a few tokens. An attention function records
-the arguments of each layer, and a mask function the mask that transformers would make. Unsupported
-arguments are refused by name. Called by `fallback_config.py`.
+The model runs over a few tokens on torch's meta device. A recording attention function stores the
+arguments of each layer, and a recording mask function the mask that transformers would make.
+Unsupported arguments are refused by name. Called by `fallback_config.py`.
 """
 
 import inspect
@@ -31,14 +31,14 @@ _IGNORED = frozenset(
         *("return_dict", "use_cache", "target_dtype"),
     }
 )
-"""Arguments of an attention function that don't change its result."""
+"""Arguments that transformers passes to attention functions and that don't change the result."""
 
 _OBEYED = frozenset({"dropout", "is_causal", "s_aux", "scaling", "sliding_window", "softcap"})
 
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """The properties of a model that a run on the meta device shows."""
+    """The properties of a model that are found by a run on the meta device."""
 
     #: The specs of the attention layers, in the order of their calls.
     specs: tuple[AttentionSpec, ...]
@@ -59,7 +59,7 @@ class _Notes:
 
     #: The name of the model's class.
     name: str
-    #: The masks made so far with their windows, by the `id` of the mask.
+    #: Maps the `id` of each mask made so far to (mask, window).
     masks: dict[int, tuple[torch.Tensor, int | None]] = field(default_factory=dict)
     specs: list[AttentionSpec] = field(default_factory=list)
 
@@ -95,10 +95,10 @@ class _Notes:
                 f"its attention call {layer} has {num_tokens} queries and {key.shape[2]} keys for"
                 f" {NUM_TOKENS} tokens"
             )
-        # The mask determines the window of a layer, even if the layer passes one itself.
+        # The mask determines the window of a layer, even if the layer also passes a window.
         if attention_mask is not None:
             if id(attention_mask) not in self.masks:
-                raise self.refuse(f"its attention call {layer} brings a mask of its own")
+                raise self.refuse(f"its attention call {layer} has a mask of its own")
             _, window = self.masks[id(attention_mask)]
         if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
             raise self.refuse(f"its attention call {layer} is not causal")
@@ -110,7 +110,7 @@ class _Notes:
         if unknown:
             raise self.refuse(
                 f"its attention call {layer} passes {', '.join(map(shown, unknown))}, which quire's"
-                " attention doesn't know"
+                " attention doesn't support"
             )
         self.specs.append(_spec(query, key, value, window, kwargs))
         out = query.new_empty(query.shape[0], NUM_TOKENS, query.shape[1], value.shape[3])
@@ -138,8 +138,8 @@ def _spec(
 
 
 def _is_causal_window(allows: Callable[..., Any], window: int | None) -> bool:
-    """Whether a mask function of transformers is causal: each query sees the last `window` keys up
-    to its own, or all of them if `window` is None."""
+    """Whether a mask function of transformers is causal and has this window: each query sees the
+    last `window` keys up to its own key, or all keys up to its own if `window` is None."""
     width = NUM_TOKENS if window is None else window
     for query in {0, 1, width - 1, width, width + 1, 2 * width - 1, 3 * width + 2}:
         keys = torch.arange(query + 2)
@@ -154,8 +154,8 @@ def _is_causal_window(allows: Callable[..., Any], window: int | None) -> bool:
 
 
 def trace(config: Any, kind: type[Any]) -> TracedModel:
-    """Run the model without numbers. Raises UnsupportedModelError for a model that can't run with
-    quire's attention, with the reason."""
+    """Run the model on the meta device. Raises UnsupportedModelError with the reason if the model
+    can't run with quire's attention."""
     from transformers import masking_utils  # is not always installed
 
     notes = _Notes(kind.__name__)
@@ -167,14 +167,14 @@ def trace(config: Any, kind: type[Any]) -> TracedModel:
             torch.device("meta"),
             torch.no_grad(),
             ATTENDING.without_numbers(),
-            # The function would read the positions, which have no numbers here.
+            # The function would read the positions, which have no values on the meta device.
             replaced(masking_utils, "find_packed_sequence_indices", lambda _: None),
         ):
             hidden, logits = _run(model, notes)
     except UnsupportedModelError:
         raise
     except Exception as error:  # a class of transformers may raise anything
-        raise notes.refuse(f"running it without numbers failed: {error}") from error
+        raise notes.refuse(f"running it on the meta device failed: {error}") from error
     if not notes.specs:
         raise notes.refuse("it doesn't pass its attention through transformers' interface")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -1,11 +1,11 @@
 """BERT: an encoder, whose tokens attend to each other in both directions.
 
-Source: arXiv:1810.04805. Learned vectors of positions and token types are added to the embeddings;
+Source: arXiv:1810.04805. Learned vectors for positions and token types are added to the embeddings;
 norms come after attention and MLP; the MLP has no gate. Most embedding models and cross-encoders of
-moderate size are of this kind (MiniLM, BGE, E5, GTE).
+moderate size have this architecture (MiniLM, BGE, E5, GTE).
 
-A sequence of two texts has two token types. i * vocab_size is added to the ids of tokens of type i,
-so the model needs only token ids.
+A sequence of two texts has two token types. Tokens of type i have i * vocab_size added to their
+ids, so the model needs only token ids.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ _DEFAULTS = {
     "max_position_embeddings": 512,
     "type_vocab_size": 2,
 }
-# Parts of names in the checkpoint, and their replacements, in this order.
+# Parts of names in the checkpoint -> their replacements, which are applied in this order.
 _OTHER_NAMES = {
     ".attention.self.query.": ".attention.q_proj.",
     ".attention.self.key.": ".attention.k_proj.",
@@ -52,7 +52,7 @@ _OTHER_NAMES = {
     ".gamma": ".weight",
     ".beta": ".bias",
 }
-# Heads used in training, and a buffer that follows from the config.
+# Heads that only training uses, and a buffer that can be computed from the config.
 _UNUSED = ("cls.", "bert.embeddings.position_ids")
 
 
@@ -120,7 +120,7 @@ class BertConfig(ModelConfig):
 
 
 def rename_with_head(name: str) -> str | None:
-    """Map a tensor's name in a checkpoint of any version to that in a model with a head."""
+    """Map a tensor's name in a checkpoint of any version to its name in a model with a head."""
     if not name.startswith(("bert.", "classifier.", "cls.")):
         name = f"bert.{name}"
     if name.startswith(_UNUSED):
@@ -131,13 +131,13 @@ def rename_with_head(name: str) -> str | None:
 
 
 def rename_with_token_head(name: str) -> str | None:
-    """Like `rename_with_head`, for a head that scores tokens without a pooling layer."""
+    """Same as `rename_with_head`, for a head that scores tokens, without a pooling layer."""
     found = rename_with_head(name)
     return None if found is not None and found.startswith("pooler.") else found
 
 
 def rename_without_head(name: str) -> str | None:
-    """Like `rename_with_head`, for a model without a head; names of a head's tensors give None."""
+    """Same as `rename_with_head`, for a model without a head. Returns None for a head's tensors."""
     found = rename_with_head(name)
     is_of_head = found is not None and found.startswith(("pooler.", "classifier."))
     return None if is_of_head else found
@@ -211,7 +211,7 @@ class BertLayer(nn.Module):
 
 
 class _Stack(nn.Module):
-    """A module that gives the layers their names in checkpoints."""
+    """A module whose only purpose is that layers have the same names as in checkpoints."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()

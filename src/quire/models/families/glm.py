@@ -1,4 +1,4 @@
-"""GLM-4: Llama with a rotation of half of each head, in neighbouring pairs.
+"""GLM-4: Llama, but half of each head rotates, in pairs of neighbouring elements.
 
 Sources: arXiv:2406.12793, and the model cards of GLM-4-0414. Their differences from Llama:
 
@@ -27,7 +27,7 @@ _ROTATES = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlmConfig(DecoderConfig):
-    """`attention_bias` applies to q, k and v."""
+    """The config of GLM-4. `attention_bias` applies to q, k and v."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

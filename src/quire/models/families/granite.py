@@ -17,7 +17,8 @@ from quire.models.config_fields import ConfigFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteConfig(DecoderConfig):
-    """All linears of attention, or of the MLP, have biases or none."""
+    """`attention_bias` applies to all linears of attention, `mlp_bias` to all linears of the
+    MLP."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

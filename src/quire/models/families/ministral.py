@@ -3,10 +3,10 @@
 Sources: the model cards of Ministral-8B-Instruct-2410 and Ministral-3-8B-Base-2512. Their
 differences from Mistral:
 
-- Ministral names the kind of each layer, with or without the window;
+- Ministral names the layers with and without a window;
 - Ministral 3 multiplies queries by a factor that grows with their position, as Llama 4 does:
-  1 + beta ln(1 + floor(position / length)), by `llama_4_scaling_beta` and
-  `original_max_position_embeddings` of its rope parameters.
+  1 + beta ln(1 + floor(position / length)). The rope parameters `llama_4_scaling_beta` and
+  `original_max_position_embeddings` are beta and length.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ _ROPE_3: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinistralConfig(DecoderConfig):
-    """`layer_types` names the layers with the window, by default all."""
+    """The config of Ministral. `layer_types` names the layers with the window, by default all."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -2,7 +2,7 @@
 
 Source: arXiv:2501.00656. Its differences from Llama:
 
-- norms are after attention and MLP instead of before, and their results are added to the stream;
+- norms come after attention and MLP instead of before; the norm's result is added to the stream;
 - q and k are normalised over all their heads together;
 - norms multiply by their weight before they round.
 """

@@ -2,7 +2,7 @@
 
 Sources: arXiv:2404.14219, arXiv:2412.08905. Their differences from Llama:
 
-- q, k and v, and gate and up, are one tensor each in the files;
+- in the files, one tensor holds q, k and v, and one holds gate and up;
 - all layers have the sliding window, if the config has one;
 - the rope type is LongRoPE, also under the names "su" and "yarn"; in Phi-4-mini, part of each head
   rotates.
@@ -19,7 +19,7 @@ from quire.models.config_fields import ROPE_FORMS, ConfigFields
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 _OLD_NAMES = ("su", "yarn")
-# Fields of training, and options of Phi-3's own code that have no effect here.
+# Fields about training, and options of Phi-3's own code that have no effect here.
 _UNUSED = ("embd_pdrop", "resid_pdrop", "full_attn_mod", "interpolate_factor")
 _BIASES = ("attention_bias", "lm_head_bias", "mlp_bias")
 
@@ -41,7 +41,7 @@ class Phi3Config(DecoderConfig):
 
 
 def _renamed_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope parameters with the rope type's current name."""
+    """The rope parameters, with an old name of the rope type replaced by the current name."""
     for form in ROPE_FORMS:
         rope = raw.get(form)
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _OLD_NAMES:

@@ -19,7 +19,7 @@ DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """`layer_types` or `max_window_layers` determine the layers with the window."""
+    """The config of Qwen2. `layer_types` or `max_window_layers` set the layers with a window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -20,7 +20,7 @@ _DEFAULTS = {**QWEN2_DEFAULTS, "head_dim": 128}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """`layer_types` or `max_window_layers` determine the layers with the window."""
+    """The config of Qwen3. `layer_types` or `max_window_layers` set the layers with a window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -1,6 +1,6 @@
 """SmolLM3: Llama with some layers without positions.
 
-Source: https://huggingface.co/blog/smollm3; layers without rotation are arXiv:2501.18795. Its
+Source: https://huggingface.co/blog/smollm3; arXiv:2501.18795 for layers without rotation. Its
 differences from Llama:
 
 - q and k of some layers, by default every fourth, are not rotated;
@@ -24,7 +24,8 @@ _UNUSED = ("max_window_layers", "pretraining_tp")  # transformers' model ignores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmolLM3Config(DecoderConfig):
-    """`no_rope_layers` has a 1 for each layer with rotation, and a 0 for each layer without."""
+    """The config of SmolLM3. `no_rope_layers` has 1 for layers with rotation and 0 for the
+    others."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -1,4 +1,4 @@
-"""StableLM: Llama with LayerNorm, and a rotation of a quarter of each head.
+"""StableLM: Llama with LayerNorm, but only a quarter of each head rotates.
 
 Source: arXiv:2402.17834. Its differences from Llama:
 
@@ -6,7 +6,7 @@ Source: arXiv:2402.17834. Its differences from Llama:
 - biases of q, k and v are an option;
 - with `use_parallel_residual`, attention and MLP read the same norm, and both add to the stream.
 
-Models with norms of q and k, whose weights differ by head (StableLM 2 12B), are refused.
+Models with norms of q and k that differ by head (StableLM 2 12B) are refused.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,8 @@ class StableLmConfig(DecoderConfig):
 
 
 class ParallelLayer(nn.Module):
-    """Attention and MLP, which read the same norm of the residual stream and add to it."""
+    """Attention and an MLP that read the same norm of the residual stream. Both add to the
+    stream."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -81,6 +82,6 @@ def _make_layer(config: StableLmConfig, layer: int, **options: Any) -> nn.Module
 
 
 class StableLmForCausalLM(DecoderForCausalLM):
-    """A decoder of layers that are parallel if the config says so."""
+    """A decoder whose layers are parallel if the config says so."""
 
     layer_type = staticmethod(_make_layer)

@@ -1,6 +1,6 @@
 """Default architectures by model_type, for a config.json without `architectures`.
 
-They are the classes that transformers' AutoModelForCausalLM chooses or, for multimodal models,
+The classes are those that transformers' AutoModelForCausalLM chooses or, for multimodal models,
 AutoModelForImageTextToText. Called by `models.registry`.
 """
 
@@ -59,7 +59,7 @@ ARCHITECTURES: Mapping[str, str] = {
 
 
 def with_architecture(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the class of a known model_type to a config without `architectures`."""
+    """Add the class for a known model_type to a config without `architectures`."""
     kind = raw.get("model_type")
     if raw.get("architectures") or not isinstance(kind, str) or kind not in ARCHITECTURES:
         return dict(raw)

@@ -1,8 +1,8 @@
 """Looks up which fields of a config.json any class of transformers may read.
 
-`read_fields.txt` has a version of transformers, and the names of all fields that its code may read.
-`tools/config_fields.py` writes it. Called by `models.config_fields` for fields that quire does not
-know.
+`read_fields.txt` holds a version of transformers, and the names of all fields that its code may
+read. `tools/config_fields.py` writes it. Called by `models.config_fields` for fields that quire
+does not read.
 """
 
 import re
@@ -22,14 +22,14 @@ def _version_and_names() -> tuple[str, frozenset[str]]:
 
 
 def known_version() -> str:
-    """The version of transformers whose names are known."""
+    """The version of transformers whose field names are listed."""
     return _version_and_names()[0]
 
 
 def why_it_may_be_read(name: str, raw: Mapping[str, Any]) -> str | None:
-    """Why a field may change a model's results, to continue a message; None if no class reads it.
+    """The end of a message that says why a field may change results; None if no class reads it.
 
-    `raw` is the whole config. Names that begin with an underscore are not for models.
+    `raw` is the whole config. Fields whose names begin with an underscore don't affect models.
     """
     version, names = _version_and_names()
     if name.startswith("_"):
@@ -42,8 +42,8 @@ def why_it_may_be_read(name: str, raw: Mapping[str, Any]) -> str | None:
     if release is None or known is None or release <= known:
         return None
     return (
-        f"the config was written by transformers {raw['transformers_version']}, of which quire,"
-        f" which knows {version}, can't tell what it reads"
+        f"the config was written by transformers {raw['transformers_version']}, but quire knows"
+        f" only which fields transformers {version} reads"
     )
 
 

@@ -77,18 +77,18 @@ def test_settings_of_auto_rounds_search_change_nothing(save_checkpoint, assert_r
     numbers = rewrite(folder, model, {"": awq()}, settings(**AUTO_ROUND))
     assert assert_read(folder, model, numbers).keys() == numbers.keys()
     set_settings(folder, settings(**AUTO_ROUND | {"act_bits": 8}))
-    with pytest.raises(UnsupportedModelError, match="act_bits is 8, of which quire reads 16"):
+    with pytest.raises(UnsupportedModelError, match="act_bits is 8, but quire reads only 16"):
         load_config(folder)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": "gemv"}, "version is 'gemv', of which quire reads gemm; name the original"),
+        ({"version": "gemv"}, "version is 'gemv', but quire reads only gemm; name the original"),
         ({"version": "gemv_fast"}, "version is 'gemv_fast'"),
         ({"format": "llm-awq"}, "format is 'llm-awq'"),
         ({"version": 3}, "version is 3"),
-        ({"bits": 8}, "bits is 8, of which quire reads 4"),
+        ({"bits": 8}, "bits is 8, but quire reads only 4"),
         ({"bits": None}, "bits is None"),
         ({"zero_point": "some"}, "zero_point is 'some'"),
         ({"group_size": "all"}, "group_size is 'all'"),

@@ -266,7 +266,7 @@ def test_files_of_2024_call_weights_frozen_and_scales_of_the_cache_those_of_outp
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("format",), "marlin-24", "format is 'marlin-24', of which quire reads pack-quantized"),
+        (("format",), "marlin-24", "format is 'marlin-24', but quire reads only pack-quantized"),
         (("format",), "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized'"),
         (("format",), None, "format is None"),
         (("quantization_status",), "calibration", "quantization_status is 'calibration'"),
@@ -275,8 +275,8 @@ def test_files_of_2024_call_weights_frozen_and_scales_of_the_cache_those_of_outp
         (("transform_config",), {"config_groups": {"R1": {}}}, "the field transform_config is"),
         (("config_groups",), {}, "config_groups is {}, but must say how"),
         (("config_groups", "group_0"), 3, "group_0 is 3, but must be an object"),
-        (("config_groups", "group_0", "weights"), None, "rounds activations and not weights"),
-        (("config_groups", "group_0", "weights", "num_bits"), 3, "num_bits is 3, of which quire"),
+        (("config_groups", "group_0", "weights"), None, "rounds activations but not weights"),
+        (("config_groups", "group_0", "weights", "num_bits"), 3, "num_bits is 3, but quire"),
         (("config_groups", "group_0", "weights", "num_bits"), True, "num_bits is True"),
         (("config_groups", "group_0", "weights", "type"), "nf", "type is 'nf'"),
         (("config_groups", "group_0", "weights", "strategy"), "tensor_group", "is 'tensor_group'"),

@@ -56,13 +56,13 @@ def test_weights_become_numbers_with_a_line(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fmt": "e5m2"}, "fmt is 'e5m2', of which quire reads e4m3"),
+        ({"fmt": "e5m2"}, "fmt is 'e5m2', but quire reads only e4m3"),
         ({"weight_block_size": [128]}, "weight_block_size is [128], but must be two numbers"),
         ({"weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
         ({"weight_block_size": 128}, "weight_block_size is 128"),
         ({"activation_scheme": "static_block"}, "activation_scheme is 'static_block'"),
         ({"scale_fmt": "int"}, "scale_fmt is 'int'"),
-        ({"expert_dtype": "fp4"}, "expert_dtype is 'fp4', of which quire reads fp8"),
+        ({"expert_dtype": "fp4"}, "expert_dtype is 'fp4', but quire reads only fp8"),
         ({"smooth": 0.5}, "the field smooth is 0.5, which quire does not understand"),
     ],
 )

@@ -156,20 +156,20 @@ def test_settings_of_auto_rounds_search_change_nothing(save_checkpoint, assert_r
     numbers = rewrite(folder, model, {"": gptq()}, settings(**AUTO_ROUND))
     assert assert_read(folder, model, numbers).keys() == numbers.keys()
     set_settings(folder, settings(**AUTO_ROUND | {"act_bits": 8}))
-    with pytest.raises(UnsupportedModelError, match="act_bits is 8, of which quire reads 16"):
+    with pytest.raises(UnsupportedModelError, match="act_bits is 8, but quire reads only 16"):
         load_config(folder)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"bits": 3}, "bits is 3, of which quire reads 4, 8; name the original"),
+        ({"bits": 3}, "bits is 3, but quire reads only 4, 8; name the original"),
         ({"bits": 2}, "bits is 2"),
         ({"bits": None}, "bits is None"),
         ({"bits": "4"}, "bits is '4'"),
         ({"group_size": 0}, "group_size is 0, but must be a number of inputs, or -1"),
         ({"group_size": 1.5}, "group_size is 1.5"),
-        ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', of which quire reads"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', but quire reads only"),
         ({"format": "gptq_p"}, "format is 'gptq_p'"),
         ({"is_marlin_format": True}, "is_marlin_format is True"),
         ({"pack_dtype": "int16"}, "pack_dtype is 'int16'"),

@@ -57,7 +57,7 @@ def test_silent_fields_have_transformers_values():
         ({"attention_bias": True, "attention_in_multiplier": 2.0}, UnsupportedModelError, "no pub"),
         ({"attention_chunk_size": 1}, UnsupportedModelError, "attention_chunk_size"),
         ({"mlp_multipliers": [1.0]}, CheckpointError, "a list of 2 numbers"),
-        ({"mamba_d_head": 32}, CheckpointError, "must be mamba_d_ssm, 1024, together"),
+        ({"mamba_d_head": 32}, CheckpointError, "must equal mamba_d_ssm, 1024"),
         ({"time_step_limit": [1.0]}, CheckpointError, "must be two numbers"),
     ],
 )

@@ -132,7 +132,7 @@ def test_numbers_that_do_not_fit_are_refused(save_checkpoint, edit_config):
         ({"n_group": 2}, "num_groups is 2, but must divide num_experts, 7"),
         (
             {"num_experts": 65536, "num_local_experts": 65536},
-            "a model of 196608 experts in all its layers, but at most 65536 can be",
+            "a model of 196608 experts in all its layers, but at most 65536 are allowed",
         ),
     ):
         original = json.loads((folder / "config.json").read_text())

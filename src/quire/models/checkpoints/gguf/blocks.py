@@ -1,9 +1,9 @@
 """Helpers that unpack the blocks of bytes of ggml's quantized types.
 
 A tensor's rows are divided into blocks, and a block consists of fields, one after another, low byte
-first. The other modules unpack all blocks at once, as numpy arrays.
+first. The modules of the types unpack all blocks at once, as numpy arrays.
 
-Shapes: N blocks, S numbers in a block, G groups of a block.
+Shapes: N blocks, S values in a block, G groups in a block; C and L are any sizes.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """Unpacked blocks, whose fields are those of `formats.block_quantized.weights.UnpackedRows`."""
+    """Unpacked blocks. The fields are those of `formats.block_quantized.weights.UnpackedRows`."""
 
     #: [N, S] uint8.
     codes: Array
@@ -28,7 +28,7 @@ class Unpacked:
     scales: Array
     #: [N, G], or None.
     offsets: Array | None = None
-    #: [N, 2] fp16, the factors of scales and of offsets, or None.
+    #: [N, 2] fp16: a factor of all scales and a factor of all offsets, or None.
     factors: Array | None = None
 
 
@@ -42,11 +42,11 @@ class BlockQuantizedType:
 
 
 Decoder = Callable[[Array], Array]
-"""Decodes blocks [N, bytes] to numbers [N, S]."""
+"""Decodes blocks [N, bytes] to values [N, S]."""
 
 
 def fields(blocks: Array, *sizes: int) -> Iterator[Array]:
-    """Split blocks into fields of these sizes in bytes, and a last field with the rest."""
+    """Split blocks into fields of `sizes` bytes each, and a last field with the remaining bytes."""
     start = 0
     for size in sizes:
         yield blocks[:, start : start + size]
@@ -55,30 +55,31 @@ def fields(blocks: Array, *sizes: int) -> Iterator[Array]:
 
 
 def halves(field: Array) -> Array:
-    """Fp16 numbers: bytes [N, 2C] -> [N, C]."""
+    """Read fp16 values: bytes [N, 2C] -> [N, C]."""
     return np.ascontiguousarray(field).view("<f2")
 
 
 def integers(field: Array, size: int) -> Array:
-    """Unsigned integers of `size` bytes: [N, size * C] -> [N, C]."""
+    """Read unsigned integers of `size` bytes: [N, size * C] -> [N, C]."""
     return np.ascontiguousarray(field).view(f"<u{size}")
 
 
 def pieces(values: Array, *shifts: int, width: int) -> Array:
-    """The `width` bits of values from each shift on: [N, C, L] -> [N, C, len(shifts), L]."""
+    """For each shift, `width` bits of each value from that bit on: [N, C, L] -> [N, C, len(shifts),
+    L]."""
     lowest = np.array(shifts, values.dtype)[:, None]
     found: Array = (values[:, :, None] >> lowest) & values.dtype.type((1 << width) - 1)
     return found
 
 
 def spread(values: Array, *shifts: int, width: int) -> Array:
-    """The `pieces` of each value, side by side: [N, C] -> [N, C * len(shifts)]."""
+    """The `pieces` of each value, one after another: [N, C] -> [N, C * len(shifts)]."""
     found = pieces(values[..., None], *shifts, width=width)
     return found.reshape(len(values), values.shape[1] * len(shifts))
 
 
 def nibbles(field: Array, length: int) -> Array:
-    """The low 4 bits of every `length` bytes, then the high 4 bits: [N, C] -> [N, 2C]."""
+    """In runs of `length` bytes: their low 4 bits, then their high 4 bits: [N, C] -> [N, 2C]."""
     count = field.shape[1]
     found = pieces(field.reshape(len(field), count // length, length), 0, 4, width=4)
     return found.reshape(len(field), 2 * count)

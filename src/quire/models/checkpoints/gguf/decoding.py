@@ -1,6 +1,6 @@
-"""Converts the bytes of a GGUF tensor to codes or to fp32 numbers.
+"""Converts the bytes of a GGUF tensor to codes or to fp32 values.
 
-The numbers equal those of llama.cpp's package gguf bit for bit, except for the sign and payload of
+The values equal those of llama.cpp's package gguf bit for bit, except for the sign and payload of
 NaNs. Called by `gguf_files`.
 
 Shapes: R rows, I inputs, B blocks in a row.
@@ -35,13 +35,13 @@ _DECODED_NUMBERS = 1 << 17
 
 
 def plain_dtype(storage: StorageType) -> torch.dtype | None:
-    """The dtype of a type of plain numbers; None if rows of the type must be decoded."""
+    """The dtype of an unquantized type; None if rows of the type must be decoded."""
     return _DTYPES.get(storage.name)
 
 
 def block_format_of(storage: StorageType, inputs: torch.Tensor | None = None) -> BlockFormat | None:
     """The block format of the type's rows; None if the type has no codes and must be dequantized.
-    `inputs` is the argument of `BlockRows`."""
+    `inputs` is `BlockRows.inputs`."""
     quantized = BLOCK_QUANTIZED_TYPES.get(storage.name)
     if quantized is None or inputs is None:
         return None if quantized is None else quantized.block_format
@@ -49,8 +49,8 @@ def block_format_of(storage: StorageType, inputs: torch.Tensor | None = None) ->
 
 
 def numbers(storage: StorageType, raw: torch.Tensor) -> torch.Tensor:
-    """Decode `raw` [R, bytes] uint8 to [R, I] fp32. Raises CheckpointError for llama.cpp's types of
-    intermediate results, which no model's file has."""
+    """Decode `raw` [R, bytes] uint8 to [R, I] fp32. Raises CheckpointError for types that llama.cpp
+    uses only for intermediate results."""
     if storage.name in BLOCK_QUANTIZED_TYPES:
         return BlockRows(storage, raw).numbers()
     if storage.name not in DECODERS:
@@ -77,7 +77,7 @@ class BlockRows(BlockQuantizedRows):
         self.storage = storage
         #: [R, bytes] uint8, with the blocks of a row side by side.
         self.raw = raw
-        #: The input of each column; None if columns are in order.
+        #: The index of the input of each column; None if columns are in order.
         self.inputs = inputs
 
     @property

@@ -1,8 +1,8 @@
 """Reads weights and config from GGUF files, presented as a Hugging Face checkpoint.
 
-llama.cpp's converters rename tensors, reorder rows and stack experts, in a way that `families`
-describes for each architecture. This is undone while rows are read. Quantized rows can be read as
-codes (`quantized_rows`) or dequantized (`rows`).
+llama.cpp's converters rename tensors, reorder rows and stack experts. `families` describes this for
+each architecture, and it is undone while rows are read. Quantized rows can be read as codes
+(`quantized_rows`) or dequantized (`rows`).
 """
 
 from collections.abc import Set
@@ -27,7 +27,7 @@ class GGUFFiles(CheckpointSource):
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        """`folder` may also be the (first) file itself."""
+        """See `CheckpointSource.is_in`. `folder` may also be the model's first file."""
         return find_gguf(folder) is not None
 
     @classmethod
@@ -61,7 +61,7 @@ class GGUFFiles(CheckpointSource):
         return self._locations[name].dtype(self._model)
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
-        """Lends plain numbers in their stored dtype, and quantized rows dequantized to fp32."""
+        """Yields unquantized rows in their stored dtype, and quantized rows dequantized to fp32."""
         return contextmanager(self._locations[name].lend)(self._model, span)
 
     def block_format(self, name: str) -> BlockFormat | None:
@@ -77,7 +77,7 @@ class GGUFFiles(CheckpointSource):
 
     def pieces(self, name: str) -> list[range]:
         location = self._locations[name]
-        # A computed tensor is one piece, since reading any part of it computes the whole.
+        # Reading any part of a computed tensor computes the whole tensor, so it is one piece.
         return (
             [range(location.shape[0])] if isinstance(location, Computed) else super().pieces(name)
         )

@@ -1,7 +1,7 @@
-"""An open GGUF model: its metadata, and its tensors' bytes and numbers.
+"""An open GGUF model: its metadata, and its tensors as bytes or fp32 values.
 
-Knows the format's own fields, and how several files form one model. The meaning of an
-architecture's fields is in `families`. Called by `gguf_files` and `families`.
+It reads the format's own fields, and joins the files of one model. The modules in `families`
+interpret the fields of an architecture. Called by `gguf_files` and `families`.
 """
 
 import mmap
@@ -22,7 +22,7 @@ from quire.hub.model_files import shown_name
 from quire.models.checkpoints.gguf.decoding import numbers
 
 _MAX_SMALL_NUMBERS = 1 << 20
-"""Most numbers of a tensor that is read as a whole for a config."""
+"""The most values of a tensor from which a config is made."""
 _KINDS = {"adapter": "an adapter", "mmproj": "an image encoder", "imatrix": "a quantizer's notes"}
 
 
@@ -30,17 +30,18 @@ _CAUSAL = "attention.causal"
 """A field that may be ignored only if it is true."""
 _POOLING = "pooling_type"
 _POOLING_TYPES = (0, 1, 2, 3)
-"""None, mean, first token, last token. Other types belong to models with a scoring head."""
+"""Pooling types that are read: none, mean, first token, last token. Models with other types have a
+scoring head."""
 
 
 class GGUFModel:
     """The metadata and tensors of a model in one or several GGUF files. Threads may share it.
 
-    Reading a field of the architecture marks it as understood, and `finish` refuses the others.
+    Reading a field of the architecture marks it as understood, and `finish` refuses unread fields.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path` is an argument of `hub.gguf.naming.gguf_paths`. Raises CheckpointError."""
+        """`path` is a file or folder, see `hub.gguf.naming.gguf_paths`. Raises CheckpointError."""
         files = [read_gguf(each) for each in gguf_paths(path)]
         self.path = files[0].path
         self.metadata: Mapping[str, Value] = files[0].metadata
@@ -69,11 +70,11 @@ class GGUFModel:
 
     @property
     def tensors(self) -> Mapping[str, GGUFFile]:
-        """The file of each tensor, in the files' order."""
+        """Maps each tensor's name to its file, in the order of the files."""
         return self._files
 
     def info(self, name: str) -> TensorInfo:
-        """The description of an existing tensor."""
+        """The type, shape and position of an existing tensor."""
         return self._files[name].tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -84,7 +85,7 @@ class GGUFModel:
 
     @contextmanager
     def raw(self, name: str, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        """Lends bytes of a tensor, from its byte `start` on."""
+        """Yields `num_bytes` bytes of a tensor, from its byte `start` on."""
         file = self._files[name]
         begin = file.tensors[name].start + start
         yield torch.frombuffer(file.content, dtype=torch.uint8, count=num_bytes, offset=begin)
@@ -99,7 +100,7 @@ class GGUFModel:
             return numbers(info.storage, raw.view(-1, info.row_bytes)).view(info.shape)
 
     def stacks(self, name: str, span: range) -> torch.Tensor:
-        """Entries `span` of the first dimension, in fp32, of a tensor with two or more."""
+        """Entries `span` along the first dimension, in fp32. The tensor has several dimensions."""
         info = self.info(name)
         rows_of_one = prod(info.shape[1:-1])
         start, end = (at * rows_of_one * info.row_bytes for at in (span.start, span.stop))
@@ -108,7 +109,7 @@ class GGUFModel:
         return found.view(len(span), *info.shape[1:])
 
     def small_numbers(self, name: str) -> list[float]:
-        """The numbers of a small tensor that describes the model; empty if it doesn't exist."""
+        """The values of a small tensor that describes the model; empty if it doesn't exist."""
         if name not in self._files:
             return []
         count = prod(self.info(name).shape)
@@ -117,16 +118,16 @@ class GGUFModel:
         return [_shortest(each) for each in self.numbers(name).flatten().tolist()]
 
     def integer(self, field: str, default: int | None = None) -> int:
-        """An integer field of the architecture, such as "block_count".
+        """The value of an integer field of the architecture, such as "block_count".
 
-        The entries of a list must be equal. Without a default, the field must exist.
+        If the field is a list, its entries must be equal. Without a default, the field must exist.
         """
         found = self._value(field, default)
         if isinstance(found, np.ndarray) and found.size:
             if (found != found.flat[0]).any():
                 raise UnsupportedModelError(
-                    f"{self.path}: {self._name(field)} differs from layer to layer, which quire's "
-                    f"models of the architecture {shown_name(self.architecture)} don't"
+                    f"{self.path}: {self._name(field)} differs from layer to layer, which quire"
+                    f" does not support for the architecture {shown_name(self.architecture)}"
                 )
             found = found.flat[0].item()
         if type(found) is not int or found < 0:
@@ -143,7 +144,8 @@ class GGUFModel:
         return count
 
     def integers(self, field: str, default: int | None = None) -> list[int]:
-        """An integer field of each layer. The file may hold one number for all layers."""
+        """The values of an integer field, one for each layer. The file may hold one for all
+        layers."""
         found = self._value(field, default)
         num_layers = self.num_layers()
         if not isinstance(found, np.ndarray):
@@ -155,8 +157,8 @@ class GGUFModel:
         return [int(each) for each in found[:num_layers]]
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A float field. For an fp32 value it is the shortest decimal number that rounds to it:
-        1e-05, not 9.99999974e-06."""
+        """The value of a float field. An fp32 value becomes the shortest decimal number that rounds
+        to it: 1e-05, not 9.99999974e-06."""
         found = self._value(field, default)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise broken(self.path, f"{self._name(field)} is {shown(found)}, not a number")
@@ -181,12 +183,12 @@ class GGUFModel:
         return self._name(field) in self.metadata
 
     def skip(self, *fields: str) -> None:
-        """Mark fields as understood whose values are redundant."""
+        """Mark fields as read, because their values are redundant."""
         self._read.update(map(self._name, fields))
 
     def finish(self) -> None:
-        """Raises UnsupportedModelError for a field of the architecture that was not read and is
-        neither 0, false nor empty, since it may change what the model computes."""
+        """Raises UnsupportedModelError if a field of the architecture was not read, and its value
+        is not 0, false or empty: such a field may change what the model computes."""
         if _single(self.path, self.metadata, self._name(_POOLING), 0) in _POOLING_TYPES:
             self.skip(_POOLING)  # `models.pooling_config` reads it
         if _single(self.path, self.metadata, self._name(_CAUSAL), True) is True:

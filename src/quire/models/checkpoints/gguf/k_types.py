@@ -7,7 +7,7 @@
     Q6_K    codes' lower 4 bits | upper 2 bits | scales int8 [16] | factor fp16
     IQ4_XS  factor fp16 | scales' upper 2 bits u16 | lower 4 bits [8] | codes 4 bits
 
-Blocks have 256 numbers, groups 16 or 32. Source: ggml-quants.c of llama.cpp. Called by `decoding`.
+Blocks have 256 values, groups 16 or 32. Source: ggml-quants.c of llama.cpp. Called by `decoding`.
 """
 
 import numpy as np
@@ -69,7 +69,7 @@ def _iq4_xs(blocks: Array) -> Unpacked:
 
 
 def _unfolded(field: Array, *shifts: int, width: int) -> Array:
-    """Unpack bytes that hold bits of numbers i, i + 32, i + 64 and so on: [N, C] -> [N, 256]."""
+    """Unpack bytes that hold bits of the codes i, i + 32, i + 64 and so on: [N, C] -> [N, 256]."""
     found = pieces(field.reshape(len(field), -1, 32), *shifts, width=width)
     return found.reshape(len(field), _SIZE)
 
@@ -77,7 +77,8 @@ def _unfolded(field: Array, *shifts: int, width: int) -> Array:
 def _six_bits(field: Array) -> tuple[Array, Array]:
     """The scales and minima of eight groups, of 6 bits each.
 
-    a are bits of groups 0 to 3, and B and b the upper and lower bits of groups 4 to 7:
+    In the layout, a are the bits of groups 0 to 3; B and b are the upper and lower bits of groups 4
+    to 7:
 
         bytes 0-3: scales BBaaaaaa | 4-7: minima BBaaaaaa | 8-11: minima, then scales: bbbb bbbb
     """
@@ -97,7 +98,7 @@ def _centred(low: Array, high: Array) -> Array:
 
 
 def _one_factor(field: Array) -> Array:
-    """The factor of scales, with a zero as that of offsets."""
+    """The factor of scales, and 0 as the factor of offsets: [N, 2]."""
     found = np.zeros((len(field), 2), np.float16)
     found[:, :1] = halves(field)
     return found
@@ -119,4 +120,4 @@ K_TYPES = {
         BlockFormat("IQ4_XS", 4, 32, table=NONLINEAR, block_size=_SIZE), _iq4_xs
     ),
 }
-"""The types by their names."""
+"""Types by name."""

@@ -9,7 +9,8 @@
     IQ1_M    points u8 [32] | upper 3 bits and shift's sign, 4 bits [32] | scales 3 bits [16] and
              the factor's 16 bits in four u16
 
-Blocks have 256 numbers. Seven signs determine the eighth, as the product of all is positive.
+Blocks have 256 values. Seven signs determine the eighth, since the product of all eight is
+positive. Shapes: N blocks; G scales, P points and T shifts of a block.
 Source: ggml-quants.c of llama.cpp. Called by `decoding`.
 """
 
@@ -67,8 +68,8 @@ def _iq3_xxs(blocks: Array) -> Array:
 
 
 def _iq3_s(blocks: Array) -> Unpacked:
-    """Unpack IQ3_S to codes of four bits, each a sign and one of the odd numbers up to 15. Its
-    scales are integers, so the type has a block format."""
+    """Unpack IQ3_S to codes of four bits: a sign, and three bits for the odd numbers from 1 to 15.
+    Its scales are integers, so the type has a block format."""
     factor, low, high, signs, scales = fields(blocks, 2, 64, 8, 32)
     points = low.astype(np.uint16) | spread(high, *range(8), width=1).astype(np.uint16) << 8
     numbers = lattice("IQ3_S")[points].reshape(len(blocks), 256).view(np.uint8)
@@ -108,14 +109,14 @@ def _single(field: Array) -> Array:
 
 
 def _completed(signs: Array) -> Array:
-    """The eight signs that seven signs determine."""
+    """Complete seven signs, as bits, to the eight signs that they determine."""
     found: Array = _EIGHT_SIGNS[signs]
     return found
 
 
 def _scaled(scales: Array, points: Array, signs: Array) -> Array:
-    """The numbers [N, 256] of scales [N, G], points [N, P, 4 or 8] and signs [N, 32], which hold
-    the sign bits of 8 numbers each."""
+    """The values [N, 256] from scales [N, G], points [N, P, 4 or 8] and signs [N, 32]. An entry of
+    `signs` holds the sign bits of 8 values."""
     turned = spread(signs, *range(8), width=1).astype(np.bool_)
     numbers = points.reshape(len(scales), 256)
     numbers = np.where(turned, -numbers, numbers).astype(np.float32)
@@ -123,7 +124,7 @@ def _scaled(scales: Array, points: Array, signs: Array) -> Array:
 
 
 def _shifted(scales: Array, points: Array, shifts: Array) -> Array:
-    """The numbers [N, 256] of scales [N, G], points [N, 32, 8] and their shifts [N, T]."""
+    """The values [N, 256] from scales [N, G], points [N, 32, 8] and shifts [N, T] of the points."""
     numbers = _floats(points).reshape(*shifts.shape, -1) + shifts[..., None]
     return _multiplied(scales, numbers)
 

@@ -1,7 +1,8 @@
 """The lattices of IQ1, IQ2 and IQ3: packed data of llama.cpp.
 
-Each is a list of points of 4 or 8 numbers. A number is an index of 2 or 4 bits, low bits first,
-into a short list of values. The bytes of all points are compressed by zlib and encoded in base 85.
+A lattice is a list of points of 4 or 8 numbers. A number is stored as an index of 2 or 4 bits, low
+bits first, into a short list of values. The bytes of all points are compressed by zlib and encoded
+in base 85.
 Source: ggml-common.h (Copyright (c) 2023-2026 The ggml authors, MIT licence). Called by
 `lattice_types`.
 """
@@ -26,7 +27,7 @@ _NUMBERS = {
 
 @lru_cache
 def lattice(name: str) -> Array:
-    """The points of a type: [P, 8], or [P, 4] for IQ3. IQ1_M uses those of IQ1_S."""
+    """The points of a type: [P, 8], or [P, 4] for IQ3. IQ1_M uses the points of IQ1_S."""
     numbers = _NUMBERS[name]
     packed = np.frombuffer(zlib.decompress(base64.b85decode(_PACKED[name])), np.uint8)
     width = 2 if len(numbers) == 3 else 4

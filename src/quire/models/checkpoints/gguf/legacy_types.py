@@ -5,7 +5,7 @@
     Q8_0    scale fp16 | numbers int8
     IQ4_NL  scale fp16 | codes 4 bits         MXFP4   exponent u8 | codes 4 bits
 
-A byte of 4-bit codes holds the code of number i in its lower bits and that of i + 16 in its upper
+A byte of 4-bit codes holds the code of value i in its lower bits and of value i + 16 in its upper
 bits. Source: ggml-quants.c of llama.cpp. Called by `decoding`.
 """
 
@@ -80,4 +80,4 @@ LEGACY_TYPES = {
         BlockFormat("MXFP4", 4, 32, table=DOUBLED_E2M1, scale_dtype=torch.bfloat16), _mxfp4
     ),
 }
-"""The types by their names. Scales of MXFP4 are the bits of its scale_dtype."""
+"""Types by name. The scales of MXFP4 are stored as the bits of its scale_dtype."""

@@ -1,4 +1,4 @@
-"""Decodes the other GGUF types: TQ1_0, TQ2_0, NVFP4, Q1_0, and plain numbers.
+"""Decodes the remaining GGUF types: TQ1_0, TQ2_0, NVFP4, Q1_0, and unquantized values.
 
     TQ1_0  five numbers -1, 0, 1 in a byte: 32 bytes, 16 bytes, then four numbers in each of 4
            bytes | scale fp16
@@ -34,7 +34,7 @@ def _tq1_0(blocks: Array) -> Array:
         (field[:, None] * _POWERS[:count]).reshape(len(blocks), -1)
         for field, count in ((large, 5), (small, 5), (last, 4))
     ]
-    # Each byte holds a fraction, whose next digit in base 3 is the carry of multiplying it by 3.
+    # A byte is a fraction of 256. Multiplied by 3, it carries the next digit in base 3.
     trits = np.concatenate(digits, 1).astype(np.uint16) * 3 >> 8
     return _scaled(scale, trits.astype(np.float32) - 1)
 

@@ -1,6 +1,6 @@
 """Where the tensors of a Hugging Face checkpoint are stored in GGUF files.
 
-`tensor_map` makes them. Called by `gguf_files`.
+Made by `tensor_map`, used by `gguf_files`.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 
 
 class TensorLocation(ABC):
-    """The location of a tensor in the files."""
+    """Where a checkpoint's tensor is stored in the GGUF files, and how its rows are read."""
 
     #: The tensor's shape in Hugging Face's checkpoints.
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class TensorLocation(ABC):
 
     @abstractmethod
     def lend(self, model: GGUFModel, span: range) -> "Iterator[torch.Tensor]":
-        """Lends rows. Callers wrap this generator in `contextmanager`."""
+        """Yields the rows `span`. Callers wrap this generator in `contextmanager`."""
 
     def block_format(self, model: GGUFModel) -> BlockFormat | None:
         """See `CheckpointSource.block_format`."""
@@ -43,10 +43,10 @@ class TensorLocation(ABC):
     @property
     @abstractmethod
     def source(self) -> str:
-        """The name of the (first) stored tensor from which this tensor is made."""
+        """The name of the stored tensor from which this tensor is made (the first, if several)."""
 
     def stored_as(self, model: GGUFModel) -> str | None:
-        """See `CheckpointSource.stored_as`. None for vectors, which are small."""
+        """See `CheckpointSource.stored_as`. None for vectors, which don't need much memory."""
         storage = model.info(self.source).storage
         is_plain = plain_dtype(storage) is not None or len(self.shape) < 2
         return None if is_plain else storage.name
@@ -59,12 +59,12 @@ class StoredRows(TensorLocation):
     #: The stored tensor's name.
     name: str
     shape: tuple[int, ...]
-    #: The tensor's first row in the stored tensor, whose leading dimensions are flattened: expert 2
-    #: of a stored tensor [experts, 64, inputs] starts at row 128.
+    #: The row of the stored tensor that is the tensor's first row. Leading dimensions are
+    #: flattened: expert 2 of a stored tensor [experts, 64, inputs] starts at row 128.
     start: int = 0
-    #: The stored row, counted from `start`, of each row; None if rows are in order.
+    #: The stored index of each row, counted from `start`; None if rows are in order.
     order: torch.Tensor | None = None
-    #: The input of each stored column of a matrix; None if columns are in order.
+    #: The index of the input of each stored column of a matrix; None if columns are in order.
     inputs: torch.Tensor | None = None
 
     @property
@@ -101,13 +101,13 @@ class StoredRows(TensorLocation):
 
     @contextmanager
     def lent_quantized(self, model: GGUFModel, span: range) -> Iterator[BlockQuantizedRows]:
-        """Lends rows of a tensor that has a block format."""
+        """Yields rows of a tensor that has a block format."""
         with self.lent_bytes(model, span) as raw:
             yield BlockRows(model.info(self.name).storage, raw, self.inputs)
 
     @contextmanager
     def lent_bytes(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
-        """Lends the bytes of rows, [len(span), bytes of a row] uint8. Each row must begin at a
+        """Yields the bytes of rows, [len(span), bytes of a row] uint8. Each row must begin at a
         block."""
         row_bytes = _row_bytes(model.info(self.name), self.shape)
         if self.order is None:
@@ -122,7 +122,7 @@ class StoredRows(TensorLocation):
             yield raw.view(count, row_bytes)[wanted - first]
 
     def _wanted(self, span: range) -> torch.Tensor:
-        """The indices of rows in the stored tensor."""
+        """The indices of the rows `span` in the stored tensor."""
         if self.order is None:
             return torch.arange(span.start, span.stop) + self.start
         return self.order[span.start : span.stop] + self.start
@@ -130,13 +130,13 @@ class StoredRows(TensorLocation):
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """The rule for a tensor that is computed from several stored tensors with equal first
-    dimensions."""
+    """The rule for a tensor that is computed from several stored tensors. These must have the same
+    first dimension."""
 
     #: Names of the stored tensors within a layer.
     sources: tuple[str, ...]
     shape: tuple[int, ...]
-    #: Number of rows that are computed from each entry of the first dimension.
+    #: Number of rows that are computed from each entry along the first dimension.
     num_rows: int
     #: Computes rows [n, num_rows, ...] from n entries of each stored tensor.
     compute: Callable[..., torch.Tensor]

@@ -1,9 +1,9 @@
-"""Maps the names of GGUF tensors to Hugging Face's, by an architecture's rules.
+"""Maps the names of GGUF tensors to names of Hugging Face, by an architecture's rules.
 
     blk.3.attn_q.weight            model.layers.3.self_attn.q_proj.weight
     blk.3.ffn_up_exps.weight       model.layers.3.mlp.experts.0.up_proj.weight, ...
 
-A tensor without a rule keeps its name, so that the loader refuses it by name. Called by
+A tensor without a rule keeps its name, so that the loader refuses it and names it. Called by
 `gguf_files`.
 """
 
@@ -43,25 +43,25 @@ class TensorRules:
     says otherwise.
     """
 
-    #: The checkpoint's name of a tensor in a layer, within the layer. A key with ".weight" or
-    #: ".bias" has precedence, and its value is the full name. A value with EXPERT means that the
-    #: stored tensor stacks all experts. If a value has several names, the tensor's rows are split
-    #: among them, equally or as `sizes` says.
+    #: Maps a tensor of a layer to its name in the checkpoint, within the layer. A key with
+    #: ".weight" or ".bias" has precedence, and its value is the full name. A value with EXPERT
+    #: means that the stored tensor stacks all experts. If a value has several names, the tensor's
+    #: rows are split among them, equally or as `sizes` says.
     layer: Mapping[str, str | tuple[str, ...]]
-    #: The checkpoint's name of a tensor outside the layers.
+    #: Maps a tensor outside the layers to its name in the checkpoint.
     top: Mapping[str, str]
     #: For a tensor that `layer` splits unequally, the number of rows of each part.
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    #: The stored row of each row of a tensor that is reordered. A key without ".weight" or ".bias"
+    #: For a reordered tensor, the stored index of each row. A key without ".weight" or ".bias"
     #: covers both.
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    #: The input of each stored column of a tensor. Keys include ".weight".
+    #: For a tensor with reordered columns, the input of each stored column. Keys include ".weight".
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    #: A function that turns a whole stored tensor into the checkpoint's. Keys include ".weight" or
-    #: ".bias", if the stored name has it.
+    #: A function that turns a whole stored tensor into the checkpoint's tensor. Keys include
+    #: ".weight" or ".bias", if the stored name has it.
     changes: Mapping[str, Change] = field(default_factory=dict)
-    #: The rule for a tensor of the checkpoint, by its name within the layer, that is computed from
-    #: several stored tensors if these exist.
+    #: For a tensor of the checkpoint that may be stored as several tensors, the rule that computes
+    #: it from them. Keys are names within the layer.
     combined: Mapping[str, Combined] = field(default_factory=dict)
     #: Full names of tensors that only repeat the config.
     unused: frozenset[str] = frozenset()
@@ -72,7 +72,7 @@ class TensorRules:
 
 
 def map_tensors(model: GGUFModel, rules: TensorRules) -> dict[str, TensorLocation]:
-    """The location of each tensor by its checkpoint's name, in the files' order. Raises
+    """Maps each tensor's name in the checkpoint to its location, in the files' order. Raises
     CheckpointError."""
     locations: dict[str, TensorLocation] = {}
     origins: dict[str, str] = {}
@@ -87,7 +87,7 @@ def map_tensors(model: GGUFModel, rules: TensorRules) -> dict[str, TensorLocatio
 def _locations_in(
     model: GGUFModel, rules: TensorRules, name: str
 ) -> Iterator[tuple[str, TensorLocation]]:
-    """The checkpoint's tensors that are stored in one tensor of the files, with their locations."""
+    """(name in the checkpoint, location) of each checkpoint tensor that one GGUF tensor holds."""
     if name in rules.unused:
         return
     found = _IN_LAYER.fullmatch(name)
@@ -101,7 +101,7 @@ def _locations_in(
     if rules.num_layers is not None and int(layer) >= rules.num_layers:
         return
     prefix = f"{rules.prefix}{layer}."
-    # A combined tensor is yielded once, in place of its first source.
+    # A combined tensor is yielded once, at its first source.
     for whole, combined in rules.combined.items():
         if inner in combined.sources:
             if inner == combined.sources[0]:
@@ -116,7 +116,7 @@ def _locations_in(
 
 
 def _check_scale(model: GGUFModel, name: str) -> None:
-    """Raises UnsupportedModelError for a scale of a whole NVFP4 weight, which converters store as a
+    """Raises UnsupportedModelError for a scale of a whole NVFP4 weight. Converters store it as a
     separate tensor."""
     stem, _, parameter = name.rpartition(".")
     weight = f"{stem}.weight"
@@ -132,7 +132,8 @@ def _check_scale(model: GGUFModel, name: str) -> None:
 
 
 def _targets(rules: TensorRules, inner: str) -> tuple[str, ...]:
-    """The checkpoint's names, within the layer, of a layer's tensor; empty if it has no rule."""
+    """The names, within the layer, that a layer's GGUF tensor has in the checkpoint; empty if it
+    has no rule."""
     stem, _, parameter = inner.rpartition(".")
     whole = rules.layer.get(inner)
     if whole is not None:
@@ -145,10 +146,10 @@ def _targets(rules: TensorRules, inner: str) -> tuple[str, ...]:
 def _parts(
     model: GGUFModel, rules: TensorRules, name: str, inner: str, targets: tuple[str, ...]
 ) -> Iterator[tuple[str, TensorLocation]]:
-    """The locations of the checkpoint's tensors `targets` in the stored tensor `name`, whose name
-    within its layer is `inner`."""
+    """The locations of the checkpoint's tensors `targets`, which the GGUF tensor `name` holds.
+    `inner` is its name within the layer."""
     shape = model.shape(name)
-    # A change is computed from the whole tensor, after a trial on the meta device.
+    # A change is computed from the whole tensor. First, try it on the meta device.
     if inner in rules.changes:
         (target,), change = targets, rules.changes[inner]
         try:

@@ -25,7 +25,7 @@ from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 NAME = "AWQ"
 _IN_WORD = 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output that each 4 bits of a word belong to, from the lowest bits up."""
+"""For each 4 bits of a word, from the lowest bits up, the index of their output."""
 
 _UNREAD = (
     *("act_group_aware", "adapter", "autoround_version", "backend", "batch_size", "damp_percent"),

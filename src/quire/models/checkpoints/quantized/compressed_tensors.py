@@ -5,16 +5,16 @@
     int-quantized      X.weight [O, I] int8
     float-quantized    X.weight [O, I] float8_e4m3fn
     mxfp4-pack-...     X.weight_packed [O, I / 2] uint8
-    all                X.weight_scale: [O, G] of groups, [O, 1] of outputs, [1] of all, or of blocks
+    all                X.weight_scale: [O, G] per group, [O, 1] per output, [1], or per block
     asymmetric         X.weight_zero_point [ceil(O * bits / 32), G] int32, packed along the outputs,
                        or [O, G] int8
     act-order          X.weight_g_idx [I] int32: the group of each input
 
 Codes are signed; packed codes and zeros are stored with half of their range added. The settings of
-each group of linears in config.json are checked, but the patterns in targets and ignore need not be
-followed, as the files show how each linear is stored. (compressed_tensors/compressors.)
+each group of linears in config.json are checked. The patterns in targets and ignore are not used,
+because the files show how each linear is stored. (compressed_tensors/compressors.)
 
-Shapes: O outputs, I inputs, G groups.
+Shapes: O outputs, I inputs, R rows (outputs), G groups.
 """
 
 from abc import abstractmethod
@@ -105,7 +105,8 @@ class CompressedSettings:
         weights = fields.value("weights")
         if weights is None:
             raise UnsupportedModelError(
-                f"{fields.where} rounds activations and not weights, which quire does not; {ADVICE}"
+                f"{fields.where} rounds activations but not weights, which quire does not support;"
+                f" {ADVICE}"
             )
         kind, is_plain = self._read_weights(SettingFields(weights, f"{fields.where}.weights"))
         inputs = fields.value("input_activations")
@@ -118,7 +119,7 @@ class CompressedSettings:
         fields.finish()
 
     def _read_weights(self, fields: SettingFields) -> tuple[str, bool]:
-        """Read the type of the weights, and whether they are 8-bit without groups."""
+        """(kind of the weights, whether they are 8-bit without groups), read from the settings."""
         kind: str = fields.one_of("type", ("int", "float"), "int")
         num_bits = fields.one_of("num_bits", (4, 8), 8)
         strategy = fields.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
@@ -141,8 +142,8 @@ class CompressedSettings:
         strategy = fields.value("strategy")
         if kind == "int" and (bits, strategy, fields.value("dynamic")) != (8, "token", True):
             self.remarks.append(
-                "activations are rounded to int8 with a scale per token or per 32 inputs, found as"
-                " they come, not as its input_activations say"
+                "activations are rounded to int8 with a scale per token or per 32 inputs, computed"
+                " in each step, not as its input_activations say"
             )
         fields.ignore("symmetric", "strategy", "group_size", "block_structure", "dynamic")
         fields.ignore("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
@@ -186,7 +187,8 @@ def _weight(tensors: Tensors, part: str, settings: CompressedSettings) -> Stored
 
 
 def _num_groups(tensors: Tensors, num_outputs: int, num_inputs: int) -> int:
-    """Number of groups of a weight, from its scales. Raises CheckpointError if they don't fit."""
+    """Number of groups of a weight, from the shape of its scales. Raises CheckpointError if the
+    inputs can't be divided into as many equal groups."""
     name = tensors.name("weight_scale")
     shape = tensors.files.shape(name) if tensors.has("weight_scale") else ()
     groups = shape[1] if len(shape) == 2 and shape[1] else 1
@@ -210,7 +212,7 @@ def _scales(tensors: Tensors, span: range, num_groups: int) -> torch.Tensor:
 
 
 class _Integers(GroupedWeight):
-    """A weight of integers, read as codes with half of their range added.
+    """A weight of signed integers. They are read as unsigned codes, with half of their range added.
 
     Subclasses set `width` and `shape` before they call `__init__`.
     """
@@ -285,7 +287,7 @@ class _PackedWords(_Integers):
 
 
 class _ByteLevels(_Integers):
-    """A weight with one level in an int8, even if its settings say 4 bits."""
+    """A weight with one code in each int8, even if its settings say 4 bits."""
 
     width = 8
 
@@ -296,7 +298,7 @@ class _ByteLevels(_Integers):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each output has one scale, and no zero."""
+        """Whether each output has one scale, and zeros are not stored."""
         has_order = self._tensors.has("weight_g_idx")
         return self.num_groups == 1 and self.zero is not None and not has_order
 
@@ -316,8 +318,8 @@ class _ByteLevels(_Integers):
 
 
 class _Int8Levels(StoredWeight):
-    """A weight of int8 with a scale for each output, multiplied by activations rounded to int8. Its
-    block format is the one recognized by `BlockFormat.is_int8`."""
+    """A weight of int8 with a scale for each output, multiplied by activations rounded to int8.
+    `BlockFormat.is_int8` recognizes its block format."""
 
     kind = "W8A8"
     block_format = BlockFormat(kind, 8, 0, zero=128, scale_dtype=torch.float32)

@@ -33,7 +33,7 @@ class Fp8Settings:
     def __init__(self, fields: SettingFields) -> None:
         """Read the settings. Raises UnsupportedModelError for unknown ones, and CheckpointError for
         malformed ones."""
-        #: Numbers of outputs and inputs that share a scale; None if blocks have no scales.
+        #: (outputs, inputs) of each block that has a scale; None if scales are not by block.
         self.block = read_block(fields, "weight_block_size")
         for name in ("fmt", "weight_dtype", "activation_dtype"):
             fields.one_of(name, ("e4m3", "float8_e4m3fn", "fp8_e4m3"), "e4m3")
@@ -47,8 +47,8 @@ class Fp8Settings:
 
 
 def read_block(fields: SettingFields, name: str) -> Block | None:
-    """Numbers of outputs and inputs in a block; None if the field is not set. Raises
-    CheckpointError if its value is not a pair of sizes."""
+    """(outputs, inputs) of a block; None if the field is not set. Raises CheckpointError if its
+    value is not a pair of sizes."""
     value = fields.value(name)
     if isinstance(value, str):
         value = [int(each) if each.isdecimal() else each for each in value.split("x")]
@@ -82,8 +82,8 @@ def find_weights(files: SafetensorsFiles, settings: Fp8Settings) -> FoundWeights
 
 
 class Fp8Weight(StoredWeight):
-    """A weight of fp8 numbers. The shape of its scales shows the size of blocks that share a
-    scale."""
+    """A weight of fp8 numbers. The size of its blocks, each with one scale, follows from the shape
+    of its scales."""
 
     kind = NAME
     block_format = None

@@ -5,9 +5,9 @@
     X.scales   [G, O]                      floats
     X.g_idx    [I] int32                   the group of each input; may be missing
 
-With act-order (desc_act) the inputs of a group are not contiguous. Version 1 subtracts 1 from all
-zeros of a word by one subtraction, with borrows between zeros, so the reader adds the subtracted
-word. (Frantar et al., arXiv:2210.17323; GPTQModel's utils/model.py.)
+With act-order (desc_act) the inputs of a group are not contiguous. Version 1 subtracts 1 from each
+zero, by one subtraction from the whole word, with borrows between zeros. The reader undoes it by
+adding the same word. (Frantar et al., arXiv:2210.17323; GPTQModel's utils/model.py.)
 
 Shapes: O outputs, I inputs, G groups.
 """
@@ -40,7 +40,7 @@ _UNREAD = (
     *("static_groups", "to_quant_block_names", "tokenizer", "true_sequential", "use_cuda_fp16"),
     *("use_exllama", "v2", "v2_alpha"),
 )
-"""Fields about how the weights were found and which linears are quantized, which the files show."""
+"""Ignored fields: how weights were computed; which linears are quantized (the files show it)."""
 
 
 class GPTQSettings:
@@ -49,7 +49,7 @@ class GPTQSettings:
     def __init__(self, fields: SettingFields) -> None:
         """Read the settings. Raises UnsupportedModelError for unknown ones, and CheckpointError for
         malformed ones."""
-        #: Number of bits of a code; None if linears differ.
+        #: Number of bits of a code; None if it differs between linears.
         self.bits: int | None = fields.one_of("bits", _BITS)
         #: Number of inputs in a group, for linears without a group index; -1 means all inputs.
         self.group_size = fields.size("group_size", -1)

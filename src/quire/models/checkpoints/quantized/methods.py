@@ -16,7 +16,7 @@ from quire.models.checkpoints.quantized.settings import ADVICE, Quantized, Setti
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 
 CONFIG_FIELDS = ("quantization_config", "compression_config", "quantization")
-"""Fields of config.json that hold the settings of a method. MLX uses the last."""
+"""Fields of config.json that hold the settings of a method. The last field is written by MLX."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def read_quantized(what: str, raw: Mapping[str, Any]) -> Quantized | None:
 def open_quantized(
     what: str, raw: Mapping[str, Any], files: SafetensorsFiles
 ) -> SafetensorsFiles | QuantizedFiles:
-    """The weights in `files`, which the method of the config has stored. `what` is the folder.
+    """The weights in `files`, read by the method that the config declares. `what` is the folder.
 
     Raises UnsupportedModelError and CheckpointError.
     """
@@ -102,8 +102,8 @@ def open_quantized(
 
 
 def refuse_quantized_names(what: str, names: Iterable[str]) -> None:
-    """Raises UnsupportedModelError for names of quantized weights, which the config should have
-    declared. `what` is the folder."""
+    """Raises UnsupportedModelError if a tensor name shows quantized weights, although the config
+    declares none. `what` is the folder."""
     for name in names:
         for suffix, method in _SUFFIXES.items():
             if name.endswith(suffix):

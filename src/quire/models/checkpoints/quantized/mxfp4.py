@@ -5,8 +5,8 @@
     X.down_proj_blocks     [E, H, F / 32, 16] uint8
     X.down_proj_scales     [E, H, F / 32] uint8         the power of two, plus 127
 
-They are presented as a weight for each expert. The biases are separate tensors, which
-`unstacked.py` splits. The table's numbers are doubled to be integers, and the scales are halved.
+Each expert is presented as separate weights. The biases are separate tensors, which `unstacked.py`
+splits. The table's values are doubled so that they are integers, and the scales are halved.
 (OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.1.)
 
 Shapes: E experts, F intermediate size, H hidden size, O outputs, I inputs, R rows.
@@ -39,7 +39,7 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class MXFP4Settings:
-    """The settings of MXFP4, of which none affects how weights are read."""
+    """The settings of MXFP4. None of them affects how weights are read."""
 
     def __init__(self, fields: SettingFields) -> None:
         """Raises UnsupportedModelError for unknown settings."""

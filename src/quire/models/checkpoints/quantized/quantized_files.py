@@ -21,9 +21,9 @@ from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 class FoundWeights:
     """The quantized weights that a method finds in files."""
 
-    #: Maps the name of one tensor in the files to the weights that replace it, by their names.
+    #: Maps one tensor in the files to the weights that replace it, which are given by name.
     weights: dict[str, dict[str, StoredWeight]] = field(default_factory=dict)
-    #: Names of the weights' other tensors, and of unused tensors. They are hidden.
+    #: Names of the other tensors of these weights, and of unused tensors. They are not presented.
     others: set[str] = field(default_factory=set)
 
 
@@ -82,5 +82,5 @@ class QuantizedFiles(CheckpointSource):
         return weight.quantized_rows(span)
 
     def row_bytes(self, name: str) -> int:
-        """Size of a row, in which each code is counted as one byte."""
+        """Size of a row in bytes, if each code takes one byte."""
         return super().row_bytes(name) if self.block_format(name) is None else self.shape(name)[1]

@@ -21,7 +21,7 @@ _AUTO_ROUND = (
     *("act_data_type", "act_dynamic", "act_group_size", "act_sym", "amp", "enable_minmax_tuning"),
     *("enable_norm_bias_tuning", "provider", "scale_dtype", "seed", "train_bs"),
 )
-"""Fields in which auto-round says how it found the weights. It adds them to any layout."""
+"""Fields that auto-round adds to the settings of any layout; they say how it computed weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Quantized:
 
     #: The method's name in messages, such as AWQ.
     method: str
-    #: Warnings about settings that are not followed, and why that is harmless. Each is logged
-    #: after the folder's name.
+    #: Warnings about settings that quire does not follow, each with the reason why that is
+    #: harmless. The log shows the folder's name before each.
     remarks: tuple[str, ...] = ()
     #: Whether inputs of linears are rounded to int8, with one scale for each token.
     has_token_scales: bool = False
@@ -65,11 +65,11 @@ class SettingFields:
             return value
         listed = ", ".join(map(str, choices))
         raise UnsupportedModelError(
-            f"{self.where}: {name} is {shown(value)}, of which quire reads {listed}; {ADVICE}"
+            f"{self.where}: {name} is {shown(value)}, but quire reads only {listed}; {ADVICE}"
         )
 
     def size(self, name: str, default: int | None = None) -> int:
-        """The field's value, a number of inputs, or -1 for all of them."""
+        """The field's value: a number of inputs, or -1 for all inputs."""
         value = self.value(name)
         value = default if value is None else value
         if type(value) is not int or (value != -1 and not 0 < value < 1 << 30):
@@ -79,7 +79,7 @@ class SettingFields:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Mark fields as understood, since they don't affect how the weights are read."""
+        """Mark fields as read. They don't affect how the weights are read."""
         self._read.update(names)
 
     def ignore_auto_round(self) -> None:

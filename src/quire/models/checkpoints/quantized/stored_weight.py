@@ -1,7 +1,7 @@
 """A linear's quantized weight, stored in several tensors.
 
-Holds what all methods share: codes with a scale for each group of inputs, and the checks of
-tensors. The module of each method knows how its tensors are packed.
+This module holds what all methods share: codes with a scale for each group of inputs, and the
+checks of tensors. The module of each method unpacks its tensors.
 
 Shapes: O outputs, I inputs, R rows (outputs), G groups.
 """
@@ -28,13 +28,13 @@ from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _GROUP_SIZES = (128, 64, 32)
-"""Group sizes that kernels support. A larger group is split into groups of such a size, which have
-equal scales, if the sizes divide."""
+"""Group sizes that kernels support. A larger group is presented as several groups of the first of
+these sizes that divides it, with equal scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of one linear in the files, which are checked before they are read."""
+    """The tensors of one linear in the files. Each is checked before it is read."""
 
     files: SafetensorsFiles
     #: The prefix of the tensors' names: X for X.qweight and X.scales.
@@ -81,11 +81,11 @@ class Tensors:
         return dtype
 
     def rows(self, part: str, span: range) -> AbstractContextManager[torch.Tensor]:
-        """Lends rows in their stored dtype."""
+        """Yields rows in their stored dtype."""
         return self.files.stored_rows(self.name(part), span)
 
     def whole(self, part: str) -> AbstractContextManager[torch.Tensor]:
-        """Lends the whole tensor."""
+        """Yields the whole tensor."""
         return self.rows(part, range((self.files.shape(self.name(part)) or (1,))[0]))
 
     def copy(self, part: str) -> torch.Tensor:
@@ -122,7 +122,7 @@ class StoredWeight(ABC):
 
     @contextmanager
     def quantized_rows(self, span: range) -> Iterator[BlockQuantizedRows]:
-        """Lends some rows as codes, if the weight has a block format."""
+        """Yields some rows as codes, if the weight has a block format."""
         yield self.codes(span)
 
     @abstractmethod
@@ -137,7 +137,7 @@ class GroupedWeight(StoredWeight):
     width: int
     #: The zero of all groups; None if each has its own.
     zero: int | None
-    #: The value of each code; None if a code is its own value.
+    #: Maps each code to its value; None if the value is the code itself.
     table: tuple[int, ...] | None = None
     num_groups: int
     scale_dtype: torch.dtype
@@ -161,13 +161,13 @@ class GroupedWeight(StoredWeight):
 
     @cached_property
     def _groups(self) -> "_Groups | None":
-        """The groups as presented; None if the stored groups have unequal sizes."""
+        """The groups of the block format; None if the stored groups have unequal sizes."""
         return _arrange(self.read_group_index(), self.shape[1], self.num_groups)
 
     @cached_property
     def block_format(self) -> BlockFormat | None:
         groups = self._groups
-        # Block formats have 16-bit scales and groups of a size that kernels support.
+        # A block format needs 16-bit scales and a group size that kernels support.
         if groups is None or groups.size is None or self.scale_dtype is torch.float32:
             return None
         return BlockFormat(
@@ -185,7 +185,7 @@ class GroupedWeight(StoredWeight):
         return self._complete(span, self.read_codes(span))
 
     def _complete(self, span: range, codes: torch.Tensor) -> UnpackedRows:
-        """Add scales and zeros to the `codes` that `read_codes` returned for the span."""
+        """Complete the `codes` of the rows `span` with their scales and zeros."""
         block_format, groups = self.block_format, self._groups
         assert block_format is not None and groups is not None and groups.size is not None
         scales = self.read_scales(span)
@@ -201,7 +201,7 @@ class GroupedWeight(StoredWeight):
     def numbers(self, span: range) -> torch.Tensor:
         if self.block_format is not None:
             return self.codes(span).numbers()
-        # Without a block format, each input looks up its group.
+        # Without a block format, find the scale of each input by the index of its group.
         index = self.read_group_index()
         if index is None:
             index = torch.arange(self.shape[1]) // (self.shape[1] // self.num_groups)
@@ -220,7 +220,7 @@ class WordWeight(GroupedWeight):
 
     @abstractmethod
     def lent_words(self, span: range) -> AbstractContextManager[CodeWords]:
-        """Lends the codes of some rows."""
+        """Yields the codes of some rows."""
 
     def read_codes(self, span: range) -> torch.Tensor:
         with self.lent_words(span) as words:
@@ -235,16 +235,16 @@ class WordWeight(GroupedWeight):
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The groups that a weight has as presented, which may be smaller than the stored groups."""
+    """The groups of a weight's block format, which may be smaller than the stored groups."""
 
     #: Number of inputs in a group; None if no supported size divides the stored groups.
     size: int | None
-    #: The order of the columns; None if it is that of the inputs.
+    #: The order of the columns; None if columns have the order of the inputs.
     order: InputOrder | None
 
 
 def _arrange(index: torch.Tensor | None, num_inputs: int, num_groups: int) -> _Groups | None:
-    """Find the groups to present; None if the stored groups have unequal sizes. `index` is the
+    """The groups of the block format; None if the stored groups have unequal sizes. `index` is the
     group of each input, or None if groups are contiguous."""
     if num_inputs % num_groups:
         return None

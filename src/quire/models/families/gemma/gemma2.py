@@ -5,7 +5,7 @@ Source: arXiv:2408.00118. Its differences from Llama:
 - scores and logits are capped by tanh; scores are multiplied by 1 / sqrt(query_pre_attn_scalar),
   by default 256;
 - norms before and after attention and MLP multiply by 1 + weight;
-- embeddings are multiplied by the root of the hidden size, rounded to the model's dtype;
+- embeddings are multiplied by the square root of the hidden size, rounded to the model's dtype;
 - the MLP's gate is GELU by tanh; the defaults are a tied head, 4 KV heads and a head size of 256.
 """
 
@@ -36,9 +36,9 @@ ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
 
 def gemma_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigFields:
-    """Read what all Gemma configs share.
+    """Read the fields that all Gemma configs share.
 
-    Checkpoints have `hidden_activation` and `hidden_act`; like transformers, this reads the former.
+    Checkpoints have `hidden_activation` and `hidden_act`. As in transformers, the first is used.
     """
     named = {**SHARED_DEFAULTS, **defaults, **raw}
     named["hidden_act"] = named.pop("hidden_activation")
@@ -65,7 +65,7 @@ def gemma_parts(fields: ConfigFields) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma2Config(DecoderConfig):
-    """The layers with a window are those that `layer_types` names."""
+    """The config of Gemma 2. `layer_types` names the layers with a window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -3,8 +3,8 @@
 Source: arXiv:2503.19786. Its differences from Gemma 2:
 
 - heads of q and k are normalised; scores have no cap, and logits have none by default;
-- five layers with a window are followed by one without;
-- layers with a window have their own rotation; only that of the others is stretched.
+- five layers with a window are followed by one layer without;
+- layers with a window have their own rotation; only the other layers' rotation is stretched.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _PATTERN, _THETA, _LOCAL_THETA = 6, 1e6, 1e4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Config(DecoderConfig):
-    """`layer_types` or `sliding_window_pattern` determine the layers with a window."""
+    """The config of Gemma 3. `layer_types` or `sliding_window_pattern` set the windows' layers."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -3,12 +3,12 @@
 Source: the model cards of Gemma 4. Its differences from Gemma 3:
 
 - layers without a window have another head size, by default 512, of which a quarter rotates, and
-  maybe another number of KV heads; their values may be the keys before norm and rotation
-  (`attention_k_eq_v`);
+  may have another number of KV heads; with `attention_k_eq_v`, they use the keys (before norm and
+  rotation) as values;
 - heads of v are normalised without weights; scores are not scaled; norms multiply by their weight;
-- the last layers may read the keys and values of the last earlier layer of their kind that stores
-  any, and may have MLPs of twice the size;
-- each layer may have its own embedding of the token, which a projection of the stream gates;
+- the last layers may store no keys and values, but read those of the last earlier layer of the same
+  kind that stores them, and may have MLPs of twice the size;
+- each layer may have its own embedding of the token, gated by a projection of the residual stream;
 - each layer multiplies the residual stream by its own factor;
 - each layer may have a mixture of experts beside its MLP, with a norm in the router and a factor
   for each expert.
@@ -57,9 +57,9 @@ _OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Config(DecoderConfig):
-    """The inherited head_dim and num_kv_heads apply to layers with a window.
+    """The config of Gemma 4. The inherited head_dim and num_kv_heads are for layers with a window.
 
-    Mixtures of experts, in all layers or none, are added to the MLPs.
+    Either all layers have a mixture of experts beside their MLP, or none has.
     """
 
     #: The kind of each layer, SLIDING or FULL.
@@ -117,7 +117,7 @@ class Gemma4Config(DecoderConfig):
         return self.num_layers - self.num_shared_layers
 
     def stored_by(self, layer: int) -> int:
-        """The layer whose stored keys and values this layer reads; itself if it stores its own."""
+        """The layer whose stored keys and values this layer reads; `layer` if it stores its own."""
         kinds = self.layer_types[: self.num_storing_layers]
         if layer < len(kinds):
             return layer
@@ -149,8 +149,8 @@ class Gemma4Config(DecoderConfig):
             return f"the model's intermediate_size, {self.intermediate_size}, is no multiple of it"
         if self.num_global_kv_heads % num_ranks and num_ranks % self.num_global_kv_heads:
             return (
-                f"neither it nor the {self.num_global_kv_heads} KV heads of the model's layers with"
-                " full attention divide the other"
+                f"it neither divides nor is a multiple of the {self.num_global_kv_heads} KV heads"
+                " of the model's layers with full attention"
             )
         return DecoderConfig.why_not_split(self, num_ranks)
 
@@ -160,7 +160,7 @@ class Gemma4Config(DecoderConfig):
 
 
 def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Add transformers' default rotations if there are none, and remove a field for images."""
+    """Add transformers' default rotations if there are none, and remove a field about images."""
     found = dict(raw)
     if not raw.get("rope_parameters"):
         found["rope_parameters"] = _ROPES
@@ -190,9 +190,9 @@ def _read_global_heads(
 
 
 def _differences(by_layer: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Read the fields whose values for layers with full attention differ from the other layers'.
+    """Read the fields that have other values for layers with full attention.
 
-    transformers 5 writes them in `per_layer_config`, by zero-padded layer numbers.
+    transformers 5 writes them in `per_layer_config`, with zero-padded layer numbers as keys.
     """
     changes: dict[Any, Any] = by_layer if isinstance(by_layer, dict) else {"": None}
     layers = {int(name) if _is_layer(str(name)) else -1 for name in changes}
@@ -216,8 +216,8 @@ def _read_shared_layers(fields: ConfigFields, kinds: tuple[str, ...]) -> int:
     count = fields.integer("num_kv_shared_layers", 0)
     if count and not set(kinds[-count:]) <= set(kinds[:-count]):
         raise CheckpointError(
-            f"config.json: num_kv_shared_layers is {count}, but among the layers before those"
-            f" there must be one of each of their kinds, {', '.join(sorted(set(kinds[-count:])))}"
+            f"config.json: num_kv_shared_layers is {count}, but before these layers there must"
+            f" be a layer of each of their kinds, {', '.join(sorted(set(kinds[-count:])))}"
         )
     return count
 
@@ -248,7 +248,7 @@ def _read_per_layer_size(fields: ConfigFields) -> int:
 
 
 def unused_keys(config: Gemma4Config) -> Arrangement:
-    """Ignore the projections of keys and values in layers that store none; files may have them."""
+    """Ignore the k and v projections of layers that store none; some files have them."""
     layers = range(config.num_storing_layers, config.num_layers)
     names = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     return Arrangement(

@@ -1,4 +1,4 @@
-"""The modules of Gemma 4, whose differences from Gemma 3 are listed in `gemma4.py`.
+"""The modules of Gemma 4. `gemma4.py` lists its differences from Gemma 3.
 
 Shapes: T tokens, H hidden size, L layers, P size of a layer's own input.
 """
@@ -37,7 +37,7 @@ class Gemma4Attention(OperatorModule):
         self.stored_by = config.stored_by(layer)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         inputs = config.hidden_size
-        # The linear's name tells its parts, as in `checkpoint_parts`.
+        # The linear's name determines its parts, as in `checkpoint_parts`.
         self.part_sizes: tuple[int, ...] = (q_size, kv_size, kv_size)
         self.projection = "qkv_proj"
         if self.stored_by != layer:
@@ -84,7 +84,7 @@ class Gemma4Attention(OperatorModule):
 
 
 class Gemma4Mixture(SparseMLP):
-    """A mixture of experts whose router reads another norm of the residual stream."""
+    """A mixture of experts whose router has its own norm of the residual stream."""
 
     def __init__(
         self, config: Gemma4Config, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
@@ -105,10 +105,10 @@ class Gemma4Mixture(SparseMLP):
 
 
 class Gemma4Layer(OperatorModule):
-    """Attention, an MLP, and optional experts and a block for the layer's own input.
+    """Attention, an MLP, optional experts, and an optional block for the layer's own input.
 
-    Each block reads the norm of the residual stream; only the last block reads the stream itself.
-    Each block adds the norm of its result to the stream.
+    The last block reads the residual stream itself; the others read its norm. Each block adds the
+    norm of its result to the stream.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ def _norms(
 
 
 class PerLayerInputs(OperatorModule):
-    """Computes each layer's own input: the layer's embedding of the token, combined with a
+    """Computes an input for each layer: the layer's own embedding of the token, added to a
     projection of the model's embedding."""
 
     def __init__(self, config: Gemma4Config, *, dtype: torch.dtype, device: torch.device) -> None:

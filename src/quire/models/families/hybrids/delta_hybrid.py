@@ -1,4 +1,4 @@
-"""The base of Qwen3-Next and Qwen3.5: Gated DeltaNet layers and gated attention, 3 to 1.
+"""The base of Qwen3-Next and Qwen3.5: three Gated DeltaNet layers for each gated attention layer.
 
 By Alibaba (model cards of Qwen3-Next-80B-A3B and Qwen3.5). The differences from Qwen3:
 
@@ -35,7 +35,7 @@ DELTA_NET_PARTS = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
     "conv_taps": ("q_taps", "k_taps", "v_taps"),
 }
-"""The parts of fused tensors, as the families' arrangements name them."""
+"""For each fused linear, the names of its parts, as the families' arrangements give them."""
 PARTIAL_ROTARY = 0.25
 _NAMES = {".mlp.shared_expert.": ".mlp.shared_experts."}
 DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4}
@@ -59,7 +59,7 @@ class DeltaHybridConfig(DecoderConfig):
 
     @classmethod
     def read_hybrid(cls, fields: ConfigFields, **difference: Any) -> Self:
-        """Like `read`, with the fields that these families share."""
+        """Like `DecoderConfig.read`, but also reads the fields that these families share."""
         # First, find the kinds of layers.
         interval = fields.integer("full_attention_interval", 4)
         kinds = read_layer_types(
@@ -117,7 +117,7 @@ class DeltaHybridConfig(DecoderConfig):
         if self.delta.num_k_heads % num_ranks:
             return (
                 f"the model's {self.delta.num_k_heads} key heads of linear attention can't be "
-                "shared out equally"
+                "divided equally"
             )
         return DecoderConfig.why_not_split(self, num_ranks)
 
@@ -131,7 +131,7 @@ class DeltaHybridConfig(DecoderConfig):
 
 
 def read_delta(fields: ConfigFields) -> GatedDeltaSpec:
-    """Read the heads of linear attention."""
+    """Read the numbers and sizes of the heads of linear attention."""
     num_k_heads = fields.integer("linear_num_key_heads", 16)
     num_v_heads = fields.integer("linear_num_value_heads", 32)
     if num_v_heads % num_k_heads:
@@ -144,7 +144,7 @@ def read_delta(fields: ConfigFields) -> GatedDeltaSpec:
 
 
 class DeltaHybridLayer(nn.Module):
-    """A mixer and an MLP. Each reads the norm of the residual stream, and adds its result to it."""
+    """A mixer and an MLP. Each reads the normed residual stream and adds to the stream."""
 
     def __init__(
         self, config: DeltaHybridConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -184,7 +184,7 @@ class DeltaHybridForCausalLM(DecoderForCausalLM):
 
 
 def read_mixture(fields: ConfigFields, *, num_experts: int, renormalizes: bool) -> MoESpec:
-    """Read a mixture of experts with a gated shared expert, which all tokens use.
+    """Read a mixture of experts with a gated shared expert. All tokens use the shared expert.
 
     `num_experts` is the default number of experts.
     """
@@ -212,7 +212,7 @@ def conv_parts(config: DeltaHybridConfig) -> dict[str, int]:
 
 
 def gated_query(config: DeltaHybridConfig) -> dict[str, RowSelection]:
-    """The rows of q and of its gate, which alternate by head in the files."""
+    """The rows of q and of its gate. In the files, they alternate by head."""
     size = 2 * config.num_heads * config.head_dim
     query, gate = torch.arange(size).view(config.num_heads, 2, config.head_dim).unbind(1)
     return {

@@ -33,7 +33,7 @@ from quire.recurrence.state_specs import Mamba2Spec
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024}
 _IGNORED = ("mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep", "attn_layer_indices")
-"""Fields that transformers ignores, or that don't change results."""
+"""Fields that transformers ignores, and fields that don't change results."""
 _TRAINING = ("time_step_floor", "time_step_max", "time_step_min", "time_step_rank")
 _NAMES = {
     ".feed_forward.": ".mlp.",
@@ -44,8 +44,8 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FalconH1Config(DecoderConfig):
-    """A decoder with Mamba-2. The output scales multiply the blocks' results before they are added
-    to the stream."""
+    """The config of Falcon-H1. The output scales are factors of the blocks' results before these
+    are added to the residual stream."""
 
     mamba: MambaSizes
     mamba_output_scale: float
@@ -100,13 +100,13 @@ class FalconH1Config(DecoderConfig):
 def _refuse_biases(factor: float, bias: str, name: str) -> None:
     if factor != 1.0:
         raise UnsupportedModelError(
-            f"config.json: {name} has {factor:g} and {bias} is true, which no published model has"
-            " both"
+            f"config.json: {name} has the factor {factor:g} and {bias} is true; no published model"
+            " has both"
         )
 
 
 def _numbers(fields: ConfigFields, name: str, count: int) -> list[float]:
-    """Read a list of factors, by default ones."""
+    """Read a list of `count` factors; the default is a list of ones."""
     values = fields.value(name)
     if values is None:
         return [1.0] * count
@@ -126,9 +126,9 @@ def _read_mamba(fields: ConfigFields) -> MambaSizes:
     num_groups = fields.integer("mamba_n_groups", 1)
     if head_dim * num_heads != inner or num_heads % num_groups or head_dim % 16:
         raise CheckpointError(
-            f"config.json: mamba_n_heads {num_heads} of mamba_d_head {head_dim} must be "
-            f"mamba_d_ssm, {inner}, together, a multiple of mamba_n_groups, {num_groups}, and each"
-            " one of 16"
+            f"config.json: mamba_n_heads {num_heads} times mamba_d_head {head_dim} must equal "
+            f"mamba_d_ssm, {inner}; mamba_n_heads must be a multiple of mamba_n_groups, "
+            f"{num_groups}, and mamba_d_head a multiple of 16"
         )
     least, most = read_step_limits(fields, "time_step_limit")
     scan = Mamba2Spec(

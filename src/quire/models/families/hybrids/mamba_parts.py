@@ -12,11 +12,11 @@ MAMBA_PARTS = {
     "in_proj": ("in_z", "in_x", "in_b", "in_c", "in_dt"),
     "conv_taps": ("x_taps", "b_taps", "c_taps"),
 }
-"""The parts of fused tensors, as `fused_mamba` names them."""
+"""For each fused tensor, the names of its parts, as `fused_mamba` gives them."""
 
 
 def fused_mamba(sizes: MambaSizes) -> Mapping[str, Mapping[str, int]]:
-    """`Arrangement.fused` of Mamba-2's tensors."""
+    """The value of `Arrangement.fused` for Mamba-2's tensors."""
     parts = sizes.part_sizes
     taps = (f"conv.{name}" for name in MAMBA_PARTS["conv_taps"])
     return {
@@ -26,7 +26,7 @@ def fused_mamba(sizes: MambaSizes) -> Mapping[str, Mapping[str, int]]:
 
 
 def read_step_limits(fields: ConfigFields, name: str) -> tuple[float, float]:
-    """Read the lower and upper limit. The upper may be infinite; by default there is no limit."""
+    """Read the limits of Mamba-2's time steps. By default, they are 0 and infinity."""
     limits = fields.value(name)
     if limits is None:
         return 0.0, math.inf

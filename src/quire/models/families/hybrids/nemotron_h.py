@@ -2,8 +2,8 @@
 
 Source: arXiv:2504.03624. Its differences from Llama:
 
-- a layer has one norm and one block; most blocks are `layers.mixers.mamba2`, whose gate multiplies
-  before a norm of each group;
+- a layer has one norm and one block; most blocks are `layers.mixers.mamba2`, in which the gate
+  multiplies before the norm, and the norm is computed by group;
 - attention has no positions; MLPs have no gate, and square the result of ReLU;
 - norms multiply by their weight before they round.
 
@@ -49,7 +49,7 @@ _IGNORED = (
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_nextn_predict_layers"),
     *("num_query_groups", "attention_head_dim", "mlp_layer_types", "mamba_dt_max"),
 )
-"""Fields that transformers ignores, or that concern training, experts or further tokens."""
+"""Fields that transformers ignores, or that only concern training, experts or further tokens."""
 _LEAST_STEP = 1e-3
 _NAMES = {
     "backbone.": "model.",
@@ -161,9 +161,9 @@ def _read_mamba(fields: ConfigFields) -> MambaSizes:
 
 
 def _check_steps(fields: ConfigFields) -> None:
-    """Refuse bounds on the time step that only some of transformers' and NVIDIA's classes obey.
+    """Refuse bounds on the time step that only some classes of transformers and NVIDIA apply.
 
-    transformers applies the least step to prompts, but not to decoding. In published models it is
+    transformers applies the lower bound to prompts, but not to decoding. In published models it is
     too small to matter, and is ignored.
     """
     for name in ("time_step_limit", "mamba_dt_limit"):
@@ -181,7 +181,7 @@ def _check_steps(fields: ConfigFields) -> None:
 
 
 class NemotronHLayer(nn.Module):
-    """One block, which reads the norm of the residual stream, and adds its result to it."""
+    """One block, which reads the normed residual stream and adds its result to the stream."""
 
     def __init__(
         self, config: NemotronHConfig, layer: int, *, dtype: torch.dtype, device: torch.device

@@ -23,9 +23,9 @@ from quire.models.mixture_config import by_layer
 from quire.models.rope_config import of_one_axis
 
 _MTP_FIELDS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-"""Fields of layers that predict further tokens, which are not loaded."""
+"""Fields about layers that predict further tokens. These layers are not loaded."""
 _NO_DENSE_LAYER = {"intermediate_size": 512}
-"""A field that configs of mixtures don't have, with a value that is not used."""
+"""A required field that configs of mixtures lack. Its value is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Qwen35MoeConfig(DeltaHybridConfig):
 
 
 def read_fields(raw: Mapping[str, Any]) -> ConfigFields:
-    """Read the fields, without the rope sections for positions of images."""
+    """Read the fields, without the rope sections, which only matter for images."""
     changed = {**DEFAULTS, **raw}
     for form in ROPE_FORMS:
         rope = raw.get(form)
@@ -66,7 +66,7 @@ def read_fields(raw: Mapping[str, Any]) -> ConfigFields:
 
 
 def arrangement(config: DeltaHybridConfig) -> Arrangement:
-    """Split q from its gate, and the fused parts of linear attention."""
+    """Split q from its gate, and split the fused linears of linear attention."""
     keys, _, values = config.delta_net.part_sizes
     projected = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
     return Arrangement(

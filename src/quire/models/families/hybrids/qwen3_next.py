@@ -40,7 +40,8 @@ class Qwen3NextConfig(DeltaHybridConfig):
 
 
 def arrangement(config: Qwen3NextConfig) -> Arrangement:
-    """Split q, k, v and z, and b and a, which alternate by key head in the files."""
+    """Split the fused linears q, k, v, z and b, a. In the files, their rows alternate by key
+    head."""
     delta = config.delta
     repeats = delta.num_v_heads // delta.num_k_heads
     values = repeats * delta.value_dim
@@ -56,7 +57,7 @@ def arrangement(config: Qwen3NextConfig) -> Arrangement:
 
 
 def _in_turn(num_heads: int, parts: str, sizes: tuple[int, ...]) -> dict[str, RowSelection]:
-    """The rows of each part, if every head has the rows of `parts` in order, `sizes` of each."""
+    """The rows of each part, if every head stores `sizes` rows of the parts, part by part."""
     total = num_heads * sum(sizes)
     rows = torch.arange(total).view(num_heads, -1)
     found, start = {}, 0

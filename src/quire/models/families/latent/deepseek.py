@@ -1,8 +1,8 @@
 """DeepSeek-V2 and V3: latent attention, and mixtures of experts after a few dense layers.
 
 Sources: arXiv:2405.04434, arXiv:2412.19437. Both have shared experts, which all tokens use, and the
-router may choose from only a few groups of experts. V2's scores are a softmax. V3's are sigmoids; a
-bias is added to them for the choice alone, and weights are divided by their sum.
+router may choose from only a few groups of experts. V2's scores are a softmax. V3's are sigmoids.
+V3 adds a bias to the scores, only to choose experts, and divides the experts' weights by their sum.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ _GREEDY, _BY_GROUP = "greedy", "group_limited_greedy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV2Config(LatentConfig):
-    """`topk_method` decides whether experts are chosen from a few groups."""
+    """The config of V2. `topk_method` decides whether experts are chosen from a few groups."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -67,7 +67,7 @@ class DeepseekV2Config(LatentConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV3Config(LatentConfig):
-    """Layers at the end that predict further tokens (MTP) are not loaded."""
+    """The config of V3. Layers at the end that predict further tokens (MTP) are not loaded."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -85,7 +85,7 @@ class DeepseekV3Config(LatentConfig):
 def read_mixtures(
     fields: ConfigFields, router: RouterSpec, *, num_dense: int, num_shared: int
 ) -> tuple[MoESpec | None, ...]:
-    """Read the mixtures of the layers from `first_k_dense_replace` on.
+    """Read the mixtures of all layers. Layers before `first_k_dense_replace` are dense.
 
     `num_dense` and `num_shared` are the default numbers of dense layers and shared experts.
     """
@@ -102,7 +102,7 @@ def read_mixtures(
 
 
 def read_num_predicting_layers(fields: ConfigFields, default: int) -> int:
-    """Read the number of layers that predict further tokens, by either of its names."""
+    """Read the number of layers that predict further tokens. The field has two names."""
     count = fields.integer("num_nextn_predict_layers", default)
     return fields.integer("num_mtp_layers", count)
 

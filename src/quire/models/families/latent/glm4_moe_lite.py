@@ -1,7 +1,7 @@
 """GLM-4.7-Flash: DeepSeek-V3's layers in other sizes.
 
-By Zhipu (model card of GLM-4.7-Flash). A list, `mlp_layer_types`, names the dense layers; without
-it, only the first layer is dense.
+By Zhipu (model card of GLM-4.7-Flash). The list `mlp_layer_types` names the dense layers. If it is
+missing, only the first layer is dense.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _DENSE, _SPARSE = "dense", "sparse"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeLiteConfig(LatentConfig):
-    """Layers at the end that predict further tokens (MTP) are not loaded."""
+    """The config of GLM-4.7-Flash. Layers that predict further tokens (MTP) are not loaded."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

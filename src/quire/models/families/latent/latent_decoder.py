@@ -26,12 +26,13 @@ LATENT_PARTS = {
     "kv_a_proj": ("kv_latent", "k_rope"),
     "q_b_proj": ("q_nope", "q_rope"),
 }
-"""The parts of fused linears, as `arrangement` names them."""
+"""For each fused linear, the names of its parts, as `arrangement` gives them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig(DecoderConfig):
-    """A decoder with latent attention. The inherited head_dim is the size of the rotated part."""
+    """A decoder with latent attention. The inherited head_dim is the size of a head's rotated
+    part."""
 
     #: The sizes of attention.
     latent: LatentSizes
@@ -40,7 +41,7 @@ class LatentConfig(DecoderConfig):
 
     @classmethod
     def read_latent(cls, fields: ConfigFields, **difference: Any) -> Self:
-        """Like `read`, with the fields of latent attention."""
+        """Like `DecoderConfig.read`, but also reads the fields of latent attention."""
         sizes = LatentSizes(
             latent=fields.integer("kv_lora_rank", 512),
             nope=fields.integer("qk_nope_head_dim"),
@@ -95,14 +96,14 @@ def latent_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config
     size = given["qk_rope_head_dim"]
     if raw.get("head_dim") not in (None, size):
         raise CheckpointError(
-            f"config.json: head_dim is {shown(raw['head_dim'])}, but of latent attention it can "
-            f"only repeat qk_rope_head_dim, {shown(size)}"
+            f"config.json: head_dim is {shown(raw['head_dim'])}, but with latent attention it "
+            f"can only repeat qk_rope_head_dim, {shown(size)}"
         )
     return ConfigFields({**given, "head_dim": size})
 
 
 class LatentLayer(nn.Module):
-    """Latent attention and an MLP. Each reads the norm of the residual stream, and adds to it."""
+    """Latent attention and an MLP. Each reads the normed residual stream and adds to the stream."""
 
     def __init__(
         self, config: LatentConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -136,8 +137,8 @@ class LatentForCausalLM(DecoderForCausalLM):
 
 
 def arrangement(config: LatentConfig) -> Arrangement:
-    """Split the fused linears of queries, latents and heads, and order rotated elements as in
-    `kernels.rotary`."""
+    """Split the fused linears of queries, latents and heads, and reorder rotated elements as
+    `kernels.rotary` expects them."""
     sizes, num_heads = config.latent, config.num_heads
     turned = from_pairs(1, sizes.rope, sizes.rope) if config.has_pairs else None
     queries = _queries(num_heads, sizes, turned)
@@ -154,7 +155,8 @@ def arrangement(config: LatentConfig) -> Arrangement:
 def _queries(
     num_heads: int, sizes: LatentSizes, turned: torch.Tensor | None
 ) -> Mapping[str, RowSelection]:
-    """The rows of all heads' elements without rotation (q_nope) and with rotation (q_rope)."""
+    """The rows of the unrotated elements (q_nope) and of the rotated elements (q_rope) of all
+    heads."""
     rows = torch.arange(num_heads * (sizes.nope + sizes.rope)).view(num_heads, -1)
     nope, rope = rows[:, : sizes.nope], rows[:, sizes.nope :]
     if turned is not None:
@@ -166,7 +168,7 @@ def _queries(
 
 
 def _heads(num_heads: int, sizes: LatentSizes) -> Mapping[str, RowSelection]:
-    """Each head's projections from the latent to its keys, transposed, and to its values."""
+    """For each head, the projections from the latent to its keys (transposed) and to its values."""
     found: dict[str, RowSelection] = {}
     total = num_heads * (sizes.nope + sizes.value)
     for head in range(num_heads):

@@ -3,7 +3,7 @@
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Its
 differences from Llama:
 
-- each position has a learned vector, which is added to the token's; nothing is rotated;
+- each position has a learned vector, which is added to the token's embedding; nothing is rotated;
 - LayerNorm, biases everywhere, GELU by tanh between two linears, and a tied head;
 - q, k and v are one tensor in the files, and linears are stored as [inputs, outputs].
 """
@@ -27,7 +27,7 @@ _OUR_NAMES = {
 }
 _ALIASES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
 _DEFAULTS = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-# Fields of training, of unsupported heads, and of the rounding of scores in transformers.
+# Fields about training, unsupported heads, and how transformers rounds scores.
 _UNUSED = (
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "reorder_and_upcast_attn"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
@@ -37,7 +37,7 @@ _UNUSED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPT2Config(DecoderConfig):
-    """The default of n_inner is 4 times the hidden size."""
+    """The config of GPT-2. The default of n_inner is 4 times the hidden size."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -77,8 +77,8 @@ _MASKS = (".attn.bias", ".attn.masked_bias")
 
 
 def rename_gpt2(name: str) -> str | None:
-    """Map a tensor's name, with or without transformers' prefix, to the model's. Masks of old files
-    are left out."""
+    """Map a tensor's name, with or without transformers' prefix, to its name in the model. Returns
+    None for the masks that old files have."""
     name = name.removeprefix("transformer.")
     if name.endswith(_MASKS):
         return None

@@ -2,8 +2,8 @@
 
 Sources: arXiv:2205.01068, arXiv:2211.09085. Their differences from Llama:
 
-- each position has a learned vector, which is added to the token's; the files' table begins with
-  two unused vectors;
+- each position has a learned vector, which is added to the token's embedding; the table in the
+  files begins with two unused vectors;
 - LayerNorm, by default biases everywhere, ReLU between two linears, and a tied head.
 
 OPT-350M, with norms after blocks and embeddings narrower than its layers, is refused.
@@ -70,7 +70,7 @@ _WORDS = {
 
 
 def rename_opt(name: str) -> str:
-    """Map a tensor's name, with or without transformers' prefix, to the model's."""
+    """Map a tensor's name, with or without transformers' prefix, to its name in the model."""
     if name.startswith("lm_head."):
         return name
     words = name.removeprefix("model.").removeprefix("decoder.").split(".")

@@ -3,8 +3,8 @@
 Source: arXiv:2508.06471. Its differences from Llama:
 
 - after the first `first_k_dense_replace` layers, MLPs are mixtures with shared experts, which all
-  tokens use; scores are sigmoids of fp32 logits, a bias is added to them for the choice alone, and
-  weights are divided by their sum and scaled;
+  tokens use; scores are sigmoids of fp32 logits, plus a bias that only affects the choice of
+  experts; weights are divided by their sum and scaled;
 - part of each head rotates, by default half of it;
 - biases of q, k and v, and norms on the heads of q and k, are options.
 """

@@ -2,16 +2,16 @@
 
 Source: arXiv:2508.10925. Its differences from Llama:
 
-- every layer's MLP is a mixture; weights are the softmax over the chosen experts' logits, and all
-  linears have biases, including the router;
+- every layer's MLP is a mixture; the experts' weights are the softmax over the chosen experts'
+  logits, and all linears have biases, including the router;
 - experts multiply gate * sigmoid(1.702 gate) by up + 1, with gate and up limited;
-- each head has a learned logit in the softmax of attention, whose value is zero;
+- in each head, attention's softmax includes a learned logit (a sink) whose value vector is zero;
 - every second layer, starting with the first, has the sliding window;
 - norms multiply by their weight before they round;
 - the defaults are a head size of 64, and YaRN.
 
-Published checkpoints have experts as MXFP4 (`checkpoints.quantized.mxfp4`); bf16 checkpoints have
-them stacked and transposed (`checkpoints.unstacked`).
+In published checkpoints, experts are MXFP4 (`checkpoints.quantized.mxfp4`); in bf16 checkpoints,
+they are stacked and transposed (`checkpoints.unstacked`).
 """
 
 from collections.abc import Mapping
@@ -71,8 +71,8 @@ class GptOssConfig(DecoderConfig):
 
 
 def rename(name: str) -> str:
-    """Map a tensor's name in the files to the model's, or to `checkpoints.unstacked`'s if
-    stacked."""
+    """Map a tensor's name in the files to its name in the model, or for a stacked tensor to the
+    name that `checkpoints.unstacked` expects."""
     return replaced(name, {".mlp.router.": ".mlp.gate."})
 
 
@@ -93,7 +93,7 @@ def _read_mixture(fields: ConfigFields) -> MoESpec:
 
 
 def _check_other_names(fields: ConfigFields) -> None:
-    """Check two repeated numbers of published configs, which transformers does not read."""
+    """Check fields that only repeat other fields, and that transformers does not read."""
     fields.value("initial_context_length")
     again, top_k = fields.value("experts_per_token"), fields.integer("num_experts_per_tok")
     if again is not None and again != top_k:

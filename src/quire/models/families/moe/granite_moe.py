@@ -2,7 +2,8 @@
 
 By IBM (the model cards of granite-3.0-1b-a400m and 3b-a800m). Its differences from dense Granite:
 
-- every layer's MLP is a mixture; weights are the softmax over the chosen experts' logits;
+- every layer's MLP is a mixture; the experts' weights are the softmax over the chosen experts'
+  logits;
 - all experts' weights are stacked in one tensor in the checkpoint.
 """
 
@@ -29,7 +30,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteMoeConfig(DecoderConfig):
-    """All linears of attention have biases, or none."""
+    """`attention_bias` applies to all linears of attention."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -55,6 +56,6 @@ class GraniteMoeConfig(DecoderConfig):
 
 
 def rename(name: str) -> str:
-    """Map a tensor's name in the files to the model's, or to `checkpoints.unstacked`'s if
-    stacked."""
+    """Map a tensor's name in the files to its name in the model, or for a stacked tensor to the
+    name that `checkpoints.unstacked` expects."""
     return replaced(name, _PARTS)

@@ -2,8 +2,8 @@
 
 Source: arXiv:2401.04088. Its differences from Mistral:
 
-- every layer's MLP is a mixture; weights are those of the softmax over all experts, divided by
-  their sum, in fp32;
+- every layer's MLP is a mixture; the chosen experts' weights are taken from the softmax over all
+  experts and divided by their sum, in fp32;
 - by default, there is no sliding window.
 """
 

@@ -2,8 +2,8 @@
 
 Source: arXiv:2409.02060. Its differences from Llama:
 
-- every layer's MLP is a mixture; weights are those of the softmax over all experts, divided by
-  their sum only with `norm_topk_prob`;
+- every layer's MLP is a mixture; the chosen experts' weights are taken from the softmax over all
+  experts, and divided by their sum only with `norm_topk_prob`;
 - q and k are normalised over all their heads together.
 """
 

@@ -3,8 +3,9 @@
 Source: arXiv:2505.09388. Its differences from dense Qwen3:
 
 - the MLP of every `decoder_sparse_step`-th layer is a mixture, except for `mlp_only_layers`;
-  weights are those of the softmax over all experts, divided by their sum with `norm_topk_prob`;
-- by default, the head size is the hidden size over the heads.
+  the chosen experts' weights are taken from the softmax over all experts, and divided by their sum
+  with `norm_topk_prob`;
+- by default, the head size is the hidden size divided by the number of heads.
 """
 
 from collections.abc import Mapping
@@ -25,12 +26,12 @@ _DEFAULTS = {
 }
 
 _OF_OTHERS = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
-"""Fields of Qwen3-Coder's configs that transformers ignores, and their only supported values."""
+"""Fields of Qwen3-Coder's configs that transformers ignores -> their only supported values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(DecoderConfig):
-    """With `use_sliding_window`, all layers have the window."""
+    """The config of Qwen3-MoE. With `use_sliding_window`, all layers have the window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

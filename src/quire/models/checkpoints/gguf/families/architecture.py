@@ -1,7 +1,7 @@
 """The translation of a llama.cpp architecture to a Hugging Face checkpoint.
 
 Holds the config fields and tensor names that most decoders share. The other modules of this folder
-hold the differences.
+describe how each family differs.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ EXPERTS: dict[str, str | tuple[str, ...]] = {
 ROPE_TENSORS = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 )
-"""Tensors that `ropes` reads."""
+"""Names of tensors that only `ropes` reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Architecture:
 
 
 def decoder_config(model: GGUFModel, architecture: str, **difference: Any) -> dict[str, Any]:
-    """The fields that decoders share. `architecture` is the name of the Hugging Face class.
+    """The config fields that decoders share. `architecture` is the name of the Hugging Face class.
 
-    `difference` holds further fields, and fields that replace the shared ones. A field that is None
+    `difference` holds additional fields, and fields that replace shared ones. A field that is None
     is omitted.
     """
     num_heads = model.integer("attention.head_count")
@@ -93,8 +93,8 @@ def has_bias(model: GGUFModel, linear: str) -> bool:
 
 
 def weights_dtype(model: GGUFModel) -> str:
-    """The config's dtype: that of the matrices, if all are fp32 or all fp16; otherwise bfloat16,
-    for which CPU kernels are fastest."""
+    """The dtype for the config: float32 or float16 if all matrices have this dtype. Otherwise
+    bfloat16, for which CPU kernels are fastest."""
     plain = {
         plain_dtype(model.info(name).storage)
         for name in model.tensors
@@ -107,8 +107,8 @@ def weights_dtype(model: GGUFModel) -> str:
 
 
 def of_pairs(num_heads: int, head_dim: int) -> torch.Tensor:
-    """The stored row of each row of q or k, which llama.cpp reorders for an interleaved rotation:
-    rows i and i + head_dim / 2 of a head are stored as neighbours."""
+    """The stored index of each row of q or k. llama.cpp reorders the rows for an interleaved
+    rotation: rows i and i + head_dim / 2 of a head are stored as neighbours."""
     row, half = torch.arange(head_dim), head_dim // 2
     head = 2 * (row % half) + row // half
     return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()

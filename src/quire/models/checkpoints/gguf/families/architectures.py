@@ -1,6 +1,6 @@
 """The table of all llama.cpp architectures that quire reads.
 
-A new architecture is a line in the table of the module that translates its config.
+To add an architecture, add a line to the table of the module that translates its config.
 """
 
 from quire.errors import UnsupportedModelError
@@ -15,7 +15,7 @@ from quire.models.checkpoints.gguf.families.mixtures import MIXTURES
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 
 ARCHITECTURES: dict[str, Architecture] = DENSE | ENCODERS | GEMMA | HYBRIDS | LATENT | MIXTURES
-"""The translations by the metadata field general.architecture."""
+"""Maps the metadata field general.architecture to its translation."""
 
 
 def find_architecture(model: GGUFModel) -> Architecture:

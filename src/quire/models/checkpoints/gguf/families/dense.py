@@ -33,22 +33,23 @@ _NORMS_BEHIND: dict[str, str | tuple[str, ...]] = {
 
 
 def plain_rules(model: GGUFModel) -> TensorRules:
-    """The rules for models whose tensors are stored as in the checkpoint, except experts."""
+    """The rules for models whose tensors, except experts, are stored as in the checkpoint."""
     return TensorRules(LAYER | EXPERTS, TOP, unused=ROPE_TENSORS)
 
 
 def permuted_rules(model: GGUFModel) -> TensorRules:
-    """The rules for models whose q and k are reordered as Llama's."""
+    """The rules for models whose q and k llama.cpp reorders, as it does for Llama."""
     return TensorRules(LAYER | EXPERTS, TOP, order=permuted(model), unused=ROPE_TENSORS)
 
 
 def biases(model: GGUFModel, *fields: str) -> dict[str, bool]:
-    """The values of the given config fields, which say whether linears have biases."""
+    """The values of the config fields `fields`, each of which says whether some linears have
+    biases."""
     return {field: has_bias(model, _BIASES[field]) for field in fields}
 
 
 def _llama(model: GGUFModel) -> dict[str, Any]:
-    """The config of Llama, Mixtral, or Mistral, whose sliding window no file names."""
+    """The config of Llama, Mixtral or Mistral. Files don't name Mistral's sliding window."""
     num_experts = model.integer("expert_count", 0)
     if num_experts:
         return decoder_config(
@@ -61,7 +62,7 @@ def _llama(model: GGUFModel) -> dict[str, Any]:
 
 
 def _mistral3(model: GGUFModel) -> dict[str, Any]:
-    """The config of Ministral 3, or of Mistral Small 3, whose class is Mistral's."""
+    """The config of Ministral 3, or of Mistral Small 3, which has the same class as Mistral."""
     if not model.has("attention.temperature_scale"):
         return decoder_config(model, "MistralForCausalLM") | {"sliding_window": None}
     rope = rope_parameters(model, model.integer("attention.key_length"), log_multiplier=1.0)
@@ -79,8 +80,8 @@ def _qwen3(model: GGUFModel) -> dict[str, Any]:
 
 
 def _qwen2vl(model: GGUFModel) -> dict[str, Any]:
-    """The config of the language model of Qwen2-VL and Qwen2.5-VL. The sections of the rotation
-    don't matter, as a text token has the same position on all axes."""
+    """The config of the language model of Qwen2-VL and Qwen2.5-VL. The rotation's sections (time,
+    height, width) are ignored: a text token has the same position on all axes."""
     model.skip("rope.dimension_sections")
     return _qwen2(model)
 
@@ -174,7 +175,8 @@ def _olmo_rules(model: GGUFModel) -> TensorRules:
 
 
 def _olmo2(model: GGUFModel) -> dict[str, Any]:
-    """The config of OLMo 2, or of OLMo 3, whose layers with a window have an unscaled rotation."""
+    """The config of OLMo 2 or OLMo 3. OLMo 3 stretches the rotation only in layers without a
+    window."""
     window = model.integer("attention.sliding_window", 0)
     attention = biases(model, "attention_bias")
     if not window:
@@ -217,9 +219,9 @@ def _stablelm(model: GGUFModel) -> dict[str, Any]:
 def sliding_layers(model: GGUFModel, period: int) -> list[int]:
     """For each layer, 1 if it has a sliding window, otherwise 0.
 
-    The field is a list of these, or a period: the last layer of every `period` layers has no
-    window. A period of 0 means that all layers have a window. The argument replaces a missing
-    field.
+    The metadata field holds this list, or a period: the last layer of every `period` layers has no
+    window. A period of 0 means that all layers have a window. The argument `period` is the default
+    if the field is missing.
     """
     field = "attention.sliding_window_pattern"
     if isinstance(model.metadata.get(f"{model.architecture}.{field}"), np.ndarray):
@@ -281,4 +283,4 @@ DENSE = {
     "smollm3": Architecture(_smollm3, permuted_rules),
     "stablelm": Architecture(_stablelm, plain_rules),
 }
-"""The architectures by their names in general.architecture."""
+"""Architectures by their names in general.architecture."""

@@ -1,7 +1,8 @@
 """Translates GGUF configs and tensors of Gemma 2, 3 and 4.
 
-llama.cpp stores the norms' weights of Gemma 2 and 3 plus one, which the model itself adds. Files
-lack the scale of attention scores, so that of the published models is used.
+In files of Gemma 2 and 3, llama.cpp has added 1 to the weights of norms. The model adds 1, too, so
+this module subtracts 1. Files lack the scale of attention scores, so the scale of published models
+is used.
 """
 
 from typing import Any
@@ -28,17 +29,17 @@ _NORMS: dict[str, str | tuple[str, ...]] = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LARGEST = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of the 27B models, whose scores are not scaled by the head's size."""
+"""Number of layers of the 27B models. Their attention scores are not scaled by the head's size."""
 _SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""The soft caps of all published models of Gemma 2, whose first files don't name them."""
+"""The soft caps of all published models of Gemma 2. The first GGUF files of Gemma 2 lack them."""
 _PATTERN = 6
 _LOCAL_THETA = 10000.0
 _NOT_TURNED = 1e29
-"""Smallest divisor of a frequency that means no rotation."""
+"""Frequencies with a divisor of this size or more are not rotated."""
 
 
 def _score_size(model: GGUFModel) -> int:
-    """The config's query_pre_attn_scalar: scores are divided by its square root."""
+    """The config field query_pre_attn_scalar. Scores are divided by its square root."""
     num_heads, num_layers = model.integer("attention.head_count"), model.num_layers()
     hidden_size = model.integer("embedding_length")
     if num_layers == _LARGEST[model.architecture]:
@@ -80,7 +81,7 @@ def _gemma3(model: GGUFModel) -> dict[str, Any]:
 
 
 def _two_ropes(model: GGUFModel, of_full: dict[str, Any]) -> dict[str, Any]:
-    """The rotations of layers with a window, and of layers without one (`of_full`)."""
+    """The rotations by kind of layer. `of_full` is the rotation of layers without a window."""
     theta = model.number("rope.freq_base_swa", _LOCAL_THETA)
     return {
         "full_attention": of_full,
@@ -132,7 +133,7 @@ def _gemma4(model: GGUFModel) -> dict[str, Any]:
     heads = dict(zip(slides, model.integers("attention.head_count_kv"), strict=True))
     size = model.integer("attention.key_length")
     num_shared = model.integer("attention.shared_kv_layers", 0)
-    # MLPs may only differ in that layers with shared keys and values are twice as wide.
+    # The only difference allowed: MLPs of layers with shared keys and values are twice as wide.
     widths = model.integers("feed_forward_length")
     is_double = len(set(widths)) > 1
     if is_double and widths != [
@@ -142,7 +143,7 @@ def _gemma4(model: GGUFModel) -> dict[str, Any]:
             f"{model.path}: gemma4.feed_forward_length differs between layers, but only the layers "
             "that read other layers' keys may differ, by MLPs of twice the size"
         )
-    # Layers without a window have no projection to values if these equal the keys.
+    # Layers without a window have no v projection if their values equal their keys.
     full = [layer for layer in range(num_layers - num_shared) if not slides[layer]]
     num_experts = model.integer("expert_count", 0)
     config = decoder_config(
@@ -164,7 +165,7 @@ def _gemma4(model: GGUFModel) -> dict[str, Any]:
         rope_parameters=_gemma4_ropes(model),
         enable_moe_block=bool(num_experts),
     )
-    # The remaining fields are redundant, or belong to the experts, if there are any.
+    # The remaining fields are redundant, or belong to the experts of a model without experts.
     model.skip("attention.value_length_swa", "expert_feed_forward_length", "expert_used_count")
     model.skip("rope.dimension_count", "rope.dimension_count_swa")
     if num_experts:

@@ -1,7 +1,7 @@
 """Translates GGUF configs and tensors of Falcon-H1, Nemotron-H, Qwen3-Next and Qwen3.5.
 
-These families have recurrent states. llama.cpp stores -exp(A_log) for A_log and drops the middle
-dimension of convolutions. It multiplies Falcon-H1's weights by the model's multipliers, and
+These families have recurrent states. llama.cpp stores -exp(A_log) in place of A_log and drops the
+middle dimension of convolutions. It multiplies Falcon-H1's weights by the model's multipliers, and
 reorders Qwen3.5's value heads.
 """
 
@@ -128,9 +128,9 @@ def _nemotron_h(model: GGUFModel) -> dict[str, Any]:
 
 
 def _nemotron_h_rules(model: GGUFModel) -> TensorRules:
-    """The rules for Nemotron-H, whose layers have one block each, the mixer. The rows of q and k
-    are reordered as Llama's, but need no `order`: without a rotation, any common order gives the
-    same scores."""
+    """The rules for Nemotron-H, each of whose layers has one block, the mixer. llama.cpp reorders
+    the rows of q and k, as it does for Llama. This needs no `order` rule: without a rotation, the
+    scores don't depend on the order."""
     linears = {f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"}
     linears |= {"attn_output": "mixer.o_proj", "ffn_up": "mixer.up_proj"}
     linears |= {"ffn_down": "mixer.down_proj", "attn_norm": "norm"}
@@ -239,10 +239,11 @@ def _qwen35_rules(model: GGUFModel) -> TensorRules:
         "ssm_alpha": "linear_attn.in_proj_a",
         "ssm_beta": "linear_attn.in_proj_b",
     }
-    # Value heads are stored interleaved: the first of each key head, then the second of each.
+    # Value heads are stored interleaved: first the first value head of each key head, then the
+    # second value head of each, and so on.
     heads = torch.arange(num_v_heads).view(-1, num_k_heads).T.flatten()
     values = (heads[:, None] * size + torch.arange(size)).flatten()
-    # In tensors of q, k and v, the rows of q and k come first, and are in order.
+    # In tensors of q, k and v, the rows of q and k come first and are not reordered.
     behind = torch.cat((torch.arange(2 * keys), 2 * keys + values))
 
     def logarithm(decay: torch.Tensor) -> torch.Tensor:

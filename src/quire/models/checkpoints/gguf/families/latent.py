@@ -1,7 +1,8 @@
 """Translates GGUF configs and tensors of DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash.
 
 llama.cpp uses one architecture for them. It stores the projections from the latent to keys and to
-values as two tensors of stacked heads, the keys' transposed. Older files have one tensor for both.
+values as two tensors of stacked heads. The tensor for keys is transposed. Older files have one
+tensor for both.
 """
 
 from typing import Any
@@ -36,18 +37,18 @@ _ATTENTION: dict[str, str | tuple[str, ...]] = {
 
 
 _GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
-"""Maps the numbers of layers and experts of DeepSeek-V2 and V3 to the number of expert groups, and
-the number of groups that a token may choose from. Files from before autumn 2025 lack both."""
+"""Maps (number of layers, number of experts) of DeepSeek-V2 and V3 to (number of expert groups,
+number of groups that a token may use), which files from before autumn 2025 lack."""
 
 
 def _size(model: GGUFModel) -> tuple[int, int]:
-    """Number of layers, except those that predict further tokens, and number of experts."""
+    """(number of layers, number of experts), without the layers that predict further tokens."""
     num_layers = model.num_layers() - model.integer("nextn_predict_layers", 0)
     return num_layers, model.integer("expert_count")
 
 
 def _sizes(model: GGUFModel) -> tuple[int, int, int]:
-    """Sizes in a head: of the unrotated and the rotated part of its key, and of its value."""
+    """(size of a key's unrotated part, size of its rotated part, size of a value) per head."""
     key = model.integer("attention.key_length_mla", model.integer("attention.key_length"))
     value = model.integer("attention.value_length_mla", model.integer("attention.value_length"))
     turned = model.integer("rope.dimension_count")
@@ -57,7 +58,7 @@ def _sizes(model: GGUFModel) -> tuple[int, int, int]:
 
 
 def _config(model: GGUFModel) -> dict[str, Any]:
-    """The config of V3 if the router has biases, otherwise that of V2."""
+    """The config of V3 if the router has biases, otherwise the config of V2."""
     has_sigmoids = any(name.endswith(".exp_probs_b.bias") for name in model.tensors)
     if has_sigmoids != (model.integer("expert_gating_func", 1 + has_sigmoids) == SIGMOID):
         raise UnsupportedModelError(

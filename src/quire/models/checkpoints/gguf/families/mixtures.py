@@ -23,7 +23,7 @@ from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 from quire.models.checkpoints.gguf.tensor_map import TensorRules
 
 SIGMOID = 2
-"""The value of expert_gating_func for sigmoids; 1 is softmax."""
+"""The value of expert_gating_func for a router with sigmoids; 1 means softmax."""
 
 
 def _qwen3moe(model: GGUFModel) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _gpt_oss_rules(model: GGUFModel) -> TensorRules:
 
 
 def _glm4moe(model: GGUFModel) -> dict[str, Any]:
-    # Files from before the field was added have sigmoids, too.
+    # Files that were made before llama.cpp had this field have sigmoids, too.
     if model.integer("expert_gating_func", SIGMOID) not in (0, SIGMOID):
         raise UnsupportedModelError(
             f"{model.path}: glm4moe.expert_gating_func says that experts are not chosen by"

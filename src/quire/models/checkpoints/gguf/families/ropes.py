@@ -1,7 +1,7 @@
 """Reads rotary position parameters from a GGUF model's metadata and small tensors.
 
-The scaling of Llama 3 is not in the metadata: llama.cpp stores the divisor of each frequency in the
-tensor rope_freqs. Phi's two lists of such divisors are tensors, too.
+The parameters of Llama 3's scaling are not in the metadata. Instead, llama.cpp stores the divisor
+of each frequency in the tensor rope_freqs. Phi's two lists of divisors are tensors, too.
 """
 
 import math
@@ -16,7 +16,7 @@ _LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""The parameters of all published models with this rotation."""
+"""Parameters of Llama 3's rotation that are the same in all published models."""
 _TOLERANCE = 1e-5  # relative error of divisors that were computed in fp32
 _DEFAULT_BASE = 10000.0
 
@@ -26,8 +26,9 @@ def rope_parameters(
 ) -> dict[str, Any]:
     """The config field `rope_parameters`, in the form of transformers 5.
 
-    `head_dim` is that of q and k. The field `partial_rotary_factor` is set if only a part of it
-    rotates. `log_multiplier` is the ratio of the stored YaRN log multiplier to mscale_all_dim.
+    `head_dim` is the size of a head of q and k. The field `partial_rotary_factor` is set if only a
+    part of the head rotates. `log_multiplier` is the ratio of the stored YaRN log multiplier to
+    mscale_all_dim.
     """
     found: dict[str, Any] = {
         "rope_type": "default",
@@ -54,8 +55,8 @@ def rope_parameters(
 
 
 def partial_factor(rotary_dim: int, head_dim: int) -> float:
-    """The fraction of a head that rotates, such that its product with `head_dim`, rounded down, is
-    `rotary_dim`."""
+    """The fraction of a head that rotates. It is chosen so that its product with `head_dim`,
+    rounded down, is `rotary_dim`."""
     factor = rotary_dim / head_dim
     return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)
 
@@ -82,7 +83,7 @@ def _yarn(model: GGUFModel, log_multiplier: float) -> dict[str, Any]:
 
 
 def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any]:
-    """The parameters that follow from the divisors in the model's tensors."""
+    """The rope parameters that are found from the divisors in the model's tensors."""
     factors = model.small_numbers("rope_freqs.weight")
     long, short = (
         model.small_numbers(f"rope_factors_{length}.weight") for length in ("long", "short")
@@ -108,7 +109,7 @@ def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any
         )
     ):
         return {"rope_type": "llama3", **parameters}
-    # LongRoPE accepts any other divisors.
+    # Express other divisors as LongRoPE, which accepts any.
     return {
         "rope_type": "longrope",
         "long_factor": factors,
@@ -119,8 +120,8 @@ def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any
 
 
 def _long_scale(model: GGUFModel) -> dict[str, Any]:
-    """LongRoPE's original length, and its attention factor if this isn't the one that follows from
-    the two lengths."""
+    """LongRoPE's original length. Also its attention factor, unless it equals the default, which is
+    computed from the context's length and the original length."""
     length = model.integer("context_length")
     original = model.integer("rope.scaling.original_context_length", length)
     scale = model.number("rope.scaling.attn_factor", 1.0)
