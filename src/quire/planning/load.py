@@ -1,4 +1,4 @@
-"""The load of a plan: requests with arrival times and lengths, from a description or a trace.
+"""A plan's load: requests with arrival times and lengths, from a description or a trace.
 
     prompt=1024,output=128,rate=4        100 requests, 4 a second at random times (Poisson)
     prompt=256-2048,output=16-256,at_once,requests=50,shared=128
