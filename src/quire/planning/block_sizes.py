@@ -1,9 +1,9 @@
 """Chooses the block size for a model and a load.
 
-Each size serves the load on the virtual clock, with the same number of bytes of KV memory. Prefix
-cache hits, unused slots and preemptions therefore come from the real memory management. Two costs
-are measured for each size: the time of attention with such blocks, and the host's time per block
-for its hash and its table entry.
+The load is simulated with each size on the virtual clock, with the same number of bytes of KV
+memory. Prefix cache hits, unused slots and preemptions come from the real memory management. Two
+costs are measured for each size: the time of attention with such blocks, and the host's time per
+block for its hash and its table entry.
 """
 
 import time
@@ -51,7 +51,7 @@ class SizeOutcome:
 
     @property
     def num_refused(self) -> int:
-        """Requests that do not fit even when they run alone."""
+        """Number of requests that do not fit into the KV cache even when they run alone."""
         return 0 if self.outcome is None else self.outcome.num_refused
 
 
@@ -62,7 +62,7 @@ def try_sizes(
     shape: Callable[[EngineOptions], EngineShape],
     load: Sequence[LoadRequest],
 ) -> list[SizeOutcome]:
-    """Try all SIZES.
+    """Simulate the load with each of SIZES.
 
     `options` must not set num_blocks, because the bytes of a block depend on its size. `costs` were
     measured at `options.block_size`. `shape` returns the engine's shape for given options.

@@ -1,18 +1,19 @@
 """Draws calibration runs: random groups of requests, with which step times are measured.
 
-In a calibration run some rows decode after a context, and prompts join them. The steps of all runs
-range from one row to many, from short contexts to long ones, and from one prompt token to a full
-step. Contexts come from the prefix cache: `measuring` stores them there without computing them. The
-number of a run is its random seed, so every measurement draws the same runs."""
+In a calibration run, some rows decode after a context, and then prompts join them in waves. The
+steps of all runs range from one row to many, from short contexts to long ones, and from one prompt
+token to a full step. Contexts come from the prefix cache: `measuring` stores them there without
+computing them. The number of a run is its random seed, so every measurement draws the same runs."""
 
 import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Measured steps before prompts join.
+#: Number of steps that are measured before prompts join.
 NUM_STEADY_STEPS = 3
-#: Measured steps after each wave of prompts. The processor's caches recover in fewer steps.
+#: Number of steps that are measured after each wave of prompts. The processor's caches recover in
+#: fewer steps.
 NUM_SETTLING_STEPS = 10
 #: The most tokens that a sequence of a run generates.
 LONGEST_ANSWER = 32
@@ -30,11 +31,11 @@ class RunBounds:
     """Upper bounds of the sizes in a calibration run."""
 
     num_rows: int
-    #: Prompt tokens in a step.
+    #: Number of prompt tokens in a step.
     num_chunk_tokens: int
-    #: Tokens of a sequence.
+    #: Number of tokens of a sequence.
     context: int
-    #: Tokens that the KV cache holds.
+    #: Number of tokens that the KV cache holds.
     num_slots: int
 
 
@@ -42,16 +43,16 @@ class RunBounds:
 class CalibrationRun:
     """Rows that decode, and waves of prompts that join them."""
 
-    #: For each decoding row, the tokens of its context.
+    #: For each decoding row, the number of tokens of its context.
     contexts: tuple[int, ...]
-    #: For each wave, prompts that join together: their cached and their uncached tokens.
+    #: For each wave, (cached tokens, uncached tokens) of each prompt that joins.
     waves: tuple[tuple[tuple[int, int], ...], ...]
     #: The limit of prompt tokens in a step.
     most_tokens: int
 
 
 def draw_runs(bounds: RunBounds) -> Iterator[CalibrationRun]:
-    """Yields runs without end. The first ones are at the corners of the bounds."""
+    """Yield runs without end. The first runs have sizes at the corners of the bounds."""
     yield from _corners(bounds)
     for number in range(1 << 30):
         yield _draw(random.Random(f"run {number}"), bounds)

@@ -16,8 +16,8 @@ from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import StepCosts
 from quire.planning.virtual_run import EngineShape, RunOutcome, learned_pacer, run_virtually
 
-#: Saturation rates that differ by less than this share count as equal, since measurements can't
-#: tell them apart.
+#: Saturation rates that differ by less than this share count as equal, since the measurements are
+#: not more exact.
 EQUAL_SHARE = 0.02
 #: Each replica gets at most this share of its saturation rate. Near 1, queues grow without bound.
 HEADROOM = 0.85
@@ -55,7 +55,7 @@ class Expectation:
     served: RunOutcome
     #: The run of the whole load on one replica, if all requests arrive at once.
     saturated: RunOutcome
-    #: Replicas that share the load.
+    #: Number of replicas that share the load.
     replicas: int
     #: Requests per second that arrive at each replica; None if all arrive at once.
     offered_rate: float | None
@@ -77,7 +77,7 @@ class Expectation:
 
     @property
     def num_refused(self) -> int:
-        """Requests of the whole load that do not fit even when they run alone."""
+        """Number of requests of the load that do not fit into the KV cache even when alone."""
         return self.saturated.num_refused
 
     @property
@@ -97,9 +97,10 @@ def expect(
     objectives: Objectives,
     replicas: int | None,
 ) -> Expectation:
-    """Run the load on `replicas` replicas, each of which gets every Nth request.
+    """Simulate the load on `replicas` replicas. Each replica gets every Nth request.
 
-    If `replicas` is None, enough are used to keep each below HEADROOM of its saturation rate.
+    If `replicas` is None, the number is chosen so that each stays below HEADROOM of its saturation
+    rate.
     """
     saturated = run_virtually(at_once(load), candidate.shape, candidate.costs)
     rate = offered_rate(load)
@@ -158,7 +159,8 @@ def _wait(found: Expectation) -> float:
 def variants(
     base: Candidate, max_num_seqs: Sequence[int], max_itl_ratios: Sequence[float]
 ) -> list[Candidate]:
-    """The candidate with each combination of these options, with the most sequences first."""
+    """Copies of the candidate with each combination of these options, largest max_num_seqs
+    first."""
     return [
         replace(base, shape=replace(base.shape, max_num_seqs=number, max_itl_ratio=ratio))
         for number in sorted(max_num_seqs, reverse=True)
@@ -196,7 +198,7 @@ def bound_of(found: Expectation, load: Sequence[LoadRequest]) -> str:
 
 
 class _Shares:
-    """Costs that also add up the seconds of each part over all steps."""
+    """Wraps costs, and adds up the seconds of each part over all steps."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs

@@ -17,7 +17,7 @@ from quire.traces.tokens import PromptTokens
 from quire.traces.trace import Trace
 
 DEFAULT_NUM_REQUESTS = 100
-#: The most tokens of all requests together; a plan simulates them in a few seconds.
+#: The most tokens of all requests together. A plan simulates that many in a few seconds.
 MOST_TOKENS = 400_000
 _VOCABULARY = 1 << 30
 _KEYS = ("prompt", "output", "rate", "at_once", "requests", "shared")
@@ -35,7 +35,7 @@ class LoadRequest:
     at_s: float
     #: The prompt's token ids.
     prompt: Sequence[int]
-    #: Tokens of each answer.
+    #: Number of tokens of each answer.
     num_output_tokens: int
     #: Requests share cached prefixes only with requests of the same domain.
     cache_domain: str = ""
@@ -169,7 +169,7 @@ def _from_trace(name: str, trace: Trace, most_tokens: int) -> Load:
 
 
 def at_once(load: Sequence[LoadRequest]) -> list[LoadRequest]:
-    """The same requests in the same order, all with arrival 0."""
+    """The same requests in the same order, but all arrive at time 0."""
     return [replace(each, at_s=0.0) for each in load]
 
 

@@ -1,10 +1,11 @@
 """Measures the step times of a real engine while it serves calibration runs.
 
-A step's time is the time from the previous step's result to its own result: scheduling, batch,
-forward pass, sampling and the work on results, as when the engine serves. Contexts enter the prefix
-cache without being computed: their sequences pass through the scheduler, but not through the
-runner. Their blocks keep their old content, which takes as long to read as computed K and V.
-Afterwards the engine has no requests and no cached prefixes.
+A step's time is the time from the previous step's result to its own result. It includes scheduling,
+batch building, forward pass, sampling and the work on results, as when the engine serves.
+
+Contexts enter the prefix cache without being computed: their sequences pass through the scheduler,
+but not through the runner. Their blocks keep their old content, which takes as long to read as
+computed K and V. Afterwards the engine has no requests and no cached prefixes.
 """
 
 import random
@@ -49,16 +50,16 @@ class MeasuredStep:
 class WatchedRunner:
     """Records plans, and passes each plan to an inner runner or makes up its result.
 
-    Plans are evaluated after their steps, so that only the copy of the admitted tokens adds to a
-    step's time. Invariant: the inner runner has the rows of the plans that were passed to it, and
-    gets a release only for a row that it has.
+    The work of plans is counted after their steps, so that only the copy of the admitted tokens
+    adds to a step's time. Invariant: the inner runner has the rows of the plans that were passed to
+    it, and gets a release only for a row that it has.
     """
 
     def __init__(self, inner: Runner, block_size: int) -> None:
         self.inner = inner
         #: Whether steps bypass the inner runner.
         self.is_passed_over = False
-        #: The id of the step whose result was requested last.
+        #: The id of the step whose result was returned last.
         self.landed_id = 0
         self._plans: list[StepPlan] = []
         self._work_counter = PlannedWorkCounter(block_size)
@@ -111,8 +112,8 @@ class WatchedRunner:
 class _Stopwatch(ConstantPacer):
     """Measures for each step the seconds from the previous step's result to its own result.
 
-    The engine does not report a step during which it mostly waited for its next call. Such a
-    step, and the next one, have no time.
+    The engine does not report a step during which it mostly waited for its caller. Such a step, and
+    the next step, are not measured.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -150,15 +151,15 @@ def measure_runs(
 ) -> list[MeasuredStep]:
     """Measure calibration runs in rounds for about time_limit_s, but at least one round.
 
-    If run 0 is among them, at least LEAST_RUNS are measured. `watched` is the runner of `engine`.
-    `engine` has no requests, and all its KV blocks have been written (`write_blocks`). `runs`
-    yields numbered runs without end.
+    If run 0 is among them, at least LEAST_RUNS are measured. `watched` is the runner of `engine`,
+    which has no requests, and all its KV blocks have been written (`write_blocks`). `runs` yields
+    numbered runs without end.
     """
     bench = _CalibrationBench(engine, watched, clock)
     found: list[MeasuredStep] = []
     try:
-        # First, warm up: with one run, since other work may have run here, or with a whole round
-        # if this engine's code and memory have never been used.
+        # First, warm up: with a whole round if this engine has never run, else with one run, since
+        # other work may have filled the processor's caches.
         drawn = list(islice(runs, ROUND))
         is_first = drawn[0][0] == 0
         for each in drawn if is_first else drawn[:1]:
@@ -207,7 +208,7 @@ class _CalibrationBench:
         self._num_tokens: dict[str, int] = {}  # by request id, the number of tokens at its end
 
     def end(self) -> None:
-        """Restore the engine's pacer, without requests and cached prefixes."""
+        """Remove all requests and cached prefixes, and restore the engine's pacer."""
         self._engine.finish_steps()
         self._engine.clear_prefixes()
         self._engine.scheduler.pacer = self._pacer
@@ -280,7 +281,7 @@ class _CalibrationBench:
 
 
 def usual_params(num_output_tokens: int, defaults: SamplingDefaults, seed: int) -> DecodingParams:
-    """The parameters of a client that sets only the number of tokens, and gets that number."""
+    """Parameters of a client that sets only the number of tokens. It gets exactly that number."""
     return DecodingParams(
         max_tokens=num_output_tokens,
         temperature=defaults.temperature,

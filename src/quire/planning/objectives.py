@@ -2,7 +2,7 @@
 
     ttft=500ms,itl=50ms
 
-Each bound holds for the 99th percentile: `ttft` of the time to the first token, and `itl` of the
+Each bound applies to the 99th percentile: `ttft` of the time to the first token, and `itl` of the
 time between two tokens of an answer.
 """
 
@@ -40,8 +40,7 @@ def parse_objectives(text: str) -> Objectives:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is at least as large as `share` of all values; nan if there are
-    none."""
+    """The smallest v of `values` such that at least `share` of them are <= v; nan without values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]

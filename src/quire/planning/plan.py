@@ -32,7 +32,7 @@ from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
 from quire.version import __version__
 
-#: The name of the weights' format if no other is tried: the option's, or else that of the files.
+#: Stands for the precision of the given options, or if they name none, of the model's files.
 OWN = "own"
 TRIED_NUM_SEQS = (64, 16, 4)
 TRIED_RATIOS = (SERVED_MAX_ITL_RATIO, 0.0)
@@ -74,8 +74,8 @@ class Plan:
 
 
 class Planner:
-    """Plans for one model on this machine. A block size of "auto" is DEFAULT until `tune` has
-    chosen one."""
+    """Plans for one model on this machine. The block size "auto" means DEFAULT until `tune` has
+    chosen a size."""
 
     def __init__(self, given: Mapping[str, Any], costs: StepCostFile) -> None:
         """`given` are engine options by name that all plans use. A plan chooses the other options,
@@ -101,7 +101,7 @@ class Planner:
         return self._options.block_size
 
     def precisions(self) -> list[ServedPrecision]:
-        """All formats to choose from. The first are the given formats, or the model's own."""
+        """All formats to choose from. The first are the given formats, or else the model's own."""
         names: list[str | None] = [self._options.quantization]
         if not {"quantization", "dtype"} & self._given.keys() and not self._kind.config.quantized:
             names += weight_format_names()
@@ -111,7 +111,7 @@ class Planner:
         return [self._precision(name, kv) for name in names for kv in formats]
 
     def as_given(self) -> ServedPrecision:
-        """The formats that the options ask for."""
+        """The formats that the given options name."""
         return self._precision(self._options.quantization, self._options.kv_cache_dtype)
 
     def measure(
@@ -251,7 +251,7 @@ class Planner:
 
 
 def engine_shape(options: EngineOptions, fit: MemoryFit) -> EngineShape:
-    """The shape of the engine that the options would build."""
+    """The shape of an engine with these options and this memory layout."""
     return EngineShape(
         groups=fit.groups,
         num_blocks=fit.num_blocks,

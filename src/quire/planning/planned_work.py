@@ -1,7 +1,7 @@
 """Counts the work of each step from its plan alone.
 
-A plan contains changes, so this module tracks the lengths of the rows. The same code counts the
-work of measured steps, beside the real runner, and of predicted steps, in `virtual_run`.
+A plan contains only changes, so this module tracks the lengths of the rows. The same code counts
+the work of measured steps (beside the real runner) and of predicted steps (in `virtual_run`).
 """
 
 import math
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from quire.core.scheduling.cost_model import StepLoad
 from quire.core.step import HOLE_BLOCK, EditKind, StepPlan, TableEdit
 
-#: A step with _FEW prompt tokens displaces little from the processor's caches; a step with _MOST
-#: displaces all that it can. In between, the next step's additional time grows with the logarithm
-#: of the number of prompt tokens, as measured for 10 to 1,000 tokens.
+#: After a step with _FEW prompt tokens or less, the processor's caches are almost unchanged. After
+#: _MOST or more, their content is replaced. In between, the additional time of the next step grows
+#: with the logarithm of the number of prompt tokens, as measured for 10 to 1,000 tokens.
 _FEW, _MOST = 32, 1024
-#: The measured share of the coldness (see `PlannedWork`) that remains after one more step.
+#: After each further step, this share of the coldness (see `PlannedWork`) remains, as measured.
 _WARMING = 1 / 3
 #: A smaller coldness counts as 0.
 _WARM = 0.001
@@ -44,7 +44,7 @@ class _CommonBlocks:
         self._counts: dict[int, int] = {}
 
     def enter(self, blocks: Iterable[int]) -> None:
-        """Count blocks that entered a table, without HOLE_BLOCK."""
+        """Count the blocks that entered a table, except HOLE_BLOCK."""
         counts = self._counts
         for block in blocks:
             count = counts.get(block, 0)
@@ -53,7 +53,7 @@ class _CommonBlocks:
                 self.num_common += count > 0
 
     def leave(self, blocks: Iterable[int]) -> None:
-        """Count blocks that left a table, without HOLE_BLOCK."""
+        """Count the blocks that left a table, except HOLE_BLOCK."""
         counts = self._counts
         for block in blocks:
             if block == HOLE_BLOCK:
@@ -69,9 +69,9 @@ class _CommonBlocks:
 class PlannedWork(NamedTuple):
     """The work of one step. "Tokens", "rows" and "blocks" below are counts."""
 
-    #: The tokens that the step computes.
+    #: The numbers of rows and tokens that the step computes.
     load: StepLoad
-    #: Tokens of the longest row that the step computes, after the step.
+    #: The length after the step, in tokens, of the longest row that the step computes.
     longest: int
     #: Numbers of the rows that get a token.
     sampled: tuple[int, ...]
@@ -81,17 +81,17 @@ class PlannedWork(NamedTuple):
     num_new_blocks: int = 0
     #: Sequences that entered rows, forks included.
     num_admissions: int = 0
-    #: Tokens of the admitted sequences, without those of forks.
+    #: Tokens of the admitted sequences, except forks.
     num_admitted_tokens: int = 0
     #: Rows that became free.
     num_releases: int = 0
-    #: Sequences that end with the step. A plan does not contain them, so the caller sets
-    #: `num_ended` and `num_ended_tokens` after the result.
+    #: Sequences that end with the step. The plan does not name them: after the result, the caller
+    #: sets `num_ended` and `num_ended_tokens`.
     num_ended: int = 0
     #: Tokens of the sequences that end.
     num_ended_tokens: int = 0
-    #: The share from 0 to 1 of cached weights and KV that the prompts of earlier steps displaced.
-    #: It slows a small model down until the caches are filled again.
+    #: The share (0 to 1) of the processor's caches that prompts of earlier steps have overwritten.
+    #: A cold step of a small model takes longer, because weights and KV must be read from memory.
     coldness: float = 0.0
     #: Tokens whose K and V the decoding rows read from memory; shared blocks count once.
     num_read: int = 0
@@ -177,8 +177,8 @@ class PlannedWorkCounter:
     def _change_rows(self, plan: StepPlan) -> tuple[int, int, dict[int, int]]:
         """Apply a plan's changes to the rows.
 
-        Returns the number of blocks that entered tables, the number of these that were appended,
-        and the source row of each row that joins the step.
+        Returns the number of blocks that entered tables, how many of them were appended to rows
+        that were live before, and the source row of each row that joins the step.
         """
         rows, common, num_new_blocks, num_appended_blocks = self._rows, self._common, 0, 0
         for number in plan.release:

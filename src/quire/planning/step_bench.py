@@ -17,8 +17,8 @@ from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
 
 LEAST_CONTEXT = 2048
 MEASURED_ROWS = 64
-#: Tokens of KV for each row. The KV cache has room for these, or for _LONG_ROWS of the longest
-#: sequences if that is more, and in addition for four of the longest sequences.
+#: Tokens of KV for each row. The KV cache has room for these tokens, or if that is more, for
+#: _LONG_ROWS of the longest sequences. In addition, it has room for four of the longest sequences.
 _SLOTS_PER_ROW = 1024
 _LONG_ROWS = 16
 
@@ -33,10 +33,10 @@ class StepBench:
         context: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Build the engine, with the memory layout `fit` of its options.
+        """Build the engine. `fit` is the memory layout for `options`.
 
         `context` is the number of tokens of the longest sequence in later plans. Raises
-        ConfigurationError if sequences can't be long enough to be measured.
+        ConfigurationError if the longest possible sequence is too short to be measured.
         """
         # First, choose how many rows and blocks are measured.
         self._clock = clock
@@ -63,7 +63,8 @@ class StepBench:
             block_size=fit.block_size,
             vocab_size=self._engine.limits.vocab_size,
         )
-        # Finally, write the KV cache once, and fit the pacer's model as a starting engine does.
+        # Finally, write the KV cache once, and fit the pacer's model as an engine does at its
+        # start.
         runner = self._watched.inner
         write_blocks(runner, shape)
         is_on_gpu = fit.device_type != "cpu"

@@ -1,7 +1,7 @@
 """Predicts the seconds of a step, by a model that is fitted to measured steps.
 
-It adds terms to the pacer's model (`core.scheduling.cost_model.StepCostModel`). They are known only
-after the plan is made, or after its result:
+It adds terms to the pacer's model (`core.scheduling.cost_model.StepCostModel`). The terms depend on
+quantities that are known only after the plan is made, or after its result:
 
     + if the step samples + if it admits sequences
     + each admitted sequence + each of its tokens + each released row
@@ -39,15 +39,15 @@ from quire.planning.step_spread import StepSpread, fit_spread
 
 _Floats = npt.NDArray[np.float64]
 
-#: Numbers of tokens whose K and V may fill the processor's caches, depending on the model's size.
-#: Each token that is read beyond such a number may take additional time.
+#: Numbers of tokens whose K and V may fill the processor's caches; the model's size decides which.
+#: Above each number, every further token that is read may take additional time.
 READ_EDGES = (1 << 10, 1 << 12, 1 << 14)
 NUM_EXTRA = 16 + len(READ_EDGES)
 _NUM_SWEEPS, _NUM_REWEIGHTINGS = 800, 5
 _NUM_SPEED_FITS = 3
 #: Relative errors above this enter the fit linearly instead of squared.
 _HUBER = 0.03
-#: The weight of the smoothing between neighbouring slopes, relative to all samples together.
+#: The weight of the penalty on differences between neighbouring slopes, relative to all samples.
 _SMOOTHNESS = 0.005
 
 
@@ -79,7 +79,7 @@ class MeasuredBounds:
     num_read: int
 
     def lacking(self, num_rows: int, num_tokens: int, context: int, num_read: int) -> str | None:
-        """Name each size above 5/4 of its measured bound; None if no size is above it."""
+        """Text that names each size above 5/4 of its measured bound; None if there is none."""
         named = (
             ("rows in a step", num_rows, self.num_rows),
             ("tokens in a step", num_tokens, self.num_tokens),
@@ -160,14 +160,15 @@ class StepCosts:
         seconds += self._mixture_s(work)
         seconds += self._appended_s * work.num_appended_blocks + self._beyond_caches_s(work)
         if self._factors is not None:
-            # The blocks of the measured prompts are part of the costs of their tokens.
+            # The costs of measured prompt tokens already include the costs of their blocks.
             num_taken = work.num_new_blocks - work.num_appended_blocks
             num_more = num_taken - work.load.num_chunk_tokens / self._factors.base
             seconds = max(0.0, seconds + self._factors.block_s * num_more)
         return seconds + self.ending_s(work.num_ended, work.num_ended_tokens)
 
     def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
-        """The ratio of a step's time to the prediction, at quantile `place` from 0 to below 1."""
+        """The ratio of a step's time to the predicted time, at quantile `place` (0 <= place <
+        1)."""
         return self._spread.at(work.load.num_chunk_tokens > 0, predicted_s, place)
 
     def _mixture_s(self, work: PlannedWork) -> float:
@@ -348,8 +349,8 @@ def _parts(work: PlannedWork) -> list[float]:
 
 
 def _is_first(work: PlannedWork) -> bool:
-    """Whether a step is the first one with prompts after steps without prompts. Then the code for
-    prompts is not in the processor's caches."""
+    """Whether a step has prompts and the steps before it had none, so that the processor's caches
+    lack the code for prompts."""
     return work.load.num_chunk_tokens > 0 and not work.coldness
 
 

@@ -1,4 +1,4 @@
-"""The random spread of step times: the ratio between a step's time and its prediction.
+"""The spread of step times: how the ratio of a step's time to its prediction varies.
 
 A disturbance (another process, an interrupt, a shared memory bus) adds about the same time to a
 long step as to a short step, so the ratio varies more for short steps. Therefore steps are grouped
@@ -31,10 +31,10 @@ class _ComparedStep:
 
     has_prompts: bool
     predicted_s: float
-    #: The ratios of both measured times to the prediction.
+    #: The ratio of each of the two measured times to the prediction.
     ratios: tuple[float, float]
-    #: The absolute logarithm of the ratio of the two times, relative to its median in the run.
-    #: So a machine that is slower during one of the measurements does not count as varying.
+    #: The absolute logarithm of the ratio of the two times, minus the run's median logarithm.
+    #: Therefore a machine that is slower during one of the measurements doesn't add to the spread.
     distance: float
 
 
@@ -42,9 +42,9 @@ class _ComparedStep:
 class _SpreadGroup:
     """Steps with similar predictions."""
 
-    #: The longest prediction in seconds.
+    #: The longest predicted time of the group's steps, in seconds.
     until_s: float
-    #: Ascending, equally likely ratios of a step's time to its prediction.
+    #: Ratios of a step's time to its prediction, ascending and equally likely.
     quantiles: tuple[float, ...]
 
 
@@ -52,14 +52,16 @@ class StepSpread:
     """The ratios of step times to predictions. Without groups, all ratios are 1."""
 
     def __init__(self, groups: Mapping[bool, Sequence[_SpreadGroup]] | None = None) -> None:
-        """Use `fit_spread`. `groups` has steps with prompts under True, sorted by until_s."""
+        """Use `fit_spread`. `groups` maps True to groups of steps with prompts, False to the
+        others,
+        each sorted by until_s."""
         self._groups = dict(groups or {})
         self._edges = {
             kind: [group.until_s for group in found[:-1]] for kind, found in self._groups.items()
         }
 
     def at(self, has_prompts: bool, predicted_s: float, place: float) -> float:
-        """The ratio of a step at quantile `place`, with 0 <= place < 1."""
+        """The ratio of a step's time to its prediction, at quantile `place` (0 <= place < 1)."""
         groups = self._groups.get(has_prompts)
         if not groups:
             return 1.0

@@ -1,8 +1,8 @@
 """Serves a load with the real scheduler on a virtual clock.
 
-Nothing is computed. A step takes the time that the costs predict. Each row whose tokens are all
-computed gets a new token. Admission, chunks, pacing, prefix cache and preemption run the code
-of a real engine.
+Nothing is computed. A step takes the time that the costs predict. Rows without uncomputed tokens
+get a new token. Admission, chunks, pacing, prefix cache and preemption run the code of a real
+engine.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RunOutcome:
     ttft_s: list[float] = field(default_factory=list)
     #: The times between two tokens of an answer, for all answers.
     itl_s: list[float] = field(default_factory=list)
-    #: Requests that do not fit even when they run alone.
+    #: Number of requests that do not fit into the KV cache even when they run alone.
     num_refused: int = 0
     num_output_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -71,13 +71,13 @@ class RunOutcome:
     #: The sum of the seconds of all steps.
     busy_s: float = 0.0
     num_steps: int = 0
-    #: Tokens of the longest row.
+    #: Length of the longest row, in tokens.
     longest: int = 0
     #: The most rows that were live at once.
     most_rows: int = 0
-    #: The most decoding rows of a step.
+    #: The most decoding rows in one step.
     most_decodes: int = 0
-    #: The most tokens of a step.
+    #: The most tokens in one step.
     most_tokens: int = 0
     #: The largest `PlannedWork.num_read` of a step.
     most_read: int = 0
@@ -117,7 +117,8 @@ class Costs(Protocol):
         ...
 
     def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
-        """The ratio of a step's time to the prediction, at quantile `place`: 0 <= place < 1."""
+        """The ratio of a step's time to the predicted time, at quantile `place` (0 <= place <
+        1)."""
         ...
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
@@ -135,7 +136,8 @@ def run_virtually(
     costs: Costs,
     pacer: StepPacer | None = None,
 ) -> RunOutcome:
-    """Serve all requests of `load` in order of arrival. `pacer` defaults to `learned_pacer`.
+    """Simulate serving all requests of `load`, in order of arrival. `pacer` defaults to the result
+    of `learned_pacer`.
 
     Equal arguments give equal outcomes.
     """
@@ -146,14 +148,14 @@ def run_virtually(
 def learned_pacer(
     load: Sequence[LoadRequest], shape: EngineShape, costs: Costs
 ) -> StepPacer | None:
-    """A pacer that has learned the step times by serving the load once, like an engine that has
-    served such a load for long; None if the shape has no max_itl_ratio."""
+    """A pacer that has learned the step times by serving the load once, as if the engine had served
+    such a load for long; None if the shape has no max_itl_ratio."""
     if not shape.max_itl_ratio:
         return None
     pacing = PacingConfig(shape.max_itl_ratio)
     learned = StepPacer(pacing, costs.pacing_model(), num_late_rows=0.0)
     _VirtualEngine(load, shape, costs, learned).run()
-    # The load is an excerpt of a long run: the pacer starts without saved or owed late steps.
+    # The load is an excerpt of a long run, so the new pacer's balance of late rows starts at 0.
     pacer = StepPacer(pacing, learned.model, num_late_rows=0.0)
     pacer.margin = learned.margin
     return pacer
@@ -196,7 +198,7 @@ class _VirtualEngine:
         self._begun_s: dict[str, float] = {}
         self._last_s: dict[tuple[str, int], float] = {}
         self._lengths: dict[str, int] = {}
-        # The quantile of the next step's time, for steps with and without prompts.
+        # Which quantile of its time the next step takes, for steps with and without prompts.
         self._places = {True: 0.5, False: 0.5}
         self._num_added = 0
         self._in_flight: deque[tuple[int, tuple[int, ...], float, float]] = deque()
