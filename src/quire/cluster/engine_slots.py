@@ -45,7 +45,7 @@ class EngineSlots(Protocol):
     """Allocates the slots of a fleet's engines."""
 
     def initial(self) -> Sequence[EngineSlot]:
-        """The slots of the engines that a fleet starts with."""
+        """The slots for the engines that the fleet has at its start."""
         ...
 
     def allocate(self, name: str) -> EngineSlot:
@@ -54,7 +54,7 @@ class EngineSlots(Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Free the slot of an engine that is gone for good."""
+        """Free the slot of an engine that has ended and will not be restarted."""
         ...
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class LocalSlots:
         """See `EngineSlots`. Does nothing, since the slot is free once the process has ended."""
 
     def close(self) -> None:
-        """See `EngineSlots`. There is nothing to release."""
+        """See `EngineSlots`. Does nothing, since local slots hold no resources."""
 
     def _slot(self, number: int) -> EngineSlot:
         if self._on_gpus:
@@ -224,8 +224,8 @@ def _shares_of_quota(num_engines: int) -> dict[str, int]:
 
 
 def _processor_shares(num_engines: int) -> list[tuple[int, ...]]:
-    """The processors of each engine, out of those that this process may use. With fewer processors
-    than engines all entries are empty, and the engines share the processors."""
+    """Divides the processors that this process may use among the engines. With fewer processors
+    than engines, all entries are empty, and the engines share all processors."""
     processors = sorted(os.sched_getaffinity(0))
     if len(processors) < num_engines:
         return [()] * num_engines

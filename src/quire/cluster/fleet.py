@@ -1,10 +1,10 @@
-"""A fleet of engines of one model, which a server uses instead of an `AsyncEngine`.
+"""A fleet: several engines of one model, used by a server like one `AsyncEngine`.
 
     FleetEngines      the engines, each behind a supervisor that restarts it
     FleetDispatcher   which engine has which request, and where requests go when an engine dies
     Placement         chooses the engine of each request
 
-Knows no HTTP, no text and no torch. Called by `server`.
+Uses neither HTTP, nor text, nor torch. Called by `server`.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ class EngineFleet:
 
     @property
     def failure(self) -> QuireError | None:
-        """The reason why the whole fleet has failed for good; None while it has not."""
+        """The reason why all engines have failed for good; None while any engine may recover."""
         failed = self.engines.failed
         return failed.result() if failed.done() else None
 
@@ -107,8 +107,8 @@ class EngineFleet:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The first engine's report about itself (its facts), with `max_num_seqs` summed over all
-        ready engines."""
+        """The facts that the first engine reported, but with `max_num_seqs` summed over the ready
+        engines."""
         facts = self.engines.facts
         rows = sum(int(each.facts.get("max_num_seqs", 0)) for each in self.engines.ready)
         return {
@@ -153,7 +153,7 @@ class EngineFleet:
         """See `AsyncEngine.send_control`."""
         self._check_alive()
         self.dispatcher.send_control(message)
-        # The answer to a ping shows that an engine has handled the message before it.
+        # An engine answers this ping after it has handled the message sent before.
         links = [engine.supervisor.link for engine in self.engines.all.values()]
         await asyncio.gather(
             *[link.ask(Ping()) for link in links if link is not None], return_exceptions=True
@@ -174,7 +174,7 @@ class EngineFleet:
         return total
 
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
-        """The answer of one ready engine, or for GetStats the combined answer of all."""
+        """Ask one ready engine. For GetStats, ask all engines and combine their answers."""
         if isinstance(question, GetStats):
             return await self.stats(timeout_s)
         return await any_ready(self.engines).ask(question, timeout_s)

@@ -227,7 +227,8 @@ class FleetDispatcher:
         self.on_death(name, Death(Activity(Doing.IDLE), status=0, is_requested=True))
 
     def undo_losses(self, request_ids: Iterable[str]) -> None:
-        """Drop the suspicion against the requests of a lost replica that proves to be alive."""
+        """Stop counting the loss of a replica against these requests, since the replica is
+        alive."""
         found = [self._book.get(request_id) for request_id in request_ids]
         self.trials.attribution.undo_loss([request for request in found if request is not None])
 
@@ -246,8 +247,8 @@ class FleetDispatcher:
     # ---- for the trials ---------------------------------------------------------------------
 
     def move(self, request: OpenRequest) -> None:
-        """See `RequestMover`. Aborts the request in its present replica. Without another accepting
-        replica, the request stays where it is."""
+        """See `RequestMover`. Aborts the request in its present replica. If no other replica takes
+        requests, the request stays."""
         replica = self.replicas.replica_of(request.request_id)
         if replica is None or not request.branches or not self.takes_any(beside=replica):
             return  # the request stays, so its load must stay counted

@@ -18,7 +18,7 @@ class FleetEngineOwner(Protocol):
     """Handles the events of a replica; implemented by `fleet_engines.FleetEngines`."""
 
     def on_ready(self, replica: "FleetEngine", link: EngineLink) -> None:
-        """The replica's process is ready for requests and has none yet."""
+        """The replica's process is ready, and has no requests yet."""
         ...
 
     def on_message(
@@ -33,13 +33,12 @@ class FleetEngineOwner(Protocol):
         ...
 
     def on_end(self, replica: "FleetEngine", error: QuireError) -> None:
-        """No process will be started for the replica any more."""
+        """The replica has ended for good: no process will be started for it."""
         ...
 
 
 class FleetEngine:
-    """An `EngineHandle` of one engine. It listens to its supervisor and passes the events on to its
-    owner."""
+    """An `EngineHandle` of one engine. It passes the events of its supervisor on to its owner."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class FleetEngine:
 
     @property
     def num_restarts(self) -> int:
-        """Number of restarts after the process had died."""
+        """Number of restarts because the process had died."""
         return self.supervisor.num_restarts
 
     @property

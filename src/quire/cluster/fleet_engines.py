@@ -1,7 +1,7 @@
 """Starts, compares, drains, restarts and removes the engines of a fleet.
 
 A new engine joins only if its weights, code and options equal those of the first engine (see
-`identity`), so that either can continue the other's requests. Made by `fleet`.
+`identity`), so that each engine can continue the requests of any other. Made by `fleet`.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class FleetEngines:
         self._start_limit_s: float | None = None
         #: Names of the engines that are being ended on purpose.
         self._ending: set[str] = set()
-        #: Engine id and open request ids of each lost engine, by name.
+        #: By name of each lost engine: its engine id, and the ids of its open requests.
         self._lost: dict[str, tuple[str, list[str]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changes = asyncio.Lock()
@@ -92,8 +92,8 @@ class FleetEngines:
             await asyncio.gather(*[self._add(slot) for slot in others])
 
     async def add(self, slot: EngineSlot) -> None:
-        """Start an engine and wait until it takes requests. Raises as `start` does; then the engine
-        is removed and its slot is free again."""
+        """Start an engine and wait until it takes requests. On an error, which is as in `start`,
+        the engine is removed and its slot is free again."""
         async with self._changes:
             await self._add(slot)
 
@@ -136,8 +136,9 @@ class FleetEngines:
 
     async def drain(self, name: str, timeout_s: float) -> None:
         """Give an engine no new requests and wait until its open requests have ended. After
-        `timeout_s` its open requests move to other engines. If no other engine takes requests, this
-        returns at once and the requests stay. Raises ConfigurationError for an unknown name."""
+        `timeout_s` its open requests move to other engines. If no other engine takes requests,
+        `drain` returns at once, and the requests stay. Raises ConfigurationError for an unknown
+        name."""
         self.find(name)
         self._dispatcher.set_accepting(name, False)
         loop = asyncio.get_running_loop()
@@ -200,7 +201,7 @@ class FleetEngines:
                 await self._remove(list(self.all)[-1])
 
     def overview(self) -> dict[str, dict[str, Any]]:
-        """State and load of each engine by name, for people."""
+        """State and load of each engine by name, for display."""
         found: dict[str, dict[str, Any]] = {}
         for name, engine in self.all.items():
             replica = self._dispatcher.replicas.get(name)

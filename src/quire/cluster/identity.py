@@ -12,8 +12,8 @@ COMPARED_FACTS = (
 )
 """Facts of `build_engine` that must be equal in all engines. "fingerprint" is a hash of the
 weights, the config, the number formats, the code and libraries that compute, and the processor
-features that they check. "answers" is a hash of the other inputs that answers depend on: the rest
-of the config, the tokenizer and the rest of quire's code."""
+features by which these choose kernels. "answers" is a hash of the other inputs that answers depend
+on: the rest of the config, the tokenizer and the rest of quire's code."""
 
 Identity: TypeAlias = tuple[ModelLimits, Mapping[str, Any]]
 """The limits and facts that an engine reports when it is ready."""

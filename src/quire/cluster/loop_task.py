@@ -30,7 +30,7 @@ class LoopTask(ABC):
 
     @abstractmethod
     async def _run(self) -> None:
-        """The work of the task, which does not end by itself."""
+        """Do the work of the task. Runs until it is cancelled."""
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

@@ -23,8 +23,8 @@ from quire.routing.router import ReplicaRouter
 SECRET_BYTES = 32
 
 LEAST_BLOCK_TOKENS = 64
-"""Minimum number of tokens in a router's block: smaller blocks would cost more than their precision
-is worth."""
+"""Minimum number of tokens in a router's block: smaller blocks would cost more time than their
+finer prefix matches save."""
 
 
 class RoutedPlacement:
@@ -121,8 +121,8 @@ def replica_facts(facts: Mapping[str, Any], block_size: int) -> ReplicaFacts:
 
 
 def _cost_model(facts: Mapping[str, Any]) -> StepCostModel:
-    """The step costs that the engine measured at its start. If it measured none, costs that are
-    proportional to the number of tokens."""
+    """The step costs that the engine measured at its start. Without a measurement, costs are taken
+    as proportional to the number of tokens."""
     coefficients = facts.get("step_costs")
     if coefficients:
         return StepCostModel(list(coefficients))

@@ -1,4 +1,4 @@
-"""Sets the number of engines of a fleet by how long prompts wait.
+"""Autoscaling: sets the number of engines of a fleet by the waiting time of prompts.
 
 `ScalingRule` computes the wanted number from the time and the loads. `Autoscaler` asks it regularly
 and scales the fleet.
@@ -19,7 +19,7 @@ LOOK_EVERY_S = 0.5
 
 SPARE_FILL = 0.75
 """An engine is ended only if the other engines would then use at most this share of their rows
-(places in the batch). With less room, it would soon be started again."""
+(batch slots). Otherwise an engine would soon have to be started again."""
 
 MISSED_RATIO = 3.0
 """An engine counts as missing after it has been recovering for this many times its start limit."""
@@ -46,14 +46,14 @@ class ScalingConfig:
     #: An engine is added after the shortest wait was above wait_s, or the rows of all engines were
     #: full, for this many seconds.
     up_after_s: float = 2.0
-    #: An engine is removed after the load was low for this many seconds. Low means that one engine
-    #: less would have waits of at most a quarter of wait_s, and at most SPARE_FILL of its rows in
-    #: use.
+    #: An engine is removed after the load was low for this many seconds. The load is low if, with
+    #: one engine less, waits would be at most a quarter of wait_s, and at most SPARE_FILL of the
+    #: rows would be in use.
     down_after_s: float = 60.0
 
     def check(self, num_engines: int) -> None:
-        """Raises ConfigurationError for a number outside the bounds, since the scaling would change
-        it back."""
+        """Raises ConfigurationError if `num_engines` is outside the bounds, since scaling would
+        undo it."""
         if not self.least <= num_engines <= self.most:
             raise ConfigurationError(
                 f"num_replicas is {num_engines}, but autoscaling keeps it from {self.least} to"
@@ -77,8 +77,8 @@ class ScalingRule:
         self, now_s: float, loads: Mapping[str, Mapping[str, float]], num_engines: int
     ) -> int:
         """The number of engines that the fleet should have. `loads` has the `Placement.load_of` of
-        each engine that is ready and answers. While any engine starts, ends or is silent, the
-        number stays."""
+        each engine that is ready and answers. While any engine starts, ends or is silent, returns
+        `num_engines`."""
         config = self._config
         if num_engines < config.least:
             return num_engines + 1

@@ -7,10 +7,10 @@ waiting for a device or a file server. The requests of a silent engine continue 
 and it gets no new ones until it answers. Its process is killed only after
 `RecoveryConfig.heartbeat_timeout_s`, since a new process has to load the model.
 
-An engine that answers no ping but uses CPU time is assumed to be in a step that never ends, which
-one of its requests may cause. Its requests are not moved, since that request could block other
-replicas, too. After the process is killed, `engine_client.recovery` looks for the cause among them.
-Created by `fleet`.
+An engine that answers no ping but uses CPU time is assumed to be in a step that never ends, perhaps
+because of one of its requests. Its requests are not moved, since that request could block other
+replicas, too. After the process is killed, `engine_client.recovery` finds that request. Created by
+`fleet`.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ PING_EVERY_S = 0.5
 STEP_FACTOR = 3.0
 """An engine may be silent for this many times its longest predicted step."""
 LEAST_SILENCE_S = 5.0
-"""An engine with known step times may be silent for this long, however short its steps are."""
+"""Seconds for which any engine with known step times may be silent, even if its steps are short."""
 MOST_SILENCE_S = 15.0
-"""Longest allowed silence of an engine whose processor time is known. It may be shorter than a
-step, since the processor time distinguishes a long step from a frozen process."""
+"""Maximum seconds of silence for an engine whose CPU time is known. A step may take longer: its CPU
+time then distinguishes it from a frozen process."""
 BUSY_SHARE = 0.1
 """An engine counts as computing if it used at least this share of one processor since the ping."""
 
@@ -74,7 +74,7 @@ class _Ping:
     processor_s: float | None
 
     def has_computed(self, now_s: float) -> bool:
-        """Whether the process has used its processor since the ping."""
+        """Whether the process has used at least BUSY_SHARE of a processor since the ping."""
         if self.processor_s is None or (used_s := processor_s(self.link.pid)) is None:
             return False
         return used_s - self.processor_s >= BUSY_SHARE * (now_s - self.sent_s)

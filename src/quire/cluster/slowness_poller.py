@@ -18,8 +18,8 @@ ASK_EVERY_S = 5.0
 """Seconds between questions to an engine. Engines use the same period to define recent steps."""
 ANSWER_LIMIT_S = 5.0
 FORGET_AFTER = 12
-"""After this many answers in a row without enough steps to measure, an engine counts as fast again:
-it may have recovered, and without requests it could not show that."""
+"""After this many consecutive answers without enough steps to measure, an engine counts as fast
+again. It may have recovered, but an engine without requests can't show that."""
 
 
 class SlownessPoller(LoopTask):

@@ -1,11 +1,11 @@
 """The main loop of the engine's process: reads messages, steps the engine, sends outputs.
 
-The first message has the options. Then the loop repeats: it reads all messages, takes one step and
-sends the step's outputs. It sleeps in `poll` only while there is no work. So an abort frees its
-blocks before the next step, and a hundred new requests enter one step together. After MESSAGES_S
-the remaining messages wait for the step's end, so that a call with hundreds of prompts delays no
-stream. If the API server does not read its outputs, the loop stops stepping but still reads
-messages.
+The first message has the engine's options. Then the loop repeats: it reads all messages, takes one
+step and sends the step's outputs. The loop sleeps in `poll` only while there is no work. So an
+abort frees its blocks before the next step, and a hundred new requests enter one step together.
+After MESSAGES_S the remaining messages wait until after the step, so that a call with hundreds of
+prompts does not delay streams. If the API server does not read its outputs, the loop stops stepping
+but still reads messages.
 
 Uses neither text nor HTTP nor asyncio. Called by `engine_main`.
 """
@@ -63,14 +63,15 @@ from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
 from quire.observability.log import get_logger
 
 MAX_BACKLOG_BYTES = 16 << 20
-"""With more unsent bytes, the loop takes no step until the API server has read some of them."""
+"""Maximum unsent bytes. With more, the loop takes no step until the API server has read some of
+them."""
 
 MESSAGES_S = 0.005
 """Maximum seconds for handling messages between two steps while sequences run, since one call may
 bring hundreds of requests."""
 
 FIND_POLL_S = 0.01
-"""The interval of checks whether a requested adapter has been read."""
+"""Seconds between checks whether a requested adapter has been read."""
 
 _RECEIVE_BYTES = 1 << 20
 
@@ -110,10 +111,8 @@ class Channel:
         self._flush()
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
-        """All messages that have arrived. If there are none, wait at most timeout_s for an event.
-
-        None means no limit. While waiting, sends from the backlog. Raises PeerGoneError,
-        MessageError.
+        """Read all messages that have arrived. Waits at most `timeout_s` for a first message; None
+        means no limit. While waiting, sends from the backlog. Raises PeerGoneError, MessageError.
         """
         interest = select.POLLIN | select.POLLOUT if self._backlog else select.POLLIN
         events = self._wait(interest, timeout_s)
@@ -307,7 +306,7 @@ class EngineLoop:
 
     def _add(self, request: Request) -> None:
         if self._is_draining:
-            return  # the API server sends the request again, to the next process
+            return  # the API server sends the request to the next process
         try:
             self._engine.add(request)
         except QuireError as error:
@@ -332,7 +331,7 @@ class EngineLoop:
 
 
 def _packed(output: SequenceOutput) -> SequenceOutput:
-    """The output with its prompt's log-probabilities as bytes.
+    """A copy of the output whose prompt log-probabilities are packed as bytes.
 
     They may take megabytes. As bytes, the API server can decode them later.
     """
@@ -351,8 +350,8 @@ def build_and_serve(
 ) -> int:
     """Receive the options, build the engine, serve. Returns the process's exit code.
 
-    `on_ready` is called with the loop when the engine is built, to connect signals with it.
-    `record` is as in `EngineLoop`.
+    `on_ready` is called with the loop when the engine is built, so that the caller can install
+    signal handlers. `record` is as in `EngineLoop`.
     """
     channel = Channel(sock, wakeup)
     try:

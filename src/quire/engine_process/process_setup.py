@@ -1,9 +1,9 @@
 """Sets up the processes of the engine and its ranks: arguments, logging, end with the parent.
 
-Each process inherits one end of a socket pair to its parent as descriptor N (`--fd N`). It ends by
-itself when the other end is closed: its loop sees the end of the stream. A thread watches too, for
-times when the loop does not read (loading a model, a long step). Called by `engine_main` and
-`worker_main`.
+Each process inherits one end of a socket pair to its parent as descriptor N (`--fd N`). The process
+ends when the other end is closed: its loop sees the end of the stream. A thread also watches the
+socket, because the loop may not read for long (loading a model, a long step). Called by
+`engine_main` and `worker_main`.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from quire.child_process import redirect_start_text
 from quire.observability import log
 
 PEER_GONE_GRACE_S = 1.0
-"""Time for the loop to notice that the other end is closed, before a thread ends the process."""
+"""Seconds that the loop has to notice that the other end is closed, before a thread ends the
+process."""
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
@@ -66,10 +67,9 @@ def _end_after_peer(sock: socket.socket) -> None:
 
 
 def freeze_heap() -> None:
-    """Exempt all current objects from garbage collection, since most of them stay.
+    """Exempt all current objects from garbage collection, since most of them live until the end.
 
-    Otherwise Python traverses them now and then in the middle of a step, which takes 0.1 s when
-    torch is loaded.
+    Otherwise Python sometimes traverses them during a step, which takes 0.1 s with torch loaded.
     """
     gc.collect()
     gc.freeze()

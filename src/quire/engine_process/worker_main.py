@@ -1,8 +1,9 @@
 """The process of a rank beyond the first: `python -m quire.engine_process.worker_main --fd N`.
 
 Rank 0, which is in the engine's process, starts it with one end of a socket pair as descriptor N.
-`runtime.worker` has its loop. With a cache on disk it gets two more descriptors, and a thread
-serves the rank's part of the cache; see `tiers.rank_service`. Started by `runtime.executor`.
+`runtime.worker` has the process's loop. With a cache on disk, the process gets two more
+descriptors, and a thread serves the rank's part of the cache; see `tiers.rank_service`. Started by
+`runtime.executor`.
 """
 
 import os
@@ -75,7 +76,8 @@ class _Rank:
         try:
             self._service.run()
         except Exception as error:
-            # Running moves may still change blocks without a report, so the rank must end.
+            # Moves that are still running may change blocks without reporting it, so the rank must
+            # end.
             report_failure(self._sock, error)
             sys.stderr.flush()
             os._exit(1)

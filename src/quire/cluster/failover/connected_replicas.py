@@ -22,9 +22,9 @@ class ConnectedReplica:
         self.requests: dict[str, OpenRequest] = {}
         #: Ids of the requests for which the replica has sent tokens.
         self.with_tokens: set[str] = set()
-        #: By request id: number of aborts, sent because the request was moved away, that the engine
-        #: has not yet handled. Until then the request's outputs are stale, even if it has come
-        #: back.
+        #: Requests that were moved away, by id, with the number of their aborts that the engine has
+        #: not handled yet. Until it has, outputs of the request are stale, even if the request has
+        #: come back.
         self.leaving: Counter[str] = Counter()
         #: Whether the replica is being drained and gets no new requests.
         self.is_closed = False
@@ -73,7 +73,7 @@ class ConnectedReplicas:
         return self._replicas.get(name)
 
     def add(self, name: str, wire: Wire) -> None:
-        """Add a replica that takes requests over `wire` and has none yet."""
+        """Add a replica without requests. It takes requests over `wire`."""
         self._replicas[name] = ConnectedReplica(wire)
 
     def remove(self, name: str) -> ConnectedReplica | None:

@@ -1,6 +1,6 @@
 """Decides which request of a fleet crashed an engine.
 
-A death is read as in `engine_client.recovery`. Requests that were not in the engine's last step
+`engine_client.recovery` describes deaths. Requests that were not in the engine's last step
 continue at once in other engines. The others are suspects: `isolated_trials` runs them one after
 another, each alone in an engine. A suspect is cleared once it has recomputed the tokens that were
 being computed at the death. If an engine dies during a trial, the request on trial is to blame,
@@ -34,7 +34,7 @@ the last loss was on its trial."""
 
 @dataclass(slots=True)
 class _Evidence:
-    """The deaths that a suspect may have caused."""
+    """The deaths of engines that one suspect may have caused."""
 
     #: Deaths of engines that computed the request, except those that another request has caused.
     deaths: set[Death] = field(default_factory=set)
@@ -44,13 +44,13 @@ class _Evidence:
 
 @dataclass(frozen=True, slots=True)
 class FleetVerdict:
-    """The conclusion from a death."""
+    """The request to blame for an engine's death, if any, and the requests that continue."""
 
-    #: The request that is ended for the death; None if none is to blame yet.
+    #: The request that is blamed for the death and ended; None if no request is blamed yet.
     blamed: OpenRequest | None
     #: All deaths that the blamed request has caused.
     explained: frozenset[Death]
-    #: The requests that continue at once.
+    #: The requests that continue at once in other engines.
     continuing: list[OpenRequest]
 
 
@@ -68,7 +68,7 @@ class CrashAttribution:
         self._evidence: dict[OpenRequest, _Evidence] = {}
         #: Number of tokens that each branch, by its index, has to reach before the trial is passed.
         self._goals: dict[int, int] = {}
-        #: How many engines were lost while they computed each request.
+        #: Number of lost engines that had been computing each request.
         self._losses: Counter[OpenRequest] = Counter()
         #: The request on trial; None while there is no trial.
         self.trial: OpenRequest | None = None
@@ -119,15 +119,16 @@ class CrashAttribution:
         return None
 
     def note_output(self, request: OpenRequest) -> bool:
-        """Count new tokens of a request. Returns whether it has passed its trial with them."""
+        """Note that a request has new tokens. Returns True if the request has now passed its
+        trial."""
         if request is not self.trial or not self._has_passed(request):
             return False
         self._clear(request)
         return True
 
     def remove(self, request: OpenRequest) -> bool:
-        """Remove a request that has ended or whose client has left. Returns whether that ends a
-        trial."""
+        """Remove a request that has ended or whose client has left. Returns True if the request was
+        on trial."""
         self._losses.pop(request, None)
         was_on_trial = request is self.trial
         if was_on_trial:
@@ -152,21 +153,21 @@ class CrashAttribution:
         evidence.deaths.add(death)
         evidence.on_trial.append(death)
         beside = [each for each in concerned if each is not trial]
-        # Where steps overlap, a request that was moved away may still be in the running step.
+        # If steps overlap, a request that was moved away may still be in the running step.
         was_alone = not beside and not death.activity.names_others(trial.request_id)
         num_deaths = len(evidence.on_trial)
         is_proof = was_alone and (death.cause is not Cause.MEMORY or num_deaths > 1)
         is_last = num_deaths >= MAX_TRIAL_DEATHS
         if death.cause is Cause.LOST:
             is_proof = is_last = self._losses[trial] >= MAX_LOSSES
-        # If not, the requests beside it become suspects, too, and the tried request waits for
-        # another trial.
+        # If there is no proof, the requests in the same step become suspects, too, and the request
+        # on trial waits for another trial.
         if not (is_proof or is_last):
             self._suspect(beside, death)
             self._waiting.append(trial)
             return FleetVerdict(None, frozenset(), continuing)
-        # Else blame the request for all deaths in its evidence. This clears the suspects that may
-        # have caused no other death.
+        # Else blame the request for all deaths in its evidence. This clears the suspects whose
+        # evidence has no other death.
         explained = frozenset(evidence.deaths)
         del self._evidence[trial]
         cleared = self._clear_explained(explained)
@@ -194,7 +195,8 @@ class CrashAttribution:
         return cleared
 
     def _has_passed(self, trial: OpenRequest) -> bool:
-        """Whether the request on trial has recomputed what was being computed at the death."""
+        """Whether the request on trial has recomputed the tokens of the step in which the engine
+        died."""
         branches = trial.branches
         if self._goals:
             return all(

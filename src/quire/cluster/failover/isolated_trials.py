@@ -30,8 +30,8 @@ class RequestMover(Protocol):
         ...
 
     def reserve_for_trials(self, name: str, *, is_reserved: bool) -> None:
-        """Set whether a replica takes suspects only. When set, its present requests are moved to
-        other replicas."""
+        """Set whether a replica takes suspects only. If so, its present requests move to other
+        replicas."""
         ...
 
 
@@ -55,11 +55,13 @@ class IsolatedTrials:
 
     @property
     def waits_for_replica(self) -> bool:
-        """Whether suspects wait for a replica. Then `start_next` has to be called regularly."""
+        """Whether suspects wait for a replica. If so, the caller has to call `start_next`
+        regularly."""
         return self._waiting_since_s is not None
 
     def start_next(self) -> None:
-        """Send the next suspect, if none is on trial and there is a replica for it."""
+        """Send the next suspect to the reserved replica, unless a trial is running or no replica is
+        free."""
         if self.attribution.trial is not None:
             return
         if not self.attribution.num_waiting:
@@ -75,7 +77,8 @@ class IsolatedTrials:
         self._mover.send_to(request, self.reserved)
 
     def note_output(self, request: OpenRequest) -> None:
-        """Count new tokens of the request on trial."""
+        """Note that the request on trial has new tokens. If it has passed, starts the next
+        trial."""
         if self.attribution.note_output(request):
             self._mover.move(request)
             self.start_next()

@@ -53,13 +53,13 @@ KEEP_WARM_S = 300.0
 MAX_GREETINGS = 64
 """Maximum number of connections that have not yet proved to have the key. A further connection
 closes the oldest of these. So strangers who stay silent can't use up the file descriptors or keep
-out an API server, which proves it at once."""
+out an API server, which sends its proof at once."""
 
 REFUSALS_EVERY_S = 5.0
 
 FLUSH_LIMIT_S = 60.0
-"""Seconds that a step may still take after the API server has gone, if that has sent no
-`StepLimit`."""
+"""Seconds that a step may still take after its API server is gone, if no `StepLimit` was
+received."""
 
 _LENGTH_BYTES = 4
 
@@ -67,8 +67,8 @@ logger = get_logger(__name__)
 
 
 class HostedEngine(ProcessLink):
-    """An engine's process whose messages are passed on undecoded, except the few that the agent
-    needs."""
+    """An engine's process. Its messages are passed on undecoded, except the few that the agent
+    reads."""
 
     def __init__(self, agent: "Agent", command: Sequence[str], start: bytes) -> None:
         """`start` is the body of the engine's `Start` message."""
@@ -89,8 +89,8 @@ class HostedEngine(ProcessLink):
         return self.ready is not None and not self._is_flushing
 
     def is_what(self, start: bytes) -> bool:
-        """Whether `start` has the options of this engine. Its `max_model_len` may also be the
-        length that the engine chose itself."""
+        """Whether `start` has the same options as this engine. The `max_model_len` in `start` may
+        also be the length that the engine chose itself."""
         here, wanted = dict(_options(self.start)), dict(_options(start))
         if self.ready is not None and "max_model_len" in wanted:
             here["max_model_len"] = self.ready.limits.max_model_len
@@ -256,7 +256,7 @@ class Agent:
         """Greet a new connection. Above MAX_GREETINGS, the oldest unproved connection is closed."""
         if len(self._greetings) >= MAX_GREETINGS:
             oldest = next(iter(self._greetings))
-            # Remove and close it at once, since its task may not even have begun.
+            # Close the connection here, since its task may not have begun and could not close it.
             self._greetings.pop(oldest).abort()
             oldest.cancel()
         task = self._loop.create_task(self._greet(transport))
@@ -330,9 +330,8 @@ class Agent:
         # A busy engine is served once it is flushed.
 
     async def _replace(self) -> None:
-        """Start the engine that the present API server wants, after the former engine has ended.
-        The API server may change meanwhile. Processes run one after another, so that no process
-        stays behind."""
+        """End the former engine, then start the engine that the present API server wants. That API
+        server may change meanwhile, so this loops. At most one engine process exists at a time."""
         while (session := self._session) is not None and session.start is not None:
             if self._engine is not None:
                 if self._engine.is_what(session.start):
@@ -350,7 +349,8 @@ class Agent:
                 return
 
     def _serve(self, session: Session, engine: HostedEngine) -> None:
-        """Let messages pass between the API server and the engine, unless they do so already."""
+        """Begin to pass messages between the API server and the engine, unless they pass
+        already."""
         if session.is_served:
             return
         session.is_served = True
@@ -411,7 +411,8 @@ class Agent:
             session.channel.send_message(EngineDied(death, error.code, str(error)))
             session.channel.close()
         elif session is not None:
-            # The session waited for an engine that died of an earlier API server's requests.
+            # The session was waiting for this engine, which died while it ended an earlier API
+            # server's requests.
             self.on_open(session)
 
     def on_progress(self, link: Any, progress: Progress) -> None:

@@ -14,11 +14,11 @@ from quire.engine_client.recovery import Death
 from quire.ipc import decoder
 
 VERSION = 3
-"""Version of the messages, and of how they are sent."""
+"""Version of the messages and of their framing."""
 
 
 class ServerGreeting(msgspec.Struct, tag="server_greeting", array_like=True, frozen=True):
-    """The API server's first message of a connection."""
+    """The first message that an API server sends over a new connection."""
 
     version: int
     #: Identifies the API server's process and the replica. All connections for that replica send
@@ -67,7 +67,7 @@ class EngineDied(msgspec.Struct, tag="engine_died", array_like=True, frozen=True
     """The engine's process is gone. Sent after all messages of the process were passed on."""
 
     death: Death
-    #: Code and message of the error, for people.
+    #: Code and message of the error that ended the engine.
     code: str
     message: str
 

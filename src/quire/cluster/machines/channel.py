@@ -30,10 +30,10 @@ from quire.ipc import MAX_MESSAGE_BYTES, FrameSplitter, MessageError, encode
 
 BEATS_PER_HEARTBEAT = 4
 CLOSE_TIMEOUT_S = 5.0
-"""Seconds that the other end has to confirm the end of a connection."""
+"""Seconds within which the other end has to confirm that the connection closes."""
 MAX_UNREAD_BYTES = 256 << 20
-"""Maximum number of sent bytes that the other end has not read. It is above the size of a full
-queue of requests, since an API server sends prompts as fast as they come."""
+"""Maximum number of sent bytes that the other end has not read. The limit is larger than a full
+queue of requests, since an API server sends prompts as fast as clients do."""
 _LENGTH_BYTES = 4
 _HEAD = struct.Struct(">IB")  # bytes after the length, kind
 
@@ -71,7 +71,7 @@ class AgentChannel(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._splitter = FrameSplitter()
         self._transport: asyncio.Transport | None = None
-        #: The other end's first message; None if the connection has ended before.
+        #: The other end's first message; None if the connection ended before it came.
         self._greeting: asyncio.Future[bytes | None] = self._loop.create_future()
         self._handler: FrameHandler | None = None
         self._beat: asyncio.TimerHandle | None = None
@@ -175,8 +175,8 @@ class AgentChannel(asyncio.Protocol):
 async def connect(
     host: str, port: int, tls: ssl.SSLContext, server_id: str, handler: FrameHandler
 ) -> AgentChannel:
-    """Connect an API server to an agent and greet it. Raises OSError if there is no agent, or if it
-    has another key or refuses."""
+    """Connect an API server to an agent and greet it. Raises OSError if there is no agent, or if
+    the agent has another key or refuses."""
     channel = AgentChannel()
     loop = asyncio.get_running_loop()
     try:

@@ -1,8 +1,8 @@
-"""Agents on the nodes of a Ray cluster, which places and watches them.
+"""Agents on the nodes of a Ray cluster: Ray places the agents and watches their nodes.
 
 Ray is the control plane only: an actor starts an agent on its node and reports the agent's address.
-Tokens travel between the API server and the agents over connections of our own. An agent ends with
-its actor, and an actor with its node, so no engine runs on a node that Ray has given up.
+Tokens travel between the API server and the agents over direct connections, not over Ray. An agent
+ends with its actor, and an actor with its node, so no engine runs on a node that Ray has given up.
 
 Needs the extra `quire[ray]`. Called by `server`.
 """
@@ -50,7 +50,7 @@ class AgentActor:
             file.write(key)
             file.flush()
             command = [*python_command("quire.cluster.machines.agent_main"), "--with-parent"]
-            # The agent also ends with the node's Ray daemon, whose end this actor notices only
+            # The agent also ends when the node's Ray daemon ends, which this actor notices only
             # late.
             command += ["--with-process", str(os.getppid())]
             command += ["--host", self._host, "--port", "0", "--key-file", file.name]
@@ -73,8 +73,8 @@ class AgentActor:
         self._port = int(json.loads(line)["port"])
 
     def address(self) -> tuple[str, int]:
-        """The agent's host and port. If the agent is gone this ends the actor, which Ray
-        restarts."""
+        """The agent's host and port. If the agent is gone, ends the actor's process; Ray restarts
+        it."""
         if self._agent.poll() is not None:
             os._exit(1)
         return self._host, self._port

@@ -1,4 +1,4 @@
-"""Link to an engine's process on another machine, through an agent there.
+"""Link from the API server to an engine's process on another machine, through an agent there.
 
 An engine is dead if its agent reports its death, with evidence. It is lost if the connection only
 falls silent, because the machine is off or the network is cut. Made by `supervisor`.
@@ -42,7 +42,8 @@ class AgentAccess:
     find: FindAgent
     #: The TLS settings of the cluster's key.
     tls: ssl.SSLContext
-    #: Id of this API server's process and the replica, the same in all their connections.
+    #: Identifies this API server's process and the replica. All connections for the replica send
+    #: the same id.
     server_id: str
     #: An agent that says nothing for this many seconds is lost.
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
@@ -69,7 +70,7 @@ class RemoteLink(EngineLink):
     async def open(self, start_frame: bytes) -> None:
         """See `EngineLink`."""
         access = self._access
-        host, port = await access.find()  # this has a time limit of its own
+        host, port = await access.find()  # `find` has its own time limit
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 self._channel = await connect(host, port, access.tls, access.server_id, self)
@@ -86,8 +87,8 @@ class RemoteLink(EngineLink):
             self._channel.send(FrameKind.ENGINE, frame[_LENGTH_BYTES:])
 
     def watch(self, timeout_s: float) -> None:
-        """See `EngineLink`. The limit is also sent to the agent, which applies it once this API
-        server is gone."""
+        """See `EngineLink`. Also sends the limit to the agent, which applies the limit once this
+        API server is gone."""
         if self._pulse is None and self._channel is not None:
             self._channel.send_message(StepLimit(timeout_s))
         super().watch(timeout_s)
