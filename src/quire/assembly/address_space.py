@@ -1,8 +1,9 @@
 """Explains failures when the process has too little memory or can't start more threads.
 
-torch and numpy then fail in many ways: a library can't be mapped, a MemoryError has no message, or
-C++ aborts, which nothing can catch. So a limit that is far too low is refused before they are
-imported. Imports neither torch nor numpy. Called by the command line and by the engine's process.
+In both cases torch and numpy fail in many ways: a library can't be mapped, a MemoryError has no
+message, or C++ aborts, which nothing can catch. So a limit that is far too low is refused before
+they are imported. Imports neither torch nor numpy. Called by the command line and by the engine's
+process.
 """
 
 import resource
@@ -13,7 +14,7 @@ from quire.errors import InsufficientMemoryError
 
 LEAST_BYTES = 800 << 20
 """Address space that torch for the CPU and numpy map before they compute anything (torch 2.13,
-Linux). A torch built for GPUs maps several times as much."""
+Linux). torch for GPUs maps several times as much."""
 
 _FAILURES = ("failed to map segment", "cannot allocate memory")
 _THREAD_FAILURE = "can't start new thread"

@@ -91,12 +91,11 @@ def build_engine(
 ) -> Engine:
     """Build an engine that is ready to step. `options` may also map option names to values.
 
-    `kv_allocator` makes the manager of KV memory, for comparisons; None makes the paged manager. An
-    engine with `kv_allocator` has a prefix cache only if the options ask for one.
-    `tokenizer` is for grammars. None reads the options' tokenizer when the first grammar comes.
-    `prepare_grammars` prepares a large vocabulary during the build, so that in a server the first
-    grammar does not delay other requests.
-    `watch` wraps the runner, to observe its calls.
+    `kv_allocator` makes the manager of KV memory, for comparisons; None makes the paged manager.
+    With a `kv_allocator`, there is a prefix cache only if the options ask for it. `tokenizer` is
+    for grammars. None reads the options' tokenizer when the first grammar comes. `prepare_grammars`
+    prepares a large vocabulary during the build, so that in a server the first grammar does not
+    delay other requests. `watch` wraps the runner, to observe its calls.
 
     Raises ConfigurationError and its subclasses if options can't be obeyed, the model is unknown or
     can't be read, or memory is insufficient.
@@ -133,7 +132,7 @@ def build_engine(
                 folder,
                 watch or _unwatched,
             )
-    # If the caller doesn't close the tiers, they are closed with the engine or with the process.
+    # If the caller doesn't close the tiers, this closes them when the engine or the process ends.
     weakref.finalize(engine, engine.tier_work.close)
     return engine
 
@@ -193,7 +192,7 @@ def _build(
     checked, folder, config = kind.options, kind.folder, kind.config
     rank, own_runner, tiers = _build_ranks(checked, folder, config, on_progress, cache)
     if compiler is not None:
-        compiler.finish()  # otherwise it would slow the steps that are measured below
+        compiler.finish()  # so that it does not slow down the measured steps
     # First, collect the limits of requests and the facts that the engine reports.
     memory_plan, layout = rank.memory_plan, rank.layout
     limits = ModelLimits(
@@ -213,7 +212,7 @@ def _build(
         "runner": GENERATE if kind.generates else POOLING,
         "num_parameters": _num_parameters(folder),
     }
-    # Then make the scheduler, and the runner, which may overlap with it.
+    # Then make the scheduler and the runner. Scheduling may overlap with the runner's steps.
     memory = make_memory(
         _memory_config(checked, layout, memory_plan, cache, tiers), memory_plan.max_model_len
     )
@@ -253,10 +252,10 @@ def _build(
 
 
 def may_overlap_on_cpu(options: EngineOptions) -> bool:
-    """Whether steps on the CPU run on a thread of their own.
+    """Whether steps on the CPU run on their own thread, while the engine's thread schedules.
 
-    The options must ask for it. It is not supported with several ranks, nor with tiers or adapters,
-    since the engine's thread copies blocks and hands over adapters while no step may run.
+    The options must ask for it. Several ranks don't support it. Neither do tiers or adapters, since
+    the engine's thread copies blocks and loads adapters, during which no step may run.
     """
     has_tiers = options.cache_dir is not None or options.host_cache_size is not None
     is_alone = options.tensor_parallel_size == 1
@@ -264,9 +263,8 @@ def may_overlap_on_cpu(options: EngineOptions) -> bool:
 
 
 def _background(rank: RankBuild) -> BackgroundRunner | None:
-    """A runner that runs the rank's steps on a thread of its own.
-
-    None with Triton's kernels, whose runner only queues work.
+    """A runner that runs the rank's steps on its own thread. None with Triton's kernels, since
+    their runner only queues work and returns.
     """
     if rank.setup.is_triton:
         return None
@@ -276,8 +274,8 @@ def _background(rank: RankBuild) -> BackgroundRunner | None:
 
 
 def _use_pacer(engine: Engine, pacer: StepPacer, checked: EngineOptions) -> None:
-    """Pace steps by `pacer`. Its present cost model becomes the reference for the machine's later
-    speed."""
+    """Pace steps by `pacer`. Its present cost model becomes the reference to which later step times
+    are compared."""
     engine.scheduler.pacer, engine.facts["step_costs"] = pacer, pacer.model.coefficients
     engine.utilization.expected = StepCostModel(pacer.model.coefficients)
     engine.tier_work.expect(
@@ -297,7 +295,7 @@ def _set_up_utilization(engine: Engine, rank: RankBuild, checked: EngineOptions)
     if rank.device.type == "cuda":
         uuid = torch.cuda.get_device_properties(rank.device).uuid
         utilization.monitor = nvml.watch(f"GPU-{uuid}")
-    if checked.max_itl_ratio:  # 0 asks for a start without measurements
+    if checked.max_itl_ratio:  # 0: measure nothing at the start
         utilization.rates = measure_rates(rank.setup, checked.quantization)
 
 
@@ -327,7 +325,7 @@ def _build_ranks(
     """Build all ranks. Returns rank 0, which is in this process, the runner that drives all ranks,
     and the cache tiers below the KV pool, if any."""
     size = checked.tensor_parallel_size
-    unbind_threads()  # the other ranks' processes would inherit the binding, too
+    unbind_threads()  # else the other ranks' processes would inherit the binding
     if size == 1:
         binding = bind_threads(checked, choose_device(checked.device), 0, 1)
         rank = build_rank(checked, folder, config, None, binding, on_progress)
@@ -364,7 +362,7 @@ def _warn_of_shared_processors(num_ranks: int, num_processors: int) -> None:
 
 @contextmanager
 def _named_out_of_memory(options: EngineOptions) -> Iterator[None]:
-    """Turn errors of Python and torch about too little memory into InsufficientMemoryError."""
+    """Turn out-of-memory errors of Python and torch into InsufficientMemoryError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

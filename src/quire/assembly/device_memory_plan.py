@@ -5,8 +5,8 @@
 The runner is made twice. The first has a tiny pool, runs the steps of `runtime.profile_run` and
 measures their peak memory. The second has all the memory that gpu_memory_utilization leaves, and
 runs the same steps, so that a lack of memory shows before the first request comes. If something
-does not fit, an InsufficientMemoryError says which option to lower, and to which value. Called by
-`rank_build`.
+does not fit, an InsufficientMemoryError names the option to lower and the value that fits. Called
+by `rank_build`.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,8 +54,8 @@ class DeviceNeeds:
     vocab_size: int
     #: The most log-probabilities per token that a request may ask for.
     max_logprobs: int
-    #: Memory to reserve for CUDA graphs that are captured later. Graphs of the largest steps are
-    #: part of the measurement.
+    #: Bytes to reserve for CUDA graphs that are captured after the measurement, which includes the
+    #: graphs of the largest steps.
     graph_bytes: int = 0
     #: The weight format; None if the weights have the model's dtype.
     quantization: str | None = None
@@ -67,8 +67,8 @@ class DeviceNeeds:
     def profile_run(
         self, memory_plan: MemoryPlan, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
     ) -> ProfileRun:
-        """The largest steps of a runner with these sizes. Divisors reduce tokens and rows of a
-        step."""
+        """The largest steps of a runner with the sizes of `memory_plan`. The numbers of tokens and
+        rows of a step are divided by the divisors."""
         num_rows = max(1, self.options.max_num_seqs // num_rows_divisor)
         num_tokens = max(num_rows, self.options.max_num_batched_tokens // num_tokens_divisor)
         shape = RunnerShape(
@@ -85,7 +85,7 @@ class DeviceNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan(Generic[R]):
-    """A runner with the chosen sizes, and the account of the GPU's memory."""
+    """A runner with the chosen sizes, and a breakdown of the GPU's memory by use."""
 
     #: The runner, which is ready to serve requests.
     runner: R
@@ -123,7 +123,8 @@ def check_weights_fit(weight_bytes: int, memory: CudaMemory, quantization: str |
 
 
 def graph_reserve_bytes(num_graphs: int) -> int:
-    """Bytes to reserve for `num_graphs` graphs but one, whose memory the largest steps include."""
+    """Bytes to reserve for `num_graphs` - 1 graphs. The memory of one graph was measured
+    already."""
     return max(0, num_graphs - 1) * GRAPH_BYTES
 
 
@@ -267,7 +268,7 @@ def _too_small_a_pool(
 def _remedies(
     needs: DeviceNeeds, measured: _Measured, missing: int, fitting_len: int
 ) -> Iterator[str]:
-    """Changes that would each suffice, with the needed values."""
+    """Yield changes of options, with the needed values. Each change alone suffices."""
     options, page = needs.options, needs.layout.bytes_per_block
     if fitting_len >= 2:
         yield f"lower max_model_len to {fitting_len}"
@@ -326,7 +327,7 @@ def _utilization(options: EngineOptions) -> float:
 
 
 def _shares(needs: DeviceNeeds, measured: _Measured) -> str:
-    """A list of the memory taken besides KV blocks, for messages."""
+    """A phrase for messages that lists the uses of memory except KV blocks."""
     options = needs.options
     return (
         f"weights take {format_bytes(measured.weights)}, the largest step"

@@ -76,7 +76,7 @@ class DeviceSetup:
         )
 
     def new_adapter_kernels(self, max_num_tokens: int, *, captures: bool) -> AdapterKernels:
-        """The kernels of adapters, attached to no linear yet.
+        """New kernels for adapters, which are not attached to linears yet.
 
         `max_num_tokens` bounds the tokens of a step. `captures` says whether steps are captured as
         CUDA graphs.
@@ -219,7 +219,7 @@ def _triton_linears(options: EngineOptions) -> TritonLinears:
     # Triton may be missing, and takes a while to load.
     from quire.kernels.triton.operators import TritonOperators
 
-    # Otherwise torch may also sum in 16 bits where it splits the K dimension of a product.
+    # Otherwise torch may sum partial products in 16 bits if it splits the K dimension.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return TritonLinears(TritonOperators(), batch_invariant=options.batch_invariant)

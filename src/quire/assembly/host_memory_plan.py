@@ -2,7 +2,7 @@
 
 `options.engine_options.SizeOptions` explains the rules. The operating system says how much memory
 is available; the caller, `rank_build`, knows the sizes of weights and blocks. On a GPU
-`device_memory_plan` measures instead. Knows no tensors and builds nothing.
+`device_memory_plan` measures instead. Only computes sizes: uses no tensors and builds nothing.
 """
 
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class _Taken:
 
     weight_bytes: int
     adapter_bytes: int
-    #: Limit of the memory of this engine, weights included, if no option gives a size; None if
-    #: there is no limit.
+    #: Maximum memory of this engine, including weights, if no option gives a size; None means no
+    #: limit.
     most_bytes: int | None
 
 
@@ -55,7 +55,7 @@ def plan_memory(
     adapter_bytes: int = 0,
     most_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The sizes of the KV memory that fit into the machine's memory.
+    """Choose sizes of the KV memory that fit into the machine's memory.
 
     `adapter_bytes` is the size of the slots for adapters. `most_bytes` is the free memory of the
     ranks' memory nodes, minus what other engines there may use; None if the ranks are not bound to
@@ -102,7 +102,7 @@ def wanted_model_len(options: EngineOptions, config: ModelConfig) -> int:
 def _with_small_table(model_len: int, config: ModelConfig) -> int:
     """`model_len`, reduced if its table of rotary embeddings would be too large.
 
-    A tiny model's config may have a length whose K and V fit into memory, but whose table does not.
+    A tiny model's config may have a length at which K and V fit into memory, but not the table.
     """
     position_bytes = config.bytes_per_position
     if not position_bytes:
@@ -129,7 +129,8 @@ def blocks_for(num_tokens: int, options: EngineOptions, layout: KVCacheLayout) -
 def fitting_tokens(
     num_blocks: int, num_wanted_tokens: int, options: EngineOptions, layout: KVCacheLayout
 ) -> int:
-    """Tokens of the longest sequence that fits into `num_blocks` blocks, in whole blocks.
+    """Tokens of the longest sequence that fits into `num_blocks` blocks, a multiple of the block
+    size.
 
     Never searches above `num_wanted_tokens`, since recurrent states hold any number of tokens.
     """

@@ -37,7 +37,7 @@ _FROM_TRANSFORMERS = {"auto": None, "native": False, "transformers": True}
 """For each value of the option model_impl, the argument `from_transformers` of `load_config`."""
 
 _INSTRUCTED = "Qwen3"
-"""Rerankers whose architecture's name begins so expect pairs in the format `PairForm.QWEN3`."""
+"""Rerankers whose architecture has this prefix expect pairs in the format `PairForm.QWEN3`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,10 @@ def _token_ids(options: EngineOptions, words: str) -> tuple[int, ...]:
 def _with_fitting_length(
     options: EngineOptions, config: ModelConfig, said: PoolingFolder | None
 ) -> EngineOptions:
-    """The options with a max_model_len that fits a model for embeddings or scores.
+    """The options, with a max_model_len for embedding or scoring.
 
-    It is at most the length in the model's folder, and for an encoder at most one step's tokens.
+    This length is at most the length in the model's folder, and for an encoder at most
+    max_num_batched_tokens.
     """
     longest = options.max_model_len or config.max_supported_positions
     if said is not None and said.max_tokens is not None and options.max_model_len is None:

@@ -74,13 +74,13 @@ class RankBuild:
     setup: DeviceSetup
     runner: ModelRunner
     memory_plan: MemoryPlan
-    #: The layout with the pages of all ranks together, for the accounting of memory.
+    #: The layout with the pages of all ranks together, used to account for memory.
     layout: KVCacheLayout
     #: The layout of this rank's pages.
     own_layout: KVCacheLayout
     #: Reported facts about kernels, formats and memory.
     facts: Facts
-    #: Everything that determines the bytes of the rank's pages; None if nobody asks for it.
+    #: Everything that determines the bytes of the rank's pages; None if no option needs it.
     fingerprint: Fingerprint | None
     #: The adapters that fill the rank's slots; None if it has no slots.
     adapters: AdapterStore | None
@@ -113,7 +113,7 @@ def build_rank(
         methods = replace(methods, sharding=Sharding(group, config.vocab_size))
         share = split_config(config, group.rank, group.size)
         setup = replace(setup, methods=methods)
-    # First, check the checkpoint's sizes, then plan pages, which takes long for many layers.
+    # First, check the checkpoint's sizes. Then plan pages; this takes long for many layers.
     num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
     backend = setup.new_backend()
     layout = plan_layout(
@@ -288,7 +288,7 @@ class _Builder:
             num_adapter_bytes,
             None if free_bytes is None else free_bytes * self.num_ranks,
         )
-        if self.group is not None:  # the ranks have measured the free memory at different times
+        if self.group is not None:  # ranks may have measured different free memory
             num_blocks, model_len = memory_plan.num_blocks, memory_plan.max_model_len
             memory_plan = MemoryPlan(self.group.least(num_blocks), self.group.least(model_len))
         if binding is not None:
@@ -301,7 +301,7 @@ class _Builder:
             runner = self._runner(model, adapters, memory_plan)
         facts: Facts = {"num_threads": setup.num_threads}
         if binding is not None:
-            storage = runner.kv_storage  # bound explicitly, since any thread may write it later
+            storage = runner.kv_storage  # bound here, since any thread may write it first
             binding.place(storage.data_ptr(), storage.nbytes)
             binding.log()
             facts["numa"] = binding.where
@@ -358,7 +358,7 @@ class _Builder:
         if model.recurrent_specs:
             states = select_recurrence(setup.device.type, setup.kernels, is_triton=setup.is_triton)
             model.use_states(states)
-        elif self.options.kv_cache_dtype != AUTO:  # the check's prompt can't run with states
+        elif self.options.kv_cache_dtype != AUTO:  # the check can't run with states
             check_keys(model, self.options.kv_cache_dtype, model_len)
         rounding = rounding_of(self.options.quantization, self.config)
         if rounding is not None:

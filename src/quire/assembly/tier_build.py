@@ -44,24 +44,24 @@ from quire.tiers.ranks import RankedTiers, RankLink
 from quire.tiers.stack import TierStack
 
 TAKE_OVER_S = 10.0
-"""Time to wait for an engine that has just died, or is about to end, to release the folder."""
+"""Seconds to wait until an engine that has just died, or is about to end, releases the folder."""
 
 LEAST_SLOTS = 16
 """The fewest slots of a host tier, so that loads and writes to the disk don't wait for each
 other."""
 
 MOST_DIFFERENCES = 3
-"""The most differences that a line of the log names."""
+"""Maximum number of differences that a log line names."""
 
 logger = get_logger(__name__)
 
 
 @contextmanager
 def cache_folder(options: EngineOptions) -> Iterator[CacheFolder | None]:
-    """Open the folder that the options name, if any, for the time while an engine is built.
+    """Open the cache folder that the options name, if any, while an engine is built.
 
-    It is closed if the build fails; otherwise the tier owns it. Raises ConfigurationError if it
-    can't be opened.
+    If the build fails, the folder is closed; otherwise the tier owns it. Raises ConfigurationError
+    if it can't be opened.
     """
     if options.cache_folder is None:
         yield None
@@ -147,7 +147,8 @@ def _num_slots(options: EngineOptions, page_bytes: int) -> int:
 
 
 def new_copies(storage: torch.Tensor, num_slots: int) -> StagedCopies:
-    """Copies between an empty pool [num_blocks, bytes of a block] and slots in the host's memory.
+    """Make the copier between an empty pool [num_blocks, bytes of a block] and slots in host
+    memory.
 
     The slots are page-locked if the pool is on a GPU. Raises InsufficientMemoryError.
     """
@@ -193,7 +194,7 @@ def build_disk_tier(
             f"cache_dir {options.cache_dir!r} can't be read: {error.strerror or error}"
         ) from error
     if storage is None:
-        # Loads fill the pool's first blocks, whose memory is not committed yet.
+        # The first loads write to the pool's first blocks. Commit their memory now.
         rank.runner.touch_memory(tier.store.own_bytes, lambda: not tier.is_beside_steps)
     write_description(folder, rank.fingerprint)
     if len(tier.store.index) == 0 and folder.part.rank == 0:
@@ -286,7 +287,7 @@ def _explain_cold(folder: CacheFolder, fingerprint: Fingerprint) -> None:
 def _used_bytes(group: KVGroup) -> int:
     """The number of bytes at the beginning of a page that are used.
 
-    Pages of states count as full, since only the last page of a state has unused bytes.
+    Pages of recurrent states count as full, since only a state's last page has unused bytes.
     """
     if group.kind is KVKind.STATE:
         return group.bytes_per_block

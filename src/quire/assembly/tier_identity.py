@@ -56,7 +56,7 @@ COMPUTING_FOLDERS = (
 NO_KV_FIELDS = frozenset(
     {
         "dtype",  # the part `weights` has the checkpoint's dtype, `numerics` the activations'
-        "tie_word_embeddings",  # this and the next three are about the head after the last layer
+        "tie_word_embeddings",  # this and the next three concern the head after the last layer
         "num_labels",
         "logits_scale",
         "vocab_size",
@@ -80,14 +80,14 @@ class PageIdentity:
     def __init__(self) -> None:
         #: The digest of the weights, which the loader updates.
         self.weights = WeightsDigest()
-        #: Digest of the input statistics that were used to round weights; of nothing if all weights
-        #: were rounded to nearest.
+        #: Digest of the input statistics that were used to round weights; the digest of no data if
+        #: all weights were rounded to nearest.
         self.rounding = WeightsDigest()
         self._max_model_len = 0
         self._classes: set[type] = set()
 
     def record_model(self, model: TextModel, max_model_len: int) -> None:
-        """Note the classes of the loaded model, and the length of its longest sequence."""
+        """Record the classes of the loaded model, and the length of its longest sequence."""
         self._max_model_len = max_model_len
         modules = list(model.modules())
         methods = [module.method for module in modules if isinstance(module, Linear)]
@@ -175,9 +175,9 @@ def _pages(block_size: int, layout: KVCacheLayout) -> dict[str, Any]:
 
 
 def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
-    """The libraries and the processor or GPU that compute, besides our own sources.
+    """Identifies the libraries and the processor or GPU that compute, besides quire's sources.
 
-    torch is always included, since it makes the tables of rotations.
+    torch is always included, since it makes the tables of rotary embeddings.
     """
     facts: dict[str, Any] = {
         "program": "native" if is_native else "modules",
@@ -217,7 +217,8 @@ def _products_digest(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _processor() -> str:
-    """The properties of the processor by which torch's libraries choose kernels."""
+    """The processor's name, and a digest of the properties by which torch's libraries choose
+    kernels."""
     wanted = ("vendor_id", "model name", "cpu family", "model", "flags", "Features")
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     found = {name.strip(): text.strip() for name, _, text in (x.partition(":") for x in lines)}
@@ -331,7 +332,8 @@ def _sources_of_others(classes: Iterable[type]) -> dict[str, str]:
 
 
 def _modules_used_by(name: str, source: Path) -> Iterator[tuple[str, Path]]:
-    """The modules with sources that a module imports anywhere. A compiled module yields none."""
+    """Yield the modules that the module `name` imports anywhere in its source file, if they have
+    source files. A compiled module yields none."""
     if source.suffix != ".py":
         return
     package = getattr(sys.modules.get(name), "__package__", None) or ""
@@ -346,7 +348,7 @@ def _modules_used_by(name: str, source: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _file_of(name: str) -> str | None:
-    """The file of a module that was imported, or whose package was; None if unknown."""
+    """The file of a module, if the module or its package was imported; None if unknown."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__file__", None)
     package = name.rpartition(".")[0]

@@ -1,1 +1,1 @@
-"""Checks with a prompt, when an engine starts, whether number formats suit the model."""
+"""Runs a prompt when an engine starts, to check whether number formats suit the model."""

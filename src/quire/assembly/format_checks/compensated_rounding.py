@@ -1,9 +1,9 @@
 """Rounds weights again when an engine starts, so that rounding errors cancel for a prompt's inputs.
 
-The model is loaded with plain rounding. It reads a prompt of fixed token ids, which shows the
-inputs of each linear. Then the checkpoint's weights are read a second time, and rounded with these
-inputs (`kernels.compensation`). Each start rounds the same weights to the same values, whatever the
-number of threads. Applies only to formats with a `CompensatedMethod`.
+The model is loaded with plain rounding. It reads a prompt of fixed token ids, and the inputs of
+each linear are recorded. Then the checkpoint's weights are read a second time, and rounded for
+these inputs (`kernels.compensation`). Each start rounds the same weights to the same values,
+whatever the number of threads. Applies only to formats with a `CompensatedMethod`.
 """
 
 import time
@@ -36,9 +36,9 @@ def compensate_rounding(
     reload: Callable[[Collection[Linear]], None],
     digest: WeightsDigest | None = None,
 ) -> None:
-    """Round the weights of a loaded model again, where their methods can compensate errors.
+    """Round the weights of a loaded model again, if their linear methods can compensate errors.
 
-    `max_model_len` is the number of tokens of the model's longest prompt. `reload` fills linears
+    `max_model_len` limits the prompt's length. `reload` fills linears
     from the checkpoint, as `loader.load_again` does. `digest`, if given, is updated with the input
     statistics that determine the rounded values. All ranks that share a model must call this at the
     same time.

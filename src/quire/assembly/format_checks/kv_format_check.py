@@ -1,9 +1,10 @@
 """Measures at the start whether the chosen KV format suits a model's keys.
 
 In some models a few elements of keys are a hundred times as large as the others, for example
-because of Qwen2's biases. One scale for a vector then leaves little precision for the rest, and
-answers are garbage. So, before the KV cache is allocated, the model reads a prompt of fixed token
-ids once with exact K and V. Each layer's attention is compared with attention over rounded keys.
+because of Qwen2's biases. With one scale per vector, the other elements then keep little precision,
+and answers are garbage. So, before the KV cache is allocated, the model reads a prompt of fixed
+token ids once with exact K and V. Each layer's attention is compared with attention over rounded
+keys.
 """
 
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def measure_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> K
 
 
 def check_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> None:
-    """Measure and log the divergence, as a warning if the format is bad for the model."""
+    """Measure the divergence and log it. Logs a warning if the format is bad for the model."""
     found = measure_keys(model, kv_cache_dtype, max_model_len)
     if not found.is_bad:
         logger.info(

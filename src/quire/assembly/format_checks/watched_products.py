@@ -21,7 +21,7 @@ product with which the model continues."""
 
 @contextmanager
 def watched_products(linears: Collection[Linear], on_product: OnProduct) -> Iterator[None]:
-    """Until the `with` ends, pass each product of these linears to `on_product`."""
+    """A context in which each product of these linears is passed to `on_product`."""
     methods = {linear: linear.method for linear in linears}
     watched = {method: _Watched(method, on_product) for method in methods.values()}
     try:
@@ -34,7 +34,8 @@ def watched_products(linears: Collection[Linear], on_product: OnProduct) -> Iter
 
 
 class _Watched(LinearMethod):
-    """Multiplies by `inner`, one linear at a time, and passes each product to `on_product`."""
+    """Multiplies with the method `inner`, one linear at a time. Passes each product to
+    `on_product`."""
 
     def __init__(self, inner: LinearMethod, on_product: OnProduct) -> None:
         self._inner, self._on_product = inner, on_product

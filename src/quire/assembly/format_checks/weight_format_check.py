@@ -7,8 +7,8 @@ prompt of fixed token ids twice:
 1. For each linear, some outputs are also computed from exact rows of the checkpoint. The relative
    error of the format is noise divided by signal, for the median token.
 2. Random noise of the measured size is added to each linear's outputs. It moves the next-token
-   distributions about as far as the format has moved them from the exact ones. The exact
-   distributions themselves would need a second model.
+   distributions about as far as the format has moved them from the exact ones. To compute the exact
+   distributions, a second model would be needed.
 
 Formats are only used through `LinearMethod.apply`.
 
@@ -59,14 +59,15 @@ NUM_RUNS, ROWS_PER_RUN = 2, 16
 """From each part of a weight, NUM_RUNS runs of ROWS_PER_RUN consecutive rows are read again. Runs
 are read faster than single rows."""
 MOST_EXPERTS = 2
-"""The most experts that are measured per layer, among those that the prompt uses. The worst of them
-stands for all experts of the layer."""
+"""The most experts that are measured per layer, among those that the prompt uses. The worst of
+their errors is used for all experts of the layer."""
 _EXPERT = re.compile(r"experts\.\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightNoise:
-    """The noise of a format in one model's linears, and its effect."""
+    """The rounding noise that a format causes in a model's linears, and the effect on
+    predictions."""
 
     #: Divergence of next-token distributions, in nats, that noise of this size causes; NaN if the
     #: model's results are not numbers.
@@ -98,7 +99,7 @@ class CheckedSetup:
 
 @dataclass(frozen=True, slots=True)
 class _Noise:
-    """The noise of one linear's outputs, measured on a sample of them."""
+    """The noise of one linear's outputs, measured on a sample of the outputs."""
 
     #: Indices of the sampled outputs, [R].
     outputs: torch.Tensor
@@ -124,7 +125,7 @@ class _Errors:
     def __init__(
         self, weights: LinearWeights, dtype: torch.dtype, paths: Mapping[LinearModule, str]
     ) -> None:
-        """`paths` has all linears of the model."""
+        """`paths` maps each linear of the model to its path."""
         self._weights, self._dtype, self._paths = weights, dtype, paths
         self._found: dict[str, list[_Noise]] = {}
         self._began_s = time.perf_counter()
@@ -165,7 +166,7 @@ class _Errors:
                     return None
                 weights.append(found)
                 biases.append(bias)
-        # A model without a weight format would also round them to this dtype.
+        # Without a weight format, the model would also round the weights to this dtype.
         weight, bias = (torch.cat(each).to(self._dtype).float() for each in (weights, biases))
         return _ExactRows(weight, bias)
 
@@ -207,8 +208,8 @@ def measure_weights(
 ) -> WeightNoise:
     """Measure a model that is ready to run and has no recurrent layers.
 
-    `weights` are those of its checkpoint. `max_model_len` is the number of tokens of its longest
-    prompt. Raises TimeoutError.
+    `weights` reads the model's checkpoint. `max_model_len` limits the prompt's length. Raises
+    TimeoutError.
     """
     device = next(model.parameters()).device
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
@@ -290,7 +291,7 @@ def rounding_of(quantization: str | None, config: ModelConfig) -> ModelRounding 
 def check_weights(
     model: TextModel, setup: CheckedSetup, rounding: ModelRounding, max_model_len: int
 ) -> None:
-    """Measure and log the noise, as a warning if the rounding is bad for the model.
+    """Measure the noise and log it. Logs a warning if the rounding is bad for the model.
 
     If it can't be measured, for example because the checkpoint can't be read again, the reason is
     logged and the model serves nevertheless.

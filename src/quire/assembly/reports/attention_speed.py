@@ -77,7 +77,7 @@ class _Runs:
         pages = torch.zeros(
             NUM_ROWS * num_blocks, form.bytes_per_layer, dtype=torch.uint8, device=setup.device
         )
-        pages.fill_(1)  # commits the memory, with finite small numbers
+        pages.fill_(1)  # commits the memory; the values are small and finite
         self._backend.bind((spec,), (LayerKV(pages, 0, form),))
         order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(1))
         self._tables = order.to(torch.int32).view(NUM_ROWS, num_blocks).to(setup.device)

@@ -3,10 +3,10 @@
     The size is 16, doubled while a sequence of max_model_len has more than 4,096 blocks,
     or a block holds fewer than 8,192 elements over all layers; at most 256
 
-Small blocks share more of the common prefix of prompts and leave fewer slots unused. But each block
-is hashed, has a table entry, and is copied or stored on disk by itself. A prompt shorter than a
-block shares nothing, so no block gets more than 256 tokens. `quire plan` considers the load too.
-Called by `model_kind`.
+With small blocks, prompts share more of their common prefix, and fewer slots stay unused. But each
+block costs a hash, a table entry, and a separate copy or disk write. A prompt shorter than a block
+shares nothing, so no block gets more than 256 tokens. `quire plan` also considers the load. Called
+by `model_kind`.
 """
 
 from dataclasses import replace

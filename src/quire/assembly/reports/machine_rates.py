@@ -30,7 +30,7 @@ GPU_SHAPE = (4096, 4096, 4096)
 """(rows, inputs, outputs) of the product on a GPU: 1.4e11 operations, which take 0.2 ms or more."""
 
 CALLS_AT_ONCE = 10
-"""The calls per measurement on a GPU, so that launching and waiting take a small share."""
+"""Calls per measurement on a GPU: so many that launching and waiting take little of the time."""
 
 COPY_BYTES = 128 << 20
 """The size of a copy on a GPU, which exceeds its caches."""
@@ -41,8 +41,8 @@ _measured: dict[tuple[object, ...], MachineRates | None] = {}
 def measure_rates(setup: DeviceSetup, quantization: str | None) -> MachineRates | None:
     """The rates of one rank's device, with weights in the format of the option `quantization`.
 
-    None with Triton's interpreter, whose rates are meaningless, and on a GPU without enough free
-    memory.
+    None with Triton's interpreter, since its rates are meaningless, and None on a GPU without
+    enough free memory.
     """
     chosen = (setup.device, setup.dtype, setup.name, setup.num_threads)
     key = (*chosen, quantization, setup.batch_invariant)

@@ -64,7 +64,8 @@ def choose_model(options: EngineOptions) -> ModelKind:
 def fit_memory(options: EngineOptions, kind: ModelKind) -> MemoryFit:
     """The sizes of an engine with `options`, which name the model of `kind`.
 
-    Raises ConfigurationError and InsufficientMemoryError if this machine can't serve the model so.
+    Raises ConfigurationError and InsufficientMemoryError if this machine can't serve the model with
+    these options.
     """
     config = kind.config
     device = choose_device(options.device)

@@ -1,7 +1,7 @@
 """Reports a model's properties, how this machine would serve it, and how much memory it takes.
 
-For `quire doctor MODEL`. Reads config, tokenizer and the names of weights, without loading them; of
-a model on the hub it fetches only small files. Uses the code that serves models. Called by
+For `quire doctor MODEL`. Reads config, tokenizer and the names of weights, without loading weights.
+Of a model on the hub, fetches only small files. Uses the code that serves models. Called by
 `cli.doctor.model`.
 """
 
@@ -31,7 +31,7 @@ from quire.text.tokenizer import Tokenizer
 
 DENSE = ("bfloat16", "float32")
 AS_STORED = "as stored"
-"""The precision of weights that the checkpoint stores quantized."""
+"""Name of the precision of weights that are quantized in the checkpoint."""
 _NOT_FETCHED = "the size of its weights is unknown until their files are fetched"
 
 
@@ -83,7 +83,7 @@ class ModelReport:
     transformers_version: str | None = None
     #: The multimodal architecture whose language model this is; None if it is not part of one.
     wrapper: str | None = None
-    #: Bytes of the slots that enable_lora takes without further options.
+    #: Bytes of the adapter slots if enable_lora is set and no other option of adapters.
     adapter_bytes: int = 0
     #: Why the model can have no adapters; None if it can.
     adapter_problem: str | None = None

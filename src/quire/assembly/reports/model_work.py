@@ -1,7 +1,7 @@
 """Computes the minimum bytes and operations that a model's steps need.
 
-The numbers of weights come from the modules (`models.footprint`), and those of K, V and states from
-the page layout. With several ranks, all counts are for this rank's shard. Called by
+The sizes of weights are taken from the modules (`models.footprint`), the sizes of K, V and states
+from the page layout. With several ranks, all counts are for this rank's shard. Called by
 `assembly.rank_build`.
 """
 
