@@ -1,6 +1,6 @@
 """`quire cache`: says what a cache folder holds, checks every byte of it, or empties it.
 
-    quire cache inspect FOLDER      changes nothing, and works while an engine uses the folder
+    quire cache inspect FOLDER      changes nothing; an engine may be using the folder
     quire cache verify FOLDER       reads all records; changes only the process id in the lock
     quire cache empty FOLDER        removes all records; the secret stays
 
@@ -32,7 +32,7 @@ _ALL_LOCKS = Path("/proc/locks")
 
 @dataclass(slots=True)
 class Namespace:
-    """The records of one model in one configuration."""
+    """The records that a cache folder has for one model in one configuration."""
 
     fingerprint: str
     #: The model's name; None if the folder has no description of the namespace.
@@ -40,7 +40,7 @@ class Namespace:
     #: The configuration in a few words; None if there is no description.
     in_short: str | None = None
     num_segments: int = 0
-    #: Segments without a footer, left by an engine that still runs or was killed.
+    #: Number of segments without a footer. Their engine is still running or was killed.
     num_unsealed: int = 0
     #: Number of files that can't be read, or are not segments of this namespace.
     num_foreign: int = 0
@@ -77,7 +77,7 @@ class Survey:
     """The contents of a cache folder."""
 
     folder: str
-    #: The process id of the engine that uses the folder; None if no visible process does.
+    #: The process id of the engine that uses the folder; None if no visible process uses it.
     holder: int | None
     num_bytes: int
     namespaces: list[Namespace]
@@ -144,7 +144,7 @@ class Removal:
 
 
 def main(action: str, folder: Path, *, as_json: bool) -> int:
-    """Do one action, print its result, and return the exit code.
+    """Run the action `action`, print its result, and return the exit code.
 
     Raises ConfigurationError if the folder is not a cache folder, or if the action needs the
     folder's lock and an engine holds it. Raises OSError.
@@ -159,7 +159,7 @@ def main(action: str, folder: Path, *, as_json: bool) -> int:
 
 
 def survey(folder: Path) -> Survey:
-    """Summarize a folder. It takes no lock and writes nothing."""
+    """Summarize a folder. Takes no lock and writes nothing."""
     _check_is_ours(folder)
     namespaces = [_namespace(path) for path in _namespaces(folder)]
     namespaces.sort(key=lambda each: -each.changed_s)
@@ -194,7 +194,8 @@ def _namespace(path: Path) -> Namespace:
 
 
 def _namespaces(folder: Path) -> list[Path]:
-    """The namespaces' folders, without symbolic links, which engines ignore as well."""
+    """The folders of the namespaces. Symbolic links are left out, since engines ignore them,
+    too."""
     names = [path for path in folder.iterdir() if is_namespace(path.name)]
     return sorted(path for path in names if path.is_dir() and not path.is_symlink())
 
@@ -212,16 +213,16 @@ def _segments(namespace: Path) -> Iterator[tuple[Path, Contents | None]]:
 
 
 def holder_of(folder: Path) -> int | None:
-    """The process that holds the folder's lock, according to the kernel's list of locks.
+    """The id of the process that holds the folder's lock, read from the kernel's list of locks.
 
-    Trying to take the lock could make an engine fail that starts at the same moment.
+    Taking the lock to test it could make a starting engine fail.
     """
     status = (folder / _LOCK).stat()
     if not _ALL_LOCKS.exists():
         return None
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     for line in _ALL_LOCKS.read_text().splitlines():
-        match line.split():  # lines of waiting processes have "->" after the number
+        match line.split():  # if a process only waits, "->" follows the number
             case [_, "FLOCK", _, _, process, place, *_] if place == f"{device}:{status.st_ino}":
                 return int(process)
     return None

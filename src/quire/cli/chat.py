@@ -27,7 +27,7 @@ HELP = "\n".join(f"{name:8}{text}" for name, text in COMMANDS.items()) + (
 
 @dataclass(slots=True)
 class Interrupt:
-    """Whether Ctrl-C was pressed since the answer began."""
+    """Records whether Ctrl-C was pressed since the answer began."""
 
     requested: bool = False
 
@@ -59,7 +59,8 @@ class ChatSession:
     """
 
     def __init__(self, stream_chat: StreamChat, system: str | None = None) -> None:
-        #: Maps messages to pieces of the answer. Closing the iterator ends the request.
+        #: Maps messages to an iterator over pieces of the answer. Closing the iterator ends the
+        #: request.
         self._stream_chat = stream_chat
         self._system = system
         self.messages: list[Message] = []
@@ -72,9 +73,9 @@ class ChatSession:
             self.messages.append({"role": "system", "content": self._system})
 
     def ask(self, question: str) -> None:
-        """Stream the answer to the terminal. Ctrl-C ends it and keeps the partial answer.
+        """Stream the answer to the terminal. Ctrl-C ends the answer and keeps its beginning.
 
-        Raises InvalidRequestError for a question that can't be answered, which is then forgotten.
+        Raises InvalidRequestError if the question can't be answered, and forgets the question.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         answer = ""

@@ -8,9 +8,9 @@ Its keys are the flags, with dashes or underscores:
     enable-prefix-caching: false
     api-key: [alice:secret-1, bob:secret-2]     # a flag that may be repeated
 
-Each entry becomes the words that a user would have typed, and goes through the same checks. Errors
-name the file and the line. A flag on the command line overrides the file's. Texts are read as
-written (`revision: 1.10` is "1.10"). Called by `parser`.
+Each entry is turned into command-line words, which are checked like words that a user types. Errors
+name the file and the line. A flag on the command line overrides the same flag in the file. Texts
+are read as written (`revision: 1.10` is "1.10"). Called by `parser`.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Entry:
 
 
 class ConfiguredParser(Parser):
-    """A Parser that also reads words from the file of `--config`, if it has that flag."""
+    """A Parser with the flag `--config` that also reads words from the file named there."""
 
     #: Called with a namespace that has only one flag; raises ConfigurationError if the command
     #: would refuse its value. None if values are not checked while the file is read.
@@ -65,7 +65,8 @@ class ConfiguredParser(Parser):
             self.error(str(error))
 
     def _given(self, namespace: Any) -> set[str]:
-        """Names of the options that were given. The others have their defaults, mostly None."""
+        """Names of the options that were given: those whose values are neither None nor the
+        default."""
         return {
             name
             for name, value in vars(namespace).items()
@@ -73,7 +74,8 @@ class ConfiguredParser(Parser):
         }
 
     def _words_of(self, path: str, given: Collection[str]) -> list[str]:
-        """The file's words for options that are not in `given`, a set of namespace names."""
+        """The command-line words that the file adds, without options in `given` (namespace
+        names)."""
         try:
             entries = read_entries(path)
         except ConfigurationError as error:
@@ -126,7 +128,8 @@ def _may_be_repeated(action: argparse.Action | None) -> bool:
 
 
 def read_entries(path: str) -> list[Entry]:
-    """The file's entries, in order. Raises ConfigurationError that names the file and the line."""
+    """Read the file's entries, in order. Raises ConfigurationError, which names the file and the
+    line."""
     import yaml  # imported only if needed, as it takes long to load
 
     # First, parse the file as YAML, and report its errors with the line.
@@ -147,7 +150,7 @@ def read_entries(path: str) -> list[Entry]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigurationError(f"{path} must hold flags and values, as in 'port: 8000'")
-    # Then turn each key into a flag that may occur once.
+    # Then turn each key into a flag. Each flag may occur once.
     entries: dict[str, Entry] = {}
     for key, value in root.value:
         line = key.start_mark.line + 1

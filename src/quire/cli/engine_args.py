@@ -25,7 +25,7 @@ P = TypeVar("P", bound=argparse.ArgumentParser)
 class FlexibleArgumentParser(Parser):
     """An ArgumentParser that reads --max_model_len as --max-model-len.
 
-    It also accepts flags of other engines that ask for behaviour which quire always has.
+    It also accepts flags of other engines, if they ask for behaviour that quire always has.
     """
 
     def __init__(self, *unnamed: Any, **options: Any) -> None:

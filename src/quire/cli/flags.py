@@ -29,7 +29,8 @@ from quire.options.engine_options import EngineOptions
 from quire.server.config import ServerConfig
 
 ENGINE_GROUPS = ("model", "memory", "scheduling", "computation")
-"""Groups of the flags that every command with an engine has, in the order of the help."""
+"""Groups of the engine's flags, which every command with an engine has, in the order of the
+help."""
 
 SERVER_GROUPS: Mapping[str, str | None] = {
     "server": None,
@@ -42,8 +43,8 @@ SERVER_GROUPS: Mapping[str, str | None] = {
     "recording": "The load is recorded for replays; see docs/record-replay.md.",
     "logging": None,
 }
-"""Further groups of `quire serve`, with a description or None. Engine options in these groups have
-no flag in other commands."""
+"""Further groups of flags of `quire serve`, each with a description or None. Other commands have no
+flags for engine options in these groups."""
 
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 """Arguments of SamplingParams that are also flags. A flag's value None means the model's
@@ -62,7 +63,8 @@ MODEL_HELP = next(
 
 
 class Once(argparse.Action):
-    """Stores a value that may be given as a flag or as a positional argument, but not as both."""
+    """Stores a value that may be given as a flag or as a positional argument. Refuses two different
+    values."""
 
     def __call__(
         self,
@@ -106,8 +108,8 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_served(args: argparse.Namespace) -> None:
-    """Check each value by itself. Raises ConfigurationError if the server or the engine would
-    refuse the value in any combination."""
+    """Check each value without regard to the others. Raises ConfigurationError for a value that the
+    server or the engine always refuses."""
     check_each(ServerConfig, server_options(args))
     check_each(EngineOptions, served_engine_options(args))
 
@@ -173,9 +175,9 @@ def _add_option(group: Any, each: Field[Any], declared: Option) -> None:
 
 
 def _reading(kind: Kind, metavar: str | None) -> dict[str, Any]:
-    """The arguments that tell argparse how to read a flag's value.
+    """Keyword arguments for `add_argument` that say how argparse reads a flag's value.
 
-    Values that argparse leaves as text are read later by the option's kind.
+    If argparse keeps a value as text, the option's kind converts it later.
     """
     if isinstance(kind, Switch):
         if kind.is_one_way:

@@ -38,7 +38,7 @@ PASSIVE_WAITING = ("batch", "chat", "cluster", "generate", "plan", "replay", "se
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command. words are its arguments; None means the process's own."""
+    """Run one command. `words` are its arguments; None means the process's own arguments."""
     # First, parse the arguments, and check the combinations that argparse can't express.
     words = sys.argv[1:] if words is None else words
     try:
@@ -75,7 +75,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _check_folder()
         if args.print_completion:
             return _print_completion(parser, args.print_completion)
-        if args.command not in ("serve", "cluster"):  # these have options for logs
+        if args.command not in ("serve", "cluster"):  # these have their own log options
             _configure_log("warning")
         with named_memory_failures():
             return _COMMANDS[args.command](args)
@@ -88,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has closed it (`quire ... | head`), which is no error. Python
-        # flushes stdout at exit and would report it again, hence the new destination.
+        # flushes stdout at exit and would report the closed pipe again, so stdout is redirected.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a full disk, a file that can't be written
@@ -100,7 +100,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: Exception) -> None:
-    """Print an error as one sentence to stderr, or as a line of the log if that is JSON."""
+    """Print an error as one sentence to stderr, or log it if the log is in JSON."""
     from quire.observability import log  # `--version` and `--help` need no logging
 
     if log.is_json():
@@ -132,7 +132,8 @@ def _configure_log(usual: str) -> None:
 
 
 def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
-    """Maps each benchmark to the function that adds its arguments; None if `bench` is not run."""
+    """Maps each benchmark to the function that adds its arguments; None if `bench` is not the
+    command."""
     command = next((word for word in words if not word.startswith("-")), None)
     is_completion = any(word.startswith("--print-completion") for word in words)
     if command != "bench" and not is_completion:

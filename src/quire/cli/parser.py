@@ -79,8 +79,9 @@ _DESCRIPTION = "An inference engine for large language models."
 def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser:
     """Build the parser of all commands.
 
-    add_bench_arguments maps each benchmark to a function that adds its arguments to a parser. They
-    come from `quire.bench`, which is not loaded for other commands. None leaves `bench` empty.
+    `add_bench_arguments` maps each benchmark to a function that adds its arguments to a parser. The
+    functions are in `quire.bench`, which is not imported for other commands. None leaves `bench`
+    empty.
     """
     # First, the flags of `quire` itself.
     parser = Parser(prog="quire", description=_DESCRIPTION, commands=COMMANDS)

@@ -11,7 +11,7 @@ from typing import Any
 from quire.errors import ConfigurationError
 
 NOT_ANSWERED = 1
-"""The exit code if there are no measurements to answer from."""
+"""The exit code if the plan has no answer, since nothing was measured."""
 
 
 def make_plan(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
@@ -23,7 +23,7 @@ def make_plan(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         raise ConfigurationError(f"--price is {args.price:g}, but must be above 0")
     if not 0 < args.measure_time < math.inf:
         raise ConfigurationError(f"--measure-time is {args.measure_time:g}, but must be above 0")
-    # These import torch, so the values are checked before.
+    # These modules import torch, so the values are checked first.
     from quire.planning.lines import plan_data, plan_lines, size_data, size_lines
     from quire.planning.load import read_load
     from quire.planning.objectives import Objectives, parse_objectives

@@ -72,7 +72,7 @@ def _asked_for(args: argparse.Namespace) -> Trace:
 
 
 def _convert(trace: Trace, name: str, path: Path) -> int:
-    """Write a new file that only its owner may read, like a recording."""
+    """Write the trace in another format to a new file that only its owner may read."""
     lines = FORMATS[name](trace)
     try:
         with open(path, "x", encoding="utf-8", opener=_open_for_owner) as file:
@@ -101,7 +101,7 @@ def _open_for_owner(path: str, flags: int) -> int:
 def _in_simulation(
     trace: Trace, args: argparse.Namespace, given: Mapping[str, Any]
 ) -> ReplayFigures:
-    # These import torch, so the arguments are checked before.
+    # These modules import torch, so the arguments are checked first.
     from quire.planning.plan import OWN, Planner, engine_shape
     from quire.planning.step_cost_file import StepCostFile
     from quire.replay.against_simulation import replay_in_simulation

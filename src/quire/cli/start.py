@@ -24,7 +24,7 @@ def main() -> int:
         from quire.cli.main import main as run  # takes a third of a second
 
         return run()
-    except KeyboardInterrupt:  # before the command could handle it
+    except KeyboardInterrupt:  # Ctrl-C came before the command could handle it
         return KILLED + signal.SIGINT
 
 

@@ -15,7 +15,8 @@ DO_WITHOUT_COMMAND = {"-h", "--help", "--version", "--print-completion"}
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes no abbreviations and answers a mistake with the nearest name."""
+    """An ArgumentParser that refuses abbreviations, and suggests the nearest name after a
+    mistake."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         self._moved = moved or {}
         #: Whether the parser accepts flags of other engines (`compat.flags`).
         self._takes_foreign = takes_foreign
-        #: The origin of the words, such as a file and line, printed before errors about them.
+        #: The origin of the parsed words, such as a file and line; printed before error messages.
         self.blame = ""
 
     def parse_known_args(  # type: ignore[override]  # the base has overloads for the namespace
@@ -67,8 +68,8 @@ class Parser(argparse.ArgumentParser):
             flag, equals, _ = word.partition("=")
             if _looks_like_a_flag(flag) and flag not in flags:
                 self.error(f"there is no option {flag}{did_you_mean(flag, flags)}")
-            # Before the command a flag's value must not be taken for a command. After it, argparse
-            # pairs flags with values.
+            # Before the command, skip a flag's value, so that it is not taken for the command.
+            # After the command, argparse pairs flags with values.
             is_value = bool(self._commands) and not equals and self._takes_a_value(flag)
         given = {word.partition("=")[0] for word in words}
         if self._commands and not DO_WITHOUT_COMMAND & given:

@@ -1,7 +1,7 @@
 """Turns a machine's readings into findings: facts, problems and advice.
 
-A problem keeps quire from working here, and advice would make it faster. The readings come from
-`machine`. Called by `cli.main`.
+A problem keeps quire from working on this machine; advice would make it faster. `machine` reads the
+machine. Called by `cli.main`.
 """
 
 import platform
@@ -19,14 +19,14 @@ LEAST_MEMORY_BYTES = 1 << 30
 LEAST_DISK_BYTES = 10 << 30
 LEAST_CAPABILITY = (8, 0)
 LEAST_USED_SHARE = 0.1
-"""Memory that other programs hold on a GPU is reported above this share of the GPU's memory."""
+"""If other programs hold more than this share of a GPU's memory, advice says so."""
 
 _ABOUT_HALF = 0.6
 """Formats that keep at most this share of the bits, scales included, are reported as halving
 them."""
 
 _EXAMPLE_WEIGHTS_BYTES = 2 * 10**9
-"""The weights of a model with 10^9 parameters in bfloat16."""
+"""Bytes of the weights of a model with 10^9 parameters in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Finding:
 
 
 def examine(port: int, *, measure: bool, read: Callable[..., Machine] = read_machine) -> int:
-    """Print the machine's facts and the findings. Returns the exit code, 1 if any is a problem."""
+    """Print the machine's facts and the findings. Returns the exit code: 1 if any finding is a
+    problem."""
     machine = read(port, measure=measure)
     for line in describe(machine):
         print(line)
@@ -52,7 +53,7 @@ def examine(port: int, *, measure: bool, read: Callable[..., Machine] = read_mac
 
 
 def describe(machine: Machine) -> Iterator[str]:
-    """The machine's facts as lines of a name and a value."""
+    """Yield the machine's facts as lines, each with a name and a value."""
     torch = machine.torch_version or f"can't be imported ({machine.torch_error})"
     yield f"quire {__version__}, Python {platform.python_version()}, torch {torch}"
     rows = {
@@ -79,7 +80,7 @@ def describe(machine: Machine) -> Iterator[str]:
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
-    """The problems, then the advice."""
+    """Yield all findings: first the problems, then the advice."""
     yield from (Finding(True, text) for text in _problems(machine))
     yield from (Finding(False, text) for text in _advices(machine))
 

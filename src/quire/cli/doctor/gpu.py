@@ -1,6 +1,6 @@
 """Reads which GPUs a machine has, and whether they are usable.
 
-For `quire doctor`: called by `machine`, and interpreted by `findings`.
+For `quire doctor`. Called by `machine`; `findings` interprets the results.
 """
 
 import importlib.metadata
@@ -56,7 +56,7 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 
 def read_gpu_software() -> GpuSoftware:
-    """Read the versions and the usable GPUs. It imports torch, which must be installed."""
+    """Read the software's versions and the usable GPUs. Imports torch, which must be installed."""
     import torch  # takes a second, and the caller has checked that it can be imported
 
     from quire.kernels.triton.support import why_not  # imports torch

@@ -43,13 +43,14 @@ class Kernels:
 
     #: An instruction set of the native library, or "torch".
     chosen: str
-    #: The number of threads that is used unless an option sets it.
+    #: The number of threads that an engine uses by default.
     num_threads: int
     #: Further instruction sets of the native library that run on this machine.
     others: tuple[str, ...] = ()
     #: The reason why the native kernels can't be used; None if they can.
     reason: str | None = None
-    #: The compiler that could build them; None if there is none, or if they are already usable.
+    #: The compiler that could build the native kernels; None if there is no compiler, or if the
+    #: kernels are already usable.
     compiler: str | None = None
 
 
@@ -84,7 +85,7 @@ class Machine:
     cache_folder: str
     #: Free bytes on the cache folder's disk; None if no parent of the folder exists.
     cache_free_bytes: int | None
-    #: The speed at which all usable processors together read memory; None if not measured.
+    #: Bytes per second that all usable processors together read from memory; None if not measured.
     read_bytes_per_s: float | None
     port: int
     is_port_free: bool
@@ -127,7 +128,7 @@ def _read_speed(available_bytes: int) -> float:
 
 
 def _topology(root: Path) -> Topology:
-    """The topology; empty if the system doesn't show it, as engines then bind nothing."""
+    """The topology. Empty if the system doesn't show it; engines then bind nothing."""
     try:
         return read_topology(root)
     except (OSError, ValueError):
@@ -156,7 +157,7 @@ def _isa_flags(root: Path) -> tuple[str, ...]:
 
 
 def _huge_pages(root: Path) -> str | None:
-    """The word in brackets of "always [madvise] never"."""
+    """The setting of transparent huge pages: the word in brackets of "always [madvise] never"."""
     path = root / "sys/kernel/mm/transparent_hugepage/enabled"
     text = path.read_text() if path.is_file() else ""
     return text.partition("[")[2].partition("]")[0] or None

@@ -37,7 +37,7 @@ def examine_model(
     quality_file: Path,
     report: "Callable[[str, str | None, int], ModelReport] | None" = None,
 ) -> int:
-    """Print the report on a model. Returns the exit code, 1 if the model can't be served.
+    """Print the report on a model. Returns the exit code: 1 if the model can't be served.
 
     With `measure`, memory is read for a third of a second, to estimate tokens per second.
     `quality_file` holds the results of `quire bench perplexity`. `report` examines the model; None
@@ -73,8 +73,8 @@ def describe_model(
 ) -> Iterator[str]:
     """The lines of the report.
 
-    available is free memory in bytes. speed is the bytes per second at which memory is read; None
-    if it was not measured.
+    `available` is free memory in bytes. `speed` is the rate of reading memory in bytes per second;
+    None if it was not measured.
     """
     does = "generates text" if found.generates else "embeds or scores"
     yield f"{model}: {found.architecture}, {does}"

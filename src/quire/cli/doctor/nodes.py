@@ -51,7 +51,7 @@ def draw_nodes(topology: Topology) -> Iterator[str]:
 
 
 def advice_on_nodes(topology: Topology) -> Iterator[str]:
-    """Advice for a model whose memory lies on several nodes."""
+    """Advice if one process would use the memory of several nodes."""
     if not topology.has_several:
         return
     (alone,) = plan(topology, 1)

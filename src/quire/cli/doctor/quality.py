@@ -21,9 +21,9 @@ AUTO = "auto"
 def quality_lines(
     model: str, found: "ModelReport", results: Sequence[MeasuredQuality]
 ) -> Iterator[str]:
-    """A line for each measured combination, then how to measure the remaining weight formats.
+    """Yield a line for each measured combination, then how to measure the remaining weight formats.
 
-    A model that predicts no tokens gets no lines.
+    Yields nothing for a model that predicts no tokens.
     """
     if not found.generates:
         return
