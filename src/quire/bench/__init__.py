@@ -1,1 +1,1 @@
-"""`quire bench`: throughput and perplexity, measured and reported."""
+"""`quire bench`: measures throughput and perplexity, and reports the results."""

@@ -1,7 +1,7 @@
 """Measures quire and its baselines in alternating rounds of one run.
 
-First, each baseline is run at several batch widths on the first requests of the workload, to find
-its fastest. Then each round runs every contender once on the same requests. Called by `run`.
+First, each baseline runs the first requests of the workload at several batch widths, to find its
+fastest width. Then each round runs every contender once on the same requests. Called by `run`.
 """
 
 import statistics
@@ -26,7 +26,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class WidthChoice:
-    """The fastest batch width of a baseline, and the measurements that show it."""
+    """The fastest batch width of a baseline, and the throughput at all widths."""
 
     best: int
     #: The number of requests that each width was measured on.
@@ -36,7 +36,7 @@ class WidthChoice:
 
 
 def measure(contender: Contender, requests: Sequence[BenchRequest]) -> Round:
-    """Run the requests once."""
+    """Run the requests once on a contender, and measure the noise of other processes."""
     meter = NoiseMeter()
     record: RunRecord = contender.run(requests)
     noise = meter.stop()
@@ -51,7 +51,7 @@ def choose_width(
 ) -> WidthChoice:
     """Measure a baseline at all widths on the same requests.
 
-    make returns the contender of a width, or None if that width does not fit. Raises
+    `make` returns the contender of a width, or None if that width does not fit. Raises
     ConfigurationError if no width fits.
     """
     found: dict[int, float | None] = {}
@@ -78,7 +78,7 @@ def choose_width(
 def alternate(
     contenders: Mapping[str, Contender], rounds: Sequence[Sequence[BenchRequest]]
 ) -> dict[str, list[Round]]:
-    """Run every contender once in each round, in turn. rounds has the requests of each round."""
+    """Run every contender once in each round. `rounds` has the requests of each round."""
     found: dict[str, list[Round]] = {name: [] for name in contenders}
     for index, requests in enumerate(rounds):
         for name, contender in contenders.items():
@@ -99,7 +99,7 @@ def median_figures(rounds: Sequence[Round]) -> Figures:
 class Ratio:
     """Ratios of output tokens per second between two contenders."""
 
-    #: The ratio of their medians over the rounds.
+    #: The ratio of the contenders' medians over the rounds.
     of_medians: float
     #: The lowest and the highest ratio of a single round.
     lowest: float

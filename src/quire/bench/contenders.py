@@ -34,7 +34,7 @@ MEMORY_FIGURES = (
 class RunRecord:
     """The measurements of one run."""
 
-    #: A timeline for each request, in the order of the requests.
+    #: One timeline per request, in the order of the requests.
     timelines: list[Timeline]
     duration_s: float
     #: Maps MEMORY_FIGURES to values; None if the contender does not have a figure.
@@ -75,8 +75,8 @@ class StaticBatches:
     A batch of `width` requests enters an empty engine. All rows compute until the longest output of
     the batch is done. Tokens of rows whose own request is done are not counted. Then the next batch
     enters. Two properties favour this baseline: prompts are packed, not padded to the longest, and
-    prefill runs in the engine's chunks. As static batching has no prefix cache, requests share no
-    blocks.
+    prefill runs in the engine's chunks. Requests share no blocks, since static batching has no
+    prefix cache.
     """
 
     def __init__(self, engine: Engine, width: int) -> None:
@@ -129,8 +129,8 @@ class _EngineMeter:
         }
 
     def add(self, request: BenchRequest, num_tokens: int, cache_domain: str) -> None:
-        """Add a request to the engine. num_tokens is the number to generate, at least the
-        requested one."""
+        """Add a request to the engine. `num_tokens` is the number of tokens to generate, at least
+        the request's output length."""
         params = DecodingParams(max_tokens=num_tokens, temperature=0.0)
         self._engine.add(
             Request(
@@ -192,7 +192,7 @@ class _EngineMeter:
 
 
 def batches(requests: Iterable[BenchRequest], width: int) -> Iterator[list[BenchRequest]]:
-    """The requests in order, `width` at a time; the last batch may be smaller."""
+    """Yield the requests in batches of `width`, in order; the last batch may be smaller."""
     batch: list[BenchRequest] = []
     for request in requests:
         batch.append(request)

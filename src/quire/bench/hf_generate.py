@@ -1,4 +1,4 @@
-"""A baseline: the `generate` of transformers, in static batches padded on the left.
+"""Baseline of `quire bench`: transformers' `generate` in static batches, padded on the left.
 
 Only this file needs transformers, which is loaded when the contender is made.
 """
@@ -15,7 +15,7 @@ from quire.bench.metrics import Timeline
 from quire.bench.workload import BenchRequest
 from quire.errors import ConfigurationError
 
-# Any id works, as the attention mask hides it.
+# Any id works, since the attention mask hides padding.
 PAD_TOKEN_ID = 0
 
 
@@ -31,7 +31,7 @@ class HfModel:
                 " file; leave the baseline out, or name the original model"
             )
         try:
-            import transformers  # an extra, and it takes seconds to load
+            import transformers  # not always installed, and takes seconds to import
         except ImportError as error:
             raise ConfigurationError(
                 "the baseline hf needs transformers, which is not installed;"

@@ -18,7 +18,7 @@ LEDGER_FIGURES = (
 
 
 class LedgerSamples:
-    """Sums of memory reports, from which the means are computed."""
+    """Sums up memory reports, and computes means."""
 
     def __init__(self) -> None:
         self._num_samples = 0
@@ -26,7 +26,7 @@ class LedgerSamples:
         self._saved_bytes = 0
 
     def add(self, report: MemoryReport) -> None:
-        """Add a report."""
+        """Add one memory report to the sums."""
         self._num_samples += 1
         for part, num_bytes in report.parts.items():
             self._parts[part] += num_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire.observability.machine_processors import usable_processors
 
-# Figures are not worth quoting if other processes used more cores than this.
+# If other processes used more cores than this, the report warns that figures are unreliable.
 NOISE_LIMIT_CORES = 0.15
 
 _PROC_STAT = Path("/proc/stat")
@@ -21,7 +21,7 @@ _PROC_CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Means over a run, in cores; None on systems without /proc/stat."""
+    """Load of other processes, as mean number of busy cores; None on systems without /proc/stat."""
 
     #: Cores used by other processes.
     other_cores: float | None
@@ -42,7 +42,7 @@ class NoiseMeter:
         self._started_s = time.perf_counter()
 
     def stop(self) -> Noise:
-        """The noise from the start until now. It may be called several times."""
+        """The noise from the meter's construction until now. May be called several times."""
         elapsed_s = time.perf_counter() - self._started_s
         own_s = _own_time_s() - self._own_s
         machine = _machine_times_s()
@@ -82,6 +82,6 @@ def processor() -> str:
     said = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
     if "model name" in said:
         name = said["model name"]
-    elif "CPU part" in said:  # of Arm
+    elif "CPU part" in said:  # an Arm processor
         name = f"{name}, implementer {said.get('CPU implementer')}, part {said['CPU part']}"
     return f"{name}, {usable_processors()} cores"

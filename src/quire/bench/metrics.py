@@ -1,4 +1,4 @@
-"""Latency and throughput figures from the times of tokens.
+"""Computes latency and throughput from the times of tokens.
 
     TTFT  time to first token: from arrival to the first token
     TPOT  time per output token after the first: (E2EL - TTFT) / (output_len - 1), one per request
@@ -52,8 +52,8 @@ class Timeline:
 def figures(timelines: Sequence[Timeline], duration_s: float) -> Figures:
     """All figures of one run.
 
-    duration_s is the time from the first arrival to the last end. A latency is None without any
-    sample, such as the ITL if all outputs have one token.
+    duration_s is the time from the first arrival to the last end. A latency without samples is
+    None, such as the ITL if all outputs have one token.
     """
     num_input = sum(timeline.num_prompt_tokens for timeline in timelines)
     num_output = sum(len(timeline.token_times_s) for timeline in timelines)

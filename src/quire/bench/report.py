@@ -20,11 +20,11 @@ _COLUMN = 14
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All results of a benchmark run, by contender where they differ between contenders."""
+    """All results of a benchmark run. Mappings are by the contender's name unless noted."""
 
     #: The workload, engine and machine, as values that JSON can hold.
     setting: dict[str, Any]
-    #: The first key is QUIRE.
+    #: The rounds of each contender. The first key is QUIRE.
     rounds: dict[str, list[Round]]
     widths: dict[str, WidthChoice]
     ratios: dict[str, Ratio]
@@ -33,7 +33,8 @@ class Results:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """quire's medians under vLLM's key names, then each round of each contender."""
+    """The results as JSON data: quire's medians under vLLM's key names, then each round of each
+    contender, and more."""
     return {
         **results.setting,
         **median_figures(results.rounds[QUIRE]),
@@ -65,7 +66,7 @@ def write_json(results: Results, path: Path) -> None:
 
 
 def table(results: Results) -> str:
-    """The whole report as several lines."""
+    """The report as a text of several lines."""
     found = {name: median_figures(rounds) for name, rounds in results.rounds.items()}
     heads = {
         name: f"{name} x{results.widths[name].best}" if name in results.widths else name

@@ -36,11 +36,11 @@ class BenchSpec:
     workload: WorkloadSpec
     #: Options of the engine, by EngineOptions' names.
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: Any of "static" and "hf".
+    #: The baselines to measure: "static", "hf" or both.
     baselines: tuple[str, ...] = ()
-    #: Batch widths at which each baseline is tried.
+    #: The batch widths at which each baseline is tried.
     widths: tuple[int, ...] = (1, 4, 16, 48)
-    #: Number of requests, from the workload's first on, on which widths are tried.
+    #: Number of requests, taken from the start of the workload, with which widths are tried.
     choosing_prompts: int = 48
     #: The number of rounds.
     reps: int = 3
@@ -98,7 +98,7 @@ def _static(engine: Engine, requests: Sequence[BenchRequest]) -> Maker:
 
 
 def _hf(spec: BenchSpec, setting: dict[str, Any]) -> Maker:
-    """Load the model, and add the version of transformers to the setting."""
+    """Load the model in transformers. Returns a function that makes its contender of a width."""
     options = EngineOptions.from_mapping(spec.options)
     folder = resolve_model_folder(options.model, options.revision)
     model = HfModel(folder, getattr(torch, setting["dtype"]))
@@ -107,7 +107,8 @@ def _hf(spec: BenchSpec, setting: dict[str, Any]) -> Maker:
 
 
 def _setting(spec: BenchSpec, engine: Engine) -> dict[str, Any]:
-    """The workload, engine and machine, under the key names of vLLM's results if they exist."""
+    """Describes the workload, engine and machine, with vLLM's key names where vLLM reports the
+    value."""
     options = EngineOptions.from_mapping(spec.options)
     scheduler = engine.scheduler.config
     return {

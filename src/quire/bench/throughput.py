@@ -1,4 +1,4 @@
-"""`quire bench throughput`: measures the engine and baselines on a seeded load.
+"""`quire bench throughput`: measures the engine and baselines on a reproducible load.
 
 The command line calls `add_arguments` and `main`. The module loads without torch, so that `--help`
 is quick.
@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run, print a table, and write the requested files. Returns the exit code.
+    """Run the benchmark, print a table, and write the requested files. Returns the exit code.
 
     Raises ConfigurationError and InvalidRequestError for options that can't be measured.
     """
     workload = _workload_spec(args)
     _check(args)
-    # These import torch, which `--help` and a refused option don't need.
+    # These modules import torch, which `--help` and a refused option don't need.
     from quire.bench.report import table, write_json
     from quire.bench.run import BenchSpec, run
 

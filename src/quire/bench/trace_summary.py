@@ -1,4 +1,4 @@
-"""Summarizes a step trace: the times of the parts of a step.
+"""Summarizes a step trace: computes the time of each part of a step.
 
 The overhead of a step is its time outside the model: scheduling, batch building and applying
 results. Planning by the attention backend, sampling, and waiting for results count as the model's
@@ -26,20 +26,20 @@ class StepTimes:
     step_us: float
     #: The summed time of OVERHEAD_PARTS.
     overhead_us: float
-    #: The overhead divided by live rows, as median, mean and 99th percentile.
+    #: The overhead divided by the number of rows: median, mean and 99th percentile over steps.
     per_sequence_us: float
     mean_per_sequence_us: float
     p99_per_sequence_us: float
     #: Maps each part to its share of the summed time of all parts. Parts of overlapping steps run
     #: at the same time.
     shares: dict[str, float]
-    #: The share of the time between results in which a step ran; None if the trace has no such
-    #: times.
+    #: The share of time in which a step ran; None if the trace does not have busy and gap times.
     busy_share: float | None = None
 
 
 def summarize_trace(path: str | Path) -> dict[str, StepTimes]:
-    """Times of all steps, of the steps with the most rows, and of pure decode steps among these.
+    """Times of all steps, of the steps with the most rows, and of the pure decode steps among the
+    latter.
 
     Kinds without any step in the file are left out.
     """

@@ -1,7 +1,7 @@
 """The load of a benchmark: seeded lengths and random tokens, all at t=0.
 
-Lengths are log-normal and depend only on the spec. Token ids depend also on the round, so that no
-round hits the prefix cache of another. Used by `throughput` and `compare`.
+Lengths are log-normal and depend only on the spec. Token ids also depend on the round, so that no
+round finds prefixes of another round in the cache. Used by `throughput` and `compare`.
 """
 
 import math
@@ -11,7 +11,8 @@ import numpy as np
 
 from quire.errors import ConfigurationError
 
-# Independent streams of random numbers. The generator's key has one of these after the seed.
+# Independent streams of random numbers. Each stream's generator is seeded with (seed, number of the
+# stream, ...).
 _PREFIX_STREAM, _PROMPT_STREAM = 0, 1
 
 
@@ -37,7 +38,7 @@ class WorkloadSpec:
     seed: int = 1234
     #: Length of a prefix that all prompts of a round share, in addition to `input`.
     shared_prefix_tokens: int = 0
-    #: Number of requests to keep, from the first on; None keeps all.
+    #: Keep only this many requests, from the start of the load; None keeps all.
     limit: int | None = None
 
     def __post_init__(self) -> None:

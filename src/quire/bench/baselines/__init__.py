@@ -1,1 +1,1 @@
-"""KV memory as it was managed before paging, for comparison."""
+"""Managers of KV memory without paging or without shared blocks, as baselines."""

@@ -3,8 +3,8 @@
 At admission, a sequence reserves the memory that it may need until its end, so it never grows,
 shares or caches blocks. Kwon et al. (SOSP 2023, section 6.1) model Orca's memory like this. A run
 is a block table with adjacent ids, so every runner can use it. Lengths are rounded up to whole
-blocks, which wastes at most block_size - 1 slots per sequence compared with a manager of single
-slots. The scheduler uses it as its `KVCacheManager`. `benchmarks/memory` measures this baseline.
+blocks. So a sequence wastes at most block_size - 1 slots more than with allocation by single slots.
+The scheduler uses the manager as its `KVCacheManager`. `benchmarks/memory` measures this baseline.
 To use one in an engine, pass its factory:
 
     from quire.bench.baselines.contiguous import contiguous
@@ -63,9 +63,10 @@ KV_ALLOCATORS = (*(f"contiguous_{name}" for name in RESERVATIONS), PAGED)
 class ContiguousKVCacheManager(KVCacheManager):
     """Gives each sequence one run of blocks at admission, and takes back the whole run at once.
 
-    Invariant: a sequence has a run if and only if it has slots. Its tables are the run's first
-    blocks, one group after the other. Blocks that the placement (the run allocator) added by
-    rounding up follow them; they are free in the pool, but taken in the placement.
+    Invariant: a sequence has a run if and only if it has slots. The sequence's tables are the run's
+    first blocks, one group after the other. The last blocks of the run are padding that the
+    placement (the run allocator) added by rounding up: free in the pool, but taken in the
+    placement.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         max_model_len: int,
         placement: str = "buddy",
     ) -> None:
-        """reservation is a key of RESERVATIONS, and placement one of `run_allocators.PLACEMENTS`.
+        """`reservation` is a key of RESERVATIONS, `placement` a key of `run_allocators.PLACEMENTS`.
 
         Raises ConfigurationError for other names, for a prefix cache, and if a sequence of
         max_model_len tokens would not fit, because a request could then wait for ever.
@@ -94,7 +95,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         self._max_model_len = max_model_len
         self._line = find_placement(placement)(config.num_blocks)
         self._runs: dict[Sequence, range] = {}
-        #: (step that may still read the run, run) for each run that outlives its sequence.
+        #: (id of the step that may still read the run, run) for each run whose sequence is gone.
         self._leaving: list[tuple[int, range]] = []
         most = self.blocks_for(max_model_len)
         if not self._line.fits(most):
@@ -109,7 +110,7 @@ class ContiguousKVCacheManager(KVCacheManager):
 
     @property
     def num_free_on_line(self) -> int:
-        """The number of free blocks, in holes (free runs) of any length."""
+        """The number of free blocks, summed over all holes (free runs)."""
         return self._line.num_free
 
     def num_run_blocks(self, sequence: Sequence) -> int:
@@ -138,7 +139,7 @@ class ContiguousKVCacheManager(KVCacheManager):
     # ---- getting and giving back ------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> PrefixMatch:
-        """An empty match, as this memory has no cached prefixes."""
+        """An empty match, since this memory has no cached prefixes."""
         return PrefixMatch(0, 0, ((),) * self.num_groups)
 
     def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:
@@ -152,7 +153,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         return granted if self._line.fits(count) else max(granted, self.pool.num_free + 1)
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int) -> list[BlockCopy]:
-        """Reserve a run and make block tables of it. No blocks need to be copied."""
+        """Reserve a run and make the sequence's block tables from it. Returns no copies."""
         sequence.num_admissions += 1
         count = self._num_reserved_blocks(sequence)
         run = self._line.take(count)
@@ -180,7 +181,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         return 0
 
     def truncate(self, sequence: Sequence, num_kept: int) -> int:
-        """Take the whole run back if it is longer than num_kept blocks of each group.
+        """Take the sequence's whole run back, unless it has at most num_kept blocks in each group.
 
         Returns the number of blocks that are now free, or will be after the step that reads them.
         """
@@ -224,7 +225,7 @@ def contiguous(reservation: str, placement: str = "buddy") -> KVManagerFactory:
 
 
 def find_allocator(name: str, placement: str = "buddy") -> KVManagerFactory:
-    """The factory for a name in KV_ALLOCATORS. placement applies to contiguous runs.
+    """The factory for a name in KV_ALLOCATORS. `placement` applies to contiguous runs only.
 
     Raises ConfigurationError for other names.
     """

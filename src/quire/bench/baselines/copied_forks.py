@@ -14,7 +14,7 @@ from quire.errors import ConfigurationError
 
 
 class CopyEverything(CopyOnWrite):
-    """Copies each block that has another holder, even if it will not be written."""
+    """Copies each block that another sequence holds, too, even if it will not be written."""
 
     def _shared_entries(self, sequence: Sequence) -> Iterable[tuple[int, int, int]]:
         for group, table in enumerate(sequence.block_tables):
@@ -32,8 +32,8 @@ class CopiedForksManager(KVCacheManager):
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
-        """Raises ConfigurationError for a prefix cache, which shares blocks, and for windows and
-        states, whose tables have entries that are not blocks."""
+        """Raises ConfigurationError for a prefix cache, since that shares blocks, and for windows
+        and states, since their tables have entries that are not blocks."""
         if config.enable_prefix_caching:
             raise ConfigurationError(
                 "enable_prefix_caching is True, but this memory shares no blocks; set it to False"

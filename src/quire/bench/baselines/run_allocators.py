@@ -1,8 +1,8 @@
 """Allocators of runs of adjacent blocks, as used before paging.
 
-They are first fit with coalescing of holes (free runs), and the binary buddy system (Knuth, TAOCP
-vol. 1, section 2.5). Both suffer from external fragmentation: a run may fit in no hole although
-enough blocks are free. Used only by `contiguous`.
+`FirstFit` joins adjacent holes (free runs); `Buddy` is the binary buddy system (Knuth, TAOCP vol.
+1, section 2.5). Both suffer from external fragmentation: a run may fit in no hole although enough
+blocks are free. Used only by `contiguous`.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ class RunAllocator(ABC):
     def take(self, count: int) -> range | None:
         """Take a run of `granted(count)` blocks. Returns None if no hole is large enough.
 
-        count is at least 1.
+        `count` must be at least 1.
         """
         run = self._cut(count)
         if run is not None:
@@ -60,7 +60,7 @@ class RunAllocator(ABC):
 
     @abstractmethod
     def _join(self, run: range) -> None:
-        """Make a run a hole, or part of one."""
+        """Turn a run into a hole, joined with adjacent holes where the allocator allows it."""
 
 
 class FirstFit(RunAllocator):
@@ -119,15 +119,15 @@ class Buddy(RunAllocator):
     """Runs have a power of two blocks, aligned to their length. A freed run joins its free buddy.
 
     If num_blocks is not a power of two, it is split into powers of two, longest first. So the
-    longest run is the largest power of two within it. Taking a run halves free runs at most
-    log2(num_blocks) times. Giving it back joins at most as many.
+    longest run is the largest power of two that is at most num_blocks. Taking a run halves free
+    runs at most log2(num_blocks) times. Giving it back joins at most as many.
 
     Invariant: no two free runs of equal length are the two halves of one aligned run.
     """
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        #: For each order, the first blocks of the free runs of 2**order blocks, ascending.
+        #: For each order, the first blocks of all free runs of 2**order blocks, ascending.
         self._free: list[list[int]] = [[] for _ in range(num_blocks.bit_length())]
         start = 0
         for order in reversed(range(num_blocks.bit_length())):

@@ -24,7 +24,7 @@ _TOP_SHARE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The quality of a model's predictions of a text, and the distance to the reference's.
+    """The quality of a model's predictions of a text, and their distance from the reference's.
 
     All means are over the tokens that count (see `windows`).
     """
@@ -60,7 +60,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The hidden states of the reference in all windows, and its head."""
+    """The reference's hidden states in all windows, and its output head."""
 
     #: [counted tokens, hidden size] for each window, at the positions that predict counted tokens.
     hidden: Sequence[torch.Tensor]
@@ -76,7 +76,7 @@ def compare(
     logits: Logits,
     reference: Reference,
 ) -> Quality:
-    """Compare a model's `hidden` and `logits`, which are as in `Reference`, with a reference.
+    """Compare a model with a reference. `hidden` and `logits` are the model's, as in `Reference`.
 
     `hidden` may be an iterator that computes each window when it is needed.
     """

@@ -1,7 +1,7 @@
-"""Measures models in combinations of number formats on windows of texts, one after the other.
+"""Measures combinations of models and number formats, one after the other, on windows of texts.
 
 The first combination is the reference: the first model in its own number formats. Memory holds one
-model at a time, and the reference's head.
+model at a time, in addition to the reference's head.
 """
 
 import gc
@@ -36,7 +36,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The quality of a combination, and its sizes, which `readers.Reader` explains."""
+    """The quality and the sizes of a combination. `readers.Reader` explains the sizes."""
 
     quality: Quality
 
@@ -102,7 +102,7 @@ class Measuring:
     def measure(self, combination: Combination) -> Measured:
         """Measure a combination against the reference.
 
-        Raises ConfigurationError if it is not available or has another vocabulary.
+        Raises ConfigurationError if the combination is not available or has another vocabulary.
         """
         gc.collect()  # frees the previous engine, which has reference cycles
         options = self._options(combination)
@@ -154,7 +154,8 @@ class Measuring:
         return [tokenizer.decode(ids, skip_special_tokens=False) for ids in self._token_ids]
 
     def _check_same_tokens(self, model: str | None, options: Mapping[str, Any]) -> None:
-        """Raises ConfigurationError unless the model's tokenizer decodes the tokens alike.
+        """Raises ConfigurationError if the model's tokenizer decodes the reference's tokens
+        differently.
 
         All models read the reference's tokens, so their tokenizers may split texts differently.
         """

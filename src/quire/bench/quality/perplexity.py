@@ -1,8 +1,8 @@
 """`quire bench perplexity`: measures the quality cost of smaller weight and KV cache formats.
 
 Each combination of a model, a dtype, a weight format and a KV format reads the same windows of a
-text. Its next-token distributions are compared with those of the first model in its own formats.
-The module loads without torch, so that `--help` is quick.
+text. The combination's next-token distributions are compared with the reference's: the first model
+in its own formats. The module loads without torch, so that `--help` is quick.
 """
 
 import argparse
@@ -27,7 +27,7 @@ KV_FORMATS = ("int8", "fp8", "int4")
 _ENGINE_OPTIONS = ("kernels", "num_threads")
 
 NOT_ALL_MEASURED = 1
-"""The exit code if a combination is not available here."""
+"""The exit code if a combination could not be measured on this machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
     Raises ConfigurationError if the reference can't be measured.
     """
     texts = _read(args)
-    # These import torch, which `--help` and a refusal don't need.
+    # These modules import torch, which `--help` and a refusal don't need.
     from quire.assembly.model_kind import choose_kind
     from quire.bench.quality.measuring import Measuring, TextCut, combine
     from quire.options.engine_options import EngineOptions
@@ -152,7 +152,8 @@ def main(args: argparse.Namespace) -> int:
             print(table.refusal(combination, str(error)), flush=True)
             continue
         print(table.row(combination, found[combination], is_reference=False), flush=True)
-    # Last, write the results. The reference has no cost to keep for `quire doctor`.
+    # Last, write the results. The reference's own result is not stored for `quire doctor`, since it
+    # has no cost.
     results = [as_data(*each) for each in found.items()]
     _write(args, measuring.window_tokens, results)
     folders = [kinds[each.model].folder for each in found]
@@ -205,7 +206,7 @@ def _store_results(
 ) -> None:
     """Store the results, each given with the folder of its model.
 
-    They are already printed, so an unwritable file is only logged.
+    If the file can't be written, this is only logged, since the results are already printed.
     """
     try:
         for folder, result in results:

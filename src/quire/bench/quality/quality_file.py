@@ -1,7 +1,7 @@
 """Stores the measured quality costs of number formats, for `quire doctor`.
 
     ~/.cache/quire/quality.json     results of `quire bench perplexity` on this machine
-    known_quality.json              results that quire comes with
+    known_quality.json              results that are part of quire's package
 
 The module does not import torch, so that `quire doctor` starts quickly.
 """
@@ -38,7 +38,7 @@ class MeasuredQuality:
     kv_cache_dtype: str
     dtype: str
 
-    #: The model and the dtype that the combination was compared with.
+    #: Names the model and the dtype with which the combination was compared.
     reference: str
 
     change: float

@@ -51,11 +51,12 @@ class Reader(Protocol):
     is_simulated: bool
 
     def hidden(self, window: Window) -> torch.Tensor:
-        """The hidden states [counted tokens, hidden size] at the positions that predict them."""
+        """The hidden states [counted tokens, hidden size] from which the counted tokens are
+        predicted."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """A `comparison.Logits`: the logits of hidden states."""
+        """The logits for hidden states; see `comparison.Logits`."""
         ...
 
 
@@ -120,7 +121,7 @@ class EngineReader:
         return self._runner.logits_of(hidden)
 
     def take_head(self) -> Logits:
-        """The model's head. The layers are freed, so this reader can't read afterwards."""
+        """Return the model's head and free the layers. The reader can't read afterwards."""
         model = self._model
         for module in model.modules():
             if isinstance(module, nn.ModuleList):
@@ -168,7 +169,7 @@ class SimulatedReader:
 
 
 def open_reader(options: Mapping[str, Any], kv_cache_dtype: str) -> Reader:
-    """A reader with an engine if that can store this KV format, else a simulated reader.
+    """An `EngineReader` if the engine can store this KV format, else a `SimulatedReader`.
 
     `options` are those of `LLM` without kv_cache_dtype.
     """
