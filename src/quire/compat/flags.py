@@ -178,7 +178,7 @@ REFUSED: Mapping[str, str] = {
     "--uvicorn-log-level": _LOG,
     "--workers": "one process serves HTTP",
 }
-"""Flag -> the sentence about quire's alternative, or why it has none."""
+"""Flag -> a sentence about quire's alternative, or why quire has none."""
 
 FAMILIES: Mapping[str, str] = {
     "--allowed-headers": _ORIGIN,
@@ -259,7 +259,8 @@ def translate_flags(
                 refuse(f"there is no option {flag}: {why}")
             settled.append(word)
         elif flag in SAME:
-            # Where this command has no such flag, the parser reports it as unknown.
+            # If this command lacks quire's flag, too, the parser reports the original flag as
+            # unknown.
             name = SAME[flag] if SAME[flag] in ours else flag
             settled.append(f"{name}{equals}{value}")
         elif flag in FIXED:

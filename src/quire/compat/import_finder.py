@@ -1,6 +1,6 @@
-"""Answers imports of modules and names that the package lacks.
+"""Handles imports of modules and names that the package `quire` lacks.
 
-Python asks this finder last, for a module below `quire` that no other finder has found. It also
+Python asks this finder last, for a module below `quire` that no other finder has found. Python also
 asks for a name that a package lacks, since the name may be a module.
 
     from quire.sampling_params import SamplingParams    vLLM's module: aliases in a module made here

@@ -172,7 +172,7 @@ ALIASES = {
 def check_compat_options(name: str, value: Any) -> None:
     """Raises ConfigurationError for a value that quire can't obey."""
     harmless, why = COMPAT_OPTIONS[name]
-    # In Python True == 1, but here they are different values.
+    # True == 1 in Python, but as option values they differ.
     if value is None or any(
         value == same and isinstance(value, bool) == isinstance(same, bool) for same in harmless
     ):

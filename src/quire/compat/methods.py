@@ -45,4 +45,4 @@ COMPAT_METHODS: Mapping[str, str] = {
     "vllm_config": "LLM.engine.facts describes the engine",
     "wait_for_completion": "LLM.generate returns when all have ended",
 }
-"""Method or attribute -> the sentence about quire's alternative."""
+"""Method or attribute of vLLM -> a sentence about quire's alternative."""

@@ -1,4 +1,4 @@
-"""Locations of vLLM's names in quire, and alternatives to names that it lacks.
+"""Locations of vLLM's names in quire, and alternatives to names that quire lacks.
 
 The tables follow vLLM's releases. They are read if an import asks `quire` for an unknown name.
 """

@@ -21,9 +21,9 @@ def deferred_interrupts(wake: Callable[[], None] | None = None) -> Iterator[Sequ
     """Hold back `HELD_SIGNALS` inside the block, and call their handlers at its end.
 
     Each handler is called once, however often its signal came. Yields a list that is empty until a
-    signal comes. Then `wake` is called, by the signal's handler, to wake a thread that sleeps in
-    the block. Does nothing outside the main thread, where Python runs no handlers, and does not
-    hold back signals without a Python handler, since they raise nothing.
+    signal comes. When a signal comes, `wake` is called, to wake a thread that sleeps in the block.
+    Outside the main thread nothing is held back, since Python runs no handlers there. Signals
+    without a Python handler are not held back, since they raise nothing.
     """
     held: list[tuple[int, FrameType | None]] = []
     if threading.current_thread() is not threading.main_thread():

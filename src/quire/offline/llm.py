@@ -246,7 +246,7 @@ class LLM(PoolingEngine):
         lora_request: LoRARequest | None = None,
     ) -> BranchHandle:
         """Begin to continue one prompt. The caller steps it, and may branch it while it runs."""
-        params = (sampling_params or SamplingParams()).clone()  # forks use them, too
+        params = (sampling_params or SamplingParams()).clone()  # forks use the copy, too
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but fork the generation instead", "n")
         given = with_adapters([read_prompt(prompt)], lora_request)
@@ -339,7 +339,7 @@ class LLM(PoolingEngine):
     ) -> PromptInput:
         """The token ids of a conversation; only the template adds special tokens.
 
-        If `template` is None, the model's is used. `options` are those of `encode_chat`.
+        If `template` is None, the model's template is used. `options` are options of `encode_chat`.
         """
         tokenizer = self.get_tokenizer()
         if template is None and self._chat_template is None:
@@ -393,7 +393,7 @@ class LLM(PoolingEngine):
             # tokens.
             while text := self._requests.next_text(group.assemblers[0], 0):
                 yield text
-        finally:  # runs for a dropped stream, too, in the thread that collects the garbage
+        finally:  # may run in any thread, when a dropped stream is collected
             self._requests.abandon(group)
 
 

@@ -94,7 +94,7 @@ class OfflinePooling:
         self._inputs = inputs
 
     def embed(self, prompts: Sequence[PromptInput], **how: Any) -> list[Any]:
-        """See `LLM.embed`. `how` are arguments of `PoolingInputs.embed`."""
+        """See `LLM.embed`. `how` has arguments of `PoolingInputs.embed`."""
         given = [(self._inputs.embed(each.prompt, **how), each.options) for each in prompts]
         return [
             _replaced(found, EmbeddingOutput(numbers_of(found.outputs)))
@@ -110,7 +110,7 @@ class OfflinePooling:
         ]
 
     def encode(self, prompts: Sequence[PromptInput], task: str, **how: Any) -> list[Any]:
-        """See `LLM.encode`. `how` are arguments of the task's method of `PoolingInputs`."""
+        """See `LLM.encode`. `how` has arguments of the method of `PoolingInputs` for the task."""
         makers: Mapping[str, Callable[..., PoolingInput]] = {
             EMBED: self._inputs.embed,
             CLASSIFY: self._inputs.classify,
@@ -165,7 +165,7 @@ class OfflinePooling:
     def score_rendered(
         self, rendered: Sequence[list[int]], *, truncation: Truncation
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """The scores of pairs that a template has rendered to token ids."""
+        """Score pairs of texts that a template has rendered to token ids."""
         given = [self._inputs.written_pair(token_ids, truncation) for token_ids in rendered]
         return [
             _replaced(found, ScoringOutput(score_of(found.outputs)))

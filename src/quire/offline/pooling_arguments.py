@@ -1,6 +1,7 @@
 """vLLM's parameters of calls that embed, classify or score: PoolerConfig and PoolingParams.
 
-Knows no model: `PoolingInputs` checks the bounds. Called by `pooling_engine`.
+Only types are checked here; `PoolingInputs` checks the bounds that depend on the model. Called by
+`pooling_engine`.
 """
 
 from collections.abc import Callable, Mapping
@@ -113,8 +114,8 @@ class PoolingArguments(CheckedFields):
 
     #: The number of a vector's first elements that are returned (Matryoshka); None means all.
     dimensions: int | None = None
-    #: Whether a vector is normalized, and scores pass their head's activation; None means as the
-    #: model's folder says.
+    #: Whether vectors are normalized and the head's activation is applied to scores; None means as
+    #: the model's folder says.
     use_activation: bool | None = None
 
 

@@ -1,6 +1,6 @@
 """The methods of `LLM` that embed, classify and score.
 
-Arguments and results are those of vLLM's methods of the same names. Knows nothing of generation.
+Arguments and results are those of vLLM's methods of the same names. Generates no text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -205,7 +205,7 @@ class PoolingEngine(LocalEngine):
 
 
 def _joined_params(given: PoolingArguments | None, **ours: Any) -> PoolingArguments:
-    """The argument pooling_params, or else parameters made of the call's other arguments.
+    """The call's pooling_params; if None, parameters made from the call's other arguments.
 
     Raises InvalidRequestError if both pooling_params and other arguments are given.
     """
@@ -233,8 +233,7 @@ def _without_dimensions(given: PoolingArguments) -> PoolingArguments:
 
 
 def _check_others(method: str, others: Mapping[str, object]) -> None:
-    """Raises InvalidRequestError for the first argument that is unknown or would change
-    something."""
+    """Raises InvalidRequestError for the first argument that is unknown or has a refused value."""
     for name, value in others.items():
         if name not in _FOREIGN:
             raise InvalidRequestError(

@@ -34,9 +34,9 @@ class RequestGroup:
     assemblers: list[RequestAssembler]
     #: Ids of the requests that have not ended.
     unfinished: set[str]
-    #: Tokens that came since the last return of `RequestTable.wait`.
+    #: Number of tokens that came since `RequestTable.wait` last returned.
     num_new_tokens: int = 0
-    #: Requests that ended since the last return of `RequestTable.wait`.
+    #: Number of requests that ended since `RequestTable.wait` last returned.
     num_ended: int = 0
     #: Error messages, by id, of requests that can't be computed; `RequestTable.open` ends these.
     failures: dict[str, str] = field(default_factory=dict)
@@ -69,10 +69,10 @@ class RequestTable:
     ) -> RequestGroup:
         """Tokenize and check the requests of one call. Raises InvalidRequestError.
 
-        `params` are copied, so that the caller may change them. If `beams` are given, the requests
-        are beam searches, and `params` are their `sampling_params_of`.
+        `params` are copied, so that the caller may change them. With `beams`, the requests are beam
+        searches, and `params` must be `sampling_params_of(beams)`.
         """
-        copies = {id(own): own.clone() for own in params}  # prompts often share one object
+        copies = {id(own): own.clone() for own in params}  # often all prompts share one object
         pairs = zip(prompts, (copies[id(own)] for own in params), strict=True)
         adapters = _find_adapters(self._engine, prompts)
         found = [self._prepare(prompt, own, beams, adapters) for prompt, own in pairs]
@@ -222,7 +222,8 @@ class RequestTable:
         self._turns.run_with_turn(lambda: self._close(group.assemblers))
 
     def abandon(self, group: RequestGroup) -> None:
-        """Close a group without waiting: if another thread has the turn, it closes the group."""
+        """Close a group without waiting. If another thread has the turn, that thread closes the
+        group."""
         self._turns.run_or_postpone(lambda: self._close(group.assemblers))
 
     # ---- inside: all but `_prepare` and `_check_deadline` need the turn ---------------------
@@ -305,7 +306,7 @@ class RequestTable:
 
 
 def _end(assembler: RequestAssembler, group: RequestGroup, message: str) -> None:
-    """End a request that the engine has never had, with an error."""
+    """End a request with an error before it was given to the engine."""
     request_id = assembler.request.request_id
     for index in range(assembler.request.n):
         reason = FinishReason.ERROR

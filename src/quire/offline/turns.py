@@ -52,7 +52,7 @@ class _Waiter:
 
 
 class Turns:
-    """The turns of threads at one engine.
+    """Grants threads the turn: the exclusive use of one engine.
 
     Invariants: at most one thread has the turn, and some thread has it while any thread waits. The
     leader has the turn or stands in line, and there is a leader while there is a crowd. A thread
@@ -81,7 +81,7 @@ class Turns:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Reserve the engine for this thread, between two steps. Signals, such as Ctrl-C, are
-        handled at the end.
+        handled when the block ends.
 
         Raises InvalidRequestError in a thread that is already inside `turn` or `until`.
         """
@@ -121,7 +121,7 @@ class Turns:
                     waiter.ring()
 
     def run_with_turn(self, action: Callable[[], None]) -> None:
-        """Run `action` with the turn, before this returns.
+        """Run `action` with the turn, before this method returns.
 
         If this thread is already inside `turn` or `until`, the action runs later: the garbage
         collector may end a generator there, in the middle of a step.
