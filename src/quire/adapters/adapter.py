@@ -53,12 +53,12 @@ class LoRAAdapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank among its linears."""
+        """The largest rank among the adapter's linears."""
         return max(each.rank for each in self.weights.values())
 
     @property
     def num_bytes(self) -> int:
-        """The size of all its tensors."""
+        """Bytes of all the adapter's tensors."""
         return sum(each.a.nbytes + each.b.nbytes for each in self.weights.values())
 
     @cached_property

@@ -26,7 +26,7 @@ from quire.layers.linear import AdapterHalf, Linear
 class SlotLimits:
     """The number of a model's slots, and the largest rank that fits in them."""
 
-    #: Number of slots, and so of adapters that are resident at a time.
+    #: Number of slots: the number of adapters that can be resident at a time.
     max_loras: int
     #: The largest rank of an adapter.
     max_rank: int
@@ -56,8 +56,8 @@ class AdapterKernels(ABC):
     def attach(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> LinearSlots:
         """Attach empty slots to the linear. `dtype` is that of the model.
 
-        If another linear stores a factor of this linear's adapters, that linear must be attached
-        before, and both linears must be loaded with the same adapters.
+        If this linear shares a factor (A or B) that another linear stores, attach that linear
+        first, and load the same adapters into both.
         """
 
     @abstractmethod
@@ -66,10 +66,10 @@ class AdapterKernels(ABC):
 
 
 def own_columns(linear: Linear) -> int:
-    """The number of adapter weights per unit of rank that the linear stores, over all its parts.
+    """The number of adapter weights that the linear stores per unit of rank, over all its parts.
 
-    A has one for each input, and B one for each output. A factor that another linear stores is not
-    counted.
+    Factor A has one weight per input, and factor B one per output. A factor that another linear
+    stores is not counted.
     """
     half = None if linear.shared_half is None else linear.shared_half.half
     inputs = 0 if half is AdapterHalf.A else len(linear.part_sizes) * linear.input_size
@@ -145,7 +145,7 @@ class TorchLinearSlots(LinearSlots):
         self._used: list[list[tuple[int, int, float]]] = [[] for _ in range(num_slots)]
 
     def share(self, half: AdapterHalf, other: "TorchLinearSlots") -> None:
-        """Use the other linear's tensors for this factor."""
+        """Use the other linear's tensors for the factor `half` (A or B)."""
         if half is AdapterHalf.A:
             self._a = other._a
         else:
@@ -166,7 +166,7 @@ class TorchLinearSlots(LinearSlots):
         self._used[slot] = []
 
     def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' results for inputs x [T, I] to output [T, O], in place."""
+        """Add the adapters' contributions for inputs x [T, I] to output [T, O], in place."""
         if not self._step.groups:
             return output
         assert len(x) == self._step.num_rows, "set_rows was called for another step"

@@ -34,7 +34,8 @@ class NativeAdapterKernels(AdapterKernels):
         self._last: PackedAdapters | None = None
 
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
-        """An upper bound, since the weight format may pad each fused part (q, k, v) separately."""
+        """An upper bound of the bytes, since the weight format may pad each fused part (q, k, v)
+        separately."""
         whole = _num_bytes(linear, linear.part_sizes, limits, dtype)
         return max(
             whole, sum(_num_bytes(linear, (size,), limits, dtype) for size in linear.part_sizes)

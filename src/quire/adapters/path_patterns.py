@@ -1,10 +1,11 @@
-"""Matches the regular expressions of PEFT's configs with the paths of linears, in linear time.
+"""Matches regular expressions of PEFT's configs with paths of linears, in linear time.
 
 For each linear, PEFT looks for the first pattern that matches the end of its path, as `re` does
 with `(.*\\.)?(pattern)$`. `re` backtracks while it holds the interpreter's lock: a pattern such as
 `(([a-z])*)*!` stops a whole process for hours. Here all patterns are one automaton (Thompson, CACM
-1968), and each character of a path moves its set of states once. Python's own parser reads the
-patterns, so their meaning is that of `re`. Features that an automaton can't match are refused by
+1968), and for each character of a path its set of states is updated once. Python's own parser reads
+the patterns, so their meaning is that of `re`. Features that an automaton can't match are refused
+by
 name: references to groups, look-around, atomic groups. Flags are refused, too.
 
 Called by `peft_folder`.
@@ -56,7 +57,7 @@ class _State:
     at: Any = None
     #: States that are reached from here without a character.
     splits: list[int] = field(default_factory=list)
-    #: The index of the pattern that matches if a path ends in this state; None if none does.
+    #: The index of the pattern that matches if the path ends in this state; None for other states.
     match: int | None = None
     following: int = 0
 
@@ -84,7 +85,8 @@ class PathPatterns:
         self._start = frozenset((ends_word, loop))
 
     def first(self, path: str) -> int | None:
-        """The index of the first pattern that matches the whole path, or its end after a dot.
+        """The index of the first pattern that matches the whole path, or the part after one of its
+        dots.
 
         None if no pattern matches. The path has no line breaks. Raises PatternError if all calls
         together have taken too many steps.

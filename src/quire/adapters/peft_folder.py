@@ -80,8 +80,8 @@ _REFUSED_KEYS = {
 def read_adapter(folder: Path, max_rank: int, model: AdapterSlots | None = None) -> LoRAAdapter:
     """Read the adapter in `folder`. A rank above `max_rank` is refused.
 
-    If `model` is given, checks that shapes fit it. Then reads all tensors into memory. Raises
-    AdapterError, which names the folder and the fault.
+    If `model` is given, checks that all shapes fit the model before tensors are read into memory.
+    Raises AdapterError, which names the folder and the fault.
     """
     try:
         if not folder.is_dir():
@@ -128,7 +128,7 @@ def _missing(folder: Path, name: str) -> str:
 
 
 class _Scalings:
-    """The rank and scaling that a config gives each linear."""
+    """Computes the rank and the scaling of each linear from an adapter's config."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Raises AdapterError for unsupported or unknown fields."""
@@ -153,7 +153,7 @@ class _Scalings:
     def _by_pattern(
         self, config: Mapping[str, Any], name: str, check: Any
     ) -> tuple[PathPatterns, list[Any]]:
-        """The patterns of a field that maps patterns to values, and the values in the same
+        """Read a field that maps patterns to values. Returns the patterns, and the values in their
         order."""
         given = config.get(name) or {}
         if not isinstance(given, dict):
@@ -168,7 +168,8 @@ class _Scalings:
     def _of_pattern(
         self, name: str, by_pattern: tuple[PathPatterns, list[Any]], path: str, default: Any
     ) -> Any:
-        """The value of the first pattern that matches the end of the path, as in PEFT."""
+        """The value of the first pattern that matches the end of the path, as in PEFT; else
+        `default`."""
         patterns, values = by_pattern
         try:
             index = patterns.first(path)
@@ -244,7 +245,7 @@ _Pairs = dict[str, dict[str, StoredTensor]]
 
 
 def _pairs(folder: Path, header: Mapping[str, StoredTensor], model: AdapterSlots | None) -> _Pairs:
-    """The stored tensors of the linears that the model uses."""
+    """The stored tensors, without those of linears outside the language model."""
     pairs: _Pairs = {}
     for name, tensor in header.items():
         found = _KEY.match(name)

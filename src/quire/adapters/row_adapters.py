@@ -36,7 +36,7 @@ class RowAdapters:
         self._take = take
         #: The slot of each row, [R].
         self._row_slots: Int32 = np.full(num_rows, NO_SLOT, np.int32)
-        #: The slots of tokens in the last forward pass, [T].
+        #: The slot of each token in the last forward pass, [T].
         self._set: Int32 = np.zeros(0, np.int32)
 
     def change(self, plan: StepPlan) -> None:
@@ -58,7 +58,8 @@ class RowAdapters:
     def set_rows(self, rows: Int64, num_new_tokens: Int64, num_tokens: int) -> None:
         """Set the slots for a forward pass of `num_tokens`, including padding at the end.
 
-        `rows` [S] are in the order of their tokens; `num_new_tokens` [S] are their token counts.
+        `rows` [S] are the rows in the order of their tokens. `num_new_tokens` [S] counts each row's
+        tokens.
         """
         wanted = np.full(num_tokens, NO_SLOT, np.int32)
         found = np.repeat(self._row_slots[rows], num_new_tokens)

@@ -22,7 +22,7 @@ from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
 
 MAX_RANK = 256
-"""The largest rank with which kernels are tested."""
+"""The largest rank that max_lora_rank may have, since kernels are tested up to it."""
 
 
 class AdapterSlots:
@@ -59,7 +59,8 @@ class AdapterSlots:
         return self._targets.uses(path)
 
     def check_shapes(self, adapter: LoRAAdapter) -> None:
-        """Raises AdapterError if the model lacks these linears, or their shapes differ.
+        """Raises AdapterError if the model lacks linears of the adapter, or has them in other
+        shapes.
 
         Only the shapes of the adapter's tensors are read.
         """

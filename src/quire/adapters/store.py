@@ -1,7 +1,7 @@
 """Adapters in the host's memory and on disk, read and checked in threads.
 
     in the runner's slots          at most max_loras
-    ready                          adapters that the next plans load
+    ready                          adapters that wait for a plan to load them into slots
     in the host's memory           at most max_cpu_loras, the most recently used
     on disk                        all adapters that were ever found, by their digests
 
@@ -36,7 +36,7 @@ class AdapterStore:
     """Reads adapters in threads, and keeps them until the runner loads them.
 
     Invariant while `_lock` is free: an adapter is in `_ready` or `_reading` from the call of
-    `begin` until it is taken, released or failed. `_host` has at most max_cpu_loras.
+    `begin` until `pop_ready`, `release` or a failure. `_host` has at most max_cpu_loras.
     """
 
     def __init__(self, read: Callable[[Path], LoRAAdapter], max_cpu_loras: int) -> None:
@@ -46,10 +46,10 @@ class AdapterStore:
         self._max_cpu_loras = max_cpu_loras
         self._threads = ThreadPoolExecutor(NUM_THREADS, "quire-adapters")
         self._lock = Lock()
-        #: For each folder's path, the stamps of its files when they were read, and the adapter's
-        #: digest.
+        #: By folder's path: the stamps of its files when they were read, and the digest of its
+        #: adapter.
         self._found: dict[str, tuple[FileStamps, str]] = {}
-        #: The folders in which a digest was found, by digest and path, the latest last.
+        #: By digest: the folders in which it was found, by path, the latest last.
         self._known: dict[str, dict[str, AdapterRef]] = {}
         #: Adapters by digest, the least recently used first.
         self._host: dict[str, LoRAAdapter] = {}
@@ -70,8 +70,8 @@ class AdapterStore:
             self._remember_source(ref)
 
     def begin(self, digest: str) -> bool:
-        """See `core.scheduling.adapter_residency.AdapterSource`. Follows `remember_source` or
-        `find`."""
+        """See `core.scheduling.adapter_residency.AdapterSource`. Must be called after
+        `remember_source` or `find`."""
         with self._lock:
             if digest in self._ready:
                 return True
@@ -164,7 +164,8 @@ class AdapterStore:
                 self._ready[digest] = adapter
 
     def _read_same(self, ref: AdapterRef) -> LoRAAdapter:
-        """The adapter in a folder. Raises AdapterError, also if its digest has changed."""
+        """Read the adapter in a folder again. Raises AdapterError if that fails or if its digest
+        has changed."""
         adapter = self._read_checked(ref.name, ref.path)
         if adapter.digest != ref.digest:
             del adapter  # else the error's traceback would keep it alive
@@ -174,7 +175,7 @@ class AdapterStore:
         return adapter
 
     def _read_checked(self, name: str, path: str) -> LoRAAdapter:
-        """The adapter in a folder. Failures are logged and raised as AdapterError.
+        """Read the adapter in a folder. Failures are logged and raised as AdapterError.
 
         The error names the adapter, not its path, which the client may not know.
         """
@@ -182,7 +183,7 @@ class AdapterStore:
             self._num_reads += 1
         try:
             adapter = self._read(Path(path))
-            _ = adapter.digest  # takes as long as reading, so it is computed in this thread
+            _ = adapter.digest  # cached; computed here, since it takes as long as reading
             return adapter
         except AdapterError as error:
             logger.warning("%s", shown_text(error))

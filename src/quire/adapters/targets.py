@@ -1,9 +1,9 @@
 """Maps an adapter's tensors to the linears of a model.
 
-An adapter names linears as transformers' model does. quire's model may fuse them, rename them or
+An adapter names linears as transformers' model does. quire's model may fuse linears, rename them or
 reorder their outputs, as `models.registry` describes for checkpoints. To find out how, the indices
-of the outputs are renamed and rearranged like a checkpoint's weights. The result shows which rows
-of B each fused part of a linear takes, and whether the part is transposed.
+of the outputs are passed through the same steps as a checkpoint's weights. The result shows which
+rows of B each fused part of a linear takes, and whether the part is transposed.
 
 Shapes: r rank, I inputs and O outputs of a part of a linear.
 """
@@ -51,7 +51,7 @@ class _Target:
     refusal: str | None
 
     def shape(self, *, transposed: bool) -> tuple[int, int]:
-        """The adapter's (O, I) for this part, which are swapped if the part is transposed."""
+        """The adapter's (O, I) for this part; swapped if the part is transposed."""
         outputs, inputs = self.linear.part_sizes[self.part], self.linear.input_size
         return (inputs, outputs) if transposed else (outputs, inputs)
 
@@ -79,10 +79,9 @@ class AdapterTargets:
         }
 
     def uses(self, path: str) -> bool:
-        """Whether the path belongs to the language model, and not to an image encoder, which is not
-        served.
+        """Whether the path may name a linear of the language model. False for an image encoder.
 
-        Paths that the model doesn't know count as used.
+        True for paths that the model doesn't know. Image encoders are not served.
         """
         wrapper = self._config.wrapper
         return wrapper is None or WRAPPERS[wrapper].rename(path) is not None
@@ -128,8 +127,8 @@ class AdapterTargets:
                 )
 
     def _check_sizes(self, adapter: LoRAAdapter) -> None:
-        """Refuse an adapter with far more outputs than the model, before an index is allocated for
-        each."""
+        """Refuse an adapter with more outputs than the model, before indices of all outputs are
+        allocated."""
         most = sum(
             max(target.linear.input_size, target.linear.part_sizes[target.part])
             for target in self._parts.values()
@@ -245,4 +244,4 @@ class _OutputNumbers(CheckpointSource):
         yield self._numbers[name][span.start : span.stop]
 
     def equal(self, first: str, second: str) -> bool:
-        return False  # so that two adapters of one linear are refused, even equal ones
+        return False  # so that two tensors for one linear are always refused

@@ -1,4 +1,4 @@
-"""Slots of adapters that Triton kernels read, on a GPU or in Triton's interpreter.
+"""Adapter slots for Triton kernels, on a GPU or in Triton's interpreter.
 
 Made by the device's setup. Imports Triton.
 """
@@ -80,7 +80,7 @@ class _TritonLinearSlots(LinearSlots):
         )
 
     def share(self, half: AdapterHalf, other: "_TritonLinearSlots") -> None:
-        """Use the other linear's tensors for this factor."""
+        """Use the other linear's tensors for the factor `half` (A or B)."""
         if half is AdapterHalf.A:
             self._weights = replace(self._weights, a=other._weights.a)
         else:
@@ -103,7 +103,8 @@ class _TritonLinearSlots(LinearSlots):
         self._weights.ranks[slot].zero_()
 
     def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' results for x [..., I] to the contiguous output [..., O], in place."""
+        """Add the adapters' contributions for x [..., inputs] to the contiguous output [...,
+        outputs], in place."""
         if self._tiles.has_rows or self.always_launches:
             add_adapters(x, output, self._weights, self._tiles)
         return output
