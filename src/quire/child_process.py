@@ -1,4 +1,4 @@
-"""Command lines and streams of child processes, and their stderr before logging is set up.
+"""Starting child processes: command lines, streams, and stderr until logging is set up.
 
 Used to start engines, ranks, grammar compilers and agents.
 """
@@ -45,8 +45,8 @@ def python_command(module: str) -> tuple[str, ...]:
 def working_folder() -> str | None:
     """The folder in which to start a process; None means this process's own folder.
 
-    It is the root folder if this process's folder was deleted, because torch can't be loaded in a
-    deleted folder.
+    If this process's folder was deleted, it is "/", because torch can't be imported in a deleted
+    folder.
     """
     try:
         os.getcwd()
@@ -67,7 +67,7 @@ class ChildOptions(TypedDict):
 def child_options() -> ChildOptions:
     """Options for starting child processes: their output goes to this process's standard error.
 
-    Each has a session of its own, so that Ctrl-C in a terminal reaches only its parent.
+    Each child has its own session, so that Ctrl-C in a terminal reaches only this process.
     """
     return ChildOptions(
         stdin=subprocess.DEVNULL,
@@ -89,7 +89,7 @@ def unnamed_file(name: str) -> int:
 
 
 class StartText:
-    """The standard error of a process until it has set up its log.
+    """Captures the standard error of a process until that process has set up its log.
 
     If the process fails to start, the text says why. It is written to a file in memory, not a pipe,
     so the process never waits for a reader.
@@ -132,7 +132,7 @@ def redirect_start_text(stderr: int) -> None:
 
 
 def last_line(text: str) -> str:
-    """A colon and the last line of a text, which names the exception of a traceback.
+    """A colon and the last line of a text. In a traceback, that line names the exception.
 
     It is "" for an empty text.
     """

@@ -88,8 +88,7 @@ _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 80, 40, 80
 def shown(value: object) -> str:
     """A short repr of a value from a file or request, for a message.
 
-    It is one line without control characters. Only the shown part of the value is read, however
-    long it is.
+    It is one line without control characters. Of a long value, only the part that is shown is read.
     """
     return " ".join(_SHORT.repr(value).split("\n"))  # the repr of an array has several lines
 

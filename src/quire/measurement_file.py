@@ -20,7 +20,7 @@ from quire.observability.log import get_logger
 
 MAX_BYTES = 16 << 20
 MOST_ENTRIES = 256
-"""If there are more entries, the oldest are dropped."""
+"""Maximum number of entries in a file. If there are more, the oldest are dropped."""
 _KEY_BYTES = 16
 
 logger = get_logger(__name__)

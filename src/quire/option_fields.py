@@ -6,10 +6,10 @@
             64, Whole(1), group="scheduling", help="sequences per step at most"
         )
 
-Such a field is all that an option needs: command-line flags, keys of a YAML file, arguments of
-`LLM(...)`, checks and the reference in docs/python.md are made from it. Each component declares its
-options in a frozen dataclass, and `options.engine_options` joins them. Imports no slow modules,
-because `quire --version` imports this module.
+Everything else about an option is made from such a field: command-line flags, keys of a YAML file,
+arguments of `LLM(...)`, checks and the reference in docs/python.md. Each component
+declares its options in a frozen dataclass, and `options.engine_options` joins them. Imports no slow
+modules, because `quire --version` imports this module.
 """
 
 import inspect
@@ -293,7 +293,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The declaration of an option besides its name, type and default; see `option`."""
+    """The declaration of an option, except its name, type and default; see `option`."""
 
     kind: Kind
     help: str
@@ -332,7 +332,7 @@ class Options:
     def __post_init__(self) -> None:
         for each, declared in declared_options(type(self)):
             value = _validated(each, declared, getattr(self, each.name))
-            object.__setattr__(self, each.name, value)  # as frozen dataclasses do themselves
+            object.__setattr__(self, each.name, value)  # the class is frozen
         self._check_together()
 
     def part(self, options: type["Options"]) -> dict[str, Any]:
