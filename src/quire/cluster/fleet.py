@@ -34,7 +34,7 @@ from quire.errors import EngineDeadError, QuireError
 class EngineFleet:
     """An `EngineClient` made of several engines. Belongs to one event loop."""
 
-    #: Always None, since each engine has a process of its own.
+    #: Always None, since a fleet has no single process: each engine has its own.
     pid: int | None = None
 
     def __init__(

@@ -85,7 +85,7 @@ class Placement(Protocol):
 
 
 class FleetDispatcher:
-    """Keeps each open request in one replica or in a queue.
+    """Assigns each open request to one replica, or keeps it in a queue.
 
     Invariant: an open request is in exactly one of: a connected replica, `_waiting` until a
     replica takes requests, or the suspects of `trials` until its trial.
@@ -180,7 +180,7 @@ class FleetDispatcher:
         for output in message.outputs:
             request = replica.requests.get(output.request_id)
             if request is None or output.request_id in replica.leaving:
-                continue  # the request has ended, or was moved away from this replica
+                continue  # the output is stale: its request has ended or was moved away
             if output.token_ids and output.request_id not in replica.with_tokens:
                 replica.with_tokens.add(output.request_id)
                 self.placement.on_first_token(output.request_id)
@@ -233,9 +233,9 @@ class FleetDispatcher:
         self.trials.attribution.undo_loss([request for request in found if request is not None])
 
     def move_all(self, name: str) -> None:
-        """Move a replica's requests to others and give it no new ones. A request on trial stays and
-        is tried again once the replica is gone, because a trial needs a replica without other
-        requests."""
+        """Move a replica's requests to other replicas, and give it no new requests. A request on
+        trial stays, because a trial needs a replica without other requests. Its trial is repeated
+        once the replica is gone."""
         replica = self.replicas.get(name)
         if replica is None:
             return
@@ -311,7 +311,7 @@ class FleetDispatcher:
             self._place(request)
 
     def _remove_ended(self, request: OpenRequest) -> None:
-        """Remove a request that has ended in any way."""
+        """Remove a request that has ended, whatever the reason."""
         self._waiting.pop(request.request_id, None)
         self.replicas.unassign(request.request_id)
         self.placement.on_end(request.request_id)

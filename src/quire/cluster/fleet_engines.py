@@ -92,8 +92,8 @@ class FleetEngines:
             await asyncio.gather(*[self._add(slot) for slot in others])
 
     async def add(self, slot: EngineSlot) -> None:
-        """Start an engine and wait until it takes requests. On an error, which is as in `start`,
-        the engine is removed and its slot is free again."""
+        """Start an engine and wait until it takes requests. Raises the errors of `start`, after
+        removing the engine and freeing its slot."""
         async with self._changes:
             await self._add(slot)
 
@@ -126,7 +126,7 @@ class FleetEngines:
         except BaseException as error:
             await self._end(slot.name)
             if isinstance(error, QuireError):
-                self._fail_unless_any_comes_back(error)  # all others may have failed meanwhile
+                self._fail_unless_any_comes_back(error)  # the others may all have failed
             if isinstance(error, TimeoutError) and limit.expired():
                 raise EngineDeadError(
                     f"replica {slot.name!r} has come no further for {limit_s:g} s, and is not"
@@ -159,7 +159,7 @@ class FleetEngines:
         _check_spare(self, name)
         await self.drain(name, timeout_s)
         try:
-            _check_spare(self, name)  # the others may have died meanwhile
+            _check_spare(self, name)  # the other engines may have died meanwhile
         except ConfigurationError:
             self._dispatcher.set_accepting(name, True)
             raise

@@ -1,8 +1,8 @@
 """Places requests with a router that sees only salted digests of their tokens.
 
-The digests are made like the prefix digests of the engines' caches; the first one covers the
-tenant's domain and the adapter. Only this API server knows the salt. So the router's memory reveals
-no prompts, and the digests of one tenant can't be matched with those of another.
+The digests are made like the prefix digests of the engines' caches. The first digest of a chain
+covers the tenant's domain and the adapter. Only this API server knows the salt. So the router's
+memory reveals no prompts, and digests of different tenants can't be compared.
 """
 
 import secrets

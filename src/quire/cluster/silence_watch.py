@@ -2,9 +2,9 @@
 
 A replica is one engine of the fleet, in its own process. An engine answers a ping between two
 steps. An engine counts as silent if it leaves a ping unanswered for several times its longest step
-and uses no CPU time. It is assumed to be frozen (SIGSTOP, a frozen container), swapped out, or
-waiting for a device or a file server. The requests of a silent engine continue in other replicas,
-and it gets no new ones until it answers. Its process is killed only after
+and uses no CPU time. Such an engine is assumed to be frozen (SIGSTOP, a frozen container), swapped
+out, or waiting for a device or a file server. Its requests continue in other replicas, and it gets
+no new requests until it answers. Its process is killed only after
 `RecoveryConfig.heartbeat_timeout_s`, since a new process has to load the model.
 
 An engine that answers no ping but uses CPU time is assumed to be in a step that never ends, perhaps
@@ -48,7 +48,7 @@ def silence_limit_s(
 ) -> float | None:
     """Seconds for which an engine may leave a ping unanswered; None means without limit.
 
-    `slowness` is the ratio of the engine's measured step times to those of its cost model.
+    `slowness` is the ratio of the engine's measured to its predicted step times.
     """
     most_s = MOST_SILENCE_S if knows_processor_time else None
     coefficients = facts.get("step_costs")
@@ -84,7 +84,7 @@ class SilentReplicas:
     """The replicas that have stopped answering, and the requests that were moved away from them.
 
     A request is moved for silence at most once. If the request itself blocks a replica, it blocks
-    the next replica, too, and is found to be the cause when that replica is killed.
+    the next replica, too, and is found to be the cause when the next replica is killed.
     """
 
     def __init__(self, dispatcher: FleetDispatcher) -> None:
@@ -121,7 +121,7 @@ class SilentReplicas:
 
 
 class SilenceWatch(LoopTask):
-    """Pings the engines of a fleet, and marks those that don't answer as silent.
+    """Pings the engines of a fleet, and marks engines that don't answer as silent.
 
     Invariant: each ready engine has at most one ping in `_unanswered`, sent over its present link.
     """

@@ -2,8 +2,8 @@
 
 Each engine measures its step times when it starts, and routing relies on them. Later the engine may
 be slower, because other programs use its machine or its processor is hot. So every few seconds each
-engine reports the ratio of its recent step times to those at its start (`engine.utilization`). Made
-by `fleet`.
+engine reports the ratio of its recent to its initial step times (`engine.utilization`). Made by
+`fleet`.
 """
 
 import asyncio

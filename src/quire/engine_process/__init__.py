@@ -1,1 +1,1 @@
-"""The processes of an engine and its ranks: their entry points, and the engine's main loop."""
+"""The processes of an engine and its ranks: their mains, and the main loop."""

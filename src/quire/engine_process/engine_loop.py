@@ -7,7 +7,7 @@ After MESSAGES_S the remaining messages wait until after the step, so that a cal
 prompts does not delay streams. If the API server does not read its outputs, the loop stops stepping
 but still reads messages.
 
-Uses neither text nor HTTP nor asyncio. Called by `engine_main`.
+Uses no text, no HTTP and no asyncio. Called by `engine_main`.
 """
 
 import dataclasses
@@ -178,15 +178,17 @@ class EngineLoop:
         record: ActivityRecord | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`record` shows the current activity to other processes; None keeps it to this process.
+        """`record` shows the current activity to other processes; None means that no process sees
+        it.
 
         `clock` returns seconds.
         """
         self._engine = engine
         self._channel = channel
         self._clock = clock
-        self._inbox: deque[ToEngine] = deque()  # messages received, in order, but not handled yet
-        # The id of each open FindAdapter and the adapter that is being read for it.
+        self._inbox: deque[ToEngine] = deque()  # messages not handled yet, oldest first
+        # Each unanswered FindAdapter message: its id, and the future of the adapter that is being
+        # read.
         self._finding: list[tuple[int, Future[AdapterRef]]] = []
         self._record = record or ActivityRecord()
         engine.on_step = self._record.compute
@@ -348,7 +350,7 @@ def build_and_serve(
     on_ready: Callable[[EngineLoop], None] | None = None,
     record: ActivityRecord | None = None,
 ) -> int:
-    """Receive the options, build the engine, serve. Returns the process's exit code.
+    """Receive the options, build the engine, and run its loop. Returns the process's exit code.
 
     `on_ready` is called with the loop when the engine is built, so that the caller can install
     signal handlers. `record` is as in `EngineLoop`.
@@ -371,7 +373,7 @@ def build_and_serve(
     except QuireError as error:
         return _report(channel, Fatal(error.code, str(error)))
     except Exception as error:
-        # The process ends in any case. This tells the API server why.
+        # The process ends in any case, so tell the API server why.
         _logger.exception("the engine's process ends with an error")
         return _report(channel, Fatal(QuireError.code, f"{type(error).__name__}: {error}"))
     return 0

@@ -40,8 +40,8 @@ def set_up(
 ) -> tuple[argparse.Namespace, socket.socket]:
     """Parse argv (None: this process's own), configure logging, and watch the socket.
 
-    Returns the arguments and the socket. Ctrl-C is ignored from now on, because the parent decides
-    what it means.
+    Returns the arguments and the socket. Ctrl-C is ignored from now on, because the parent handles
+    it and ends this process if needed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parsed = arguments.parse_args(argv)

@@ -4,8 +4,8 @@
 continue at once in other engines. The others are suspects: `isolated_trials` runs them one after
 another, each alone in an engine. A suspect is cleared once it has recomputed the tokens that were
 being computed at the death. If an engine dies during a trial, the request on trial is to blame,
-because the engine ran no other request. So a deadly request is ended after two deaths in the whole
-fleet, whatever the number of engines.
+because the engine ran no other request. So a deadly request is ended after two deaths, even in a
+large fleet.
 
 - Out of memory: another program may have used up the memory. So the request is blamed only after
   one more death on its trial, which follows the trials of the other suspects.
@@ -36,7 +36,7 @@ the last loss was on its trial."""
 class _Evidence:
     """The deaths of engines that one suspect may have caused."""
 
-    #: Deaths of engines that computed the request, except those that another request has caused.
+    #: Deaths of engines that computed the request, without deaths that another request has caused.
     deaths: set[Death] = field(default_factory=set)
     #: Those of `deaths` that happened during a trial of the request.
     on_trial: list[Death] = field(default_factory=list)

@@ -4,7 +4,7 @@ An API server connects, proves that it has the cluster's key, and sends the opti
 When the engine dies, the agent reports its exit status and last activity. When the API server is
 gone or can't be reached, the agent aborts the engine's requests, since the API server, if alive,
 continues them in other engines. The engine keeps its weights loaded and waits for an API server. An
-agent serves one API server at a time and does not decode requests. Run by `agent_main`.
+agent serves one API server at a time. It does not decode requests. Run by `agent_main`.
 """
 
 import asyncio
@@ -264,7 +264,7 @@ class Agent:
         task.add_done_callback(lambda ended: self._greetings.pop(ended, None))
 
     async def _greet(self, transport: asyncio.Transport) -> None:
-        # First, do the handshake. A connection without the key is closed.
+        # First, do the handshake. Close a connection whose other end does not have the key.
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 channel, greeting = await accept(transport, self._tls)
@@ -327,7 +327,7 @@ class Agent:
                 self._opening = self._loop.create_task(self._replace())
         elif engine.ready is None or engine.takes_requests:
             self._serve(session, engine)
-        # A busy engine is served once it is flushed.
+        # If the engine still has requests of an earlier API server, `on_flushed` serves it later.
 
     async def _replace(self) -> None:
         """End the former engine, then start the engine that the present API server wants. That API
@@ -365,11 +365,11 @@ class Agent:
     def on_kill(self, session: Session, why: str) -> None:
         """Kill the engine for the API server."""
         if session is self._session and self._engine is not None:
-            session.is_served = True  # so that the API server learns of the death
+            session.is_served = True  # so that `on_death` reports to this API server
             self._engine.kill(why)
 
     def on_session_end(self, session: Session) -> None:
-        """End the requests of an API server that is gone or can't be reached."""
+        """Abort all requests, since their API server is gone or can't be reached."""
         if session is not self._session:
             return
         logger.info("API server %s is gone", session.server_id)

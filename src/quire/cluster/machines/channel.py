@@ -55,19 +55,19 @@ class FrameHandler(Protocol):
         ...
 
     def on_closed(self) -> None:
-        """Handle the end of the connection. Called once, as the last call."""
+        """Handle the end of the connection. Called once, after all other calls."""
         ...
 
 
 class AgentChannel(asyncio.Protocol):
-    """One end of a connection. Its first message is the greeting; `start` gives it a handler for
-    all others.
+    """One end of a connection. The first message is the greeting. `start` sets the handler of all
+    later messages.
 
     Invariant: after `on_closed` nothing is sent or passed on.
     """
 
     def __init__(self) -> None:
-        """Create the channel without a connection; `connect` and `accept` give it one."""
+        """Create the channel without a connection. `connect` and `accept` add the connection."""
         self._loop = asyncio.get_running_loop()
         self._splitter = FrameSplitter()
         self._transport: asyncio.Transport | None = None
@@ -213,7 +213,7 @@ async def accept(
         secured = await loop.start_tls(
             transport, channel, tls, server_side=True, ssl_shutdown_timeout=CLOSE_TIMEOUT_S
         )
-        if secured is None:  # the connection was lost just then
+        if secured is None:  # the connection was lost meanwhile
             raise ConnectionResetError("the other end closed the connection")
         channel.connection_made(secured)
         greeting = decode_greeting(await channel.greeting())

@@ -64,7 +64,7 @@ class AgentActor:
                     pass_fds=[stderr.fileno()],
                 )
                 assert self._agent.stdout is not None
-                line = self._agent.stdout.readline()  # the agent has read its key by then
+                line = self._agent.stdout.readline()  # the agent writes it after reading its key
                 said = text.read()
         if not line:
             self._agent.communicate()
@@ -81,7 +81,8 @@ class AgentActor:
 
 
 class RayAgents:
-    """The `EngineSlots` of one fleet: agents that Ray places, each with resources of its own."""
+    """The `EngineSlots` of one fleet: agents that Ray places. Ray reserves CPUs and GPUs for each
+    agent."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class RayAgents:
         ConfigurationError if Ray is not installed or not at this address.
         """
         self._ray = load_ray()
-        logging.getLogger("ray").setLevel(logging.ERROR)  # hides warnings of threads and retries
+        logging.getLogger("ray").setLevel(logging.ERROR)  # hides warnings
         self._key = key
         self._tls = tls_context(key, ssl.PROTOCOL_TLS_CLIENT)
         self._server_id = server_id
