@@ -94,8 +94,8 @@ def build_engine(
     `kv_allocator` makes the manager of KV memory, for comparisons; None makes the paged manager.
     With a `kv_allocator`, there is a prefix cache only if the options ask for it. `tokenizer` is
     for grammars. None reads the options' tokenizer when the first grammar comes. `prepare_grammars`
-    prepares a large vocabulary during the build, so that in a server the first grammar does not
-    delay other requests. `watch` wraps the runner, to observe its calls.
+    prepares the vocabulary for grammars during the build, so that in a server the first grammar
+    does not delay other requests. `watch` wraps the runner, to observe its calls.
 
     Raises ConfigurationError and its subclasses if options can't be obeyed, the model is unknown or
     can't be read, or memory is insufficient.
@@ -345,7 +345,7 @@ def _build_ranks(
     try:
         tiers = build_ranked_tiers(cache, checked, rank, workers.moves, lambda: runner.num_calls)
     except BaseException:
-        workers.end()  # they hold the folder's lock, too
+        workers.end()  # the workers hold the folder's lock, too
         raise
     return rank, runner, tiers
 

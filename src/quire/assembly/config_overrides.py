@@ -28,7 +28,7 @@ def move_overrides_to_options(options: EngineOptions) -> EngineOptions:
     said = {name: fields.pop(name) for name in _OF_TWO_TOKENS if name in fields}
     if said:
         options = _with_option(options, "score_tokens", _score_tokens(said))
-        # vLLM computes the same scores by a classifier made of two rows of the output head.
+        # vLLM makes a classifier from two rows of the output head. Its scores are the same.
         if str(fields.get("architectures", [""])[0]).endswith(_CLASSIFIER):
             del fields["architectures"]
     return replace(options, hf_overrides=fields or None)

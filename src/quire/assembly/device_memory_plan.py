@@ -221,7 +221,7 @@ def _choose(needs: DeviceNeeds, measured: _Measured, agree: Callable[[int], int]
 
 
 def _num_blocks(needs: DeviceNeeds, measured: _Measured) -> int:
-    """The number of blocks that the options ask for, or else all that the utilization allows.
+    """The number of blocks that the options ask for, or else the most that the utilization allows.
 
     Raises InsufficientMemoryError if the device has no room for the blocks that the options ask
     for.
@@ -293,7 +293,7 @@ def _remedies(
 
 
 def _quantize(weight_bytes: int, missing: int, quantization: str | None) -> str:
-    """Advice to quantize the weights, if that saves the missing bytes; otherwise "".
+    """Advice to quantize the weights, if a weight format saves the missing bytes; otherwise "".
 
     Embeddings are not quantized, so the saving is less than the bits suggest.
     """

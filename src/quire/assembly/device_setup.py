@@ -1,6 +1,6 @@
 """Chooses a rank's device, number formats and kernels.
 
-    on the CPU     native kernels, torch if these are not available, or Triton's interpreter
+    on the CPU     native kernels; else torch; or Triton's interpreter if an option asks for it
     on a GPU       Triton kernels and torch's matrix products
 
 Options that the device can't obey are refused before a model is read. Called by `rank_build`.
@@ -226,8 +226,8 @@ def _triton_linears(options: EngineOptions) -> TritonLinears:
 
 
 def choose_dtype(options: EngineOptions, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that the options name. "auto" means the checkpoint's, unless the device only
-    emulates that."""
+    """The dtype that the options name. "auto" means the checkpoint's dtype; if the device only
+    emulates that, float16 on a GPU and float32 on the CPU."""
     if options.dtype != AUTO:
         dtype = getattr(torch, options.dtype)
         assert isinstance(dtype, torch.dtype)

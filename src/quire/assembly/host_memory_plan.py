@@ -153,7 +153,7 @@ def _choose_num_blocks(
 ) -> int:
     page, taken_bytes = layout.bytes_per_block, taken.weight_bytes + taken.adapter_bytes
     total, available = total_memory_bytes(), available_memory_bytes()
-    # First, take the size from the option that gives one, or else from the free memory.
+    # First, take the size from an option, or else compute it from the free memory.
     if options.num_blocks is not None:
         num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
     elif options.kv_cache_bytes is not None:

@@ -100,8 +100,8 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
 def log_unexpected_properties(kind: ModelKind) -> None:
     """Warn of properties that a user of the model might not expect.
 
-    Examples: a class of transformers computes the model, which is slower in some cases, or a
-    multimodal model is served for text alone.
+    For example, the model is computed by a class of transformers, which may be slower. Or only the
+    text part of a multimodal model is served.
     """
     config = kind.config
     if isinstance(config, FallbackConfig):

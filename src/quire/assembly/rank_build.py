@@ -192,8 +192,8 @@ def bind_threads(
 ) -> Binding | None:
     """Bind the calling thread, and threads that it starts later, to the rank's part of the machine.
 
-    Must be called before threads for computation or collectives are started. Returns None if
-    nothing is bound. Raises ConfigurationError.
+    Must be called before threads for computation or collectives are started. Returns None if the
+    thread is not bound. Raises ConfigurationError.
     """
     binding = choose_part_of_host(options, device, rank, size)
     if binding is not None:
@@ -445,7 +445,7 @@ class _Builder:
         link = DeviceLink(self.setup.device)
         static_sizes = self._graph_sizes() if _serves_graphs(model, backend) else ()
         device_rows = DeviceRows(rows, link, static_sizes)
-        if link.device.type == "cuda":  # so that no request waits while kernels are compiled
+        if link.device.type == "cuda":  # compile kernels now, not during a request
             warm_up(self.config.vocab_size, device_rows.history.token_ids.shape[1], link)
         return device_rows, DeviceSampler(sampling_rows, device_rows.history, link)
 

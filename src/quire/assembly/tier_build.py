@@ -92,7 +92,7 @@ def check_host_tier(options: EngineOptions) -> None:
     """Raises ConfigurationError if a host tier is wanted but the KV cache is in the host's
     memory."""
     if options.host_cache_size is None or options.kernels == TRITON:
-        return  # Triton's interpreter on the CPU behaves like a GPU, for tests
+        return  # in tests, Triton's interpreter stands for a GPU
     if choose_device(options.device).type == "cpu":
         raise ConfigurationError(
             f"host_cache_size is {options.host_cache_size}, but on a CPU the KV cache is the host's"
@@ -108,7 +108,7 @@ def build_tiers(
 ) -> Tiers | None:
     """The tiers below the pool of a rank that is built; None if the options ask for none.
 
-    From now on the tiers own the folder. `wake_up` is as in `DiskTier`. Raises ConfigurationError
+    From now on the tiers own the folder. For `wake_up` see `DiskTier`. Raises ConfigurationError
     if a tier would be too small for this model, and InsufficientMemoryError if the host has too
     little memory.
     """
@@ -174,9 +174,9 @@ def build_disk_tier(
     wake_up: Callable[[], None],
     storage: NDArray[np.uint8] | None = None,
 ) -> DiskTier:
-    """A disk tier for the pages of a rank on the CPU, or for `storage`, pages in the host's memory.
+    """A disk tier below `storage`, pages in host memory; None means the pool of a rank on the CPU.
 
-    From now on the tier owns the folder. `wake_up` is as in `DiskTier`. Raises ConfigurationError
+    From now on the tier owns the folder. For `wake_up` see `DiskTier`. Raises ConfigurationError
     if the folder would be too small for this model or can't be read.
     """
     assert rank.fingerprint is not None, "with a folder, `build_rank` makes one"
@@ -211,7 +211,7 @@ def build_ranked_tiers(
 ) -> Tiers:
     """The tiers of all ranks, driven by rank 0.
 
-    Moves are sent to the other ranks over `sockets`. `num_calls` is as in `RankedTiers`. Raises the
+    Moves are sent to the other ranks over `sockets`. For `num_calls` see `RankedTiers`. Raises the
     errors of `build_disk_tier`, EngineDeadError if a rank has died, and ConfigurationError on GPUs.
     On a GPU a call returns before its reads and writes are done, so counting calls does not order
     moves (see `tiers.rank_service`).

@@ -2,7 +2,7 @@
 
 A fingerprint has these parts:
 
-    weights    the content of all tensors that fill the model, as they are stored
+    weights    the content of all tensors of the model, as stored in the checkpoint
     model      its parsed config, and the rotary frequencies under max_model_len
     pages      block size, groups and windows, each layer's place and format; the rank and the
                number of ranks
@@ -64,7 +64,8 @@ NO_KV_FIELDS = frozenset(
         "max_position_embeddings",  # its effect is in the frequencies, or in a tensor's shape
     }
 )
-"""The fields of a model's config that change no byte of a page by themselves."""
+"""The fields of a model's config that do not change the bytes of pages, or whose effect another
+part of the fingerprint covers."""
 
 _OURS = ("quire", "torch")
 
@@ -109,7 +110,7 @@ class PageIdentity:
         """The fingerprint. `record_model` must have been called.
 
         The pages of each rank hold different heads, so the rank is part of the fingerprint.
-        `is_native` is as in `ModelRunner`. Raises ConfigurationError for parts that can't be
+        For `is_native` see `ModelRunner`. Raises ConfigurationError for parts that can't be
         identified.
         """
         # First, collect the formats and everything that computes.

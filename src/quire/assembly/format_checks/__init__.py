@@ -1,1 +1,1 @@
-"""Runs a prompt when an engine starts, to check whether number formats suit the model."""
+"""Checks with a prompt, when an engine starts, whether number formats suit the model."""

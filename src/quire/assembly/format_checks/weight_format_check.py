@@ -6,8 +6,8 @@ prompt of fixed token ids twice:
 
 1. For each linear, some outputs are also computed from exact rows of the checkpoint. The relative
    error of the format is noise divided by signal, for the median token.
-2. Random noise of the measured size is added to each linear's outputs. It moves the next-token
-   distributions about as far as the format has moved them from the exact ones. To compute the exact
+2. Random noise of the measured size is added to each linear's outputs. This noise moves the
+   next-token distributions about as far as the format's rounding did. To compute the exact
    distributions, a second model would be needed.
 
 Formats are only used through `LinearMethod.apply`.
@@ -107,8 +107,8 @@ class _Noise:
     #: A matrix that averages the sampled outputs of each part, [R, P].
     means: torch.Tensor
 
-    #: Noise / signal of the median token in each part, [P]. Parts are separate because the sizes of
-    #: queries, keys and values, for example, may differ by far.
+    #: Noise / signal of the median token in each part, [P]. Measured per part, because queries,
+    #: keys and values may have very different sizes.
     errors: torch.Tensor
 
     #: Mean square of the exact outputs of the median token in each part, [P].
@@ -294,7 +294,7 @@ def check_weights(
     """Measure the noise and log it. Logs a warning if the rounding is bad for the model.
 
     If it can't be measured, for example because the checkpoint can't be read again, the reason is
-    logged and the model serves nevertheless.
+    logged, and the model is served nevertheless.
     """
     if reason := _why_not(model, setup):
         logger.info("what %s costs this model is not measured, as %s", rounding.name, reason)

@@ -1,9 +1,9 @@
 """Measures a machine's peak memory bandwidth and peak arithmetic rate before an engine takes steps.
 
-`engine.utilization` compares steps with these peaks. The bandwidth is that of a plain copy (on a
-CPU, of reads). The arithmetic rate is that of a large product with weights in the model's format.
-Each peak is the best of a few repetitions, since noise only lowers a rate. A process measures once
-for each device and kind of weights, in about a tenth of a second.
+`engine.utilization` compares steps with these peaks. The bandwidth is measured with a plain copy
+(on a CPU, with reads), the arithmetic rate with a large matrix product whose weights have the
+model's format. Each peak is the best of a few repetitions, since noise only lowers a rate. A
+process measures once for each device and kind of weights, in about a tenth of a second.
 """
 
 import time

@@ -168,8 +168,8 @@ def _precision(
     num_tokens: int,
     quantized: Path | None = None,
 ) -> Precision:
-    """The memory of one precision. `quantized` is the folder of a quantized checkpoint, whose
-    tensors are inspected; None for other checkpoints."""
+    """The memory that one precision takes. `quantized` is the folder of a quantized checkpoint, in
+    which the sizes of tensors are read; None for other checkpoints."""
     try:
         setup = choose_setup(options, config, choose_device(options.device), None)
         layout = _layout(setup, options, config, num_tokens)

@@ -56,8 +56,8 @@ def model_work(model: TextModel, dtype: torch.dtype, layout: KVCacheLayout) -> S
 def _pair_operations(spec: AttentionSpec) -> int:
     """Operations of all query heads for one pair of query and key: the score and the weighted sum.
 
-    A step's load counts the pairs of each token with itself and with earlier tokens. A layer that
-    attends in both directions has about twice as many.
+    A step's load counts only pairs of a token with itself and with earlier tokens. A layer that
+    attends in both directions has about twice as many pairs, so the result is doubled.
     """
     operations = OPERATIONS_PER_WEIGHT * spec.num_heads * (spec.head_dim + spec.output_dim)
     return operations if spec.causal else 2 * operations
