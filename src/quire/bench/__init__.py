@@ -1,1 +1,1 @@
-"""`quire bench`: measures throughput and perplexity, and reports the results."""
+"""`quire bench`: throughput and perplexity, measured and reported."""

@@ -34,7 +34,7 @@ class Noise:
 
 
 class NoiseMeter:
-    """Measures the noise from its construction to `stop`."""
+    """Measures the noise from the meter's construction to `stop`."""
 
     def __init__(self) -> None:
         self._machine = _machine_times_s()

@@ -89,7 +89,7 @@ def _distribution(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def medians(rounds: Sequence[Mapping[str, float | None]]) -> Figures:
-    """The median of each key over the rounds; None if any round has None."""
+    """The median of each figure over the rounds; None if the figure is None in any round."""
     found: Figures = {}
     for key in rounds[0]:
         values = [value for figures in rounds if (value := figures[key]) is not None]

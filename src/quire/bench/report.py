@@ -20,7 +20,7 @@ _COLUMN = 14
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All results of a benchmark run. Mappings are by the contender's name unless noted."""
+    """All results of a benchmark run. Mappings have names of contenders as keys, unless noted."""
 
     #: The workload, engine and machine, as values that JSON can hold.
     setting: dict[str, Any]

@@ -31,7 +31,7 @@ class StepTimes:
     mean_per_sequence_us: float
     p99_per_sequence_us: float
     #: Maps each part to its share of the summed time of all parts. Parts of overlapping steps run
-    #: at the same time.
+    #: at the same time, so the sum may exceed the elapsed time.
     shares: dict[str, float]
     #: The share of time in which a step ran; None if the trace does not have busy and gap times.
     busy_share: float | None = None

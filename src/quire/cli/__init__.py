@@ -1,1 +1,1 @@
-"""The `quire` command. No other package of quire reads environment variables."""
+"""The `quire` command; the only reader of environment variables."""

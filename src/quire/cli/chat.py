@@ -34,7 +34,7 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Turn the first Ctrl-C into a flag, so that it never interrupts an engine step.
+    """Turn the first Ctrl-C into a flag, so that Ctrl-C never interrupts an engine step.
 
     The second Ctrl-C raises KeyboardInterrupt as usual. Only the main thread may call this.
     """

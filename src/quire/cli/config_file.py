@@ -84,7 +84,7 @@ class ConfiguredParser(Parser):
         for entry in entries:
             self.blame = f"{path}, line {entry.line}: "
             mine = self._words_of_entry(entry)
-            # Parse each entry by itself, so that an error is blamed on its line.
+            # Parse each entry separately, so that an error names the entry's line.
             alone, _ = super().parse_known_args(mine, None)
             self._check_values(alone)
             if not self._given(alone) & set(given):

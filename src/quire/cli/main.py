@@ -61,13 +61,13 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error("-v goes with --version")
     # Then set the environment of libraries, before they are imported.
     if args.command in PASSIVE_WAITING:
-        # Otherwise torch's threads spin between operators. Beside other work on the machine that
-        # took 21 s of processor time for an answer that needs 3 s, and made served steps 40 times
-        # as long (two cores, embedded model). Spinning helps only an offline run on an otherwise
-        # idle machine.
+        # Otherwise torch's threads spin between operators. On a machine with other work, spinning
+        # took 21 s of CPU time for an answer that needs 3 s, and made steps 40 times as long
+        # (measured with two cores, embedded model). Spinning helps only an offline run on an
+        # otherwise idle machine.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Texts are tokenized one at a time, so the tokenizer's thread pool would be useless. It also
-    # panics if no more threads can be started.
+    # Texts are tokenized one at a time, so the tokenizer's thread pool would be useless. The pool
+    # also panics if no more threads can be started.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     debug = args.debug or os.environ.get("QUIRE_DEBUG", "0") not in ("", "0")
     # Last, run the command, and turn its errors into a sentence and an exit code.
@@ -176,7 +176,8 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 @contextmanager
 def _named_interrupt(text: str) -> Iterator[None]:
-    """Print a text if Ctrl-C interrupts the block. For blocks that print no progress themselves."""
+    """Print `text` if Ctrl-C interrupts the block. Used for blocks that print nothing
+    themselves."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,1 +1,1 @@
-"""Managers of KV memory without paging or without shared blocks, as baselines."""
+"""KV memory as it was managed before paging, for comparison."""

@@ -1,1 +1,1 @@
-"""`quire bench perplexity`: measures how number formats change next-token distributions."""
+"""`quire bench perplexity`: the quality cost of number formats, by next-token distributions."""

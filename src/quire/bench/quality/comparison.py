@@ -1,4 +1,4 @@
-"""Compares next-token distributions with those of a reference, over the same windows of a text.
+"""Compares a model's next-token distributions with a reference's, over the same windows of a text.
 
 Of the reference, only its output head and the hidden states of all counted positions are kept. Its
 layers are freed before other models are compared. Hidden states take far less memory than

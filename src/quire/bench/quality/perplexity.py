@@ -1,8 +1,8 @@
 """`quire bench perplexity`: measures the quality cost of smaller weight and KV cache formats.
 
 Each combination of a model, a dtype, a weight format and a KV format reads the same windows of a
-text. The combination's next-token distributions are compared with the reference's: the first model
-in its own formats. The module loads without torch, so that `--help` is quick.
+text. The combination's next-token distributions are compared with the reference's. The reference is
+the first model in its own formats. The module loads without torch, so that `--help` is quick.
 """
 
 import argparse

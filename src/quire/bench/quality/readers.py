@@ -66,7 +66,7 @@ class EngineReader:
     is_simulated = False
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """`options` are those of `LLM`. Raises ConfigurationError."""
+        """`options` has arguments of `LLM`. Raises ConfigurationError."""
         self._llm = LLM(
             **{**options, "enable_prefix_caching": False, "max_num_seqs": 1},
             disable_log_stats=True,
@@ -136,7 +136,7 @@ class SimulatedReader:
     is_simulated = True
 
     def __init__(self, options: Mapping[str, Any], name: str) -> None:
-        """`options` are those of `LLM`, `name` a format of `KV_ROUNDINGS`.
+        """`options` has arguments of `LLM`. `name` is a key of `KV_ROUNDINGS`.
 
         Raises ConfigurationError.
         """
@@ -171,7 +171,7 @@ class SimulatedReader:
 def open_reader(options: Mapping[str, Any], kv_cache_dtype: str) -> Reader:
     """An `EngineReader` if the engine can store this KV format, else a `SimulatedReader`.
 
-    `options` are those of `LLM` without kv_cache_dtype.
+    `options` has arguments of `LLM`, except kv_cache_dtype.
     """
     device = choose_device(str(options.get("device", AUTO)))
     is_stored = kv_cache_dtype in (AUTO, INT8) or (kv_cache_dtype == FP8 and device.type == "cuda")

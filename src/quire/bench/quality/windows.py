@@ -1,8 +1,8 @@
-"""Cuts a text's tokens into windows, and selects the tokens of each that count.
+"""Cuts a text's tokens into windows, and selects the tokens of each window that count.
 
-A model reads each window by itself. A token counts if at least half a window precedes it, as in
-llama.cpp's perplexity tool, since a window's first tokens are hard to predict mainly because they
-lack context.
+A model reads each window without the text before it. A token counts if at least half a window
+precedes it, as in llama.cpp's perplexity tool, since a window's first tokens are hard to predict
+mainly because they lack context.
 """
 
 from collections.abc import Iterator, Sequence

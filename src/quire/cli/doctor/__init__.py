@@ -1,1 +1,1 @@
-"""`quire doctor`: reports a machine's or model's properties, problems, and advice."""
+"""`quire doctor`: reports what the machine has, and what to improve."""

@@ -1,8 +1,8 @@
 """Reads a machine's processor, memory, limits, kernels and disk.
 
-For `quire doctor`, which interprets the readings in `findings`. Unreadable facts are None or empty,
-and a missing or broken torch becomes a finding. Linux's files are read below `root`, so that tests
-can provide their own.
+For `quire doctor`, which interprets the readings in `findings`. Facts that can't be read are None
+or empty. If torch is missing or broken, a finding says so. Linux's files are read below `root`, so
+that tests can provide their own.
 """
 
 import importlib.util
