@@ -1,7 +1,7 @@
 """Slots that hold the adapters of one linear: the interface, and its implementation in torch.
 
-For each linear, one object holds the tensors of all resident adapters. Each adapter has a slot,
-whose addresses never change. Once per step, the slot of each row is set for all linears.
+For each linear, one object holds the tensors of all resident adapters. Each adapter has a slot. The
+addresses of a slot never change. Once per step, the slot of each row is set for all linears.
 
     h = round(scaling * (A x))         summed and scaled in fp32
     y = round(round(W x + b) + B h)    B h is summed in fp32; round is to y's dtype
@@ -54,7 +54,7 @@ class AdapterKernels(ABC):
 
     @abstractmethod
     def attach(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> LinearSlots:
-        """Attach empty slots to the linear. `dtype` is that of the model.
+        """Attach empty slots to the linear. `dtype` is the model's dtype.
 
         If this linear shares a factor (A or B) that another linear stores, attach that linear
         first, and load the same adapters into both.

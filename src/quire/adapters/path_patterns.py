@@ -4,7 +4,7 @@ For each linear, PEFT looks for the first pattern that matches the end of its pa
 with `(.*\\.)?(pattern)$`. `re` backtracks while it holds the interpreter's lock: a pattern such as
 `(([a-z])*)*!` stops a whole process for hours. Here all patterns are one automaton (Thompson, CACM
 1968), and for each character of a path its set of states is updated once. Python's own parser reads
-the patterns, so their meaning is that of `re`. Features that an automaton can't match are refused
+the patterns, so they mean the same as in `re`. Features that an automaton can't match are refused
 by
 name: references to groups, look-around, atomic groups. Flags are refused, too.
 

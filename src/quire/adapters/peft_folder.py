@@ -245,7 +245,8 @@ _Pairs = dict[str, dict[str, StoredTensor]]
 
 
 def _pairs(folder: Path, header: Mapping[str, StoredTensor], model: AdapterSlots | None) -> _Pairs:
-    """The stored tensors, without those of linears outside the language model."""
+    """The stored tensors of linears in the language model; tensors of other linears are left
+    out."""
     pairs: _Pairs = {}
     for name, tensor in header.items():
         found = _KEY.match(name)

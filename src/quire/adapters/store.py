@@ -111,7 +111,7 @@ class AdapterStore:
     def counts(self) -> dict[str, int]:
         """See `engine.adapter_work.StoredAdapters`.
 
-        `num_host` and `host_bytes` count adapters in the host's memory, including ready ones.
+        `num_host` and `host_bytes` count adapters in the host's memory, including ready adapters.
         `num_reads` counts reads of folders, `num_failed` adapters that could not be made ready.
         """
         with self._lock:
@@ -143,8 +143,8 @@ class AdapterStore:
             return self._remember_source(AdapterRef(name, path, adapter.digest))
 
     def _make_ready(self, digest: str, refs: Sequence[AdapterRef]) -> None:
-        """Read the adapter from the first folder of `refs` that still has it. If all fail, report
-        the first failure."""
+        """Read the adapter from the first folder of `refs` that still has it. If no folder has it,
+        record the first failure."""
         adapter, failure = None, ""
         for ref in refs:
             try:

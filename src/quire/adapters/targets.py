@@ -57,7 +57,7 @@ class _Target:
 
 
 class AdapterTargets:
-    """The linears of one model that support adapters: all linears in its layers except those of
+    """The linears of one model that support adapters: all linears in its layers, except linears of
     experts."""
 
     def __init__(self, model: TextModel, config: ModelConfig) -> None:
@@ -227,7 +227,7 @@ class _OutputNumbers(CheckpointSource):
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        return False  # it exists only in memory
+        return False  # this source exists only in memory
 
     @property
     def names(self) -> Set[str]:

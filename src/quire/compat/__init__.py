@@ -1,1 +1,1 @@
-"""Names of other engines, with quire's equivalents, or the reasons why quire has none."""
+"""Names of other engines, with quire's equivalents, or the reasons why it has none."""

@@ -241,7 +241,8 @@ KNOWN = frozenset(chain(SAME, ALWAYS, FIXED, REFUSED))
 def translate_flags(
     words: Sequence[str], ours: Collection[str], refuse: Callable[[str], NoReturn]
 ) -> list[str]:
-    """Replace the flags of other engines in a command line; drop those that change nothing here.
+    """Replace the flags of other engines in a command line. Flags that change nothing in quire are
+    dropped.
 
     `ours` are the command's own flags. `refuse` raises an error with the given sentence.
     """

@@ -1,7 +1,7 @@
 """Options of other engines' scripts, with quire's alternatives.
 
-These are keyword arguments of `LLM(...)`. The table follows those engines' releases. `compat.flags`
-has their flags.
+These are keyword arguments of `LLM(...)`. The table follows the releases of these engines.
+`compat.flags` has their flags.
 """
 
 from collections.abc import Mapping

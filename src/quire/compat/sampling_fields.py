@@ -1,6 +1,6 @@
 """Sampling parameters of other engines, with quire's alternatives; read by `checked_fields`.
 
-The tables follow those engines' releases.
+The tables follow the releases of these engines.
 """
 
 from collections.abc import Mapping

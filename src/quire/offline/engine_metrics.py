@@ -1,6 +1,6 @@
 """Names an engine's counters, gauges and histograms as metrics, for `LLM.get_metrics`.
 
-Metrics that the server's `/metrics` also reports have the same names there. Knows no HTTP.
+Metrics that the server's `/metrics` also reports have the same names there. Uses no HTTP.
 """
 
 from collections.abc import Mapping

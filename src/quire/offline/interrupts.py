@@ -1,7 +1,8 @@
 """Delays signals until the current step is complete.
 
-A signal's handler may raise an exception, as for Ctrl-C or a time limit (SIGALRM). Knows no engine.
-Called by `turns`, in the thread that uses the engine; Python runs handlers in the main thread.
+A signal's handler may raise an exception, as for Ctrl-C or a time limit (SIGALRM). Independent of
+the engine. Called by `turns`, in the thread that uses the engine; Python runs handlers in the main
+thread.
 """
 
 import signal

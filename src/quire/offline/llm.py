@@ -51,13 +51,13 @@ FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Further arguments of vLLM's generate and chat. Each has the values that are accepted because they
 change nothing, and a sentence that refuses other values and names quire's alternative."""
 
-# Shorter work shows no progress bar.
+# A call shows a progress bar after this many seconds.
 PROGRESS_DELAY_S = 1.0
 
 
 @dataclass(frozen=True)
 class LLMArguments(EngineOptions):
-    """The arguments of `LLM`: the engine's options, and those that only `LLM` has."""
+    """The arguments of `LLM`: the engine's options, and further arguments."""
 
     kv_allocator: KVManagerFactory | None = None
     profiler_config: ProfilerSettings | Mapping[str, Any] | None = None

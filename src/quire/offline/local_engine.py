@@ -77,8 +77,8 @@ class LocalEngine:
                 tokenizer=self._tokenizer,
             )
         self._requests = RequestTable(self.engine, self._tokenizer, options.seed, gate)
-        # At exit, finalizers run in reverse order of creation. So this one runs before those that
-        # close the engine's resources, and no step is running when they do.
+        # At exit, finalizers run in reverse order of creation. So the gate closes before the
+        # finalizers that close the engine's resources, and no step is running when these run.
         weakref.finalize(self._requests, gate.close)
         ends_loading.detach()
         self._model_config = ModelFacts(

@@ -72,7 +72,7 @@ class RequestTable:
         `params` are copied, so that the caller may change them. With `beams`, the requests are beam
         searches, and `params` must be `sampling_params_of(beams)`.
         """
-        copies = {id(own): own.clone() for own in params}  # often all prompts share one object
+        copies = {id(own): own.clone() for own in params}  # prompts often share a SamplingParams
         pairs = zip(prompts, (copies[id(own)] for own in params), strict=True)
         adapters = _find_adapters(self._engine, prompts)
         found = [self._prepare(prompt, own, beams, adapters) for prompt, own in pairs]
@@ -129,7 +129,7 @@ class RequestTable:
         return found
 
     def next_text(self, assembler: RequestAssembler, branch_index: int) -> str:
-        """Wait for the branch's next text. Returns "" if it has ended."""
+        """Wait for the branch's next text. Returns "" if the branch has ended."""
         found = ""
 
         def has_come() -> bool:
@@ -165,7 +165,7 @@ class RequestTable:
                 self._turns.step()
 
     def pin(self, prompt: PromptInput, priority: int, duration_s: float | None) -> int:
-        """See `Engine.pin_prefix`; the cache domain is that of the prompt's options.
+        """See `Engine.pin_prefix`. The cache domain is taken from the prompt's options.
 
         Raises AdapterError if the prompt's adapter can't be read.
         """
@@ -218,7 +218,7 @@ class RequestTable:
         self._turns.run_with_turn(end)
 
     def close(self, group: RequestGroup) -> None:
-        """Forget a group's requests, and abort those that have not ended."""
+        """Forget a group's requests, and abort all that have not ended."""
         self._turns.run_with_turn(lambda: self._close(group.assemblers))
 
     def abandon(self, group: RequestGroup) -> None:

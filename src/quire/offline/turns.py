@@ -5,7 +5,7 @@ others, the crowd, sleep until a step has brought their results. When the leader
 fails or is interrupted, the next thread leads. A thread that needs the engine for a moment, such as
 to open a request, waits in a line. After each step, the leader goes to the line's end.
 
-Knows no engine. Called by `request_table`.
+Independent of the engine. Called by `request_table`.
 """
 
 import sys
@@ -132,10 +132,11 @@ class Turns:
                 pass
 
     def run_or_postpone(self, action: Callable[[], None]) -> None:
-        """Run `action` with the turn: now if the turn is free, else after the step of its owner.
+        """Run `action` with the turn: now if the turn is free, else after the step of the thread
+        that has the turn.
 
-        Never waits for another thread. So the garbage collector may call it in a thread that holds
-        a lock which a step needs, such as a log handler's.
+        Never waits for another thread. So the garbage collector may call this method in a thread
+        that holds a lock that a step needs, such as a log handler's lock.
         """
         self._postponed.append(action)
         while self._postponed and self._run_if_free():
