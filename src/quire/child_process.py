@@ -105,7 +105,7 @@ class StartText:
     def read(self) -> str:
         """The last MAX_TEXT_BYTES of the text that the process has written.
 
-        It is "" after `close`, or after the process has called `redirect_start_text`.
+        Returns "" after `close`, or after the process has called `redirect_start_text`.
         """
         if self.descriptor < 0:
             return ""

@@ -107,7 +107,7 @@ class QuireError(Exception):
 
 
 class InvalidRequestError(QuireError, ValueError):
-    """A request asks for something impossible. `param` is the field at fault, or None."""
+    """A request asks for something impossible. `param` is the request's field at fault, or None."""
 
     http_status = 400
     code = "invalid_request"

@@ -15,8 +15,8 @@ import msgspec
 from quire.errors import QuireError
 
 MAX_MESSAGE_BYTES = 256 << 20
-"""The maximum length of a message. The longest ones have the logprobs of a long prompt or, between
-ranks, the tokens of the prompts that enter a step."""
+"""The maximum length of a message. The longest messages have the logprobs of a long prompt or,
+between ranks, the tokens of the prompts that enter a step."""
 
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
@@ -54,8 +54,8 @@ def encode(message: msgspec.Struct) -> bytes:
 def decoder(kinds: Any, sender: str) -> Callable[[bytes], Any]:
     """Make a function that decodes the body of a message (the bytes after its length).
 
-    kinds is the union of the expected message classes. sender names the sending process in errors.
-    The function raises MessageError.
+    `kinds` is the union of the expected message classes. `sender` names the sending process in
+    errors. The made function raises MessageError.
     """
     decode_body = msgspec.msgpack.Decoder(kinds).decode
 

@@ -171,7 +171,7 @@ class Seconds(Kind):
 class Text(Kind):
     """Any text."""
 
-    #: Describes the text in errors. If it is given, empty text is refused.
+    #: Describes the text in errors. If `what` is given, empty text is refused.
     what: str = ""
     #: Whether a `pathlib.Path` is accepted as well.
     is_path: bool = False
@@ -354,7 +354,7 @@ def declared_options(options: type) -> Iterator[tuple[Field[Any], Option]]:
 
 
 def check_each(options: type[Options], given: Mapping[str, Any]) -> None:
-    """Check each value by itself, independently of the others. Raises ConfigurationError."""
+    """Check each value, without regard to other options. Raises ConfigurationError."""
     for each, declared in declared_options(options):
         if each.name in given:
             _validated(each, declared, given[each.name])
