@@ -49,8 +49,8 @@ class EngineSlots(Protocol):
         ...
 
     def allocate(self, name: str) -> EngineSlot:
-        """Allocate a slot for one more engine, of this name. Raises ConfigurationError if there is
-        none."""
+        """Allocate a slot for one more engine, named `name`. Raises ConfigurationError if no slot
+        is free."""
         ...
 
     def release(self, name: str) -> None:
@@ -73,7 +73,7 @@ class LocalSlots:
         self, num_engines: int, options: Mapping[str, object], most: int | None = None
     ) -> None:
         """`num_engines` is the number of engines at the start, all with `options`. `most` is the
-        largest number that will ever share the memory; None means `num_engines`. Raises
+        largest number of engines that will ever share the memory; None means `num_engines`. Raises
         ConfigurationError for options that the engines of one machine can't share."""
         # First, refuse options that engines of one machine can't share.
         device = str(options.get("device") or "auto")
@@ -216,7 +216,7 @@ def _parsed(address: str) -> tuple[str, int]:
 
 def _shares_of_quota(num_engines: int) -> dict[str, int]:
     """The option `num_threads` of each engine if a cgroup grants less processor time than there are
-    processors. Otherwise empty; each engine then counts its processors."""
+    processors. Otherwise empty, and each engine counts its processors itself."""
     limit = cpu_limit()
     if limit is None or limit >= len(os.sched_getaffinity(0)):
         return {}

@@ -150,7 +150,7 @@ class FleetDispatcher:
     def on_ready(
         self, name: str, wire: Wire, limits: ModelLimits, facts: Mapping[str, Any]
     ) -> None:
-        """Add a replica without requests, which takes requests over `wire`."""
+        """Add a replica that has no requests yet. It takes requests over `wire`."""
         self.replicas.add(name, wire)
         self.placement.add(name, limits, facts)
         # The engine may have been paused before it was lost.

@@ -83,7 +83,7 @@ Build: TypeAlias = Callable[[Mapping[str, object], OnProgress], Engine]
 class Channel:
     """Messages over a non-blocking socket. Owns the socket.
 
-    Invariant: `send` never waits; what the socket does not take stays in the backlog, in order.
+    Invariant: `send` never waits; bytes that the socket does not accept stay in the backlog.
     """
 
     def __init__(self, sock: socket.socket, wakeup: socket.socket | None = None) -> None:
@@ -167,7 +167,7 @@ class Channel:
 class EngineLoop:
     """Reads messages, steps and sends outputs until a Shutdown or the socket's end.
 
-    Invariant: each request that came before `drain` is answered by outputs up to its end, or by
+    Invariant: for each request that came before `drain`, all outputs up to its end are sent, or a
     RequestFailed.
     """
 

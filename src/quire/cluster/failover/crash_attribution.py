@@ -7,11 +7,11 @@ being computed at the death. If an engine dies during a trial, the request on tr
 because the engine ran no other request. So a deadly request is ended after two deaths, even in a
 large fleet.
 
-- Out of memory: another program may have used up the memory. So the request is blamed only after
-  one more death on its trial, which follows the trials of the other suspects.
-- An engine is lost if its machine or the network fails: its last step is unknown. Its
-  requests continue at once. A request that was in two lost engines gets a trial; after four lost
-  engines it is blamed. A loss no longer counts if the engine turns out to be alive.
+- Out of memory: another program may have used up the memory. So the request is blamed only if an
+  engine dies in its second trial, too. The second trial comes after the other suspects' trials.
+- An engine is lost if its machine or the network fails: its last step is unknown. Its requests
+  continue at once. A request that was in two lost engines gets a trial; after four lost engines it
+  is blamed. A loss no longer counts if the engine turns out to be alive.
 - The trial ran beside other requests, because no engine could be emptied: the other requests of
   the step are suspects, too, and the third death on a trial decides.
 
@@ -36,7 +36,7 @@ the last loss was on its trial."""
 class _Evidence:
     """The deaths of engines that one suspect may have caused."""
 
-    #: Deaths of engines that computed the request, without deaths that another request has caused.
+    #: Deaths of engines that computed the request, unless another request was blamed.
     deaths: set[Death] = field(default_factory=set)
     #: Those of `deaths` that happened during a trial of the request.
     on_trial: list[Death] = field(default_factory=list)
@@ -50,7 +50,7 @@ class FleetVerdict:
     blamed: OpenRequest | None
     #: All deaths that the blamed request has caused.
     explained: frozenset[Death]
-    #: The requests that continue at once in other engines.
+    #: The requests that are not suspects. They continue at once in other engines.
     continuing: list[OpenRequest]
 
 
@@ -86,7 +86,7 @@ class CrashAttribution:
         if trial is not None:
             self.trial = None
         if trial is None or trial not in concerned:
-            if trial is not None:  # the step did not run it: repeat the trial
+            if trial is not None:  # repeat the trial: the request did not run
                 self._waiting.appendleft(trial)
             self._suspect([each for each in concerned if each is not trial], death)
             continuing = [each for each in continuing if each is not trial]
@@ -94,7 +94,7 @@ class CrashAttribution:
         return self._on_trial_death(trial, death, concerned, continuing)
 
     def undo_loss(self, requests: Sequence[OpenRequest]) -> None:
-        """Count one lost engine less for each of `requests`, since that engine turned out to be
+        """Decrease the number of lost engines of each request, since their engine turned out to be
         alive."""
         for request in requests:
             if self._losses[request] > 0:  # else the request was cleared
@@ -183,7 +183,8 @@ class CrashAttribution:
         self._waiting.extend(ordered)
 
     def _clear_explained(self, explained: frozenset[Death]) -> list[OpenRequest]:
-        """Remove these deaths from all evidence. Returns the suspects without any death left."""
+        """Remove explained deaths from all evidence. Returns the suspects whose evidence is now
+        empty."""
         cleared = []
         for request in list(self._waiting):
             evidence = self._evidence[request]

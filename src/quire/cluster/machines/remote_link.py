@@ -1,7 +1,7 @@
 """Link from the API server to an engine's process on another machine, through an agent there.
 
-An engine is dead if its agent reports its death, with evidence. It is lost if the connection only
-falls silent, because the machine is off or the network is cut. Made by `supervisor`.
+An engine is dead if its agent reports its death, with evidence. It is lost if the connection falls
+silent, because the machine is off or the network is cut. Made by `supervisor`.
 """
 
 import asyncio
