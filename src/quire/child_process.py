@@ -31,8 +31,8 @@ def python_command(module: str) -> tuple[str, ...]:
     """The command that runs a module as a main program with this process's interpreter and options.
 
     It has -P, so that nothing is imported from the working folder, whose files may not be trusted.
-    The options are read from sys.flags, sys.warnoptions and sys._xoptions, which are documented,
-    unlike the function of `subprocess` for them.
+    The options are read from sys.flags, sys.warnoptions and sys._xoptions. These are documented;
+    the function of `subprocess` that reads options is not.
     """
     words = [sys.executable, "-P"]
     words += [f"-{option * getattr(sys.flags, name)}" for name, option in _FLAGS.items()]
@@ -134,6 +134,6 @@ def redirect_start_text(stderr: int) -> None:
 def last_line(text: str) -> str:
     """A colon and the last line of a text. In a traceback, that line names the exception.
 
-    It is "" for an empty text.
+    Returns "" for an empty text.
     """
     return f": {text.splitlines()[-1][:MAX_LINE_LENGTH]}" if text else ""

@@ -2,8 +2,8 @@
 
 In both cases torch and numpy fail in many ways: a library can't be mapped, a MemoryError has no
 message, or C++ aborts, which nothing can catch. So a limit that is far too low is refused before
-they are imported. Imports neither torch nor numpy. Called by the command line and by the engine's
-process.
+torch and numpy are imported. This module imports neither. Called by the command line and by the
+engine's process.
 """
 
 import resource

@@ -1,7 +1,7 @@
 """Chooses the number of KV blocks on the CPU, and the length of the longest sequence.
 
 `options.engine_options.SizeOptions` explains the rules. The operating system says how much memory
-is available; the caller, `rank_build`, knows the sizes of weights and blocks. On a GPU
+is available; the caller, `rank_build`, passes the sizes of weights and blocks. On a GPU
 `device_memory_plan` measures instead. Only computes sizes: uses no tensors and builds nothing.
 """
 
@@ -57,9 +57,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Choose sizes of the KV memory that fit into the machine's memory.
 
-    `adapter_bytes` is the size of the slots for adapters. `most_bytes` is the free memory of the
-    ranks' memory nodes, minus what other engines there may use; None if the ranks are not bound to
-    nodes. Raises ConfigurationError and InsufficientMemoryError.
+    `adapter_bytes` is the size of the slots for adapters. `most_bytes` is this engine's share of
+    the free memory of the memory nodes that the ranks are bound to; None if they are not bound.
+    Raises ConfigurationError and InsufficientMemoryError.
     """
     wanted_len = wanted_model_len(options, config)
     if options.max_model_len is None:
@@ -132,9 +132,10 @@ def fitting_tokens(
     """Tokens of the longest sequence that fits into `num_blocks` blocks, a multiple of the block
     size.
 
-    Never searches above `num_wanted_tokens`, since recurrent states hold any number of tokens.
+    At most `num_wanted_tokens`, rounded up to whole blocks. Without this limit, a model that has
+    only recurrent states would fit any length.
     """
-    low, high = 0, -(-num_wanted_tokens // options.block_size)  # in blocks of tokens
+    low, high = 0, -(-num_wanted_tokens // options.block_size)  # numbers of blocks
     while low < high:
         middle = (low + high + 1) // 2
         if blocks_for(middle * options.block_size, options, layout) <= num_blocks:

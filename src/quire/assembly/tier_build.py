@@ -267,7 +267,8 @@ def _build_share(
 
 
 def _explain_cold(folder: CacheFolder, fingerprint: Fingerprint) -> None:
-    """Log why existing contents of the folder are not usable: an upgrade, or another option."""
+    """Log why existing contents of the folder can't be used, such as an upgrade or a changed
+    option."""
     try:
         nearest = nearest_description(folder, fingerprint)
     except OSError as error:

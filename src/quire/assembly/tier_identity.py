@@ -9,12 +9,12 @@ A fingerprint has these parts:
     numerics   number formats, kernels, backends, libraries, device
     code       the sources of all computing code, including classes of other packages
 
-By docs/determinism.md, nothing else changes a byte of a page: not the number of threads, the sizes
-of steps, batches or pool, nor policies, graphs, seeds or sampling. Tokenizer, chat template and the
-model's name have no effect, since pages are found by token ids. The names of the stored records
-depend on the tenant and the salt. A needless part costs a cold cache, but a missing part causes
-wrong tokens. So whole source files count, even if a release has changed only comments. Called by
-`rank_build`.
+According to docs/determinism.md, nothing else changes a byte of a page: not the number of threads,
+the sizes of steps, batches or pool, nor policies, graphs, seeds or sampling. Tokenizer, chat
+template and the model's name have no effect, since pages are found by token ids. The names of the
+stored records depend on the tenant and the salt. A needless part costs a cold cache, but a missing
+part causes wrong tokens. So whole source files count, even if a release has changed only comments.
+Called by `rank_build`.
 """
 
 import ast

@@ -25,7 +25,7 @@ held-out text rose by 0.5% or more above this limit, by 0.2% to 0.8% from 0.003 
 most 0.3% below 0.003."""
 
 _STRIDE = 7919
-"""A prime. Its multiples, modulo the vocabulary's size, are token ids from all its parts."""
+"""A prime. Its multiples, modulo the vocabulary's size, are spread over the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

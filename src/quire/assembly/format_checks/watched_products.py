@@ -12,7 +12,7 @@ from quire.formats.weight_format import LinearMethod, LinearModule
 from quire.layers.linear import Linear
 
 TOKEN_STRIDE = 7919
-"""A prime. Its multiples, modulo the vocabulary's size, are token ids from all its parts."""
+"""A prime. Its multiples, modulo the vocabulary's size, are spread over the whole vocabulary."""
 
 OnProduct = Callable[[LinearModule, torch.Tensor, torch.Tensor], torch.Tensor]
 """Called with a linear, its input x [..., inputs] and its product [..., outputs]. Returns the
