@@ -63,7 +63,7 @@ def test_blocks_swapped_to_the_host_come_back_unchanged(folder: Path, alone: Fou
     report = llm.memory_report()
     host = report.tiers["by_tier"]["host"]
     assert host["pinned_bytes"] <= 8 << 20 and host["used_bytes"] > 0
-    assert "behind it, on host: " in str(report)
+    assert "stored in tier host: " in str(report)
     assert finish(llm)["host"]["loads_done"] > 0
 
 

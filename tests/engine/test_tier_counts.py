@@ -33,7 +33,7 @@ def test_prefixes_found_after_a_restart_count_as_loaded(tmp_path: Path) -> None:
     assert warm.tiers.keys() == no_moves().keys()
     assert warm.tiers["by_tier"]["disk"].keys() == no_moves()["by_tier"]["disk"].keys()
     assert report.tiers == report.as_dict()["tiers"] == warm.tiers
-    assert "behind it, on disk: " in str(report)
+    assert "stored in tier disk: " in str(report)
     assert metrics["quire_prefix_loaded_tokens_total"].value == warm.num_hit_tokens
     assert metrics["quire_tier_bytes"].labels == {"tier": "disk"}
     told = dataclasses.asdict(warm)

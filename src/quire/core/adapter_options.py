@@ -69,7 +69,7 @@ class AdapterOptions(Options):
     def _check_together(self) -> None:
         super()._check_together()
         if not self.enable_lora:
-            # max_lora_rank is accepted without adapters, since scripts often give it anyway.
+            # max_lora_rank is accepted without enable_lora, because scripts often pass it anyway.
             for name in ("max_loras", "max_cpu_loras"):
                 if getattr(self, name) is not None:
                     raise ConfigurationError(

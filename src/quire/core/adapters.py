@@ -1,7 +1,8 @@
 """Plain data that names LoRA adapters: references, digests and bounds; no weights.
 
-An adapter is identified by the digest of its content. Two names with equal content are one adapter,
-in memory and in the prefix cache; a name whose content was replaced is another adapter.
+An adapter is identified by the digest of its content. Two names with equal content share one copy
+in memory and their entries in the prefix cache. If the content behind a name is replaced, the name
+stands for a new adapter.
 """
 
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ MAX_LORAS = 1024
 
 
 class AdapterRef(NamedTuple):
-    """An adapter that was found, and where its content can be read again."""
+    """Reference to an adapter on disk: its name, folder and digest."""
 
-    #: Name for messages and results.
+    #: Name shown in messages and results.
     name: str
     #: Folder of the adapter.
     path: str
@@ -38,12 +39,12 @@ class LoRARequest:
     Raises InvalidRequestError that names the field.
     """
 
-    #: Name for people, in results and errors.
+    #: Name shown to people in results and errors.
     lora_name: str
-    #: A number above 0; nothing depends on it.
+    #: Any number above 0; quire does not use it.
     lora_int_id: int
-    #: A folder as PEFT writes it. It is read when a request first names it, and again after its
-    #: files have changed.
+    #: Folder in PEFT's format. The engine reads it when a request first names it, and again after
+    #: its files have changed.
     lora_path: str
 
     def __post_init__(self) -> None:

@@ -1,7 +1,6 @@
-"""Base class of parameters that are checked at every assignment and explain wrong names.
+"""Base class of parameter objects that check every assigned value and explain wrong names.
 
-`SamplingParams` and `BeamSearchParams` derive from `CheckedFields`, which knows no parameter
-itself.
+`SamplingParams` and `BeamSearchParams` derive from `CheckedFields` and define the parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,14 +17,14 @@ class CheckedFields:
     """Base of a dataclass with slots. Invariant: each field has a value that its check returned."""
 
     __slots__ = ()
-    #: Field -> function that returns the value to keep, or raises InvalidRequestError.
+    #: Field -> function that returns the checked value to store, or raises InvalidRequestError.
     checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
     #: Other name -> field.
     aliases: ClassVar[Mapping[str, str]] = {}
-    #: Alias -> function that makes the field's value from the alias's value, if that is not None.
+    #: Alias -> function that converts the alias's value, unless it is None, to the field's value.
     makers: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
-    #: Parameter of another engine -> (its values that are accepted because they change nothing, the
-    #: error's sentence about quire's alternative for all other values). None is always accepted.
+    #: Parameter of another engine -> (values that quire accepts because they have no effect, error
+    #: text for all other values, which names quire's alternative). None is always accepted.
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -48,7 +47,7 @@ def field_values(kind: type[CheckedFields], given: Mapping[str, Any]) -> dict[st
     """Translate given names to field names.
 
     Raises InvalidRequestError for a name that is neither a field nor known from another engine, and
-    for a value of another engine's parameter that quire can't obey.
+    for a value of another engine's parameter that quire does not support.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -71,8 +70,8 @@ def field_values(kind: type[CheckedFields], given: Mapping[str, Any]) -> dict[st
 
 
 def check_harmless(name: str, value: Any, harmless: tuple[Any, ...], why: str) -> None:
-    """Raise InvalidRequestError unless the value is None or one that changes nothing."""
-    # True equals 1 in Python, but True and 1 are different answers here.
+    """Raise InvalidRequestError unless the value is None or one of `harmless`."""
+    # Compare types as well, because True == 1 in Python.
     if value is None or any(
         isinstance(value, bool) == isinstance(same, bool) and value == same for same in harmless
     ):

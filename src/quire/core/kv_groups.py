@@ -1,11 +1,11 @@
-"""KV groups: layers whose memory grows alike and that share one block table."""
+"""KV groups: sets of layers with the same growth rule and a common block table."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class KVKind(Enum):
-    """How the memory of a group's layers grows and may be forgotten."""
+    """Which tokens a group keeps in memory, and hence how its memory grows."""
 
     FULL = "full"  # every token is kept
     WINDOW = "window"  # only the last `window` tokens are ever read

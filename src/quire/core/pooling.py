@@ -1,7 +1,7 @@
 """Pooling requests, which return a vector or scores for their prompt instead of tokens.
 
 A pooling request ends when the last token of its prompt is computed. These classes describe its
-result completely, so that the runner needs to know no model folder. Plain data, made by
+result completely, so that the runner need not read the model's folder. Plain data, made by
 `engine_client.pooling_inputs` and read by the scheduler and by `runtime.row_pooling`.
 """
 
@@ -28,8 +28,8 @@ class Activation(StrEnum):
 
 
 class PairForm(StrEnum):
-    """How two texts become one prompt: joined by the tokenizer, or in the words that Qwen3's
-    rerankers were trained with."""
+    """How two texts become one prompt: joined by the tokenizer, or with the prompt template of
+    Qwen3's rerankers."""
 
     JOINED = "joined"
     QWEN3 = "qwen3"
@@ -39,7 +39,7 @@ class PairForm(StrEnum):
 class PoolingParams:
     """How the hidden states of one prompt become its result.
 
-    All steps apply to each vector where a kind yields one for each token.
+    With PoolingKind.ALL, every step applies to each token's vector.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -64,7 +64,7 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True)
 class ModelPooling:
-    """How a model pools by default, as its folder says; every model can pool.
+    """How a model pools by default, as read from its folder; every model can pool.
 
     Fields without a comment are explained in `PoolingParams`.
     """

@@ -36,7 +36,7 @@ class Request:
     request_id: str
     prompt_token_ids: Sequence[int]
     params: DecodingParams
-    #: Number of continuations; with beams, the beam width, with one output for each beam.
+    #: Number of continuations. For a beam search, the beam width; each beam gives one output.
     n: int = 1
     #: Smaller goes first. Only the priority policy reads it.
     priority: int = 0
@@ -64,7 +64,7 @@ class Request:
         log-probabilities came with the first token and are not sent again. elapsed_s: seconds since
         the request's arrival.
 
-        A beam search starts over, since its output comes whole at its end.
+        A beam search starts over, since it returns no output before its end.
         """
         again = self
         if self.deadline_s is not None:
@@ -94,8 +94,7 @@ class SequenceOutput(NamedTuple):
     #: processes they are packed as bytes by `engine_client.logprob_entries`.
     prompt_logprobs: Sequence[TokenLogprobs] | bytes | None = None
     error: str | None = None
-    #: Sum of the log-probabilities of all tokens of a beam, which is sent whole at its end; None
-    #: for other sequences.
+    #: Sum of the log-probabilities of all tokens of a finished beam; None for other sequences.
     cumulative_logprob: float | None = None
     #: The result of a pooling request, as fp32 in the machine's byte order; sent at its end,
     #: without any token.
@@ -175,7 +174,7 @@ def check_resumed(request: Request, limits: ModelLimits) -> None:
     if not request.resumed:
         return
     if request.params.beam_width:
-        raise InvalidRequestError("a beam search is not resumed; begin it anew", "resumed")
+        raise InvalidRequestError("a beam search can't be resumed; start it again", "resumed")
     indices = {branch.branch_index for branch in request.resumed}
     if len(indices) < len(request.resumed) or not indices <= set(range(request.n)):
         given = [branch.branch_index for branch in request.resumed]

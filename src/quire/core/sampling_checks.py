@@ -1,7 +1,6 @@
-"""Checks of sampling parameters: each returns a value in Python's own type, or refuses it.
+"""Checks of sampling parameters: each returns a plain Python value or raises InvalidRequestError.
 
-A refusal is an InvalidRequestError that names the field, the value and the bound. Numbers and lists
-may be NumPy's or torch's.
+The error names the field, the value and the bound. Numbers and lists may be NumPy's or torch's.
 """
 
 import operator
@@ -19,7 +18,7 @@ class NumberBounds(NamedTuple):
 
     #: The lowest value.
     low: float
-    #: The highest value; None means that there is none.
+    #: The highest value; None means no upper bound.
     high: float | None = None
     #: Whether the parameter may also be None.
     is_optional: bool = True

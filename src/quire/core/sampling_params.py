@@ -1,8 +1,9 @@
 """Sampling parameters as clients give them, and as the engine gets them.
 
 `SamplingParams` and `BeamSearchParams` hold a client's options under their usual names; a bad value
-is refused by name and bound when the object is made. `DecodingParams` holds them resolved against a
-model: every field has a value, and everything is in token ids. Only the latter enters the engine.
+raises an error that names the field and its bound. `DecodingParams` holds them resolved against a
+model: every field has a value, and everything is in token ids. Only `DecodingParams` enters the
+engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -99,8 +100,8 @@ _BEAM_NUMBERS: Mapping[str, NumberBounds] = {
 }
 
 BOUNDS: Mapping[str, NumberBounds] = {**_BEAM_INTEGERS, **_BEAM_NUMBERS, **_INTEGERS, **_NUMBERS}
-"""The bounds of every numeric parameter, from which the fields of the APIs' bodies are made, too.
-A parameter of both kinds of params has those of SamplingParams."""
+"""The bounds of every numeric parameter; the request bodies of the HTTP APIs use them, too. A
+parameter of both classes has the bounds of SamplingParams."""
 
 
 def _integers(bounds: Mapping[str, NumberBounds]) -> Checks:
@@ -195,7 +196,7 @@ class SamplingParams(CheckedFields):
     #: and None mean the same as for logprobs.
     prompt_logprobs: int | None = None
     #: Tokens, at most 128, whose log-probabilities are returned instead of those of the most likely
-    #: tokens. logprobs is then their number or None.
+    #: tokens. logprobs must then be their number or None.
     logprob_token_ids: Sequence[int] | None = None
     #: Token id -> number added to its logit.
     logit_bias: Mapping[int, float] | None = None
@@ -343,9 +344,9 @@ class DecodingParams:
     #: other tokens precede it.
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    #: Above 0, the row belongs to a beam search. Instead of sampling it takes the most likely
-    #: token, and its log-probabilities hold the num_beam_candidates best, of softmax(logits /
-    #: temperature) (a temperature of 0 is treated as 1).
+    #: Above 0, the row belongs to a beam search. Instead of sampling, the row takes the most likely
+    #: token, and its log-probabilities list the num_beam_candidates best tokens of softmax(logits /
+    #: temperature); a temperature of 0 is treated as 1.
     beam_width: int = 0
     #: See `BeamSearchParams`.
     length_penalty: float = 1.0
@@ -357,8 +358,8 @@ class DecodingParams:
 
     @property
     def num_beam_candidates(self) -> int:
-        """Number of continuations to report for each beam; beam_width remain even if all that can
-        end do."""
+        """Number of continuations to report for each beam: beam_width plus one for each token that
+        can end the beam."""
         return self.beam_width + len(self.end_token_ids) + len(self.stop_token_ids)
 
 
@@ -402,7 +403,7 @@ def resolve(
     """Fill in the options that the caller left unset, and check all against the model.
 
     seed: used if the params have none. bad_words: the bad_words of the params as token ids. beams:
-    the beam search whose `sampling_params_of` the params are, or None. grammar: see DecodingParams.
+    not None if params are the `sampling_params_of` this beam search. grammar: see DecodingParams.
 
     Raises InvalidRequestError for token ids beyond the vocabulary, for too many logprobs, and for
     min_tokens beyond the context. `Engine.add` checks that the prompt fits.

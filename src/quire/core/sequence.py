@@ -68,7 +68,7 @@ def counted_as(reason: MissReason) -> MissReason:
     """The reason under which an engine counts a miss; one of COUNTED_REASONS.
 
     Counts are visible on dashboards and to clients of a server without keys. A count of
-    OTHER_DOMAIN would tell a client that guesses a prompt whether another domain has it.
+    OTHER_DOMAIN would let a client guess prompts and learn whether another domain has them.
     """
     return MissReason.NEVER_SEEN if reason is MissReason.OTHER_DOMAIN else reason
 
@@ -205,7 +205,7 @@ class Sequence:
         self.constraint: Constraint | None = None
         #: Digest of the adapter that computes all of its tokens, or BASE_MODEL.
         self.adapter = BASE_MODEL
-        #: Slot of the adapter while it runs.
+        #: Slot of the adapter while the sequence runs.
         self.adapter_slot = NO_SLOT
         limit = self.num_prompt_tokens + params.max_tokens
         #: The model's limit on its length, which forks inherit.
@@ -281,11 +281,11 @@ class Sequence:
         self.public_chain: list[bytes] = []
         #: Number of leading blocks that were published in the prefix cache, or taken from it.
         self.num_published_blocks = 0
-        #: Number of leading blocks that the prefix index lists as computed by it.
+        #: Number of leading blocks that the prefix index lists as being computed by this sequence.
         self.num_registered_blocks = 0
         #: Why the cache did not have all of its prompt; None before the first admission.
         self.miss: PrefixMiss | None = None
-        #: The sequence from which it waits to be forked; None if it does not wait for a fork.
+        #: The sequence that it waits to be forked from; None if it does not wait for a fork.
         self.parent: Sequence | None = None
         #: Number of leading tokens that it has in common with `parent`.
         self.num_common_tokens = 0

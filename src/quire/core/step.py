@@ -1,4 +1,4 @@
-"""The contract between the scheduler and the runner: plain data in, plain data out.
+"""The interface between the scheduler and the runner: plain data in, plain data out.
 
 The engine repeats: `plan = scheduler.schedule(now_s)`, `runner.execute(plan)`,
 `runner.sample(masks)`, `outputs = scheduler.apply(runner.result())`. The simulator, the step trace
@@ -118,7 +118,7 @@ class TableEdit(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A row that does not simply compute one decode token."""
+    """The work of a row that does not decode exactly one token."""
 
     row: int
     #: Number of tokens to compute, starting at the row's num_computed_tokens; 0 pauses the row.

@@ -1,6 +1,7 @@
 """The form that an answer must have: JSON schema, regular expression, choice or grammar.
 
-Plain data, as the caller gives it. `text.grammars` compiles it into a grammar and token masks.
+Plain data, as the caller gives it. `text.grammars` compiles this form into a grammar and token
+masks.
 """
 
 from collections.abc import Mapping, Sequence

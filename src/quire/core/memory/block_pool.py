@@ -1,7 +1,8 @@
 """Physical KV blocks: reference counts, contents, pins, and deferred frees.
 
-Knows ids, counts and content keys; nothing of sequences, tokens or bytes. Only `kv_cache_manager`
-and its parts use it. Every operation costs O(1) amortized per block.
+The pool handles block ids, counts and content keys, not sequences, tokens or bytes. Only
+`kv_cache_manager` and the modules that it is made of use it. Every operation costs O(1) amortized
+per block.
 """
 
 import heapq
@@ -27,11 +28,11 @@ class Pin:
 class Pins:
     """Pinned blocks, by priority; their content is kept while any unpinned block is free.
 
-    Knows ids, priorities and times as numbers; reads no clock.
+    Reads no clock: callers pass the time.
 
     Invariant: a block in `_free[priority]` has a pin of that priority, and no entry of `_free` is
-    empty. All operations cost O(1), except for a heap of the pins that end (O(log pins) each) and a
-    sort of the priorities in use, which happens only when no other blocks are free.
+    empty. All operations cost O(1), with two exceptions: a pin that ends is kept in a heap, O(log
+    pins), and `take` sorts the priorities in use, but runs only when no other blocks are free.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class Pins:
         self.num_free -= 1
 
     def ended(self, now_s: float) -> list[int]:
-        """The pinned blocks whose time is over, each named once; the caller unpins them."""
+        """Blocks whose pins have ended, each returned once; the caller unpins them."""
         blocks: list[int] = []
         while self._ends and self._ends[0][0] <= now_s:
             entry = heapq.heappop(self._ends)
@@ -106,8 +107,8 @@ class BlockPool:
     reuse.
 
     Invariant: a block is either held (ref_count >= 1) or free (ref_count == 0), and a free block is
-    in exactly one of the four places below, which are taken from left to right. It keeps its
-    content key until it is taken again, so this *is* the cache's eviction order:
+    in exactly one of the four places below, from which blocks are taken left to right. A free block
+    keeps its content key until it is taken, so this order *is* the cache's eviction order:
 
             [ without content    ] [ demoted             ] [ order         ] [ pinned      ]
               last released first    first released first    by its policy     by priority
@@ -120,9 +121,9 @@ class BlockPool:
         self.num_free = num_blocks
         #: Number of times that a block has lost its last holder since the start.
         self.num_freed = 0
-        #: Engine time, set by the caller; pins end by it.
+        #: Engine time, set by the caller and compared with the ends of pins.
         self.now_s = 0.0
-        #: Blocks that got a content; None unless the caller collects them.
+        #: Log of blocks that got a content key; None unless a caller collects them.
         self.new_contents: list[int] | None = None
         #: Number of holders, by block.
         self.ref_count = [0] * num_blocks
@@ -149,13 +150,13 @@ class BlockPool:
         """Hold the first `count` free blocks in eviction order; returns their ids and the content
         keys that they lose.
 
-        The caller checks num_free first, so that nothing changes if there are too few.
+        The caller has checked that num_free is large enough.
         """
         assert count <= self.num_free, f"took {count} blocks of {self.num_free} free ones"
         if self._pinned:
             self._end_pins()
         blank = self._blank
-        if count == 1 and blank:  # what a decoding sequence asks for
+        if count == 1 and blank:  # the usual call, for a decoding sequence
             block = blank.popitem()[0]
             self.num_free -= 1
             self.ref_count[block] = 1
@@ -189,8 +190,8 @@ class BlockPool:
                 self.demoted.discard(block)
 
     def release(self, block: int) -> None:
-        """Remove a holder. A block without holders is free; if it has content, it is reused
-        late."""
+        """Remove a holder. A block without holders is free; blocks with content are reused after
+        blocks without."""
         count = self.ref_count[block]
         assert count > 0, f"block {block} was released more often than it was held"
         self.ref_count[block] = count - 1
@@ -232,10 +233,10 @@ class BlockPool:
         self.num_free += num_freed
 
     def demote(self, block: int) -> None:
-        """Let a block's content, once it is free, be evicted before more valuable contents.
+        """Once the block is free, evict its content before all contents that are not demoted.
 
-        Used for contents in the middle of a session that has continued: only another sequence that
-        starts there could use them, and such a hit ends the demotion.
+        Used for contents at an earlier position of a session that has continued: only a sequence
+        that branches off there could use them, and such a hit ends the demotion.
         """
         if self.content[block] is None or block in self._pinned or block in self.demoted:
             return
@@ -284,7 +285,7 @@ class BlockPool:
     def heat(self, block: int) -> int:
         """Number of uses of a block's content since it was computed; 0 without content.
 
-        A content that was evicted lately and computed again starts with 1.
+        A content that was recently evicted and is computed again starts with 1.
         """
         return int(self._num_uses[block]) if self.content[block] is not None else 0
 
@@ -357,7 +358,7 @@ class BlockPool:
             self.content[block] = None
 
     def _unlink_free(self, block: int, is_use: bool) -> None:
-        """Unlink a free block from its place; it keeps its content and its pin."""
+        """Remove a free block from the list that it is in; it keeps its content and its pin."""
         if self.content[block] is None:
             del self._blank[block]
         elif block in self._pinned:
@@ -379,7 +380,7 @@ class _Hold(NamedTuple):
 
     step_id: int
     blocks: list[int]
-    #: Targets of the copies, if the blocks are held in order to be copied; else empty.
+    #: Targets of the copies if the held blocks are sources of copies; else empty.
     targets: list[int]
 
 
@@ -387,8 +388,8 @@ class DeferredFrees:
     """References dropped by tables but kept until the last step that may read or copy the block has
     ended.
 
-    Invariant: num_blocks is the number of references; `num_copied_from[block]` of them only wait
-    for the block to be copied.
+    Invariant: num_blocks is the number of references; `num_copied_from[block]` counts those held
+    only until the block has been copied.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -421,8 +422,8 @@ class DeferredFrees:
     def end_step(self, step_id: int, *, has_failed: bool = False) -> None:
         """Release the references of steps up to step_id.
 
-        has_failed: release all references, including the sources of copies planned for the next
-        step, which will not be made.
+        has_failed: release all references, also those to sources of the next step's copies, because
+        that step's plan is dropped.
         """
         self._last_ended_step_id = step_id
         if not self._held:

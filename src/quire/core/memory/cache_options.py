@@ -9,7 +9,7 @@ from quire.option_fields import Flag, Kind, OneOf, Options, PowerOfTwo, Switch, 
 
 AUTO = "auto"
 AUTO_BLOCK_SIZE = 0
-"""Stands for "auto" until the model is known; then the block size is chosen for the model."""
+"""Placeholder for "auto" until the model is known and the block size is chosen."""
 LEAST_BLOCK_SIZE, MOST_BLOCK_SIZE = 8, 2048
 
 
@@ -61,6 +61,6 @@ class CacheOptions(Options):
             object.__setattr__(self, "enable_prefix_caching", True)  # frozen
         if self.eviction != DEFAULT_ORDER and not self.enable_prefix_caching:
             raise ConfigurationError(
-                f"eviction is {self.eviction!r}, but nothing is cached that could be evicted"
-                " (enable_prefix_caching is False); leave it out"
+                f"eviction is {self.eviction!r}, but enable_prefix_caching is False, so nothing is"
+                " evicted; leave eviction out"
             )

@@ -1,8 +1,8 @@
 """Copy on write: copies shared blocks before a sequence changes them.
 
-Two kinds of blocks are copied: partly filled blocks that forks hold too, and states that forks hold
-or that are snapshots. `kv_cache_manager` uses this module; the scheduler uses it to count the
-blocks that a write takes.
+Two kinds of blocks are copied: partly filled blocks that a fork also holds, and states that a fork
+also holds or that are snapshots. `kv_cache_manager` uses this module; the scheduler uses it to
+count the blocks that a write takes.
 """
 
 from collections import Counter
@@ -14,7 +14,8 @@ from quire.core.sequence import Sequence
 from quire.core.step import BlockCopy, EditKind, TableEdit
 
 Taker = Callable[[int, Sequence], list[int]]
-"""(count, sequence that needs them) -> blocks taken from the pool, held."""
+"""(count, sequence that needs the blocks) -> ids of blocks taken from the pool, each with one
+reference."""
 
 
 class CopyOnWrite:
@@ -39,7 +40,7 @@ class CopyOnWrite:
         return sequence.shares_tail
 
     def num_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Number of free blocks needed, for copies and for tables that are full, if each sequence
+        """Number of free blocks, for copies and for full tables, that are needed if each sequence
         computes one more token."""
         sequences, size, num_grown = list(sequences), self._growth.block_size, 0
         for sequence in sequences:
@@ -93,7 +94,7 @@ class CopyOnWrite:
                     yield rule.group, index, block
 
     def _num_holders(self, block: int) -> int:
-        """Number of holders of a block, without those that only wait for it to be copied."""
+        """Number of holders of a block, except references held only until it has been copied."""
         return self._pool.ref_count[block] - self._deferred.num_copied_from[block]
 
     def _is_kept(self, block: int) -> bool:

@@ -17,8 +17,8 @@ MAX_AGE = 1 << (NUM_BINS - 1)
 """Age in epochs after which a sample counts as not reused."""
 
 PRIOR = (0.1, 0.3)
-"""Assumed share reused in every bin, by class. Equal shares in octaves mean a rate that falls as
-1 / age, so before anything is learned each class is in the order of its last use."""
+"""Prior share of contents that are reused in each bin, by class. Bins double in width, so equal
+shares mean a reuse rate that falls as 1 / age: until samples arrive, each class is in LRU order."""
 PRIOR_WEIGHT = 8.0
 """Number of observed contents that weigh as much as the prior."""
 HALF_LIFE = 256
@@ -35,8 +35,8 @@ class ReuseCurve:
 
     Contents come in two classes: not reused so far, and reused at least once. Ages are counted in
     epochs (a fixed number of evictions: a clock that only memory pressure moves) and binned by
-    octaves, [0, 1), [1, 2), [2, 4), ... For each class and bin, the curve has the share of contents
-    that were reused within the bin, among those that reached it unused.
+    octaves, [0, 1), [1, 2), [2, 4), ... For each class and bin, the curve estimates how many of the
+    contents that reached the bin's age unused were reused within the bin.
 
     Invariant: `_waiting[-1 - age][c]` samples of class c are `age` epochs old and neither reused
     nor dropped; each was counted once in `_reached[c]` of every bin up to that of its age.
@@ -73,11 +73,12 @@ class ReuseCurve:
             self._reused = [[value / 2 for value in row] for row in self._reused]
 
     def densities(self) -> list[list[float]]:
-        """Expected hits for each epoch that a block stays, by class and bin of its age.
+        """Expected hits per epoch for which a block is kept, by class and bin of its age.
 
-        Each value is the maximum over all bins up to which the block may stay (a Gittins index): a
-        content whose reuse is due only after a while is worth keeping until then. Cf. Beckmann,
-        Chen, Cidon, "LHD", NSDI 2018, section 3, which takes the mean over the whole life instead.
+        Each value is the maximum over all bins at whose end the block may be evicted (a Gittins
+        index), so a content that is usually reused only after a while is worth keeping until then.
+        Cf. Beckmann, Chen, Cidon, "LHD", NSDI 2018, section 3, which takes the mean over the whole
+        life instead.
         """
         return [
             [_density(parts, first) for first in range(NUM_BINS)]
@@ -114,8 +115,8 @@ ContentKey = tuple[int, bytes]
 class EvictionOrder(Protocol):
     """The free blocks with content, in the order in which they are taken.
 
-    The pool releases the tail of a chain first. Among equal blocks an order takes the one released
-    first, so the tails of chains are evicted before their heads.
+    The pool releases the tail of a chain first. Among blocks of equal rank, an order takes the
+    block released first, so the tails of chains are evicted before their heads.
     """
 
     def add(self, blocks: Sequence[int]) -> None:
@@ -138,8 +139,8 @@ class EvictionOrder(Protocol):
         ...
 
     def recall(self, digests: Sequence[bytes]) -> list[bool]:
-        """Return which of these contents, just computed and in the order of their chain, were
-        evicted lately."""
+        """Return for each of these contents, just computed and in chain order, whether it was
+        evicted recently."""
         ...
 
     def block_ids(self) -> list[int]:
@@ -153,10 +154,10 @@ pool; an order reads them, and clears the keys of the blocks that it hands out."
 
 
 class _Queues:
-    """Queues over the block ids: intrusive rings, each with a sentinel of its own.
+    """Queues of block ids: intrusive circular linked lists, each with its own sentinel.
 
-    Invariant: a block is in at most one ring. Unlinking a block does not need to know its ring, and
-    two rings are joined by changing four links.
+    Invariant: a block is in at most one queue. Unlinking a block does not need its queue, and two
+    queues are joined by changing four links.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -173,7 +174,7 @@ class _Queues:
         return len(self.following) - 1
 
     def discard(self, queue: int) -> None:
-        """Give an empty queue's sentinel back."""
+        """Delete an empty queue; its sentinel is reused."""
         self._spare.append(queue)
 
     def append(self, queue: int, block: int) -> None:
@@ -279,26 +280,26 @@ cost of an epoch's end for each eviction."""
 EPOCHS_PER_LESSON = 4
 """Epochs between two computations of the densities from the reuse curve."""
 SAMPLE_EVERY = 16
-"""One of this many released blocks (by id) is a sample of the reuse curve."""
+"""The reuse curve samples one in this many released blocks, chosen by id."""
 GHOSTS_PER_BLOCK = 2
-"""Number of evicted contents that each of two generations remembers, for each block of the pool.
-One takes about 100 bytes."""
+"""Number of evicted contents that each of two generations remembers per block of the pool. A
+remembered content takes about 100 bytes."""
 
 
 class HitDensityOrder:
     """Takes first the blocks with the fewest expected hits for the time that they stay.
 
-    Free blocks stand in queues by class (reused so far, or not) and by age. Blocks are taken from
-    the queue with the lowest hit density (see `ReuseCurve.densities`), the least recently released
-    first. So proven contents outlive one-off ones in proportion to their worth. Where a pool is too
-    small to hold new contents until their reuse is due (a user thinks before the next turn), the
-    longest-waiting contents stay and the newest go.
+    Free blocks are queued by class (reused so far, or not) and by age. Blocks are taken from the
+    queue with the lowest hit density (see `ReuseCurve.densities`), the least recently released
+    first. So contents that were reused are kept longer than contents used once. If the pool is too
+    small to hold new contents until they are reused (a user thinks before the next turn), the
+    oldest contents stay and the newest are evicted.
 
     Ages need no work per block: a queue is closed with its epoch, and of every three closed queues
     of equal width the two oldest are joined (an exponential histogram: Datar et al., SODA 2002). So
-    there are a few dozen queues, ranked once an epoch. Contents evicted lately are remembered, two
-    to four times as many as the pool has blocks. Such a content counts as reused when it is
-    computed again.
+    there are a few dozen queues, ranked once an epoch. The order remembers the keys of recently
+    evicted contents, two to four times as many as the pool has blocks. A remembered content counts
+    as reused when it is computed again.
 
     Invariant: `_ranking` lists all queues, and the closed ones before `_position` are empty.
     """
@@ -378,7 +379,7 @@ class HitDensityOrder:
         return taken
 
     def recall(self, digests: Sequence[bytes]) -> list[bool]:
-        """Which digests are among the contents evicted last.
+        """Return for each digest whether its content is among those evicted recently.
 
         Only leading digests can be among them, since a chain's tail is evicted before its head.
         """
@@ -475,12 +476,13 @@ class HitDensityOrder:
 
 EVICTION_ORDERS: dict[str, OrderFactory] = {"hit_density": HitDensityOrder, "lru": LruOrder}
 
-# It has more hits than LRU where memory is short, see docs/memory.md.
+# It gets more hits than LRU when memory is short, see docs/memory.md.
 DEFAULT_ORDER = "hit_density"
 
 
 def find_order(name: str) -> OrderFactory:
-    """The order of that name. Raises ConfigurationError, with the known names, for another name."""
+    """The factory of the order with this name. Raises ConfigurationError, with the known names, for
+    an unknown name."""
     if name not in EVICTION_ORDERS:
         known = ", ".join(sorted(EVICTION_ORDERS))
         raise ConfigurationError(f"eviction is {name!r}, but must be one of {known}")

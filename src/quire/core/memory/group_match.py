@@ -1,9 +1,10 @@
 """Finds how much of a prefix each KV group can serve, by its growth rule.
 
-Groups that keep all tokens serve it up to the first missing block. A window serves it if the blocks
-that the next token sees are cached. A state serves it only where a snapshot was left. Each group in
-turn shortens the prefix to the longest that it can serve, until no group shortens it further. The
-result is the longest prefix that all groups can serve. Only `prefix_index` uses this module.
+A group that keeps all tokens serves a prefix up to the first block that is not cached. A window
+group serves a prefix if the blocks that the next token attends to are cached. A state group serves
+only a prefix with a cached snapshot of the state at its end. Each group in turn shortens the prefix
+to the longest that it can serve, until no group shortens it further. The result is the longest
+prefix that all groups can serve. Only `prefix_index` uses this module.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from quire.core.memory.state_snapshots import StateSnapshots
 from quire.core.step import HOLE_BLOCK
 
 Chains = Sequence[Sequence[bytes]]
-"""Alternative hash chains, such as a sequence's own and the public one; entry i names block i."""
+"""Alternative hash chains, such as a sequence's own and the public chain; entry i is the hash of
+block i."""
 
 StatePages = tuple[tuple[int, ...], ...]
 """The blocks of a snapshot, by state group."""
@@ -50,14 +52,14 @@ class GroupMatch:
         """Cached blocks from `index` on of the groups that keep all tokens, and the index of their
         end.
 
-        The end is `longest` at most, and exactly that if no group keeps all tokens.
+        The end is at most `longest`; it is `longest` if no group keeps all tokens.
         """
         blocks: list[list[int]] = [[] for _ in self._full]
         if not blocks:
             return blocks, longest
         chains = list(chains)
         num_stops = 0
-        while index < longest and num_stops < len(chains):  # a chain continues where one stops
+        while index < longest and num_stops < len(chains):  # where one chain ends, try another
             run = self._cache.find_run(chains[0], index, longest, self._full)
             for ids, more in zip(blocks, run, strict=True):
                 ids += more
@@ -81,7 +83,8 @@ class GroupMatch:
     ) -> GroupPart:
         """The part of block `index` that every group can serve; NOTHING if a group can't serve any.
 
-        Its first num_common tokens agree with the content `digest`, in the blocks `partial`.
+        The first num_common tokens of block `index` agree with the content `digest`, which the
+        blocks `partial` hold.
         """
         num_tokens = index * self._growth.block_size + num_common
         if not num_common:

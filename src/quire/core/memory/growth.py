@@ -1,7 +1,7 @@
 """Growth rules: how a KV group's memory grows, and which blocks may be freed early.
 
-Each group has one rule. The manager, the prefix index, admission's forecast and the checks know
-groups by their rules alone.
+Each group has one rule. The manager, the prefix index, admission's forecast and the invariant
+checks use groups only through these rules.
 
     full, latent   a block for each block of tokens, all kept
     window         the same, but blocks that the window has passed are holes
@@ -18,7 +18,8 @@ from quire.core.sequence import Sequence
 from quire.core.step import HOLE_BLOCK
 
 Finder = Callable[[int], bool]
-"""Whether the group has, for a prefix of this many blocks, its last block or its state."""
+"""(number of blocks) -> whether the group's last block, or its state, of a prefix of this length is
+cached."""
 
 STEPS_IN_FLIGHT = 2
 
@@ -28,7 +29,7 @@ class GrowthRule(ABC):
 
     #: Whether each token has a slot of its own in the group's blocks.
     has_slots: ClassVar[bool] = True
-    #: Whether the number of blocks stops growing with the sequence.
+    #: Whether the number of blocks has an upper bound, however long the sequence is.
     is_bounded: ClassVar[bool] = False
 
     def __init__(self, group: int, block_size: int) -> None:
@@ -59,8 +60,8 @@ class GrowthRule(ABC):
     def longest(self, most: int, has: Finder) -> int:
         """Number of blocks, at most `most`, of the longest prefix to start from.
 
-        has: whether this group's part of a prefix is cached. Without a window or a state, `most` is
-        the answer.
+        has: tells whether this group's part of a prefix is cached. A group that keeps all tokens
+        returns `most`.
         """
         return most
 
@@ -88,11 +89,13 @@ class WindowRule(GrowthRule):
     def __init__(self, group: int, block_size: int, window: int) -> None:
         super().__init__(group, block_size)
         self.window = window
-        # Both ends may lie within a block, and each step in flight may compute one more block.
+        # The window may begin and end inside a block, and each step in flight may compute one more
+        # block.
         self._most = -(-window // block_size) + 2 + STEPS_IN_FLIGHT
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Assumes that steps compute a block of tokens each; larger chunks use free blocks."""
+        """Assumes that each step computes at most a block of tokens; larger chunks take more blocks
+        only if they are free."""
         return min(-(-num_tokens // self.block_size), self._most)
 
     def num_reserved(self, num_tokens: int, end: int) -> int:
@@ -177,8 +180,8 @@ class Growth:
         #: Number of blocks that the states of one sequence take together.
         self.state_size = sum(rule.num_blocks for rule in self.states)
         first = (*self.unbounded, *self.growing)[:1]
-        #: The group whose contents are in the prefix cache's tree of tokens: one that keeps all
-        #: tokens, if there is one. None if no group has slots.
+        #: The group whose contents are in the prefix cache's tree of tokens: a group that keeps all
+        #: tokens, if the model has any. None if no group has slots.
         self.main = first[0].group if first else None
         #: Largest number of blocks that a fork copies at its first write.
         self.num_copied = self.state_size + len(self.growing)
@@ -191,7 +194,7 @@ class Growth:
     def all_most_blocks(self, nums_tokens: Entries[int]) -> int:
         """The sum of `most_blocks` over sequences.
 
-        Needed for all running sequences before an admission, so it makes few calls.
+        Called for all running sequences before each admission, so it avoids a call per sequence.
         """
         if self.bounded:
             return sum(map(self.most_blocks, nums_tokens))
@@ -205,8 +208,8 @@ class Growth:
     def most_to_hold(self, num_tokens: int, *, in_one_step: bool = False) -> int:
         """Number of blocks with which a sequence of num_tokens tokens can always make progress.
 
-        Beside its own blocks, it may hold states and partly filled blocks that it starts from, or
-        that are copied before they are changed. in_one_step: all tokens are computed together.
+        This includes shared states and partly filled blocks that it holds until it has copied them.
+        in_one_step: all tokens are computed together.
         """
         if not self.bounded:
             return self.most_blocks(num_tokens)
@@ -216,8 +219,8 @@ class Growth:
         return self.most_blocks(num_tokens) + self.num_copied
 
     def num_slots(self, sequence: Sequence) -> int:
-        """Number of tokens that all tables of a sequence have room for; states have room for
-        any."""
+        """Number of tokens that all tables of a sequence have slots for; state groups set no
+        limit."""
         lengths = [len(sequence.block_tables[rule.group]) for rule in self.growing]
         if lengths:
             return min(lengths) * self.block_size

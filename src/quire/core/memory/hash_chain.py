@@ -1,13 +1,13 @@
-"""Names prefixes by content: a keyed hash chain of tokens.
+"""Identifies prefixes by their content, with a keyed hash chain over blocks of tokens.
 
     root(domain, extra) -> block 0 -> block 1 -> ...        full blocks
                                    -> tail                  a partly filled one
 
 The hash of a block covers its parent's hash and its own tokens, so equal hashes mean equal
-prefixes. The root is keyed with a secret and the cache domain: a tenant can neither hit another's
-blocks nor predict their hashes. `prefix_cache` finds blocks by these hashes. An API server that
-shares the secret with its replicas computes the same hashes, so it knows which replica has cached a
-prompt's prefix.
+prefixes. The root is keyed with a secret and the cache domain: a tenant can neither hit another
+tenant's blocks nor predict their hashes. `prefix_cache` finds blocks by these hashes. An API server
+that shares the secret with its replicas computes the same hashes, so it knows which replica has
+cached a prompt's prefix.
 """
 
 import hashlib

@@ -1,11 +1,11 @@
 """In hybrid models, demotes cached windows and states that no later sequence will start from.
 
-In groups that keep all tokens, any part of a prefix may be hit again. Windows and states serve a
-single place in it. A session continues from its last place; earlier places are then useless, unless
-other sequences hit them as well. A sequence leaves two places: the ends of its prompt and of its
-output. A follow-up starts from the output's end if its prompt repeats the answer, and from the
-prompt's end if not (when a model's reasoning is left out). Past hits show which of the two ends is
-used.
+In groups that keep all tokens, a later sequence can start from any position of a prefix. A window
+or a state serves one position only. When a session has continued, its earlier positions are
+useless, unless other sequences start from them, too. A sequence leaves two positions to start from:
+the ends of its prompt and of its output. A follow-up starts from the output's end if its prompt
+repeats the answer, else from the prompt's end (when the client leaves out the reasoning). Past hits
+show which of the two ends is used.
 
 Demoted contents stay findable until their blocks are needed. Only `kv_cache_manager` uses this.
 """
@@ -32,8 +32,7 @@ class HybridDemotion:
         snapshots: StateSnapshots,
         resume_points: ResumePoints,
     ) -> None:
-        #: Number of hits, at places that were not hit before: of ends of outputs (num_tail_hits)
-        #: and of ends of prompts.
+        #: Number of first hits at ends of outputs (num_tail_hits) and at ends of prompts.
         self.num_tail_hits = self.num_prompt_hits = 0
         self._cache = cache
         self._pool = pool
@@ -44,10 +43,11 @@ class HybridDemotion:
         self._num_ends: OrderedDict[bytes, int] = OrderedDict()
 
     def count_hit(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Note where a sequence starts, and the places whose windows and states it will leave.
+        """Record the position that a sequence starts from, and the positions whose windows and
+        states it will leave.
 
-        A place where several hits end, such as the end of a system prompt, belongs to no single
-        session.
+        A position at which several hits end, such as the end of a system prompt, belongs to no
+        single session.
         """
         size = self._growth.block_size
         anchors = {(sequence.num_prompt_tokens - 1) // size * size, *sequence.anchors}
@@ -71,7 +71,8 @@ class HybridDemotion:
         return count
 
     def demote_copied(self, match: PrefixMatch) -> None:
-        """Demote partly filled blocks of which a sequence has got copies to continue in."""
+        """Demote partly filled blocks that a sequence has copied, because it continues in the
+        copies."""
         size = self._growth.block_size
         for block in match.partial:
             content = self._pool.content[block]

@@ -1,4 +1,4 @@
-"""The block tables of all sequences, by KV group.
+"""Gives KV blocks to sequences, shares and frees them, and keeps their block tables.
 
 Each group's table grows by the group's own rule (see `growth`). Some keep a block for every block
 of tokens, windows free the blocks that they have passed, and states always have the same few
@@ -34,7 +34,7 @@ MIN_REMEMBERED = 4096
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """The size and the parts of the KV memory."""
+    """Size, groups and options of the KV memory."""
 
     groups: tuple[KVGroup, ...]
     #: Number of blocks in the pool, which all groups share.
@@ -149,8 +149,9 @@ class KVCacheManager:
         """The cached prefix that a waiting sequence could start from; see `PrefixIndex.match`.
 
         Copying a part of a free block takes one block more than computing that part. If the pool
-        lacks this block, the part is left out; otherwise a sequence that just fits would never be
-        admitted. A hybrid can't leave it out, so `check_fits` counts it.
+        lacks this block, the match leaves the part out; otherwise a sequence that just fits would
+        never be admitted. For a hybrid model the part can't be left out, so `check_fits` counts the
+        block.
         """
         match = self.prefixes.match(sequence)
         if self.growth.bounded:
@@ -353,8 +354,8 @@ class KVCacheManager:
     # ---- giving blocks back -----------------------------------------------------------------
 
     def num_kept_blocks(self, sequence: Sequence, num_wanted: int) -> int:
-        """Number of leading blocks of each group that a sequence keeps if enough blocks are cut
-        from its end for num_wanted to become free.
+        """Number of leading blocks of each group that a sequence keeps if blocks are cut from its
+        end until num_wanted have become free.
 
         Returns 0 if even cutting all would not suffice.
         """
@@ -374,9 +375,9 @@ class KVCacheManager:
         return kept if self.growth.can_keep(tables, num_tokens, computed) else 0
 
     def release_tail(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
-        """Take the blocks from num_kept on from a preempted sequence, which does not need them.
+        """Release a preempted sequence's blocks from index num_kept on, which it does not need.
 
-        If that makes fewer than num_wanted blocks free, further blocks are taken from its end.
+        If that makes fewer than num_wanted blocks free, further blocks at its end are released.
         Returns the number of freed blocks, as `truncate` does.
         """
         num_freed = self.truncate(sequence, num_kept)
@@ -386,12 +387,12 @@ class KVCacheManager:
         return num_freed
 
     def truncate(self, sequence: Sequence, num_kept: int) -> int:
-        """Take the blocks from num_kept on, of each group.
+        """Release a sequence's blocks from index num_kept on, in each group.
 
-        Returns how many became free, or will when the step in flight that reads them has ended. The
-        chain's tail goes first, so that it is evicted before the prefix that others share. If
-        windows or states can't continue from num_kept, all blocks are taken, and the sequence may
-        start from its cached prefix later.
+        Returns the number of blocks that become free, now or when the step in flight that reads
+        them has ended. The chain's tail is released first, so that it is evicted before the prefix
+        that others share. If windows or states can't continue from num_kept, all blocks are
+        released, and the sequence may start from its cached prefix later.
         """
         tables, growth = sequence.block_tables, self.growth
         if not tables:
@@ -436,11 +437,11 @@ class KVCacheManager:
         return num_freed
 
     def free(self, sequence: Sequence) -> None:
-        """Take back all blocks of a sequence, at once or when the step that reads them has ended.
+        """Release all blocks of a sequence, now or when the step that reads them has ended.
 
-        A partly filled last block stays findable, too, unless a copy into it is not done yet, which
-        would never be done if the step failed. If all tokens of the sequence are known, its states
-        are published when the step in flight that writes them has ended.
+        A partly filled last block also stays in the prefix cache, unless a copy into it is still to
+        be made, because a failed step would never make it. If all tokens of the sequence are known,
+        its states are published when the step in flight that writes them has ended.
         """
         if self.moves is not None:
             self.moves.loads.release(sequence)
@@ -490,7 +491,7 @@ class KVCacheManager:
 
 
 def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None:
-    """Count matched tokens as computed; those that are written or published count as such, too."""
+    """Count matched tokens as computed, and as written and published as far as they are."""
     held = sequence.num_computed_tokens
     num_written = max(held, match.num_written_tokens)
     if sequence.num_published_blocks == held // block_size:
@@ -513,5 +514,5 @@ KVManagerFactory = Callable[[KVCacheConfig, int], KVCacheManager]
 
 
 def paged_manager(config: KVCacheConfig, max_model_len: int) -> KVCacheManager:
-    """The factory that an engine uses unless it is handed another."""
+    """The factory of memory managers that an engine uses by default."""
     return KVCacheManager(config)

@@ -13,8 +13,8 @@ Every block of the pool counts once, however many hold it:
     cached      free blocks whose content a prompt may find
     free        the rest
 
-Reads a manager and the unfinished sequences, changes nothing. Costs O(held blocks): for reports on
-request and benchmarks that sample, never for a step. Called by `engine.engine`.
+Only reads the manager and the unfinished sequences. It costs O(held blocks), so it serves reports
+on request and benchmarks, and never runs in a step. Called by `engine.engine`.
 """
 
 from collections import Counter
@@ -40,8 +40,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 class TenantMemory:
     """Bytes that the sequences of one tenant hold.
 
-    A block with several holders is split evenly among them, so that the parts of all tenants add up
-    to those of the whole.
+    A block with several holders is split evenly among them, so that the numbers of all tenants add
+    up to those of the report.
     """
 
     #: Number of the tenant's sequences that hold blocks.
@@ -67,10 +67,10 @@ class MemoryReport:
     moving_bytes: int
     cached_bytes: int
     free_bytes: int
-    #: The part of reserved_bytes for tokens that are not known yet. The rest waits for known tokens
-    #: to be computed.
+    #: The part of reserved_bytes for tokens that are not known yet. The rest is for known tokens
+    #: that are not computed yet.
     lookahead_bytes: int
-    #: Further bytes that the same holders would take if none shared a block.
+    #: Additional bytes that the same sequences would take if they shared no blocks.
     saved_bytes: int
     #: Memory by tenant; requests without a tenant have the name "".
     tenants: dict[str, TenantMemory]
@@ -88,8 +88,8 @@ class MemoryReport:
 
     @property
     def useful_share(self) -> float | None:
-        """Useful bytes as a share of held ones, which are neither cached nor free. None if none are
-        held."""
+        """Useful bytes as a share of held bytes (all that are neither cached nor free); None if no
+        bytes are held."""
         return useful_share(self.parts)
 
     @property
@@ -100,7 +100,7 @@ class MemoryReport:
         return self.saved_bytes / alone if alone else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The report by name, as JSON can hold it."""
+        """The report as a JSON-compatible dict."""
         return {
             "total_bytes": self.total_bytes,
             **{f"{name}_bytes": num_bytes for name, num_bytes in self.parts.items()},
@@ -133,7 +133,7 @@ class MemoryReport:
                 for name, use in sorted(self.tenants.items())
             ]
         lines += [
-            f"behind it, on {name}: {format_bytes(counts['used_bytes'])}"
+            f"stored in tier {name}: {format_bytes(counts['used_bytes'])}"
             for name, counts in self.tiers.get("by_tier", {}).items()
             if "used_bytes" in counts
         ]
@@ -146,8 +146,8 @@ class _GroupHoldings:
     def __init__(self, group: KVGroup, block_size: int) -> None:
         #: Block -> number of table entries that name it.
         self.num_entries: Counter[int] = Counter()
-        #: Block -> most computed tokens that a holder has in it. Blocks without any are left out; a
-        #: state's blocks count as full after its first token.
+        #: Block -> largest number of computed tokens that any holder has in it. Blocks without
+        #: computed tokens are left out; a state's blocks count as full after its first token.
         self.fill: dict[int, int] = {}
         #: Tenant -> block -> number of table entries of the tenant's sequences that name it.
         self.by_tenant: dict[str, Counter[int]] = {}
@@ -174,7 +174,8 @@ class _GroupHoldings:
             counts.pop(HOLE_BLOCK, None)
 
     def held_bytes(self) -> tuple[int, int, int, int]:
-        """Useful, unfilled, unused and reserved bytes, which add up to those of the held blocks."""
+        """Useful, unfilled, unused and reserved bytes, which add up to the size of the held
+        blocks."""
         block_bytes, num_held = self._group.bytes_per_block, len(self.num_entries)
         per_state = max(1, self._group.num_state_blocks)
         unused = num_held * self._group.unused_bytes // per_state
@@ -294,7 +295,7 @@ def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryRep
 
 
 def useful_share(parts: Mapping[str, float]) -> float | None:
-    """Useful bytes as a share of held ones; None if none are held. parts: bytes by PARTS."""
+    """Useful bytes as a share of held bytes; None if no bytes are held. parts: bytes by PARTS."""
     num_held = sum(parts[name] for name in HELD_PARTS)
     return parts["useful"] / num_held if num_held else None
 
@@ -332,7 +333,7 @@ Owner = tuple[str, int]
 class BlockState(Enum):
     """The state of a block in the pool."""
 
-    HELD = "held"  # in tables, or only in steps in flight: then it has no owners
+    HELD = "held"  # by tables, or only by steps in flight (then without owners)
     CACHED = "cached"  # free, with content that a prompt may find
     FREE = "free"
 
@@ -343,15 +344,16 @@ class BlockUse:
 
     block: int
     state: BlockState
-    #: KV group whose tokens or state it holds; None without an owner and a content.
+    #: KV group whose tokens or state the block holds; None for a block without owner and content.
     group: int | None
-    #: Number of table entries that name it, and of steps in flight that may still read or copy it.
+    #: Number of table entries with the block, plus number of steps in flight that may still read or
+    #: copy it.
     ref_count: int
     owners: tuple[Owner, ...]
-    #: How often its content was used since it was computed; 0 without findable content.
+    #: Number of uses of its content since the content was computed; 0 without cached content.
     heat: int
-    #: Number of computed tokens in the block, by the owner that has most; without an owner, number
-    #: of tokens in its content. None if neither is known, or if the block holds part of a state.
+    #: Number of computed tokens in the block: the largest over its owners or, without an owner,
+    #: that of its cached content. None if it is unknown, or if the block holds part of a state.
     fill: int | None
     #: Kind of the group.
     kind: KVKind | None = None

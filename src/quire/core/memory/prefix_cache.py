@@ -1,9 +1,10 @@
 """Finds cached blocks by the hashes of their contents.
 
-`hash_chain` computes the hashes. Knows no sequences; `kv_cache_manager` and its parts alone use it.
+`hash_chain` computes the hashes. Handles hashes and block ids, not sequences; only
+`kv_cache_manager` and the modules that it is made of use it.
 
-Blocks with the same parent are kept in the order of their tokens. So the block that agrees longest
-with a prompt is a neighbour of the place where the prompt's tokens would stand: two comparisons
+Blocks with the same parent are sorted by their tokens. So the block that agrees longest with a
+prompt is next to the position at which the prompt's tokens would be inserted, and two comparisons
 find it among any number of blocks.
 """
 
@@ -18,7 +19,7 @@ from quire.core.sequence import Eviction
 FIRST_LOOKUPS = 16
 
 # The domain whose prefixes all requests may read. No request's own domain has this name, because
-# the server derives domains from key names and salts, with a prefix of its own.
+# the server puts a fixed prefix before the domains that it derives from key names and salts.
 PUBLIC_DOMAIN = "*"
 
 
@@ -31,7 +32,8 @@ class Neighbour(NamedTuple):
 
 
 _Child = tuple[bytes, bytes]
-"""(tokens, digest) of a block that follows a parent; tokens are big-endian, so that bytes order."""
+"""(tokens, digest) of a block that follows a parent. Tokens are packed big-endian, so that the
+bytes sort like the tokens."""
 
 _Node = tuple[bytes, bytes, bool]
 """(parent, tokens, whether the parent is the root of a domain) of a block."""
@@ -59,13 +61,14 @@ class PrefixCache:
         self._chains = HashChains(secret, block_size)
         self._main = main
         self._blocks: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
-        # The tree of tokens. Plain tuples, and only a digest for an only child, cost few objects.
-        # Keyed by block, not by digest, so that adjacent blocks of a large pool have adjacent keys.
+        # The tree of tokens. Plain tuples, and a bare digest for an only child, keep the number of
+        # objects small. Keyed by block, not by digest, so that adjacent blocks of a large pool have
+        # adjacent keys.
         self._nodes: dict[int, _Node] = {}
         self._children: dict[bytes, bytes | list[_Child]] = {}
         self._roots_of_first: dict[bytes, Counter[bytes]] = {}  # first block's tokens -> roots
-        # Two generations of evicted contents; the older is dropped when the younger is full. A dict
-        # that loses its first entry again and again needs ever longer to find the next one.
+        # Two generations of evicted contents; the older is dropped when the younger is full.
+        # Deleting the first entry of a single dict again and again would get ever slower.
         self._evictions: dict[bytes, Eviction] = {}
         self._old_evictions: dict[bytes, Eviction] = {}
         self._evictions_per_generation = num_remembered // 2
@@ -106,7 +109,8 @@ class PrefixCache:
     def find_run(
         self, chain: Sequence[bytes], first: int, last: int, groups: Sequence[int]
     ) -> tuple[list[int], ...]:
-        """The blocks of chain[first:last] in these groups, up to the first that a group lacks."""
+        """For each of these groups, the blocks of chain[first:last] up to the first block that any
+        group lacks."""
         runs: list[list[int]] = []
         for blocks in [self._blocks[group] for group in groups]:
             run: list[int] = []
@@ -149,7 +153,7 @@ class PrefixCache:
         parent: bytes,
         is_first: bool = False,
     ) -> list[tuple[int, bytes]]:
-        """Make adjacent blocks of one prompt findable, except contents that are known already.
+        """Make adjacent blocks of one prompt findable, except contents that are cached already.
 
         tokens: the tokens of each block, packed by `sortable`. parent: the digest before the first
         block, or the root if it is the first of the chain (is_first). Returns (block, digest) of
@@ -183,7 +187,7 @@ class PrefixCache:
     ) -> None:
         """Forget contents, each (group, digest).
 
-        eviction: if given, it is remembered for a while as the reason.
+        eviction: remembered for a while, for `eviction_of`; None if the contents were not evicted.
         """
         nodes, children, evictions = self._nodes, self._children, self._evictions
         remembers = eviction is not None and self._evictions_per_generation > 0
@@ -209,7 +213,7 @@ class PrefixCache:
     ) -> Neighbour | None:
         """The block after `parent` that agrees longest with token_ids; None if no block follows.
 
-        If its common tokens are 0, it only shows which other tokens were seen there. is_whole: only
+        A result with 0 common tokens only shows that other tokens follow `parent`. is_whole: only
         consider blocks all of whose tokens agree.
         """
         siblings = self._children.get(parent)
@@ -234,8 +238,7 @@ class PrefixCache:
     # ---- reasons of misses ------------------------------------------------------------------
 
     def eviction_of(self, digest: bytes) -> Eviction | None:
-        """The last eviction of this content; None if it is not remembered. Not for cached
-        contents."""
+        """The last eviction of a content that is not cached now; None if it is not remembered."""
         return self._evictions.get(digest) or self._old_evictions.get(digest)
 
     def is_first_of_others(self, token_ids: Sequence[int]) -> bool:

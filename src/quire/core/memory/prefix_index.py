@@ -24,7 +24,7 @@ from quire.core.memory.state_snapshots import StateSnapshots, forget_unheld
 from quire.core.sequence import MissReason, PrefixMiss, Sequence
 from quire.core.step import HOLE_BLOCK
 
-# Tokens that are reported before and after the first difference.
+# Number of tokens that are reported on each side of the first difference.
 TOKENS_AROUND = 8
 
 
@@ -41,10 +41,10 @@ class PrefixMatch(NamedTuple):
     #: Full blocks to share, by group, with holes for blocks that are not read. All groups have the
     #: same number, except groups of states, which have none.
     blocks: tuple[tuple[int, ...], ...]
-    #: A block whose first tokens are the next ones, by group with slots; it is to be copied. Empty
-    #: if there is none.
+    #: A cached block that begins with the sequence's next tokens, by group with slots; it will be
+    #: copied. Empty if there is none.
     partial: tuple[int, ...] = ()
-    #: Number of matched blocks that are free now, and would be taken from the free ones.
+    #: Number of matched blocks that are free now, so that using them leaves fewer free blocks.
     num_revived: int = 0
     #: The sequence that is computing the next block just now, or None.
     leader: Sequence | None = None
@@ -112,8 +112,8 @@ class PrefixIndex:
     def match(self, sequence: Sequence) -> PrefixMatch:
         """The longest available prefix that leaves at least one token to compute.
 
-        It consists of held blocks, then of full blocks of the parent or of the cache, then of part
-        of a block. Changes nothing but the sequence's hash chains.
+        It consists of blocks that the sequence holds, then of full blocks of the parent or of the
+        cache, then of part of one block. Changes only the sequence's hash chains.
         """
         best = self._match_parent(sequence)
         if self.enabled and not sequence.needs_whole_prompt:
@@ -126,7 +126,7 @@ class PrefixIndex:
     def _match_parent(self, sequence: Sequence) -> PrefixMatch:
         held, size = sequence.num_computed_tokens, self.cache.block_size
         parent, common = sequence.parent, 0
-        # Prompt log-probabilities come from computing the prompt, or all of them from the parent.
+        # Prompt log-probabilities require computing the prompt, unless the parent has all of them.
         lacks = (
             sequence.needs_prompt_logprobs and parent is not None and parent.needs_prompt_logprobs
         )
@@ -227,7 +227,8 @@ class PrefixIndex:
         `index`.
 
         Returns the number of common tokens, the content's digest, and its block by group with
-        slots. With states all of its tokens must agree, since no state belongs to a part of it.
+        slots. In models with states, all tokens of the content must agree, because no state after a
+        part of it exists.
         """
         size, token_ids, cache = self.cache.block_size, sequence.token_ids, self.cache
         tail = token_ids[index * size : min((index + 1) * size, len(token_ids) - 1)]
@@ -268,7 +269,7 @@ class PrefixIndex:
     def publish(self, sequence: Sequence, num_written_tokens: int) -> None:
         """Make the full blocks among the first num_written_tokens findable by their content.
 
-        A content that is known already keeps its older block; the new block stays private.
+        A content that is cached already keeps its older block; the new block is not published.
         """
         size = self.cache.block_size
         full = num_written_tokens // size
@@ -313,7 +314,8 @@ class PrefixIndex:
         """Publish blocks from `first` on, in all groups with slots."""
         parent = sequence.chain[first - 1] if first else sequence.chain_root
         content = self._pool.content
-        # A hybrid's session is reused whole or not at all, so new blocks inherit the reuse.
+        # A hybrid's session is reused as a whole or not at all, so if its prefix was reused, its
+        # new blocks count as reused, too.
         is_reused = self._is_hybrid and sequence.continues_session
         for group in self._growing:
             blocks = sequence.block_tables[group][first : first + len(digests)]
@@ -345,9 +347,9 @@ class PrefixIndex:
         self._pool.set_contents(group, inserted)
 
     def pin(self, token_ids: Ids[int], root: bytes, priority: int, until_s: float | None) -> int:
-        """Pin the cached full blocks at the beginning of token_ids, under one chain.
+        """Pin the cached full blocks at the beginning of token_ids, in the chain from `root`.
 
-        See `BlockPool.pin`. Returns how many tokens they hold.
+        See `BlockPool.pin`. Returns the number of tokens in the pinned blocks.
         """
         chain: list[bytes] = []
         self.cache.extend_chain(chain, root, token_ids)

@@ -1,9 +1,10 @@
-"""Resume points of hybrids: prefixes from which sessions continue, each evicted as a unit.
+"""Resume points of hybrid models: prefixes from which sessions continue, each evicted as a unit.
 
-Continuing from the end of a branch takes all blocks that its windows see there, its states, and the
-prefix before it. When one of these blocks is evicted, the other blocks are useless. They are
-evicted next, from the tail back to where another branch parts. So a pool too small for all sessions
-loses one session whole, not a part of each. `kv_cache_manager` and `hybrid_demotion` use it.
+To continue from the end of a branch, a sequence needs the blocks that its windows see there, its
+states, and the prefix before it. When one of these blocks is evicted, the others are useless. They
+are evicted next, from the tail back to the point where another branch starts. So a pool that is too
+small for all sessions loses one session completely, not a part of each. `kv_cache_manager` and
+`hybrid_demotion` use it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -114,8 +115,8 @@ class ResumePoints:
             others.remove(name)
             if not others:
                 del self._named[digest]
-        # First its states, then the blocks of windows, then the prefix up to where another branch
-        # parts.
+        # Demote its states, then the blocks of windows, then the prefix back to the point where
+        # another branch starts.
         for pages in self._snapshots.find(name) or ():
             for page in pages:
                 if not self._pool.ref_count[page]:

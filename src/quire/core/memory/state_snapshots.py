@@ -1,6 +1,6 @@
 """Snapshots of recurrent states after a prefix, found by the prefix's content.
 
-A recurrent state can't be cut back to fewer tokens, so continuing from a prefix needs the state
+A recurrent state can't be rewound to fewer tokens, so continuing from a prefix needs the state
 exactly as it was at the prefix's end. Steps of a sequence therefore end at a few places, where its
 state becomes immutable and is published in the prefix cache. The sequence's next step continues in
 a copy. The places (cf. Marconi: Pan et al., MLSys 2025, section 4):
@@ -40,8 +40,8 @@ def forget_unheld(cache: PrefixCache, pool: BlockPool, keys: Iterable[ContentKey
     """Remove the cached blocks of `keys` that no sequence holds and that are not pinned.
 
     Called before newly computed blocks with the same contents are cached. The contents were in the
-    cache, but were computed again, because a request could not continue from their prefix. Without
-    the old copies, all blocks of the prefix count as used at the same time, its last use.
+    cache, but were computed again, because a request could not continue from their prefix. Removing
+    the old copies lets all blocks of the prefix have the same time of last use.
     """
     for key in keys:
         block = cache.find(*key)
@@ -107,8 +107,8 @@ class StateSnapshots:
         """Make a sequence's states findable, under the digest of all its computed tokens.
 
         From then on, the states must be copied before they are changed. If the cache already has a
-        state for this digest that is held or pinned, that one stays, and the sequence's is not
-        cached.
+        state for this digest that is held or pinned, that state stays, and the sequence's state is
+        not cached.
         """
         before, num_tokens = sequence.snapshot, sequence.num_computed_tokens
         sequence.snapshot = Snapshot(num_tokens, digest)

@@ -11,8 +11,9 @@ recently used one.
 
 A preempted sequence keeps no slot; it is admitted again like a new one. So no sequence holds one
 slot while it waits for another, and the first sequence in the policy's order gets a slot.
-`running_set` preempts others for it where it may, and `admission` admits no other sequence once the
-first was overtaken too often. Knows no weights or files; `running_set` owns it.
+`running_set` preempts other sequences for it if their rank allows that, and `admission` admits no
+other sequence once the first was overtaken too often. This module handles digests and slots, not
+weights or files. `running_set` owns the object.
 """
 
 from collections import Counter
@@ -191,7 +192,7 @@ class AdapterResidency:
             return BASE_MODEL
         users, reading = self._users, self._reading
         idle = [digest for digest in self._slots if not users[digest] and digest not in reading]
-        # A ready adapter mostly has a sequence that comes next, so it is chosen last.
+        # A ready adapter usually belongs to a sequence that starts next, so it loses its slot last.
         order = (digest for digest in idle if not self._demand[digest])
         return next(order, min(idle, key=self._ready.__contains__, default=None))
 

@@ -19,9 +19,9 @@ from quire.core.scheduling.running_set import RunningSet, rank_of
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
 
-# Most sequences that may overtake a waiting one that does not fit.
+# Most sequences that may be admitted ahead of a waiting sequence that does not fit.
 MAX_OVERTAKEN = 32
-# Most sequences that do not fit and are passed over in one step.
+# Most sequences that one step may pass over because they do not fit.
 MAX_PASSED_OVER = 4
 
 
@@ -67,7 +67,7 @@ class Admission:
         A new sequence takes blocks from running sequences only if the policy allows that, or if no
         running sequence can compute.
         """
-        # First, find the sequence, and whether it may take from running ones.
+        # First, find the sequence, and whether it may take blocks from running sequences.
         head = next(
             (sequence for sequence in self._waiting.candidates() if not self._is_early(sequence)),
             None,
@@ -102,8 +102,8 @@ class Admission:
         """Take the blocks that a waiting sequence needs from others, and num_spare more for their
         growth.
 
-        A block that is taken may be one that the sequence would have shared, so its need is
-        computed again until there are enough blocks.
+        A taken block may have been in the cached prefix of the sequence itself, so its need is
+        computed again until enough blocks are free.
         """
         memory = self._memory
         self.capacity.recheck_prefix(sequence)
@@ -146,7 +146,7 @@ class Admission:
             if self._is_early(sequence):
                 continue
             if sequence.is_in_one_step and sequence.num_tokens > budget.num_tokens:
-                break  # it needs more budget, which it gets as the first of the next step
+                break  # too little budget is left; it is first in the next step
             found = self.capacity.check(sequence, step_id)
             if isinstance(found, PrefixMatch):
                 self.admit(sequence, found, step_id, now_s)
@@ -169,11 +169,12 @@ class Admission:
             self.capacity.is_crowded = False
 
     def _pass_on_loaded_blocks(self, passed_over: list[Sequence], drawn: set[Sequence]) -> None:
-        """Give blocks of loads to the first passed-over sequence for which they suffice.
+        """Release loaded blocks of sequences further back, for the first passed-over sequence that
+        then fits.
 
-        Later sequences are not admitted ahead of the ones passed over. So the blocks loaded for
-        later sequences, which were not drawn, would be held until running sequences end, and could
-        stop all waiting sequences.
+        Sequences that were not drawn are behind those passed over and can't be admitted now. So the
+        blocks loaded for them would be held until running sequences end, and could block the whole
+        queue.
         """
         moves, memory = self._memory.moves, self._memory
         if moves is None:

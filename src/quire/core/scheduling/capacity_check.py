@@ -14,9 +14,9 @@ from quire.core.scheduling.output_length import OutputLengthPredictor
 from quire.core.scheduling.running_set import RunningSet, rank_of
 from quire.core.sequence import Sequence, SequenceState
 
-# Steps after which a sequence that did not fit looks up its cached prefix again.
+# A sequence that did not fit looks up its cached prefix again after this many steps.
 RECHECK_STEPS = 16
-# Most steps between two starts, however much the first is predicted to use.
+# Most steps between the starts of two sequences, however much memory the first is predicted to use.
 LONGEST_PAUSE_STEPS = 32
 
 
@@ -75,8 +75,8 @@ class CapacityCheck:
         """The prefix that the sequence could start from, if it fits now and later; else why not.
 
         Leaves room for each higher-ranked running sequence to grow once; otherwise this sequence
-        would soon be preempted. After a failed check, its cached prefix is looked up again only now
-        and then.
+        would soon be preempted. After a failed check, its cached prefix is looked up again only
+        every RECHECK_STEPS steps.
         """
         running_set, memory = self._running_set, self._memory
         self.forecast.step_id = step_id
@@ -95,8 +95,8 @@ class CapacityCheck:
         if self._must_pause(sequence, step_id) and not is_sure:
             return Verdict.NO_CAPACITY
         num_usable = memory.pool.num_free - num_outranking * memory.num_blocks_to_grow
-        # Repeat a failed check only if its reason may be gone. While no sequence computes, waiting
-        # would not free any block.
+        # Repeat a failed check only if its reason may be gone, or if no sequence computes, because
+        # then waiting would not free any block.
         failed = self._failed.get(sequence)
         if (
             failed is not None
@@ -124,7 +124,8 @@ class CapacityCheck:
         if failed is None:
             failed = self._failed[sequence] = _FailedCheck()
         if needed <= num_usable:
-            # While all grow as predicted, the forecast stays the same until a block is freed.
+            # As long as all sequences grow as predicted, the forecast changes only when a block is
+            # freed.
             failed.num_freed_at_forecast = memory.pool.num_freed
         self.is_crowded = True
         failed.num_missing_blocks, failed.recheck_at = needed, step_id + RECHECK_STEPS
@@ -184,8 +185,8 @@ class CapacityCheck:
         if sequence.num_admissions:
             return
         pause = self._pause_of(sequence, num_new_blocks)
-        # The pause counts from when the last one ended, but at most one step back, so that several
-        # sequences with short pauses may start in one step.
+        # A pause begins when the previous pause ended, or one step ago if that is later, so that
+        # several sequences with short pauses may start in one step.
         self._started_at = max(self._started_at + self._pause, step_id - 1)
         self._pause = pause
 

@@ -1,12 +1,12 @@
 """A cost model that predicts a step's duration from the work it computes.
 
-It is fitted to measured steps and adjusted to those that follow. Reads no clock.
+The model is fitted to steps measured at start-up, then adjusted to each later step. Reads no clock.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Segments of the token axis: [1, 2], [2, 4], ... and the last is open: from 1024 on.
+# Number of segments of the token axis: [1, 2], [2, 4], ..., [1024, infinity).
 NUM_SEGMENTS = 11
 _FIXED = 0
 _FIRST_SEGMENT = 1
@@ -15,17 +15,17 @@ DECODE_PAIRS, CHUNK_PAIRS = _ROWS + 1, _ROWS + 2
 _LOGPROB_TOKENS = _ROWS + 3
 _NUM_PARTS = _ROWS + 4
 
-# The share of a prediction error that is learned, and the largest error, relative to the
-# prediction.
+# LEARNING_RATE: fraction of a prediction error by which the model is corrected. MAX_SURPRISE: an
+# error is clipped to this fraction of the prediction.
 LEARNING_RATE = 0.1
 MAX_SURPRISE = 0.5
-# Least share of a step's time that each part counts with when an error is learned.
+# When an error is learned, each part's time is increased by this share of the predicted time.
 LEAST_SHARE = 0.02
 
-# A shorter prediction is taken for an unknown one: its parts have no shares to learn from.
+# A shorter prediction counts as unknown, because an error can't be distributed over its parts.
 SHORTEST_S = 1e-9
 
-# The strength of the pull between neighbouring slopes; it determines slopes that nothing measured.
+# How strongly neighbouring slopes are pulled together; this determines slopes without measurements.
 _SMOOTHNESS = 0.02
 _NUM_SWEEPS = 400
 
@@ -171,9 +171,9 @@ class StepCostModel:
         """Learn from the duration of a step that has ended.
 
         The error is distributed over the parts by the square of their predicted times: Kaczmarz's
-        projection, in coordinates where each coefficient is 1. Tokens of a segment count as taking
-        no less than those of its neighbours; otherwise a slope that is wrongly near 0 would stay
-        there.
+        projection, in coordinates where each coefficient is 1. For this, a segment's slope counts
+        as at least the slopes of its neighbours; otherwise a slope that is wrongly near 0 would
+        stay there.
         """
         predicted_s = self.predict_s(load)
         if predicted_s < SHORTEST_S:  # all coefficients of such a step are still 0

@@ -1,8 +1,8 @@
 """Finds the sequence that makes steps fail, by running each suspect alone.
 
-The failure of a whole step does not reveal the sequence that caused it. This isolates the
-fault among the sequences of one engine; `engine_client.recovery` does the same among the requests
-that end a whole engine process. Only `scheduler` uses it.
+The failure of a whole step does not reveal the sequence that caused it. This module finds the
+faulty sequence within one engine; `engine_client.recovery` finds the request that kills a whole
+engine process. Only `scheduler` uses it.
 """
 
 from collections.abc import Iterable

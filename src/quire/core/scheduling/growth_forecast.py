@@ -27,14 +27,15 @@ class GrowthForecast:
         self._predicted_at = (-1, -1)
         # Blocks held, free slots and tokens to come of each running sequence.
         self._growth: list[tuple[int, int, int]] = []
-        # Blocks that `_growth` counts more than once, since several sequences hold them.
+        # Number of blocks that `_growth` counts too many, since several sequences hold them.
         self._num_shared = 0
 
     def fits_later(self, sequence: Sequence, num_new_blocks: int) -> bool:
         """Whether this sequence, with num_new_blocks more, will fit beside the running sequences as
         all grow.
 
-        The prediction counts shared blocks once for each holder; this subtracts them again.
+        The prediction counts a shared block once for each holder; this method subtracts the
+        surplus.
         """
         memory, running = self._memory, self._running_set.running
         if not memory.num_blocks_to_grow or self._fit_all(sequence):
@@ -62,7 +63,7 @@ class GrowthForecast:
     def _fit_all(self, sequence: Sequence) -> bool:
         """Whether there are enough blocks even if all sequences grow to their limits.
 
-        Then the forecast, which takes much longer, can't say no.
+        Then the much slower forecast is not needed.
         """
         nums_tokens = [other.max_num_tokens for other in self._running_set.running]
         nums_tokens.append(sequence.max_num_tokens)

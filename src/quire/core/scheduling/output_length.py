@@ -2,8 +2,8 @@
 
 Admission uses both, so that admitted sequences are seldom preempted. Both predictions follow the
 Past-Future scheduler (Gong et al., Past-Future Scheduler for LLM Serving under SLA Guarantees,
-ASPLOS 2025). The lengths of ended outputs predict those of running ones, and memory peaks just
-before one of them ends. Knows no sequence and no pool.
+ASPLOS 2025). The lengths of ended outputs predict the lengths of running outputs, and memory peaks
+just before a sequence ends. This module computes with plain numbers only.
 """
 
 import math
@@ -31,11 +31,11 @@ _PRIOR = [math.log2((high + 1) / (low + 1)) for low, high in pairwise(EDGES)]
 class OutputLengthPredictor:
     """The mean remaining length of an output, given its length so far.
 
-    A histogram of finished lengths, which forgets them exponentially, over a prior of one
-    observation that is spread evenly over the logarithm of the length. The prior matters before any
-    output has ended (it predicts most of a small limit, half of 4,096, a fifth of 131,072), past
-    the longest length seen, and against the first outputs to end, which are the short ones. Lengths
-    are taken as even within a bin, which is up to 9% wide.
+    A histogram of finished lengths, whose weights decay exponentially, is added to a prior: one
+    observation, spread evenly over the logarithm of the length. The prior matters before any output
+    has ended (it predicts most of a small limit, half of 4,096, a fifth of 131,072) and beyond the
+    longest length seen. It also corrects for the first outputs to end, which are the short ones.
+    Lengths count as evenly distributed within a bin, which is up to 9% wide.
 
     Invariant: `_survivors[i]` is the weight of lengths above EDGES[i], prior included, and
     `_survived[i]` its integral from EDGES[i] on, unless `_is_stale`.
@@ -73,7 +73,7 @@ class OutputLengthPredictor:
     def all_expected_remaining(self, outputs: Iterable[tuple[int, int]]) -> list[int]:
         """`expected_remaining` of many outputs at once, each (num_output_tokens, limit).
 
-        A step may need it for every running sequence, so it makes few calls.
+        A step may need this for every running sequence, so it avoids a call per sequence.
         """
         if self._is_stale:
             self._sum_up()
@@ -126,14 +126,15 @@ def predicted_peak_blocks(
 ) -> int:
     """The most blocks that these sequences will hold at once, if each grows as expected.
 
-    `current` has (num_held_blocks, num_left_tokens, expected_remaining) of each sequence. These are
-    its blocks over all groups (the caller counts shared ones once), the tokens that they have room
-    for, and the tokens that it will still append.
+    `current` has (num_held_blocks, num_left_tokens, expected_remaining) of each sequence.
+    num_held_blocks is summed over all groups, num_left_tokens is the number of free slots in these
+    blocks, and expected_remaining the number of tokens still to append. The caller corrects for
+    shared blocks.
 
     All grow by a token a step, and a sequence frees all its blocks when it ends. So memory peaks
     just before one ends: with the remaining lengths in falling order, when the i-th ends, the first
     i are running and each has grown by its remaining length. Held blocks that are still empty are
-    reserves, which are taken first; they count only once they are written to.
+    reserves, which other sequences may take; they count only once they are written to.
     """
     peak = num_held = 0
     tails: list[int] = []  # sorted slots left in the last block of each running sequence

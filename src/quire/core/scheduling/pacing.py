@@ -1,22 +1,21 @@
 """Limits the tokens of a step, so that decoding sequences need not wait long.
 
-Under a constant budget one long prompt stops every stream for as long as it takes. A paced step
+With a constant budget, one long prompt slows down every stream while it is computed. A paced step
 takes at most `max_itl_ratio` times the predicted time of its decoding rows alone, and longer only
-while several prompts wait. Pacing changes nothing but the order of arithmetic: prompts are served
-one after the other in their order, and a step without pacing would only compute more tokens of the
-same prompts.
+while several prompts wait. Pacing does not change the order of prompts, which are served one after
+the other: a step without pacing would compute more tokens of the same prompts.
 
 Prompts that wait behind the first count as if they decoded already. Otherwise a queue would be
 served ever slower: few rows make short steps, short steps small chunks, and small chunks few rows.
 
-If every interval were short, prompts would wait, most of all where steps are bound by arithmetic.
-So a small share of the intervals between a stream's tokens may be longer, below the hundredth that
-a 99th percentile leaves out; these steps serve prompts at full speed.
+If every interval between a stream's tokens were short, prompts would wait long, most of all where
+steps are compute-bound. So a small share of the intervals may be longer, below the 1% that a 99th
+percentile ignores. These late steps serve prompts at full speed.
 
-Log-probabilities of a prompt take the whole vocabulary for each of its tokens, and may take several
-times as long as the tokens themselves. They lengthen no step: a paced step counts their time, and a
-step at full speed computes only as many such tokens as fit into the time of its token budget
-without them.
+Log-probabilities of a prompt need logits over the whole vocabulary for each token, and may take
+several times as long as the tokens themselves. They make no step longer: a paced step counts their
+time, and a step at full speed computes fewer tokens, which take the time of its token budget
+without log-probabilities.
 
 The scheduler gets a StepBudget for each step; the engine reports how long steps took. Reads no
 clock.
@@ -31,21 +30,22 @@ from quire.errors import ConfigurationError
 
 LEAST_MAX_ITL_RATIO = 1.1
 
-# The margin follows the quantile of steps that take longer than predicted, by steps of this size.
+# The margin tracks this quantile of measured / predicted time, changing by at most MARGIN_RATE per
+# step.
 MARGIN_QUANTILE = 0.97
 MARGIN_RATE = 0.02
 LARGEST_MARGIN = 1.25
 
-# A step is late only if its chunk gets more than this many times as long.
+# A step may be late only if that makes its chunk more than this many times as long.
 LATE_GAIN = 2
-# A step is late only while this many prompts wait: its cost does not depend on their number.
+# A step may be late only while at least this many prompts wait: the cost is the same for more.
 LEAST_LATE_PROMPTS = 2
 
 
 class StepDemand(NamedTuple):
-    """The work that a step is asked for, by which a `Pacer` sets its budget."""
+    """The work that waits for a step, from which a `Pacer` computes the step's budget."""
 
-    #: Limit of tokens that the step computes beside those of decoding rows.
+    #: Most tokens that the step may compute besides those of decoding rows.
     num_tokens: int
     #: Number of rows that decode one token in the step.
     num_decodes: int = 0
@@ -104,7 +104,7 @@ class Pacer(Protocol):
         ...
 
     def launch(self, step_id: int) -> None:
-        """Note that the plan of the last opened step is sent, as step_id."""
+        """Record that the step opened last was launched as step_id."""
         ...
 
     def observe(self, step_id: int, seconds: float) -> None:
@@ -153,7 +153,7 @@ class PacingConfig:
         if not self.max_itl_ratio >= LEAST_MAX_ITL_RATIO:
             raise ConfigurationError(
                 f"max_itl_ratio is {self.max_itl_ratio}, but must be at least"
-                f" {LEAST_MAX_ITL_RATIO}: else no prompt could go on beside running sequences"
+                f" {LEAST_MAX_ITL_RATIO}: with less, no prompt progresses beside running sequences"
             )
         if self.min_prefill_tokens < 1:
             raise ConfigurationError(
@@ -177,7 +177,7 @@ class PacedBudget(StepBudget):
     def __init__(self, demand: StepDemand, model: StepCostModel, ratio: float, least: int) -> None:
         """`least` tokens of the first chunk are computed, however long they take."""
         super().__init__(demand.num_tokens, demand.decode_load)
-        #: Rows that wait for the end of the step.
+        #: Number of decoding rows that wait for the end of the step.
         self.num_streams = demand.num_decodes + demand.num_paused
         #: Predicted time of the decoding rows alone, including prompts that count as such.
         self.alone_s = 0.0
@@ -189,7 +189,7 @@ class PacedBudget(StepBudget):
         self._ratio = ratio
         self._limit_s = 0.0
         self._least = least
-        # Prompts that follow the first, which count as decoding rows.
+        # Number of prompts behind the first; they count as decoding rows.
         self._num_behind = max(0, demand.num_prompts - 1)
         self._is_full = False
 
@@ -270,20 +270,20 @@ class StepPacer:
     prediction.
 
     The decoding rows of deliberately late steps sum to at most max_late_rows (or the rows of one
-    step, if more) plus late_share of all rows that ever decoded. Rows of steps that were late by a
-    wrong prediction are subtracted from that, with at most max_late_rows owed.
+    step, if more) plus late_share of all rows that ever decoded. Rows of steps that were late
+    because of a wrong prediction reduce this allowance, to -max_late_rows at least.
     """
 
     def __init__(
         self, config: PacingConfig, model: StepCostModel, num_late_rows: float | None = None
     ) -> None:
-        """num_late_rows: late intervals saved up at the start; None is half of the most, since a
+        """num_late_rows: late intervals saved up at the start. None: half of max_late_rows, since a
         wrong model causes late steps, too."""
         self.config = config
         self.model = model
         #: Ratio of measured to predicted time that the limits allow for.
         self.margin = 1.05
-        # Late intervals of rows that are saved up; below 0 they are owed.
+        # Number of late intervals saved up; negative if steps were late by misprediction.
         self._num_late_rows = config.max_late_rows / 2 if num_late_rows is None else num_late_rows
         self._open: PacedBudget | None = None
         self._in_flight: dict[int, PacedBudget] = {}

@@ -72,7 +72,8 @@ class PlanBuilder:
         self.table_edits += edits
 
     def edit_token(self, row: int, position: int, token_id: int) -> None:
-        """Replace the last token of a row, at `position`, since the runner sampled another one."""
+        """Replace the last token of a row, at `position`, because the runner sampled a different
+        token."""
         self.token_edits.append(TokenEdit(row, position, (token_id,)))
 
     def copy(self, copies: list[BlockCopy]) -> None:

@@ -1,8 +1,9 @@
 """Scheduling policies: sort keys that order sequences for admission and, reversed, preemption.
 
-A policy only orders sequences; the scheduler has budget, admission, allocation and preemption. A
-policy knows no blocks, rows or queues. One object serves one scheduler and may learn from the
-events that the scheduler reports. A new policy is a class with one method and a line in POLICIES:
+A policy only orders sequences; the scheduler decides on budget, admission, allocation and
+preemption. A policy sees no blocks, rows or queues. One object serves one scheduler and may learn
+from the events that the scheduler reports. A new policy is a class with one method and a line in
+POLICIES:
 
     class ShortestPromptPolicy(Policy):
         def rank(self, sequence: Sequence, now_s: float) -> Rank:
@@ -10,9 +11,9 @@ events that the scheduler reports. A new policy is a class with one method and a
 
     POLICIES["shortest_prompt"] = ShortestPromptPolicy
 
-Progress rests on this: the rank of a sequence that has ever run never changes again. A sequence
-that never ran may be ranked again (`reranks`). If it may also take blocks from running ones
-(`can_outrank`), its rank may move only a bounded number of times, or two sequences could take
+Every sequence makes progress because the rank of a sequence that has ever run never changes. A
+sequence that never ran may be ranked again (`reranks`). If it may also take blocks from running
+ones (`can_outrank`), its rank may move only a bounded number of times, or two sequences could take
 blocks from each other for ever.
 """
 
@@ -86,11 +87,11 @@ class Policy(ABC):
     def on_service(  # noqa: B027
         self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int
     ) -> None:
-        """A sequence was served.
+        """Called when tokens of a sequence are served.
 
-        Called with the prompt tokens of a chunk when the chunk is planned, so that one admission
-        affects the next choice, and with the output tokens when they arrive. Tokens that come from
-        the cache or are computed again are not service.
+        Prompt tokens count when their chunk is planned, so that one admission affects the next
+        choice; output tokens count when they arrive. Tokens that come from the cache or are
+        computed again don't count.
         """
 
     def on_step(self, now_s: float) -> None:  # noqa: B027
@@ -110,7 +111,8 @@ class PriorityPolicy(Policy):
     All sequences age alike, so the order of two never changes and the key is static: priority +
     arrival_s / ageing_s. Bound on waiting: let p_min be the smallest number in use. A sequence with
     number p that arrived at t is outranked only by sequences that arrived before t + (p - p_min) *
-    ageing_s. From then on it waits for those alone, and under a load that fits they end.
+    ageing_s. From then on it waits only for these sequences, and if the load fits the machine, they
+    end.
     """
 
     can_outrank = True
@@ -162,9 +164,9 @@ class FairPolicy(Policy):
     the smallest counter is admitted next. Its service is added to its counter: `prompt_weight` for
     a prompt token and `output_weight` for an output token (1 and 2 in the paper). When a tenant
     begins to wait, its counter is lifted to the smallest counter of the waiting tenants, so that
-    idle time is no credit. If no tenant waits, it is lifted to the counter of the last tenant that
-    waited. While two tenants both wait, their services differ by at most 2 * max(prompt_weight *
-    longest prompt, output_weight * tokens in memory), whatever each sends (theorem 4.4).
+    idle time earns no credit. If no tenant waits, it is lifted to the counter of the last tenant
+    that waited. While two tenants both wait, their services differ by at most 2 * max(prompt_weight
+    * longest prompt, output_weight * tokens in memory), whatever each sends (theorem 4.4).
 
     Sequences that have run keep the order of their first admission, before all that never ran.
 
@@ -261,11 +263,11 @@ class DeadlinePolicy(Policy):
     Whether a deadline can be met is judged while the sequence waits for its first admission. An
     output token takes a step, and a prompt one step for each `chunk_tokens`; the time of a step and
     the output length are learned. A sequence that would be late moves back once and stays there:
-    its time is better spent on one that can still be met.
+    the time is better spent on a sequence that can still be on time.
 
-    No sequence starves, since each has one deadline: a sequence whose request sets none counts as
-    due `patience_s` after its arrival, a late one after twice that. (So they go behind every
-    shorter deadline.) After that moment every new deadline is later, so no new sequence goes ahead.
+    No sequence starves, since each has a deadline: by default `patience_s` after its arrival, and
+    for a late sequence twice that, so that it goes behind all shorter deadlines. After that time,
+    the deadlines of new sequences are later, so none of them goes ahead.
     """
 
     can_outrank = True
@@ -274,7 +276,8 @@ class DeadlinePolicy(Policy):
     counts_steps = True
     STEP_WEIGHT = 0.1
     LONGEST_STEP = 4.0
-    """A step counts as at most this many times the average: a longer one contained a pause."""
+    """A step's measured time is capped at this many times the average, since a longer step
+    contained a pause."""
 
     def __init__(self, patience_s: float = 3600.0, chunk_tokens: int = 2048) -> None:
         """chunk_tokens: prompt tokens that a step computes, about max_num_batched_tokens.
@@ -339,7 +342,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 
 
 def find_policy(name: str, options: Mapping[str, float] | None = None) -> Policy:
-    """Make a new policy of that name.
+    """Make a new policy object of the named kind.
 
     options: arguments of its constructor by name; None for the defaults. Raises ConfigurationError,
     with the known names, for an unknown name or option.

@@ -1,4 +1,4 @@
-"""Running and preempted sequences: rows, slots to append to, preemption.
+"""Manages running and preempted sequences: their rows, their slots for new tokens, and preemption.
 
 The scheduler and admission decide which sequence gets rows and blocks, and call this module.
 
@@ -165,7 +165,8 @@ class RunningSet:
         for sequence in list(self.running):
             self.preempt_alone(sequence, 0)
         for sequence in self.preempted:
-            # A failed step leaves states unknown, even those that it only was to copy.
+            # After a failed step no state can be trusted, not even one that the step was only to
+            # copy.
             num_kept = 0 if self._memory.growth.states else sequence.num_published_blocks
             if sequence.needs_whole_prompt:
                 num_kept = min(num_kept, sequence.num_resumable_tokens // self._memory.block_size)
@@ -177,8 +178,8 @@ class RunningSet:
     def free_adapter_slot(self, needy: Sequence, *, from_all: bool = False) -> None:
         """Let the adapter of a waiting sequence get a slot.
 
-        If all slots are in use, all sequences of one adapter are preempted: of the adapter whose
-        first-ranked sequence ranks last, if `needy` outranks that sequence. from_all: ignore the
+        If all slots are in use, all sequences of one adapter are preempted, if `needy` outranks
+        them: the adapter is the one whose first-ranked sequence ranks last. from_all: ignore the
         rank of `needy`.
         """
         if self.adapters.has_slot_for(needy):
@@ -289,7 +290,8 @@ class RunningSet:
 
     def _reclaim_loaded(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
         moves = self._memory.moves
-        # Its own loads are given up last: blocks behind one that failed to load are of no use.
+        # Blocks loaded for `needy` itself are taken last; those behind a failed load are useless
+        # anyway.
         for sequence in (*self.loading(needy, rank), needy):
             if self._memory.num_free_soon >= num_wanted or moves is None:
                 return
@@ -323,7 +325,7 @@ def rank_of(sequence: Sequence) -> tuple[float, ...]:
 
 
 def remove_ranked(ranked: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a list sorted by rank; ranks are unique."""
+    """Remove a sequence from a list sorted by rank; ranks are unique."""
     index = bisect_left(ranked, sequence.rank, key=rank_of)
     assert ranked[index] is sequence
     del ranked[index]
@@ -342,8 +344,8 @@ class AppendSlots:
         builder: PlanBuilder,
         num_lookahead_blocks: int,
     ) -> None:
-        """num_lookahead_blocks: blocks reserved beyond the one that is needed, while memory is
-        plenty."""
+        """num_lookahead_blocks: blocks reserved beyond the one that is needed, while much memory is
+        free."""
         self._memory = memory
         self._running_set = running_set
         self._builder = builder
@@ -352,8 +354,8 @@ class AppendSlots:
     def make_writable(self, sequence: Sequence, step_id: int) -> bool:
         """Get a slot for one more token, in blocks that belong to this sequence alone.
 
-        Shared blocks are copied, full tables grow, and lower-ranked sequences give blocks if need
-        be. Returns whether there is a slot.
+        Shared blocks are copied and full tables grow; if the pool is short, blocks are taken from
+        lower-ranked sequences. Returns whether there is a slot.
         """
         memory = self._memory
         num_wanted = memory.num_blocks_to_grow
@@ -369,10 +371,10 @@ class AppendSlots:
         return True
 
     def find_blocks(self, num_wanted: int, sequence: Sequence) -> bool:
-        """Whether num_wanted blocks are free for a running sequence now.
+        """Make num_wanted blocks free for a running sequence; returns whether they are free now.
 
         If not, and blocks that steps in flight will free may suffice, the sequence pauses.
-        Otherwise it is preempted, being the last-ranked sequence left.
+        Otherwise it is preempted, because it is the last-ranked sequence left.
         """
         has_found = self._running_set.reclaim(num_wanted, sequence, from_running=True)
         if has_found or sequence.row is None:  # a beam may have been preempted with another

@@ -3,14 +3,16 @@
 It has one rule: close the gap between a sequence's computed tokens and its tokens, within the
 step's token budget. Prefill, chunked prefill, decode and resumption after preemption all follow
 that rule. The policy only orders sequences. This file spends the token budget; `admission` chooses
-the waiting sequences that start and checks that they fit; `running_set` has rows and preemption.
+the waiting sequences that start and checks that they fit; `running_set` handles rows and
+preemption.
 
     schedule(now_s) -> StepPlan      the next step, from the state of all sequences
     apply(StepResult) -> outputs     adds the sampled tokens; sequences grow and end
     add, fork, abort                 at any moment, in any state
 
 A plan may be made while an earlier step runs (overlap): token counts then run ahead of the known
-tokens. Blocks that a step in flight may read stay referenced until its result was applied.
+tokens. Blocks that a step in flight may read stay referenced until the step's result has been
+applied.
 
 `running_set` and `admission` explain why every sequence makes progress. `add` refuses a sequence
 that would not fit alone.
@@ -71,8 +73,9 @@ class Scheduler:
         adapters: AdapterResidency | None = None,
     ) -> None:
         """The `policy` serves this scheduler alone; None is first come, first served. `lengths`
-        predicts the outputs for which admission leaves blocks; None learns from outputs that have
-        ended. `adapters` has the slots of LoRA adapters; None means there are no adapters."""
+        predicts output lengths, for which admission leaves blocks; None learns them from outputs
+        that have ended. `adapters` has the slots of LoRA adapters; None means there are no
+        adapters."""
         self.config = config
         self.memory = memory
         #: Sets each step's token budget. May be replaced while no step is in flight.
@@ -245,7 +248,8 @@ class Scheduler:
         # Then plan the running sequences, and admit waiting ones with the rest of the budget.
         budget = self._plan_running(chunks)
         has_preempted = self.running_set.stats.num_preemptions != num_preemptions
-        # Admitting after a preemption would take the freed blocks; done only if nothing else runs.
+        # After a preemption, admit only if no other work is left: a new sequence would take the
+        # freed blocks.
         if has_preempted and (chunks or self._in_flight):
             return []
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)

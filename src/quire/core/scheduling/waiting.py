@@ -1,6 +1,6 @@
 """The waiting queue, in the order of a policy.
 
-The scheduler adds and removes sequences, and checks itself which candidates fit.
+The scheduler adds and removes sequences; the queue does not check whether candidates fit.
 """
 
 from bisect import bisect_left, insort
@@ -102,9 +102,10 @@ class WaitingQueue:
         """Before a step, update the ranks of a few sequences that have never run, if the policy
         `reranks`.
 
-        First the head, then the new head, until a head keeps its place. Then one of the first
-        RERANK_WINDOW in the head's bucket, in turn, since its rank may have improved. At most
-        NUM_HEADS_RERANKED + 1 ranks are read, however many wait.
+        First it ranks the head again, then the new head, until a head keeps its place. Then it
+        ranks one of the first RERANK_WINDOW sequences of the head's bucket, a different one at each
+        call, since the rank may have improved. At most NUM_HEADS_RERANKED + 1 ranks are read,
+        however many wait.
         """
         if not self._policy.reranks:
             return

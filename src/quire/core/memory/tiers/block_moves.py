@@ -33,7 +33,7 @@ class BlockMoves:
         self.stores = WriteBehind(tiers, pool, cache, growth, numbers.__next__)
         self.loads = Loads(tiers, pool, cache, growth, take, numbers.__next__)
         self._now_s = 0.0
-        # Steps in flight that compute prompts: their tokens and pairs of tokens.
+        # Step id -> (tokens, pairs of attending tokens), for steps in flight that compute prompts.
         self._steps: dict[int, tuple[int, int]] = {}
 
     @property
@@ -45,8 +45,8 @@ class BlockMoves:
     def num_free_soon(self) -> int:
         """Number of blocks that become free when moves in flight end.
 
-        Leaves out moves that may hang: a sequence that waited for them would stand still, although
-        others could make room.
+        Leaves out moves that may hang: a sequence should not wait for them while other sequences
+        could free blocks.
         """
         return self.stores.num_ending(self._now_s) + self.loads.num_ending
 
@@ -72,8 +72,8 @@ class BlockMoves:
             self.tiers.start(orders, ())
 
     def launch(self, step_id: int, chunks: Mapping[Sequence, int]) -> None:
-        """Note that a step with these chunks is sent; the sequences' counts include the chunks
-        already."""
+        """Record that a step with these chunks was launched. The sequences' counts already include
+        the chunks."""
         self._steps.pop(step_id - STEPS_IN_FLIGHT, None)  # it has ended, observed or not
         num_tokens = sum(chunks.values())
         # A step of decodes is bound by reading weights, so it says nothing about prompts.
@@ -88,7 +88,7 @@ class BlockMoves:
         self._steps[step_id] = num_tokens, num_pairs
 
     def observe(self, step_id: int, seconds: float) -> None:
-        """Note that a step has ended after `seconds`."""
+        """Record that a step took `seconds`."""
         step = self._steps.pop(step_id, None)
         if step is not None:
             self.loads.compute_time.observe(*step, seconds)

@@ -1,18 +1,18 @@
-"""The contract between the memory and the tiers behind it: plain data, and one protocol.
+"""The interface between the KV memory and the tiers behind it: plain data, and one protocol.
 
 A tier keeps copies of cached contents, under their names in the prefix cache. The memory asks which
 contents a tier has, and orders moves: blocks to store, blocks to fill. A tier carries out moves
-beside the steps and reports later, in any order, how each ended. No method but `wait` waits.
+beside the steps and reports later, in any order, how each ended. Only the method `wait` blocks.
 
     the memory                                a tier
     find(group, name), tails(parent)   <->    an index in memory
     start(stores, loads), cancel        ->    queues of moves
     ended()                             <-    ids of moves that have ended, and whether they came
 
-Until a store has ended its block has content and is not written to. Until a load has ended its
-block is in no table and has no content. Both blocks are referenced until their move has ended, even
-if it was cancelled. A load that failed, for any reason, is a miss: the content of its block is
-undefined.
+The block of a store has content and is not written to until the store has ended. The block of a
+load is in no table and has no content until the load has ended. Each block is referenced until its
+move has ended, even if the move was cancelled. A load that failed, for any reason, is a miss: the
+content of its block is undefined.
 
 Implemented by `quire.tiers` on files and on a GPU's host memory, and by `simulation`.
 """
@@ -20,8 +20,8 @@ Implemented by `quire.tiers` on files and on a GPU's host memory, and by `simula
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-# Seconds after which a move may hang: sequences then use other blocks instead of waiting for its
-# own.
+# A move that takes longer than this many seconds counts as hanging: sequences then use other blocks
+# instead of waiting for the move's block.
 SOON_S = 1.0
 
 

@@ -1,20 +1,20 @@
 """Predicts whether loading a prefix from a tier is faster than computing it again.
 
-The tier predicts the time of a load. The time to compute is predicted from recent steps: linear in
-the tokens and in the pairs of tokens that attend to each other. A chunk's pairs grow with its
-position, so a later block takes longer to compute but as long to load. If loading any run of blocks
-pays, loading it to its end pays most (a linear minus a convex function is least at an end). So
-the choice is between loading all and loading nothing.
+The tier predicts the time of a load. The time to compute is predicted from recent steps, as a
+linear function of the number of tokens and of the number of (query, key) pairs. Later blocks have
+more pairs, so they take longer to compute, but no longer to load. So if loading some leading blocks
+saves time, loading all of them saves more, and the choice is between loading all and loading
+nothing.
 """
 
 # The factor by which earlier measurements are reduced when a step is added.
 DECAY = 0.98
-# Steps that compute fewer tokens say little about prompts.
+# Steps with fewer tokens are ignored, since they say little about prompts.
 MIN_STEP_TOKENS = 32
 
 
 class ComputeTime:
-    """Learns how long prompt tokens take: least squares over the last steps."""
+    """Estimates how long prompt tokens take to compute, by least squares over recent steps."""
 
     def __init__(self) -> None:
         self._tokens_tokens = self._tokens_pairs = self._pairs_pairs = 0.0

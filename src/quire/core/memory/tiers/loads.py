@@ -1,8 +1,8 @@
 """Loads a prefix from tiers into the pool while its sequence waits.
 
-Like a computation, a load gives blocks a content that the cache knows. So a load that comes late,
-in part, or twice does no harm, and admission finds the blocks as any other. Until then the load
-holds all blocks of the prefix, including those that were in the pool before.
+A load publishes blocks in the prefix cache, like a computation. So a load that comes late, in part,
+or twice does no harm, and admission finds loaded blocks like any cached blocks. Until admission,
+the load holds all blocks of the prefix, including those that were in the pool before.
 
     sequence fits, tiers have more of its prompt   begin: blocks are taken, orders go out
     an order has ended                             land: the block is published, or given back
@@ -28,12 +28,14 @@ from quire.core.sequence import Sequence
 PATIENCE = 2.0
 MIN_PATIENCE_S = 0.05
 
-# Most time for the rest of a late load, relative to the predicted time to compute it. That
-# prediction is rough: at 20 MB/s, a load that was waited for took 1.4 times as long as computing.
+# A late load goes on only if its rest takes at most this fraction of the predicted time to compute
+# the same tokens. That prediction is rough: at 20 MB/s, a load that went on took 1.4 times as long
+# as computing.
 WORTH = 2 / 3
 
 Taker = Callable[[int, Sequence], list[int]]
-"""(count, sequence that needs them) -> blocks taken from the pool, held."""
+"""(count, sequence that needs the blocks) -> ids of blocks taken from the pool, each with one
+reference."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +59,7 @@ class _Load:
     """The load of one sequence."""
 
     fillings: list[_Filling]
-    #: Blocks that the load holds because its prefix needs them; they were in the pool before it.
+    #: Blocks of the prefix that were in the pool before the load; the load holds them.
     there: tuple[int, ...]
     #: Index of the first loaded token; earlier tokens were cached in the pool.
     first_token: int
@@ -65,7 +67,7 @@ class _Load:
     num_tokens: int
     began_s: float
     predicted_s: float
-    #: Engine time at which it counts as late.
+    #: Engine time after which the load counts as late.
     deadline_s: float
     #: Number of fillings that have not ended.
     num_pending: int
@@ -121,7 +123,7 @@ class Loads:
         self._loads: dict[Sequence, _Load] = {}
         self._by_order: dict[int, _Filling] = {}
         self._by_content: dict[tuple[int, bytes], _Filling] = {}
-        # Tokens that pool and tiers had when a load was decided on, by waiting sequence.
+        # Waiting sequence -> number of tokens that pool and tiers had when its load was considered.
         self._num_known: dict[Sequence, int] = {}
         self._now_s = 0.0
 
@@ -133,13 +135,15 @@ class Loads:
         return load is not None and load.num_pending > 0
 
     def num_known_tokens(self, sequence: Sequence) -> int:
-        """Number of its prompt's tokens that pool and tiers had when a load was decided on."""
+        """Number of the sequence's prompt tokens that pool and tiers had when a load was
+        considered."""
         return self._num_known.get(sequence, 0)
 
     def begin(self, sequence: Sequence, match: PrefixMatch, now_s: float) -> bool:
         """Load more of the sequence's prefix than `match` has, if that is faster than computing it.
 
-        Returns whether the sequence has to wait. Decided only once until it is admitted.
+        Returns whether the sequence has to wait. A load is considered only once before each
+        admission.
         """
         # First, find the contents that are not in the pool; give up if they need too many blocks.
         if sequence in self._num_known or not self._may_load(sequence):
@@ -218,7 +222,7 @@ class Loads:
             self._publish(filling)
         if not filling.waiters or not is_done:
             self._pool.release(filling.block)
-        # Then tell the waiting sequences.
+        # Then update the loads of the waiting sequences.
         for sequence in filling.waiters:
             load = self._loads[sequence]
             load.num_failed += not is_done
@@ -350,7 +354,7 @@ class Loads:
     def _publish(self, filling: _Filling) -> None:
         """Publish the block's content.
 
-        If the content is known by now, its older block is held instead.
+        If the content was cached in the meantime, the load holds that older block instead.
         """
         group, name, parent, tokens, is_first = filling.wanted
         inserted = self._cache.insert_run(
@@ -360,7 +364,7 @@ class Loads:
             self._pool.set_contents(group, inserted)
             return
         known = self._cache.find(group, name)
-        assert known is not None, "a content was known, but is not there"
+        assert known is not None, "a content is cached, but its block is missing"
         self._pool.share(known, is_use=False)
         self._pool.release(filling.block)
         filling.block = known

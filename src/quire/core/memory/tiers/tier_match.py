@@ -103,7 +103,7 @@ class TierFinder:
             for tail in self._tiers.tails(parent):
                 length = len(tail.tokens) // TOKEN_BYTES
                 num_tokens = index * size + length
-                # Only whole tails: a state needs all tokens of one.
+                # Skip tails that agree only in part: a state is that after all tokens of the tail.
                 if length > num_left or not rest.startswith(tail.tokens):
                     continue
                 if best is not None and num_tokens <= best.num_tokens:
@@ -167,8 +167,8 @@ class TierFinder:
         return self._digest(rule.group, prefix, count - 1) is not None
 
     def _digest(self, group: int, prefix: TierPrefix, index: int) -> tuple[int, bytes] | None:
-        """The first chain whose block `index` is in the pool or a tier, and the block's name; None
-        if there is none."""
+        """(index of the first chain whose block `index` is in the pool or a tier, that block's
+        name); None if there is none."""
         for which, chain in enumerate(prefix.chains):
             if index < len(chain) and self._is_there(group, chain[index]):
                 return which, chain[index]

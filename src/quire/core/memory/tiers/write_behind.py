@@ -1,12 +1,13 @@
-"""Stores published contents in the tiers, with a short delay and beside the steps.
+"""Stores published contents in the tiers, after a short delay and while steps run.
 
-A full group's contents are worth storing at once. A window's run or a snapshot is often useless
-within a second, when its session has continued, so these wait and are stored if they are not
-demoted by then. A block that is evicted first is not stored: no sequence waits for a disk.
+Contents of groups that keep all tokens are stored at once. The blocks of a window or a snapshot are
+often useless within a second, when their session has continued, so they are stored after a delay,
+unless they were demoted. A block that is evicted before its store is ordered is not stored, so that
+no sequence waits for a disk.
 
-A tier evicts its own contents, and is never asked for a content that stays in the pool. So it would
-evict a popular prompt prefix first. Contents that a sequence starts from are therefore stored again
-once the tier has lost them.
+A tier evicts contents that are rarely loaded from it, and a content that stays in the pool is never
+loaded. So a tier would evict popular prompt prefixes first. If a tier has evicted contents that a
+sequence starts from, they are therefore stored again.
 """
 
 from collections import OrderedDict
@@ -100,7 +101,7 @@ class WriteBehind:
     def orders(self, now_s: float, *, at_once: bool = False) -> list[StoreOrder]:
         """The stores to order now; each block is referenced from here on.
 
-        at_once: don't wait for contents that may be demoted, because none will be.
+        at_once: order stores without the delay, because no content will be demoted any more.
         """
         self._now_s = now_s
         orders: list[StoreOrder] = []
@@ -124,7 +125,8 @@ class WriteBehind:
         return orders
 
     def store_again(self, blocks: Iterable[int]) -> None:
-        """Sequences use these blocks of the pool: store those again that the tiers have lost."""
+        """Store again those of these blocks, from which sequences start, that the tiers have
+        lost."""
         contents, find = self._pool.content, self._tiers.find
         for block in blocks:
             key = contents[block] if block != HOLE_BLOCK else None
@@ -145,7 +147,8 @@ class WriteBehind:
     def cancel_last(self, count: int) -> None:
         """Cancel stores so that `count` blocks that only stores hold become free soon.
 
-        Chooses stores that were ordered a while ago, the last first, which have hardly begun.
+        Chooses among stores that were ordered a while ago, the newest first, since they have
+        probably not begun.
         """
         assert count > 0, count
         counts, before_s = self._pool.ref_count, self._now_s - LENT_S

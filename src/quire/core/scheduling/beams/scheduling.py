@@ -2,9 +2,9 @@
 
 Each beam is a sequence that computes its next step when it can. When the last beam has reported its
 candidates, `search` chooses the next beams. The first child of a beam continues in its parent's
-place. Each further child reuses the sequence of a beam that was pruned: it replaces that beam's
-last blocks by references to its parent's, and copies the partly filled one when it writes. Only the
-scheduler uses this file.
+sequence. Each further child reuses the sequence of a pruned beam: it replaces the pruned beam's
+last blocks by references to its parent's blocks, and copies the partly filled block before it
+writes to it. Only the scheduler uses this file.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class BeamGroup:
     members: list[Sequence]
     #: Candidates of each member that has reported, with the token that the runner took.
     reported: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
-    #: Number of beams made since the start; the next new beam gets it as its branch_index.
+    #: Number of beams made since the start, which is the branch_index of the next new beam.
     num_made: int = 1
 
 
@@ -87,7 +87,7 @@ class BeamScheduling:
         return request_id in self._groups
 
     def members_with(self, sequence: Sequence) -> list[Sequence]:
-        """All beams of a beam's search; a sequence that is no beam is returned alone."""
+        """All beams of a beam's search; for a sequence that is no beam, only that sequence."""
         group = self._groups.get(sequence.request_id) if sequence.is_beam else None
         return [sequence] if group is None else list(group.members)
 

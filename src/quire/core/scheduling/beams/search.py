@@ -134,7 +134,7 @@ class BeamSearch:
     def hypotheses(self) -> list[Hypothesis]:
         """The hypotheses so far, best first: the result once the search is done.
 
-        The result has beam_width of them, unless all tokens together make fewer continuations.
+        There are beam_width hypotheses in the result, unless fewer continuations exist.
         """
         return [self._hypothesis(ended) for ended in self._ended]
 
