@@ -2,7 +2,7 @@
 
 A backend is imported when it is chosen. Importing this module takes milliseconds and does not
 import torch, so the command line can read the names and options. To add a backend, add its file and
-a line in `_BACKENDS`; other packages call `register`.
+a line in `_BACKENDS`; other packages add backends with `register`.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _CPU, _GPU = frozenset({"cpu"}), frozenset({"cuda"})
 
 @dataclass(frozen=True, slots=True)
 class BackendEntry:
-    """The place of a backend's class, and the devices that it serves."""
+    """The import path of a backend's class, and the devices that it serves."""
 
     #: "module:Class" of an `AttentionBackend`.
     path: str
@@ -30,12 +30,13 @@ class BackendEntry:
     description: str
     #: torch's names of the device types that the backend serves.
     device_types: frozenset[str]
-    #: The device types for which the backend may be the default, if no backend is named.
+    #: The device types for which the backend may be chosen if the user names none.
     default_for: frozenset[str] = frozenset()
-    #: Whether the backend computes with the engine's native kernels.
+    #: Whether the backend calls the engine's native CPU kernels.
     needs_kernels: bool = False
-    #: "module:function", which gets the device type before the class is imported. The function
-    #: returns the reason why the backend can't run, or None if it can.
+    #: "module:function" of a check that is called with the device type before the class is
+    #: imported. It returns the reason why the backend can't run, or None if it can. Without a
+    #: check, the backend always can.
     why_not: str | None = None
 
     def load(self, name: str, device_type: str) -> "type[AttentionBackend]":
@@ -48,7 +49,7 @@ class BackendEntry:
 
 
 def _imported(path: str) -> Any:
-    """The object called "module:name". Raises ImportError or AttributeError if there is none."""
+    """The object "module:name". Raises ImportError or AttributeError if there is none."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
@@ -72,13 +73,15 @@ _BACKENDS = {
     ),
 }
 """Backends by name. If no name is given, the first that is a default for the device is chosen.
-Triton is no default on the CPU, where its interpreter is only good for checks."""
+Triton is not the default on the CPU, where its interpreter only serves for checks."""
 
 
 def register(name: str, entry: BackendEntry) -> None:
     """Add a backend in this process. Raises ConfigurationError if the name is taken."""
     if name in _BACKENDS:
-        raise ConfigurationError(f"there is an attention backend {name!r} already; choose a name")
+        raise ConfigurationError(
+            f"attention backend {name!r} is registered already; use another name"
+        )
     _BACKENDS[name] = entry
 
 
@@ -164,14 +167,14 @@ def select(
         raise ConfigurationError(f"attention backend {name!r} is unknown; there is: {known}")
     if name is not None and name not in serving and device_type in _BACKENDS[name].device_types:
         raise ConfigurationError(
-            f"attention backend {name!r} needs the native kernels, which don't compute here;"
-            " leave attention_backend out, or kernels"
+            f"attention backend {name!r} needs the native kernels, which this engine does not use;"
+            " leave out the option attention_backend or the option kernels"
         )
     if not serving or (name is not None and name not in serving):
         wanted = "no attention backend" if name is None else f"attention backend {name!r} does not"
         raise ConfigurationError(
             f"{wanted} serve{'s' if name is None else ''} device {device!r}; "
-            f"for it there is: {', '.join(serving) or 'none'}"
+            f"backends for it: {', '.join(serving) or 'none'}"
         )
     chosen = name or next(n for n, e in serving.items() if device_type in e.default_for)
     request = BackendRequest(device_type, kernels, batch_invariant)

@@ -3,8 +3,8 @@
 The kernels read keys and values from their blocks and walk the block tables themselves. So a step's
 plan is a few addresses and, if rows share blocks, a list of the key tiles that are read once for
 several rows. The comments in `csrc/attention/attention.cpp` (of `kernels/cpu`) explain the
-computation, and why a row's result is bit-identical in every batch. `runtime.forward` runs a step
-planned here in a native program.
+computation, and why a row's result is bit-identical in every batch. A native program
+(`runtime.forward`) can run a step that this backend planned.
 
 Shapes as in `interface.py`.
 """
@@ -57,8 +57,8 @@ class CpuPagedAttention(AttentionBackend):
         self._step = abi.Step()
         self._layers: ctypes.Array[abi.AttentionLayer] = (abi.AttentionLayer * 0)()
         self._groups: ctypes.Array[abi.KVGroupStep] = (abi.KVGroupStep * 0)()
-        #: The widest window of each group, by which shared runs are found. The kernels skip keys
-        #: that a narrower window hides.
+        #: The widest window of each KV group, used to find shared runs. The kernels skip keys that
+        #: a narrower window hides.
         self._windows: list[int] = []
         self._block_size = 0
         # The attributes below keep alive the memory to which the structures point.
@@ -79,7 +79,9 @@ class CpuPagedAttention(AttentionBackend):
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
         if spec.head_dim % 2:
-            raise ConfigurationError(f"head_dim={spec.head_dim} is odd; the kernels need even ones")
+            raise ConfigurationError(
+                f"head_dim={spec.head_dim} is odd; the native kernels need an even one"
+            )
         form = plain_page_format(spec, block_size, dtype, (*abi.DTYPES, torch.int8))
         return _quantized_format(spec, form) if dtype == torch.int8 else form
 
@@ -114,7 +116,7 @@ class CpuPagedAttention(AttentionBackend):
             self._set_shared_runs(self._find_shared_runs(batch))
 
     def _find_shared_runs(self, batch: AttentionBatch) -> list[tuple[int, SharedTiles]]:
-        """The runs of blocks that rows share (`shared_prefix.py`), each with its group's index."""
+        """(KV group's index, run of shared tiles) for each run that `shared_prefix.py` finds."""
         count = batch.num_decodes
         context = batch.context_lens.numpy()[:count].astype(np.int64)
         table_rows = batch.rows.numpy()[:count]
@@ -188,8 +190,8 @@ def _quantized_format(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
         )
     if spec.head_dim > MAX_QUANTIZED_DIM:
         raise ConfigurationError(
-            f"head_dim={spec.head_dim} is more than {MAX_QUANTIZED_DIM}, to which the native"
-            " kernels' sums over int8 pages are exact; choose kv_cache_dtype='auto'"
+            f"head_dim={spec.head_dim} is more than {MAX_QUANTIZED_DIM}, the largest for which the"
+            " native kernels' sums over int8 pages are exact; choose kv_cache_dtype='auto'"
         )
     # Four dimensions are stored side by side (csrc/attention/quantized/quantized_page.h). head_dim
     # is even, so this rounds it up to a multiple of four.
@@ -206,7 +208,7 @@ def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_size=layer.format.block_size,
-        # The model's dtype. For quantized pages `run` or a program's recorder sets it.
+        # The model's dtype. For quantized pages, `run` or the program's recorder sets it later.
         dtype=abi.DTYPES.get(layer.format.dtype, abi.DType.F32),
         group=layer.group,
         window=spec.window or 0,

@@ -5,10 +5,10 @@ k and writes K and V. Then FlashInfer's wrapper for paged prefill computes atten
 are passed to it as prompts of one token, as FlashInfer itself does for grouped heads. A page is
 [2, Hkv, B, D], FlashInfer's layout HND, and pages need not be adjacent.
 
-`page_format` refuses what FlashInfer lacks: fp32, int8 and fp8 pages, sinks, latent layers, values
-of another size than keys, head sizes other than HEAD_DIMS, windows that look ahead. FlashInfer
-plans every step on the host, so steps can't be captured. It splits long contexts differently in
-different batches, so batch_invariant is refused as well.
+`page_format` refuses layers that FlashInfer can't compute: fp32, int8 and fp8 pages, sinks, latent
+layers, V heads of another size than K heads, head sizes not in HEAD_DIMS, and windows that look
+ahead. FlashInfer plans every step on the host, so steps can't be captured. It splits long contexts
+differently in different batches, so batch_invariant is refused, too.
 """
 
 import importlib.util
@@ -166,8 +166,8 @@ class FlashInferAttention(AttentionBackend):
             self._planned.record()
 
     def _page_table(self, batch: AttentionBatch, key: _PlanKey) -> _PageTable:
-        """The blocks that the step's queries see, without those before all windows, which may
-        already be freed."""
+        """The blocks that the step's queries see. Blocks before all windows are left out because
+        they may already be freed."""
         contexts = np.array(batch.context_lens_list, np.int64)
         first_block = np.zeros_like(contexts)
         if key.spec.window is not None:

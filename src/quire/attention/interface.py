@@ -1,15 +1,15 @@
 """The interface of attention backends: `plan` once a step, then `run` for each layer.
 
-K and V of a step's tokens are written into the blocks first. Attention then reads stored values
-only, even a token's own, so a quantized KV format gives the same result for all chunkings of a
-prompt. Only the backend knows the layout inside a page.
+K and V of a step's tokens are written into the blocks first. Attention then reads only stored K and
+V, even for the step's own tokens, so a quantized KV format gives the same result for all chunkings
+of a prompt. Only the backend knows the layout inside a page.
 
-To add a backend: one file here that implements `AttentionBackend`, one line in `backends.py`.
+To add a backend, add a file here that implements `AttentionBackend`, and a line in `backends.py`.
 
 A latent layer (multi-head latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1) stores one
-vector a token. All query heads read it as their key, and its first elements as their value. The
-model absorbs the projections from the latent to each head's keys and values into its queries and
-its output. This holds for prefill and decode, so a token's result is the same in both phases.
+vector per token. All query heads read it as their key, and its first elements as their value. The
+model applies each head's key projection to the query and its value projection to the result. It
+does so in prefill and in decode, so a token's result is the same in both phases.
 
 Shapes: T tokens and S sequences of the step. R rows of the block tables, N blocks of B tokens.
 Hq query heads, Hkv KV heads, D head size, Dv value size (D in most layers).
@@ -43,12 +43,12 @@ class AttentionSpec:
     window: int | None = None
     #: Scores become soft_cap * tanh(score / soft_cap); None leaves scores unchanged.
     soft_cap: float | None = None
-    #: Whether the softmax includes a learned logit per query head, whose value is zero.
+    #: Whether the softmax includes a learned logit per query head, whose value vector is zero.
     has_sinks: bool = False
     #: If False, each query sees all tokens of its sequence, as in encoders.
     causal: bool = True
     #: None if V is stored beside K. Otherwise the layer is latent: its one KV head stores head_dim
-    #: elements a token as the key, whose first value_dim elements are the value, and no V.
+    #: elements per token. These are the key, and the first value_dim of them are the value.
     value_dim: int | None = None
     #: The number of elements of a V head if it is below head_dim; None if it equals head_dim.
     #: Pages store a shorter head with zeros appended, up to head_dim elements.
@@ -66,11 +66,11 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class GroupBatch:
-    """Where the K and V of a step's sequences are stored in one KV group.
+    """The places in one KV group where the K and V of a step's sequences are stored.
 
-    Rows of the table may name the same blocks, as branches and requests with a common prompt do.
-    No two sequences of a step write to the same block. A backend may read a shared block once for
-    all its sequences; no result depends on it.
+    Rows of the table may name the same blocks, for example those of branches, or of requests with a
+    common prompt. No two sequences of a step write to the same block. A backend may read a shared
+    block once for all sequences that share it; results don't depend on whether it does.
     """
 
     #: [R, most blocks of a sequence] int32, the persistent table of all rows. It is the same memory
@@ -89,8 +89,8 @@ class AttentionBatch:
     The queries of sequence s have the positions context_lens[s] - query_len[s] onward.
 
     The tensors of a captured step are padded to a fixed number of decoding sequences; the lists are
-    not. A padding sequence has a context of 0 tokens, any row, and an output that is not read. Only
-    backends with `serves_graphs` get such batches.
+    not. A padding sequence has a context of 0 tokens, an arbitrary row, and an output that is not
+    read. Only backends with `serves_graphs` get such batches.
     """
 
     #: [S + 1] int32, the first token of each sequence in the step; query_start[S] == T.
@@ -100,7 +100,8 @@ class AttentionBatch:
     context_lens: torch.Tensor
     #: [S] int64, each sequence's row of the groups' block tables; no two are equal.
     rows: torch.Tensor
-    #: The lists hold the same numbers on the host, so that planning copies nothing.
+    #: The query lengths, context_lens and rows as lists on the host, so that planning copies
+    #: nothing from the device.
     query_lens_list: list[int]
     context_lens_list: list[int]
     rows_list: list[int]
@@ -174,7 +175,7 @@ def plain_page_format(
 def _check_latent(spec: AttentionSpec, value_dim: int) -> None:
     if spec.num_kv_heads != 1:
         raise ConfigurationError(
-            f"num_kv_heads={spec.num_kv_heads} of a latent layer; all of its heads read one vector"
+            f"num_kv_heads={spec.num_kv_heads} is not 1, but a latent layer has one KV head"
         )
     if not 0 < value_dim <= spec.head_dim:
         raise ConfigurationError(f"value_dim={value_dim} is not from 1 to head_dim={spec.head_dim}")
@@ -225,13 +226,13 @@ class AttentionBackend(ABC):
 
     @property
     def native(self) -> NativeAttention | None:
-        """The structures for a native program; None if only `run` can call this backend."""
+        """The structures for a native program; None if attention can only be computed by `run`."""
         return None
 
     @staticmethod
     @abstractmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
-        """The page format for a layer. Raises ConfigurationError if it can't be served."""
+        """The page format for a layer. Raises ConfigurationError if the layer can't be served."""
 
     @abstractmethod
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
@@ -250,7 +251,7 @@ class AttentionBackend(ABC):
 
 
 AttentionCall = Callable[[int, AttentionInputs], torch.Tensor]
-"""The function with which a model attends: `AttentionBackend.run` of the planned step."""
+"""The function that computes a model's attention: `AttentionBackend.run` of the planned step."""
 
 
 def filled_up(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -260,7 +261,7 @@ def filled_up(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def rotated(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The inputs' q and k with their rotation applied, in torch. They may be overwritten."""
+    """The inputs' q and k with their rotation applied, in torch. The inputs may be overwritten."""
     q, k, _, _, rotation = inputs
     if rotation is None:
         return q, k

@@ -1,10 +1,10 @@
-"""Simulates quantized KV formats in torch, to measure their loss of quality without pages.
+"""Simulates quantized KV formats in torch, to measure their loss of quality without a KV cache.
 
-A format rounds each token's vector in each head by itself, so vectors read from its pages are a
-pure function of those written. `RoundedAttention` attends a whole sequence with rounded K and V.
-`KeyProbe` uses exact K and V, and measures how rounded keys would change each layer's attention.
-Called by `quire bench perplexity` for formats that this machine's kernels don't store, and by
-`assembly.format_checks`.
+A format rounds each vector (a token's K or V in one head) separately, so a vector read from its
+pages depends only on the vector written. `RoundedAttention` attends a whole sequence with rounded K
+and V. `KeyProbe` uses exact K and V, and measures how rounded keys would change each layer's
+attention. Called by `quire bench perplexity` for formats that this machine's kernels don't store,
+and by `assembly.format_checks`.
 
 Shapes: T tokens of one sequence from its start, Hq query heads, Hkv KV heads, D head size.
 """
@@ -33,7 +33,7 @@ def round_int8(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_fp8(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] fp32 -> rounded to float8_e4m3fn, with a bfloat16 scale max |x| / 448 a vector."""
+    """x [..., D] fp32 -> rounded to float8_e4m3fn, a bfloat16 scale max |x| / 448 per vector."""
     scale = _scale(x.abs().amax(-1, keepdim=True), _FP8_LARGEST)
     levels = (x / scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
     return levels.to(torch.float8_e4m3fn).float() * scale
@@ -42,11 +42,12 @@ def round_fp8(x: torch.Tensor) -> torch.Tensor:
 def round_int4(x: torch.Tensor) -> torch.Tensor:
     """x [..., D] fp32 -> rounded to 16 levels; D is a power of two and at least 32.
 
-    A Hadamard matrix first spreads outliers (arXiv:2404.00456), and is undone last. The levels of
-    each 32 elements lie between their least and largest, with a bfloat16 scale and offset.
+    First, a Hadamard matrix spreads outliers over the vector (arXiv:2404.00456); last, its inverse
+    is applied. The levels of a group of 32 elements range from its minimum to its maximum, and are
+    stored as a bfloat16 scale and offset.
 
     14 formats of 4 bits were compared: symmetric, with offsets, NF4, FP4; groups of 16, 32 and D;
-    rotated or not. Only groups of 16 have less loss, but take 0.75 bytes an element.
+    rotated or not. Only groups of 16 lose less, but they take 0.75 bytes per element.
     """
     rotation = _hadamard(x.shape[-1], x.device)
     rotated = x @ rotation
@@ -75,7 +76,7 @@ def _scale(largest: torch.Tensor, levels: float) -> torch.Tensor:
 
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
-"""Returns fp32 vectors [..., D] as they are read from a format's pages."""
+"""fp32 vectors [..., D] -> the vectors as they are read from a format's pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ KV_ROUNDINGS: Mapping[str, KVRounding] = {
 
 
 class RoundedAttention(ExactAttention):
-    """Attends K and V as they are read from a quantized format's pages."""
+    """Attention over K and V as they would be read from a quantized format's pages."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], form: KVRounding) -> None:
         super().__init__(specs)
@@ -124,7 +125,7 @@ class RoundedAttention(ExactAttention):
 
 
 class KeyProbe(ExactAttention):
-    """Attends exact K and V, and measures the effect of rounded keys."""
+    """Attention over exact K and V, which also measures the effect of rounded keys."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], rounding: Rounding) -> None:
         super().__init__(specs)

@@ -1,4 +1,4 @@
-"""Int8 quantization of K and V vectors, with equal bytes in all attention backends.
+"""Int8 quantization of K and V vectors, bit-identical in all attention backends.
 
 For each vector x (a token's K or V in one KV head), one byte an element and one scale are stored:
 
@@ -6,20 +6,20 @@ For each vector x (a token's K or V in one KV head), one byte an element and one
     x is read as code * scale
 
 Scale and codes are pure functions of x. So nothing is rewritten when a block fills, and all
-chunkings of a prompt leave the same bytes. Rounding is to nearest, ties to even. bfloat16 has the
-exponents of fp32, so every finite vector is in range. If a scale was rounded down, the largest
-elements saturate by at most half a code, the error that any element may have. A vector of zeros has
-a scale of 0 and is exact. A vector with an infinity or a NaN has a scale of NaN: only queries that
-see it get NaN.
+chunkings of a prompt store the same bytes. Rounding is to nearest, ties to even. bfloat16 has the
+exponents of fp32, so every finite vector is in range. If a scale is rounded down, the largest
+elements are clipped by at most half a code, which is no more than the rounding error of other
+elements. A vector of zeros has a scale of 0 and is exact. A vector with an infinity or a NaN has a
+scale of NaN: only queries that see it get NaN.
 
 K and q are first multiplied by an orthogonal matrix (`rotate_vectors`), which preserves q·k. Some
-models' keys have a few large elements; the rotation spreads them over the others, so that the scale
-is finer for the rest ("QuaRot", arXiv:2404.00456, section 4.2). V is not rotated, nor are a latent
-layer's vectors, which are values as well.
+models' keys have a few large elements; the rotation spreads them over all elements, so that the
+scale is finer ("QuaRot", arXiv:2404.00456, section 4.2). V is not rotated, and neither are a latent
+layer's vectors, because they are also values.
 
-Each backend lays out codes and scales in its pages. The native kernels compute the same bytes
-(`csrc/attention/quantized/quantized_page.h` of `kernels/cpu`), and so do the Triton kernels
-(`rotary_kv_write.py` of `kernels/triton`), from the same K.
+Each backend has its own layout of codes and scales. The native kernels
+(`csrc/attention/quantized/quantized_page.h` of `kernels/cpu`) and the Triton kernels
+(`rotary_kv_write.py` of `kernels/triton`) compute the same bytes from the same K.
 """
 
 import math
@@ -52,9 +52,9 @@ def widen_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def rotate_vectors(x: torch.Tensor) -> torch.Tensor:
     """x [..., D] of any floating dtype -> fp32, each vector times an orthonormal Hadamard matrix.
 
-    The matrix has n rows, n the greatest power of two that divides D, and is applied to each n
-    elements. It is symmetric and its own inverse. Each pass adds pairs of elements at a distance of
-    1, 2, 4, .. in this order, so that all backends get the same bits.
+    The matrix has n rows, where n is the greatest power of two that divides D, and multiplies each
+    group of n elements. It is symmetric and its own inverse. Passes combine pairs of elements at
+    distances of 1, 2, 4, .. in this order, so that all backends get the same bits.
     """
     size = x.shape[-1] & -x.shape[-1]
     wide = x.float()
@@ -68,7 +68,7 @@ def rotate_vectors(x: torch.Tensor) -> torch.Tensor:
 
 
 def with_scales(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
-    """`form` with room for the scales added after its codes."""
+    """`form` enlarged by the bytes of the scales, which follow the codes."""
     num_vectors = (1 if spec.value_dim else 2) * form.block_size * spec.num_kv_heads
     scales_bytes = num_vectors * SCALE_DTYPE.itemsize
     return replace(form, bytes_per_layer=form.bytes_per_layer + scales_bytes)

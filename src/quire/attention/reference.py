@@ -12,7 +12,7 @@ from quire.attention.interface import AttentionSpec
 
 
 def visible_keys(spec: AttentionSpec, num_queries: int, num_keys: int) -> torch.Tensor:
-    """The keys that each query sees, as [num_queries, num_keys] bool. Queries are the last tokens.
+    """[num_queries, num_keys] bool, True if the query sees the key. Queries are the last tokens.
 
     In a window of w, a query sees keys at a distance below w: before it, and if the layer is not
     causal, also after it.
@@ -66,6 +66,6 @@ def attend_sequences(
     vs: Sequence[torch.Tensor | None],
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend_dense` for each sequence, results one after the other: [T, Hq, Dv] and [T, Hq]."""
+    """`attend_dense` for each sequence, with concatenated results: [T, Hq, Dv] and [T, Hq]."""
     parts = [attend_dense(spec, q, k, v, sinks) for q, k, v in zip(qs, ks, vs, strict=True)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])

@@ -1,11 +1,11 @@
 """Finds decode rows that share stored prefixes, from their block tables.
 
-Rows share a block if their tables have the same block id at the same index, as those of parallel
-samples, beams and requests with one system prompt do. A tile is a fixed number of consecutive
-tokens, which a backend reads at once. Called by `torch_paged.py` and `cpu_paged.py`.
+Rows share a block if their tables have the same block id at the same index. Examples are parallel
+samples, beams, and requests with one system prompt. A tile is a fixed number of consecutive tokens,
+which a backend reads at once. Called by `torch_paged.py` and `cpu_paged.py`.
 
-The search is cheap if nothing is shared: it compares each row's first visible entry, and reads no
-more of a table than is shared.
+The search is cheap if nothing is shared: it compares the rows' first visible entries, and reads
+each table only as far as it is shared.
 
     tables   a b c d e        a tree of runs   {0,1,2}: a b
              a b c d f                           {0,1}: c d
@@ -21,7 +21,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 _FIRST_STRIDE_BLOCKS = 16
-"""The number of table entries that are compared first. It doubles as long as all entries agree."""
+"""The number of table entries that are compared first. It is doubled whenever all agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def shared_runs(
     """The runs of shared tiles, each of which saves reading at least min_saved_tiles tiles.
 
     The runs of one row are contiguous and ordered by position. Rows with windows share only if
-    their windows begin in the same block, as those of branches of equal length do.
+    their windows begin in the same block, for example branches of equal length.
     """
     first_blocks = decodes.low // block_size
     entries = decodes.block_table[decodes.table_rows, first_blocks].tolist()
@@ -113,7 +113,8 @@ class _Search:
         return (len(rows) - 1) * num_tiles >= self.min_saved_tiles
 
     def _end_of_agreement(self, rows: Ints, block: int, limit: int) -> int:
-        """The first block from `block` on in which the rows differ, at most max(block, limit)."""
+        """Index of the first block from `block` on in which rows differ; at most max(block,
+        limit)."""
         stride = _FIRST_STRIDE_BLOCKS
         table_rows = self.decodes.table_rows[rows]
         while block < limit:

@@ -1,19 +1,20 @@
 """Attention over the paged KV cache in plain torch: the fallback.
 
 It is used if there are no native kernels, and tests compare the other backends with it. A layer's
-page is [2, B, Hkv, D], K then V, in the KV dtype. A latent layer's page is [B, D]. Since torch's
-attention has one head size, it takes all D elements as values, and the first Dv elements of the
-result are used.
+page is [2, B, Hkv, D], K then V, in the KV dtype. A latent layer's page is [B, D]. Torch's
+attention needs keys and values of one size, so it gets all D elements as values, and only the first
+Dv elements of the result are used.
 
-A step is a list of calls. Each gathers blocks and attends them by torch's fused attention in fp32.
-Decoding sequences are split into tiles. A call has tiles of many sequences, and blocks that several
-sequences share (`shared_prefix.py`) take one call for all of these. A chunk of a prompt takes one
-call for the tokens before it and one for its own tokens. Results over parts of the keys are merged
-by their log-sum-exps: out = sum(out_i * exp(lse_i - lse)), lse = log(sum(exp(lse_i))).
+A step is a list of calls. Each call gathers blocks and computes torch's fused attention over them
+in fp32. The keys of decoding sequences are split into tiles, and a call has tiles of many
+sequences. Blocks that several sequences share (`shared_prefix.py`) are read in one call for all of
+them. A chunk of a prompt takes one call for the tokens before it and one for its own tokens.
+Results over parts of the keys are merged by their log-sum-exps: out = sum(out_i * exp(lse_i -
+lse)), lse = log(sum(exp(lse_i))).
 
-A decoding sequence that shares no block gets the same bits in every batch. Other results agree to
-fp32 rounding, since torch splits sums by shapes and threads. Page memory without a visible token
-may hold NaN, and is never multiplied.
+A decoding sequence that shares no block gets the same bits in every batch. Other results agree up
+to fp32 rounding, since torch's order of summation depends on shapes and threads. Slots without a
+visible token may hold NaN, so they are never multiplied.
 
 Shapes as in `interface.py`; n tiles, each of m query tokens and l keys, G = Hq / Hkv.
 """
@@ -60,7 +61,7 @@ PIECE_BYTES = 4 << 20
 """The bytes of K and V in fp32 that a call gathers for tiles. Much more doesn't fit the caches."""
 
 SPAN_TOKENS = 2048
-"""The largest number of keys before a chunk, or in a shared run, that one call attends."""
+"""The largest number of keys before a chunk, or in a shared run, that one call reads."""
 
 MIN_SAVED_BYTES = 1 << 20
 """The bytes of K and V in fp32 that a shared run must save. A run costs as much time as reading
@@ -81,7 +82,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """n tiles that are attended at once: of one query token each, or a single tile of m tokens."""
+    """n tiles that are computed at once: tiles of one query token each, or one tile of m tokens."""
 
     #: [n, m], the queries' indices in the step.
     tokens: torch.Tensor
@@ -91,7 +92,7 @@ class _Call:
     #: last slot.
     first: int = 0
     end: int | None = None
-    #: The slots, counted over all tiles, that no query sees.
+    #: Indices of the slots that no query sees, counted over all tiles; None if there are none.
     hidden: torch.Tensor | None = None
     #: [n, 1, 1, l] or [m, l], added to the scores.
     mask: torch.Tensor | None = None
@@ -165,7 +166,7 @@ class _View:
             yield _tiles(sequences[owner[part]], blocks[part], hidden[part])
 
     def _chunk(self, first: int, last: int, context: int, blocks: Table) -> Iterator[_Call]:
-        """The calls for tokens [first, last) of the step, the last of `context` tokens."""
+        """The calls for the step's tokens [first, last), which are the last of `context` tokens."""
         window = None if self.window is None or self.window >= context else self.window
         size = last - first if window is None and not self.has_cap else MASKED_CHUNK_TOKENS
         for start in range(first, last, size):
@@ -184,7 +185,7 @@ class _View:
                 yield from self._spans(tokens, blocks, 0, context)
 
     def _window_mask(self, queries: range, keys: range, window: int) -> torch.Tensor:
-        """A mask [m, l]: -inf if the query's position doesn't see the key's, else 0."""
+        """A mask [m, l]: 0 if the query at its position sees the key, else -inf."""
         distance = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(
             keys.start, keys.stop
         )
@@ -247,7 +248,7 @@ def _own_ranges(
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """K or V of a layer."""
+    """The stored K or V of a layer."""
 
     #: [N, B, Hkv, D], a view of the pages.
     vectors: torch.Tensor
@@ -255,7 +256,7 @@ class _Stored:
     scales: torch.Tensor | None
 
     def write(self, slots: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> None:
-        """Write x [T, Hkv, D] to the blocks and offsets of slots."""
+        """Write x [T, Hkv, D] to the slots, given as (block ids, offsets in the blocks)."""
         if self.scales is None:
             self.vectors[slots] = x.to(self.vectors.dtype)
         else:
@@ -319,7 +320,7 @@ class _LayerMemory:
             self.values.write(slots, self.spec.with_zeros(v))
 
     def _attend_call(self, q: torch.Tensor, call: _Call) -> Part:
-        """As `attend`, but outputs have D elements."""
+        """Like `attend`, but outputs have D elements per head."""
         count, m = call.tokens.numel(), call.tokens.shape[1]
         queries = q.index_select(0, call.tokens.flatten())
         grouped = queries.view(count, self.spec.num_kv_heads, -1, self.spec.head_dim)
@@ -425,6 +426,6 @@ class TorchPagedAttention(AttentionBackend):
         out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         if plan.tokens is not None:
             out, lse = _merged(out, lse, plan.tokens, len(q))
-        if sinks is not None:  # a learned score per head, whose value is zero
+        if sinks is not None:  # a learned score per head, whose value vector is zero
             out = out * torch.sigmoid(lse - sinks.float())[..., None]
         return out.to(q.dtype)

@@ -6,9 +6,10 @@ kernels. The first norms and rotates q and k, and writes K and V. The second att
 the step. The third merges the partial results of tokens whose keys were divided among several
 programs. Layers that see the same keys with heads of the same shape share a step's work list.
 
-In a step that only decodes, a row's attention depends on its own context alone, to the bit. With
-`batch_invariant` that holds for every row of every step, for all chunkings of prompts, since one
-kernel of one shape attends all rows (`uniform` in `kernels/triton/attention/paged_attention.py`).
+In a step that only decodes, the bits of a row's attention depend only on its own context. With
+`batch_invariant` this holds for all rows of all steps, however prompts are split into chunks, since
+one kernel of one shape serves all rows (`uniform` in
+`kernels/triton/attention/paged_attention.py`).
 
 A latent layer's page is [B, D]. One kernel of one shape serves all its steps, so it is always
 batch-invariant (`latent_attention.py`).
@@ -62,7 +63,7 @@ MAX_HEAD_DIM = 256
 """The largest head size for which tiles of queries, outputs, K and V fit a program."""
 
 MAX_VALUE_DIM, MAX_LATENT_REST = 512, 64
-"""The most elements of a latent layer's value, and after the value."""
+"""The largest numbers of elements of a latent layer's value, and of its key after the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class _StepWork:
     #: The number of rows of the tile shape to use; None means the shape for decoding.
     rows: int | None
     work: AttendWork
-    #: The tokens to merge; None if there are none.
+    #: The tokens whose partial results are merged; None if there are none.
     merges: torch.Tensor | None
 
 
@@ -160,7 +161,7 @@ class TritonPagedAttention(AttentionBackend):
         return _BoundLayer(spec, layer.group, pages, decode, mixed)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """If all sequences decode, planning consists of launches, which may be captured."""
+        """If all sequences decode, planning only launches kernels, which may be captured."""
         self._batch = batch
         is_decode = batch.num_decodes == len(batch.query_lens_list)
         plan = self._plan_decode if is_decode else self._plan_mixed
@@ -275,14 +276,14 @@ def _check_latent(spec: AttentionSpec, value_dim: int, dtype: torch.dtype) -> No
     if value_dim > MAX_VALUE_DIM or rest > MAX_LATENT_REST or spec.head_dim % 8:
         raise ConfigurationError(
             f"head_dim={spec.head_dim} with value_dim={value_dim} can't be served by the Triton"
-            f" kernels, whose latent layers need a multiple of 8, up to {MAX_VALUE_DIM} elements of"
-            f" the value and {MAX_LATENT_REST} behind it; device='cpu' with kernels='auto' computes"
-            " them"
+            f" kernels; latent layers need a head_dim that is a multiple of 8, value_dim <="
+            f" {MAX_VALUE_DIM}, and at most {MAX_LATENT_REST} elements behind the value;"
+            " device='cpu' with kernels='auto' computes them"
         )
 
 
 def kv_pages(spec: AttentionSpec, layer: LayerKV) -> KVPages:
-    """Views of a layer's bytes: K and V with the scales of codes, or a latent layer's vectors."""
+    """Views of a layer's bytes: K and V, the scales of int8 or fp8 codes, or latent vectors."""
     block_size, dtype = layer.format.block_size, layer.format.dtype
     if spec.value_dim is not None:
         return KVPages(layer.pages.view(dtype).view(-1, block_size, spec.head_dim))

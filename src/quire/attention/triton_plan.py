@@ -1,11 +1,11 @@
 """Plans a step of the Triton backend: tile shapes and work list.
 
-It needs lengths and windows only, and launches nothing. Called by `triton_paged.py`. If all
+It uses only lengths and windows, and launches nothing. Called by `triton_paged.py`. If all
 sequences decode, a kernel makes the work list on the device by the `ChunkRule` made here
 (`kernels/triton/attention/decode_work.py`). Other steps have too many shapes to be captured, so
 their list is made here, on the host, where the lengths are known.
 
-An item is a tile of queries with a range of keys, as in
+An item of the list is a tile of queries with the range of keys that it attends to; see
 `kernels/triton/attention/paged_attention.py`.
 """
 
@@ -30,22 +30,23 @@ MIN_UNIFORM_CHUNK_TOKENS = 512
 """The smallest chunk of uniform attention, whose chunks all have one size."""
 
 MIN_LATENT_CHUNK_TOKENS = 1024
-"""The smallest chunk of latent layers, whose parts are larger: [Hq, Dv] of a token."""
+"""The smallest chunk of latent layers. Their partial results are larger: [Hq, Dv] per token."""
 
 MAX_LATENT_PARTS = 1024
-"""The largest number of a token's parts in a latent layer, summed over the query heads."""
+"""The largest number of a token's partial results (parts) in a latent layer, over all query
+heads."""
 
 MAX_PROGRAM_PARTS = 128
-"""The largest number of a token's parts, summed over the KV heads. A single long sequence then has
-about a program for each processor of the largest GPUs."""
+"""The largest number of a token's partial results (parts), summed over the KV heads. A single long
+sequence then has about a program for each processor of the largest GPUs."""
 
 MAX_PART_BYTES = 64 << 20
-"""The largest number of bytes of a step's parts if it has prompts. When this is reached, further
-short chunks are not split."""
+"""The bytes that the parts of a step with prompts may take. When they are used up, the keys of
+further tiles are not split."""
 
 OTHER_SHARED_BYTES = 12 << 10
-"""The bytes of shared memory that a program takes beside queries, K and V: for reductions and
-changes of layout."""
+"""The bytes of shared memory that a program takes in addition to queries, K and V: for reductions
+and changes of layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class DeviceLimits:
     #: The bytes of shared memory that one program (thread block) may use.
     program_shared_bytes: int
     #: Whether matrix instructions take operands from shared memory (sm_90, sm_100). Otherwise
-    #: operands take registers, which bound the tiles.
+    #: operands take registers, which limit the tile sizes.
     is_wide: bool
 
     @staticmethod
@@ -78,12 +79,12 @@ class DeviceLimits:
 def decode_shape(
     spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> AttendShape:
-    """The shape for steps in which all sequences decode: one token a tile, bound by memory.
+    """The shape for steps in which all sequences decode: one token per tile, bound by memory.
 
     A stage of K and V is 32 KiB, and two are loading while one is computed. So the three programs
-    of a processor have 192 KiB of loads in flight at any time. The latency times the bandwidth of
-    an H200 needs less: 4.3 TB/s / 132 x 0.8 us = 26 KiB. On devices that are not wide, and for fp32
-    and codes, tiles have half as many keys, to save registers.
+    of a processor have 192 KiB of loads in flight at any time. An H200 needs only latency times
+    bandwidth in flight: 0.8 us x 4.3 TB/s / 132 = 26 KiB per processor. Without `is_wide`, and for
+    fp32 and int8 codes, tiles have half as many keys, to save registers.
     """
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     tile = max(16, min(128, 16_384 // row_bytes))
@@ -98,8 +99,8 @@ def _quantized_decode_tiles(spec: AttentionSpec) -> "_TileSizes":
     """Tile sizes for decoding over int8 codes, on devices with `is_wide`.
 
     The main cost of a tile of codes is a dozen barriers, so tiles have as many keys as the
-    registers allow for two programs per processor. A tile of 128 keys of 128 codes is 32 KiB, and
-    widened takes 64 KiB more.
+    registers allow for two programs per processor. A tile of 128 keys of 128 codes takes 32 KiB,
+    and 64 KiB more for its widened copy.
     """
     if spec.head_dim <= 128 and spec.num_heads // spec.num_kv_heads <= 16:
         return _TileSizes(16, 128, 4, most_stages=2 if spec.head_dim > 64 else 3)
@@ -111,8 +112,8 @@ def mixed_shapes(
 ) -> tuple[AttendShape, ...]:
     """The shapes for all other steps, by the number of rows of their tiles, ascending.
 
-    128 rows are bound by the tensor cores: a tile of 64 keys of 128 elements takes 4 MFLOP for
-    32 KiB, 128 FLOP a byte from L2. A device of 400 TFLOP/s with 5.5 TB/s of L2 needs 73.
+    Tiles of 128 rows are bound by the tensor cores: 64 keys of 128 elements take 4 MFLOP for 32
+    KiB, which is 128 FLOP per byte from L2. A device of 400 TFLOP/s with 5.5 TB/s of L2 needs 73.
     """
     tile = 64 if spec.head_dim <= 128 else 32
     if dtype == torch.float32:
@@ -127,7 +128,7 @@ def mixed_shapes(
 
 
 def _quantized_tiles(spec: AttentionSpec, tile: int, limits: DeviceLimits) -> list["_TileSizes"]:
-    """Tile sizes for int8 codes, which need registers as codes and again as widened numbers."""
+    """Tile sizes for int8 codes, which take registers as codes and again as widened floats."""
     if not limits.is_wide:
         return [_TileSizes(16 if _is_tight(spec) else 32, tile // 2, 4 if tile == 64 else 8)]
     if tile < 64:
@@ -141,8 +142,8 @@ def uniform_shape(
     """The shape for all steps if a row's bits must not depend on the step.
 
     64 rows keep decoding bound by memory: 2 MFLOP for 32 KiB are half of what the tensor cores can
-    do during the read. Registers bound the tile; half of them hold the outputs of the current chunk
-    and of the chunks before it.
+    do during the read. Registers limit the tile size; half of them hold the outputs of the current
+    chunk and of the chunks before it.
     """
     is_large = spec.head_dim > 128
     if is_large and dtype.itemsize == 1:
@@ -296,7 +297,7 @@ def chunk_rule(shape: AttendShape, max_context: int) -> ChunkRule:
 class HostWork:
     """A work list made on the host."""
 
-    #: [*, ITEM_FIELDS], the items with the most keys first.
+    #: [*, ITEM_FIELDS], one row per item; items with the most keys come first.
     items: npt.NDArray[np.int32]
     #: [*, MERGE_FIELDS], one row for each token with several partial results (parts).
     merges: npt.NDArray[np.int32]

@@ -66,7 +66,7 @@ class ExactAttention:
         return torch.cat([mixed_values(piece, values) for piece in weights]).to(q.dtype)
 
     def _read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [T, Hkv, *] fp32 as they are attended."""
+        """The K and V [T, Hkv, *] fp32 that attention uses."""
         return k, v
 
     def _weights(
