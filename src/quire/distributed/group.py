@@ -2,8 +2,8 @@
 
 All ranks make the same calls in the same order. A call returns once all ranks have made it, and
 raises if one of them is gone. Tensors are sent by torch.distributed's backends: NCCL between GPUs,
-and gloo between processes of one machine. They are created without torch's global group, which a
-program that embeds the engine may use itself.
+and gloo between processes of one machine. The backends are created without torch's global group,
+because a program that embeds the engine may use that group itself.
 
 Made by `assembly.build` and `runtime.executor`, used by `layers.sharded`.
 
@@ -25,13 +25,13 @@ _c10d: Any = distributed  # torch's stubs lack most of the names used here
 
 
 class ProcessGroup:
-    """The group of N ranks as one of its ranks sees it, over torch.distributed.
+    """One rank's connection to the group of N ranks, over torch.distributed.
 
     It must exist as long as steps run.
 
     On the CPU, and with fixed_order, sums add the ranks' tensors in rank order. A backend's own sum
-    may choose the order by the number of elements, so a token could depend on the batch size. The
-    sum of two tensors is the same in either order.
+    may choose the order by the number of elements, so a token could depend on the batch size. With
+    two ranks on GPUs, the order makes no difference.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class ProcessGroup:
         """Connect, and wait for all ranks.
 
         rendezvous is the path of a new file by which the ranks find each other, in a folder that
-        exists as long as they run. device is this rank's own. Raises RuntimeError if a rank does
-        not connect.
+        exists as long as they run. device is the device of this rank. Raises RuntimeError if a rank
+        does not connect.
         """
         self.rank = rank
         self.size = size
@@ -57,7 +57,7 @@ class ProcessGroup:
         store = _c10d.FileStore(str(rendezvous), size)
         connect = _gloo if device.type == "cpu" else _nccl
         self._backend = connect(store, rank, size, timeout)
-        # Collectives run on the stream that computes, not on one of their own.
+        # Collectives run on the stream that computes, not on a separate stream.
         self._sum_options = _c10d.AllreduceOptions()
         self._gather_options = _c10d.distributed_c10d.AllgatherOptions()
         self._sum_options.asyncOp = self._gather_options.asyncOp = False
@@ -75,7 +75,7 @@ class ProcessGroup:
         return total
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The x [...] of all ranks, which have one shape, stacked to [N, ...]."""
+        """The x [...] of all ranks, which must have equal shapes, stacked to [N, ...]."""
         flat = x.reshape(1, -1)
         parts = torch.empty((self.size, flat.shape[1]), dtype=x.dtype, device=x.device)
         _finish(self._backend._allgather_base(parts, flat.contiguous(), self._gather_options))

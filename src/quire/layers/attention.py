@@ -1,4 +1,4 @@
-"""The attention block around the attention call: projections, q/k norm, rotary.
+"""The attention block of a layer: projections, q/k norm, rotation and the attention call.
 
 Called by the models. Only the `attention` callable knows where K and V are stored.
 

@@ -36,16 +36,16 @@ class VocabEmbedding(OperatorModule):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
-        #: The source of vectors stored by a tied head, or by `keep_quantized`; None if `weight` has
-        #: the vectors.
+        #: Returns the vectors if a tied head or `keep_quantized` stores them; None if they are in
+        #: `weight`.
         self.source: RowTable | None = None
         #: The method that stores the vectors block-quantized, as in the checkpoint; None if they
         #: are not.
         self.method: LinearMethod | None = None
         # In a tuple, since torch would register a plain attribute as a submodule.
         self._quantized: tuple[LinearModule, ...] = ()
-        #: Looks up ids of the whole vocabulary, by calling a function that looks up this rank's
-        #: vectors, and combining the ranks; None if there is one rank.
+        #: Looks up ids of the whole vocabulary over all ranks. It calls a function that looks up
+        #: this rank's vectors. None if there is one rank.
         self.shard: Callable[[torch.Tensor, LookUp], torch.Tensor] | None = None
 
     @property
@@ -60,7 +60,7 @@ class VocabEmbedding(OperatorModule):
     def keep_quantized(
         self, method: LinearMethod, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Store the table by `method`, like the weight of a linear that is never multiplied."""
+        """Let `method` store the table as the weight of a linear that is used only for look-ups."""
         assert isinstance(self.weight, nn.Parameter)
         table = LinearModule(self.hidden_size, (self.vocab_size,), has_bias=False)
         method.create(table, False, dtype, device)
@@ -145,7 +145,7 @@ class LMHead(Linear):
                 embedding.take_rows_from(source)
 
     def slots(self) -> dict[tuple[str, int], WeightSlot]:
-        """The slots; empty if the weight is the embedding's table, which is filled there."""
+        """The slots; empty if the weight is the embedding's table, which has its own slot."""
         weight = self._parameters.get("weight")
         if weight is not None and any(weight is each.weight for each in self._tied_to):
             return {}

@@ -1,8 +1,8 @@
 """A feed-forward block without a gate. Called by the models.
 
-If torch computes the activation, a row's result is the same in any batch if the intermediate size
-is a multiple of 64. For other sizes, torch uses another formula for the elements after the tensor's
-last full vector.
+If torch computes the activation, a row's result is the same in any batch only if F is a multiple of
+64. For other sizes, torch uses another formula for the elements after the tensor's last full
+vector.
 
 Shapes: ... any leading dimensions, T tokens, H hidden size, F intermediate size.
 """

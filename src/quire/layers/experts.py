@@ -56,7 +56,7 @@ class MoESpec:
         return hidden_size * (3 * inner + self.router.num_experts + self.shared_gate)
 
     def why_not_split(self, num_ranks: int) -> str | None:
-        """Why the mixture can't be split; see `models.config.ModelConfig.why_not_split`."""
+        """The reason why it can't be split; see `models.config.ModelConfig.why_not_split`."""
         for what, size in (("expert", self.intermediate_size), ("shared expert", self.shared_size)):
             if size % num_ranks:
                 return f"the intermediate size of an {what}, {size}, is no multiple of it"
@@ -76,8 +76,8 @@ class Router(Linear):
 
     stays_dense = True
     #: [E] fp32, e_score_correction_bias in checkpoints. With `RouterSpec.has_bias` it is added to
-    #: the scores for the choice alone; with `has_scales` it multiplies the experts' weights. None
-    #: if the router has neither.
+    #: the scores, but only for the choice of experts; with `has_scales` it multiplies the experts'
+    #: weights. None if the router has neither.
     correction: torch.Tensor | None
 
     def __init__(
@@ -199,7 +199,7 @@ def _storage(linear: LinearModule) -> LinearMethod:
 
 
 class SparseMLP(OperatorModule):
-    """A router, its experts, and maybe shared experts."""
+    """A router, its experts, and optional shared experts."""
 
     def __init__(
         self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device

@@ -1,8 +1,8 @@
 """A parameter that several tensors of a checkpoint are fused into.
 
-It has one row for each output of a fused linear, such as the weights of a short convolution over q,
-k and v. Ranks split each part separately, like the parts of a linear. Called by `layers.mixers`;
-filled by `models.checkpoints.loader`.
+An example is the weight of a short convolution over q, k and v: one row for each output of their
+fused linear. Each part is split over ranks separately, like the parts of a linear. Called by
+`layers.mixers`; filled by `models.checkpoints.loader`.
 """
 
 from functools import partial

@@ -2,7 +2,8 @@
 
 A `Linear` declares how it may be sharded (kind, shard axis) and which parts are fused in it. A
 `LinearMethod` owns its parameters and its arithmetic, and a `LinearAdapter` may add to its output.
-Model files name neither, so quantization, tensor parallelism and LoRA need no change there.
+Model code names neither methods nor adapters, so quantization, tensor parallelism and LoRA need no
+change in it.
 
 Shapes: ... any leading dimensions, I input size, O output size (the sum of the parts).
 """
@@ -29,7 +30,7 @@ class LinearKind(Enum):
 
     COLUMN = "column"  # each rank holds some outputs of every part
     ROW = "row"  # each rank holds some inputs; the outputs are summed over ranks
-    REPLICATED = "replicated"  # each rank holds all of it
+    REPLICATED = "replicated"  # each rank holds the whole weight
 
 
 _SHARD_AXES = {LinearKind.COLUMN: 0, LinearKind.ROW: 1, LinearKind.REPLICATED: None}
@@ -50,13 +51,13 @@ class WeightSlot:
     #: The shape of the whole tensor.
     shape: tuple[int, ...]
     #: load(first_row, rows) stores rows [first_row, first_row + R), which have any floating dtype
-    #: and are valid only during the call. Each row comes once, in any order, and several threads
-    #: may call at a time.
+    #: and are valid only during the call. Each row is passed once, in any order, and several
+    #: threads may call at the same time.
     load: Callable[[int, torch.Tensor], None]
     #: Like `load`, for block-quantized rows; None if the weight must be dequantized.
     load_quantized: Callable[[int, BlockQuantizedRows], None] | None = None
-    #: The linear, and the index of its fused part (q, k, v) that the tensor is; None if the tensor
-    #: is not a linear's weight.
+    #: The linear, and the index of its fused part (q, k, v) that the tensor fills; None if the
+    #: tensor is not a linear's weight.
     part: "tuple[Linear, int] | None" = None
 
 
@@ -69,8 +70,7 @@ class AdapterHalf(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedHalf:
-    """The factor (A or B) of a linear's adapters that several linears share, and one of them
-    stores."""
+    """The factor (A or B) of adapters that several linears share and one of them stores."""
 
     #: The linear whose adapter slots store the shared factor.
     linear: "Linear"

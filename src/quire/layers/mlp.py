@@ -8,7 +8,7 @@ from quire.layers.operator_module import OperatorModule
 
 
 class MLP(OperatorModule):
-    """The block. Gate and up are fused in one linear, so that x is read once.
+    """The gated feed-forward block. Gate and up are fused in one linear, so that x is read once.
 
     The linear's method also computes the activation if it is SILU.
     """

@@ -52,7 +52,7 @@ class LayerNorm(OperatorModule):
         has_weight: bool = True,
         has_bias: bool = True,
     ) -> None:
-        """Without a weight it is all ones; without a bias nothing is added."""
+        """Without has_weight the weight is all ones; without has_bias no bias is added."""
         super().__init__()
         self.eps = eps
         if has_weight:

@@ -43,8 +43,8 @@ def use_operators(model: nn.Module, operators: Operators) -> None:
 
 @contextmanager
 def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
-    """Until the `with` ends, replace operators, states and linear methods by those of the recorder,
-    which note calls.
+    """Until the `with` ends, operators, states and linear methods are replaced by ones that note
+    calls in the recorder.
 
     Raises UnrecordableError if torch, not a linear's method, adds a linear's adapters.
     """

@@ -25,7 +25,7 @@ class ResidualStream:
         self._added = (x, scale)
 
     def scale(self, factor: float) -> None:
-        """Multiply the sum."""
+        """Multiply the sum by `factor`."""
         if factor != 1.0:
             self._total = self._operators.scale(self.read(), factor)
 

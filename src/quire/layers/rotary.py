@@ -1,8 +1,8 @@
 """Rope types and their tables of cosines and sines.
 
 Each rope type is a dataclass with its formula's parameters. Its `frequencies` follow transformers
-(`modeling_rope_utils.py`), for which checkpoints are tuned. Formulas that depend on the context's
-length use max_model_len, so that cached keys stay valid when a sequence grows.
+(`modeling_rope_utils.py`), because checkpoints are tuned for these formulas. Formulas that depend
+on the context's length use max_model_len, so that cached keys stay valid when a sequence grows.
 
 `models.rope_config` reads the types from config.json. Called by the models.
 
@@ -24,13 +24,13 @@ _POSITIONS_AT_ONCE = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class RopeLimits:
-    """Sizes that formulas need beside their own parameters."""
+    """Sizes that formulas need in addition to their own parameters."""
 
     #: R, in elements.
     rotary_dim: int
     #: The number of positions in the checkpoint's config.
     max_position_embeddings: int
-    #: The number of positions of this engine.
+    #: The length of the engine's longest sequence, in tokens.
     max_model_len: int
 
 
@@ -52,7 +52,7 @@ class Rope(ABC):
     def max_positions(self, max_position_embeddings: int) -> int:
         """The longest context that the formula supports, computed from the checkpoint's length.
 
-        By default, the checkpoint's length includes the extension already.
+        The default returns that length, which in most configs includes the extension already.
         """
         return max_position_embeddings
 
@@ -104,7 +104,7 @@ class DynamicRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope(Rope):
-    """Llama 3.1: long wavelengths are stretched, short ones kept, others interpolated."""
+    """Llama 3.1: long wavelengths are stretched, short ones unchanged, others interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -156,7 +156,7 @@ class YarnRope(Rope):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         if low == high:
-            high += 0.001  # no division by zero
+            high += 0.001  # avoids a division by zero
         ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
         # As in transformers, `1 - (1 - ramp)`, which rounds differently from `ramp`.
         extrapolated = 1 - ramp
@@ -193,7 +193,8 @@ class YarnRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class LongRope(Rope):
-    """LongRoPE, arXiv:2402.13753, with the long factors if max_model_len exceeds the original."""
+    """LongRoPE, arXiv:2402.13753, with the long factors if max_model_len exceeds the original
+    length."""
 
     original_max_position_embeddings: int
     #: R/2 factors for contexts up to the original length.
@@ -219,7 +220,7 @@ class LongRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class ProportionalRope(Rope):
-    """Gemma 4: whole heads rotate, but only the first part of the angles is not zero."""
+    """Gemma 4: all elements of a head rotate, but angles after the first part are zero."""
 
     partial_rotary_factor: float = 1.0
     factor: float = 1.0

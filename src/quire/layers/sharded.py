@@ -2,7 +2,7 @@
 
     column linears   hold some outputs of each fused part (q, k, v; gate, up)
     row linears      hold some inputs; their outputs are summed over ranks
-    experts          consist of column and row linears; the sum is over all of them together
+    experts          consist of column and row linears; the sum over experts is summed over ranks
     embedding        looks up a slice of the vocabulary, zeros for other ids; summed over ranks
     head             computes logits of the same vocabulary slice; gathered from all ranks
 
@@ -106,7 +106,8 @@ class LinearMethods:
     head: LinearMethod | None = None
     #: Methods for block-quantized weights of the checkpoint; None if these are dequantized.
     block_quantized: BlockQuantizedMethods | None = None
-    #: Whether a layer's experts must be multiplied at once, since steps can't wait for the device.
+    #: Whether a layer's experts must be multiplied in one call, since steps can't wait for the
+    #: device.
     groups_experts: bool = False
 
     def of(self, linear: Linear, block_formats: PartBlockFormats = ()) -> LinearMethod:

@@ -2,7 +2,8 @@
 
 Source: Yang et al., "Gated Delta Networks", 2024; used by Qwen3-Next and Qwen3.5. Projections
 compute q, k, v, the output gate z, and b and a for each value head. A short convolution is applied
-to q, k and v, the gated delta rule to its result, and then a norm of each head, gated by z.
+to q, k and v, and the gated delta rule to its result. Last, each head's output is normalised and
+gated by z.
 
 Shapes: T tokens, H hidden size, Hk key heads, Hv value heads, dk and dv their sizes, C = 2 Hk dk +
 Hv dv channels of the convolution.
@@ -42,7 +43,7 @@ class DeltaNetSizes:
 
 
 class GatedDeltaNet(RecurrentModule, OperatorModule):
-    """One layer's block, instead of attention.
+    """One layer's block, which replaces attention.
 
     `layer` is the index of the convolution's state, and `layer` + 1 the index of the delta rule's
     state.

@@ -1,7 +1,8 @@
 """Per-head linears of latent attention, each of which multiplies its head's part of a token.
 
-They are MLA's projections to keys and values, which are applied to queries and results instead.
-Called by `latent_attention.py`. Shapes: T tokens, H heads, I inputs and O outputs of a head.
+They are MLA's key and value projections. The key projections are applied to queries, and the value
+projections to attention results, so that keys and values are never computed. Called by
+`latent_attention.py`. Shapes: T tokens, H heads, I inputs and O outputs of a head.
 """
 
 import torch

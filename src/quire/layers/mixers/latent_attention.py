@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA): all heads attend to one small latent vector per token.
 
-Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. In prefill and decode, a head's projection to
-keys is applied to its query, and its projection to values to its result, so that keys and values
-are never computed (see `attention.interface`). Called by the models.
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. In prefill and decode, a head's key projection
+is applied to its query, and its value projection to its result, so keys and values are never
+computed (see `attention.interface`). Called by the models.
 
 Shapes: T tokens, H heads, L size of the latent, N elements of a head without rotation, R elements
 with rotation, V size of a head's value, Q size of the compressed query.

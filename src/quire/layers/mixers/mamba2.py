@@ -34,7 +34,7 @@ class MambaSizes:
     output_bias: bool = False
     #: The eps of the groups' norms; None if there are no norms.
     norm_eps: float | None = None
-    #: Whether the gate z multiplies before the norm, not after it.
+    #: Whether the scan's output is multiplied by the gate before the norm, not after it.
     gates_first: bool = False
     #: The factors by which z, x, B, C and dt are multiplied.
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
@@ -55,7 +55,7 @@ class MambaSizes:
         return self.scan.num_groups * self.scan.state_size
 
     def why_not_split(self, num_ranks: int) -> str | None:
-        """Why the layer can't be split; see `models.config.ModelConfig.why_not_split`."""
+        """The reason why it can't be split; see `models.config.ModelConfig.why_not_split`."""
         groups = self.scan.num_groups
         if self.scan.num_heads % num_ranks:
             return f"the model's {self.scan.num_heads} heads of Mamba-2 can't be shared out equally"
