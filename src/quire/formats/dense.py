@@ -2,8 +2,8 @@
 
     torch        multiplied by torch
     native       packed and multiplied by the CPU kernels
-    Triton       up to 16 rows by `skinny_matmul`, which streams the weight at the memory's rate;
-                 more rows by torch (cuBLAS). The threshold is a constant, never measured
+    Triton       up to 16 rows by `skinny_matmul`, which reads the weight at memory bandwidth;
+                 more rows by torch (cuBLAS). The threshold has not been measured
     invariant    any number of rows by `matmul`: a row has the same bits in any batch
     experts      all experts of a layer at once, by the native kernels or `grouped_matmul`
 

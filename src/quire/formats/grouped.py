@@ -1,4 +1,4 @@
-"""Experts by Triton's grouped products, for the formats that have one.
+"""Computes all experts of a layer at once with Triton's grouped matrix products.
 
 Called by the Triton methods of `dense.py`, `int8.py` and `int4.py`.
 
@@ -16,7 +16,7 @@ from quire.kernels.operators import Operators
 from quire.kernels.routing import Routing
 
 Group = Callable[[tuple[LinearModule, ...]], Any]
-"""All experts' weights as the format's product takes them."""
+"""Linears of all experts -> their weights in the form that the format's product takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,20 @@
 """int4 weights in groups, each with an 8-bit scale and offset.
 
 A group has G neighbouring inputs of one output. `kernels.quantize` rounds weights while they are
-loaded. x is rounded to int8, with a scale for each span h, the inputs of four groups. For a row m
-of x and an output n
+loaded. x is rounded to int8, with a scale for each span h of four groups. For a row m of x and an
+output n, the result is computed as
 
     scaled  = sum over h of x_scale[m, h] * (sum over h's groups g of s[n, g] * dot[m, n, g])
     offsets = sum over h of x_scale[m, h] * (sum over h's groups g of o[n, g] * sum[m, g])
     S[n] * scaled - O[n] * offsets
 
-in fp32, in the order of the groups, with one rounding for product and sum together. Dot products,
-sums of x's integers and the inner sum of `offsets` are exact. S and O are bf16 numbers.
+Sums are in fp32, in the order of the groups, with one rounding for product and sum together. Dot
+products, sums of x's integers and the inner sum of `offsets` are exact. S and O are bf16, one of
+each for an output.
 
 A vocabulary projection has a few wide inputs (`widest_inputs`): they have int8 weights, with a
 scale V[n] for each output, and one scale of x for all of them. They add x_scale[m] * dot[m, n] *
-V[n]. The other weights are rounded as if those of wide inputs were zero.
+V[n] to the result. The other weights are rounded as if those of wide inputs were zero.
 
 Shapes: M rows of x, I input size, O output size, g groups of G inputs.
 """
@@ -82,8 +83,8 @@ class Int4(WeightFormat):
 
 
 class Int4TorchMethod(RoundedTorchMethod, SampledMethod):
-    """Keeps the fields of `Int4Rows`, with one level in a byte. W wide inputs have wide_inputs [W]
-    int32, wide_levels [O, W] int8 and wide_scales [O] fp32."""
+    """Keeps the fields of `Int4Rows`, with one level in a byte. For W wide inputs it also keeps
+    wide_inputs [W] int32, wide_levels [O, W] int8 and wide_scales [O] fp32."""
 
     def __init__(self, group_size: int, *, has_wide: bool = False) -> None:
         self.group_size = group_size

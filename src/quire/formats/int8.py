@@ -1,10 +1,10 @@
 """int8 weights with a scale for each output, after a rotation of the inputs.
 
-Blocks of inputs are rotated, that is multiplied by a Hadamard matrix: in weights when they are
-loaded, in x at each product. `kernels.quantize` says why. Rotated weights are divided by the
-block's size and rounded to int8 levels, so that errors cancel where typical inputs are known
-(`kernels.compensation`). Rotated x is rounded to int8 with a scale for each group g
-of 256 inputs. For a row m and an output n, the result is
+Each block of inputs is rotated (multiplied by a Hadamard matrix): weights when they are loaded, x
+at each product. `kernels.quantize` says why. Rotated weights are divided by the block's size and
+rounded to int8 levels, so that errors cancel where typical inputs are known
+(`kernels.compensation`). Rotated x is rounded to int8 with a scale for each group g of 256 inputs.
+For a row m and an output n, the result is
 
     scale[n] * sum over g of x_scale[m, g] * dot[m, n, g]
 
@@ -114,7 +114,7 @@ class Int8TorchMethod(RoundedTorchMethod, CompensatedMethod):
         all_levels = linear.get_parameter("levels")
         for group in range(q.shape[1]):
             levels = all_levels[:, group * INT8_GROUP : (group + 1) * INT8_GROUP]
-            # All sums are below 2^24, so fp32 has them exactly.
+            # All sums are below 2^24, so fp32 represents them exactly.
             dots = q[:, group, : levels.shape[1]] @ levels.float().T
             result = multiply_add(dots, x_scales[:, group, None], result)
         return result * linear.get_parameter("scales")

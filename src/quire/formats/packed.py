@@ -1,4 +1,4 @@
-"""Packs weights while loading, for the native CPU kernels to multiply.
+"""Packs weights for the native CPU kernels while a checkpoint is loaded.
 
 Rows of the checkpoint are packed as they are read, so there is never an unpacked copy of a weight.
 All formats for which the kernels have a layout use this method; `kernels.cpu` multiplies.
@@ -33,7 +33,7 @@ DENSE_LAYOUTS = {
     torch.float32: WeightLayout.DENSE_F32,
     torch.bfloat16: WeightLayout.DENSE_BF16,
 }
-"""Layouts that keep every bit of a model's numbers."""
+"""The layouts that store weights of these dtypes without rounding."""
 
 
 @dataclass(slots=True)
@@ -53,8 +53,8 @@ class PackedMethod(SampledMethod):
     """Keeps weights in one of the kernels' layouts, and the bias in fp32.
 
     If `layout` is None, weights are dense in the model's dtype. `group_size` is that of
-    `PackedLinear`. With `has_wide`, some inputs have more bits, as in a vocabulary projection of
-    INT4.
+    `PackedLinear`. With `has_wide`, some inputs have weights of more bits, as in INT4's vocabulary
+    projection.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PackedMethod(SampledMethod):
     ) -> None:
         assert device.type == "cpu"
         weights = self._make_packing(linear, bias, dtype)
-        # Rounded to the model's dtype as a parameter would be.
+        # Biases are rounded to the model's dtype, as in other methods.
         biases = torch.empty(linear.output_size, dtype=dtype) if bias else None
         linear.state = _Packed(weights, biases)
 
@@ -210,7 +210,7 @@ class RecordedMethod(PackedMethod):
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         for linears in (layer.gate_up, layer.down):
             if not all(map(is_packed, linears)) or len({packed(each).kind for each in linears}) > 1:
-                raise UnrecordableError("experts are stored unlike")
+                raise UnrecordableError("experts of a layer are stored in different layouts")
         return super().experts(layer, x, routing)
 
     def _mix(self, layer: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Holds the formats' names and descriptions, and the option that chooses a format.
 
-To add a format: its file, and a line in `_FORMATS`; code outside the package calls
+To add a format, add its file and a line in `_FORMATS`; code outside the package calls
 `register_weight_format`. The command line, the options, `quire doctor` and the memory plan read
 names and sizes here; the classes are loaded when an engine is built.
 """

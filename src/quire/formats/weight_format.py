@@ -4,8 +4,9 @@
     LinearMethod   stores, fills and multiplies; one object serves many linears
     LinearModule   a linear as its method sees it: its sizes, and a place for its parameters
 
-Knows no layers, ranks or checkpoints: `layers.linear` has the module that models are made of,
-`layers.sharded` wraps methods for several ranks, `models.checkpoints.loader` brings the tensors.
+This module knows no layers, ranks or checkpoints: `layers.linear` has the linear that models are
+made of, `layers.sharded` wraps methods for several ranks, and `models.checkpoints.loader` loads the
+tensors.
 
 Shapes: ... any leading dimensions, I input size, O output size (the sum of the parts).
 """
@@ -41,7 +42,7 @@ class LinearModule(nn.Module):
     #: Whether the parts are gate and up of a gated MLP, for `LinearMethod.silu_mul`.
     gated: bool
 
-    #: Data that the method stores beside parameters.
+    #: Data that the method stores in addition to parameters.
     state: object
 
     #: LoRA adapters that the native kernels add to the output; other kernels ignore them.
@@ -89,8 +90,7 @@ class LinearMethod(ABC):
 
     @property
     def storage(self) -> "LinearMethod":
-        """The method that stores the weights; another method if this one only changes its
-        product."""
+        """The method that stores the weights: this one, or the one that it wraps."""
         return self
 
     def takes_quantized(self, index: int) -> bool:
@@ -135,10 +135,10 @@ class LinearMethod(ABC):
     def load_part(
         self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
     ) -> None:
-        """Take rows [first_row, first_row + R) of the tensor `parameter` of part `index`.
+        """Store rows [first_row, first_row + R) of the tensor `parameter` of part `index`.
 
-        Rows are valid only during the call, and have any floating dtype. Each row comes once, in
-        any order; several threads may load different rows at a time.
+        Rows are valid only during the call, and have any floating dtype. Each row is passed once,
+        in any order; several threads may load different rows at the same time.
         """
 
     def load_quantized(
@@ -186,9 +186,10 @@ class LinearMethod(ABC):
         return mix_experts(x, routing, compute)
 
     def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
-        """Share one weight between the linear, a head, and the embedding's `table` [O, I]. Called
-        after `create`. Returns the source from which the embedding reads rows instead of `table`;
-        None if `table` remains the shared weight, which is filled as the embedding's."""
+        """Share one weight between the linear, which is an output head, and the embedding's `table`
+        [O, I]. Called after `create`. Returns the source from which the embedding reads rows
+        instead of `table`; None if `table` remains the shared weight, which the embedding's slot
+        fills."""
         return None
 
 
@@ -209,8 +210,8 @@ class SampledMethod(LinearMethod):
 class CompensatedMethod(LinearMethod):
     """A method that may round weights so that errors cancel for typical inputs.
 
-    The linear is filled twice: first by plain rounding, so that the model can run and show inputs,
-    then with `use_feedback`.
+    The linear is filled twice: first by plain rounding, so that the model can run and its inputs
+    can be measured, then with `use_feedback`.
     """
 
     @abstractmethod
@@ -219,8 +220,8 @@ class CompensatedMethod(LinearMethod):
 
     @abstractmethod
     def use_feedback(self, linear: LinearModule, feedback: torch.Tensor) -> None:
-        """Round rows that are loaded later with `feedback`, until `finish` drops it. It is that of
-        `kernels.compensation.error_feedback`, on the device of the weights."""
+        """Round rows that are loaded later with `feedback`, until `finish` drops it. `feedback` is
+        a result of `kernels.compensation.error_feedback`, on the device of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +238,12 @@ class TritonLinears:
 class WeightFormat(ABC):
     """A way to store the weights of a model's linears, with a method for each kind of kernels.
 
-    torch's method defines the results of the others, and is used if there are no kernels.
+    The torch method defines the results of the other methods, and is used if there are no kernels.
     """
 
     def why_not(self, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why a model of this dtype can't be served in this format on this device, to complete
-        "quantization is 'name', but ..."; None if it can be served."""
+        """The reason why a model of this dtype can't be served in this format on this device, to
+        complete "quantization is 'name', but ..."; None if it can be served."""
         return None
 
     @abstractmethod

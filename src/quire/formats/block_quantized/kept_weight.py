@@ -1,6 +1,7 @@
 """The base of the methods that keep block-quantized weights in tensors: torch's and Triton's.
 
-A subclass has its own form of a weight. Called by `linear_methods` and `triton_method`.
+Each subclass defines the form in which it keeps a weight. Called by `linear_methods` and
+`triton_method`.
 
 Shapes: R rows, I input size, O output size.
 """

@@ -2,9 +2,9 @@
 
 Activations are rounded to int8, with a scale for each chunk of 32 inputs, whatever the size of the
 weights' groups. Chunks are small because a few channels of real models are a hundred times as large
-as others, which lose levels if they share a scale. torch's method defines the results of the
-kernels. For a row m of x, an output n, a chunk c and a group g, which holds whole chunks or is half
-of a chunk:
+as others, and channels that share a scale with them lose precision. The torch method below defines
+the results that all kernels must give. For a row m of x, an output n, a chunk c and a group g,
+which holds whole chunks or is half of a chunk:
 
     q[m, k]     = x[m, k] / scale[m, c], to the nearest         scale[m, c] = max |x[m, k]| / 127
     dot[m, n]   = sum over the smaller of c and g of (value(code[n, k]) - zero) * q[m, k]
@@ -16,9 +16,9 @@ Sums of integers are exact. out is fp32; each addition to it rounds once, in the
 chunks, or of the groups if these are smaller. If blocks have factors, scales and offsets are first
 multiplied by them, which is exact.
 
-If the codes' columns are in another order than the inputs, x is reordered first. Codes with one
-scale for each output and activations of eight bits (W8A8) are multiplied by `GivenInt8TorchMethod`,
-with one scale of x for each token.
+If the codes' columns are in another order than the inputs, x is reordered first. Checkpoints with
+int8 weights, one scale for each output and int8 activations (W8A8) use `GivenInt8TorchMethod`, with
+one scale of x for each token.
 
 Shapes: ... any leading dimensions, M rows of x, I input size, O output size, G groups, B blocks.
 """
@@ -54,8 +54,8 @@ CHUNK_INPUTS = 32
 
 
 class BlockQuantizedMethods:
-    """Chooses the method for a block format: the native kernels', Triton's, or torch's without
-    both."""
+    """Chooses the method for a block format: native if there are native kernels, else Triton or
+    torch."""
 
     def __init__(
         self, native: NativeKernels | None = None, triton: TritonLinears | None = None
@@ -84,7 +84,7 @@ class BlockQuantizedMethods:
 
 
 class BlockQuantizedTorchMethod(KeptWeightMethod):
-    """Keeps the fields of `UnpackedRows`, with one code in a byte, and multiplies them by torch."""
+    """Keeps the fields of `UnpackedRows`, with one code per byte, and multiplies them by torch."""
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         weight = self.empty(num_outputs, num_inputs, torch.device("meta"))

@@ -1,8 +1,8 @@
 """Keeps block-quantized weights as codes in the layouts of the native CPU kernels.
 
 `kernels.cpu.block_quantized` describes the layouts and packs weights. If the processor has fused
-multiply-adds, products are bit-identical to those that `linear_methods`
-defines. Called by `linear_methods`.
+multiply-adds, products are bit-identical to those defined by `linear_methods`. Called by
+`linear_methods`.
 """
 
 import ctypes
@@ -87,8 +87,7 @@ class NativeBlockQuantizedMethod(PackedMethod):
         weights.pack_codes(codes.codes, *self._numbers(codes), codes.factors, start)
 
     def _numbers(self, codes: UnpackedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scales of the form's groups, and their zeros or offsets, or None if there are
-        neither."""
+        """(scales of the form's groups, their zeros or offsets; None if there are neither)."""
         scales, seconds = codes.scales, codes.offsets
         if codes.zeros is not None:
             seconds = codes.zeros.to(self._form.scale_dtype)

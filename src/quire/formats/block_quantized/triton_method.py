@@ -31,10 +31,12 @@ from quire.kernels.activations import Gating
 from quire.kernels.routing import Routing
 
 _MOST_ROWS = 128
-"""Above, numbers are multiplied: an estimate of where they are faster."""
+"""The most rows of x that are multiplied by codes. For more rows, it is probably faster to
+dequantize the weight first; this was not measured."""
 
 _WHOLE_ROW_GROUP = 128
-"""Of a row that shares a scale, which is laid out as groups that have the same one."""
+"""The group size for formats with one scale per row: a row is stored as groups with equal
+scales."""
 
 _PIECE_BYTES = 32 << 20
 """Size of the part of a weight that is dequantized at a time, which should fit in the L2 cache."""
@@ -91,8 +93,8 @@ def _packed(layout: Any, codes: UnpackedRows) -> tuple[torch.Tensor, torch.Tenso
     block_format, levels = codes.block_format, codes.codes
     scales, zeros, offsets = codes.scales, codes.zeros, codes.offsets
     if layout.width == 8:
-        # Codes become signed: minus their common zero or, if groups have zeros, minus 128 like the
-        # zeros.
+        # Codes become signed by subtracting their common zero. If groups have zeros, 128 is
+        # subtracted from codes and zeros.
         levels = _signed(levels, 128 if block_format.has_zeros else block_format.zero)
         zeros = None if zeros is None else _signed(zeros, 128)
     elif zeros is not None:
@@ -100,8 +102,8 @@ def _packed(layout: Any, codes: UnpackedRows) -> tuple[torch.Tensor, torch.Tenso
     if offsets is not None and block_format.block_size:
         if int(offsets.max()) > 127:
             raise ValueError(
-                f"{block_format.name} has an offset of {int(offsets.max())}, but at most 127 is"
-                " served"
+                f"{block_format.name} has an offset of {int(offsets.max())}, but the"
+                " largest supported offset is 127"
             )
         offsets = offsets.view(torch.int8)
     if not block_format.group_size:
@@ -203,7 +205,7 @@ class TritonBlockQuantizedMethod(KeptWeightMethod):
 
     @property
     def groups_experts(self) -> bool:
-        """False if the block format has an input order, since each expert may have another one."""
+        """False if the block format has an input order, since experts may have different ones."""
         return self._block_format.input_order is None
 
     def takes_experts_with(self, down: LinearMethod) -> bool:

@@ -5,10 +5,10 @@ A weight w of output n and input k, where k is in the group g of inputs, is one 
     scale[n, g] * (value(c[n, k]) - zero)             zero: one number, or zeros[n, g]
     scale[n, g] * value(c[n, k]) - offset[n, g]
 
-where c is a code, not below 0, and value(c) is c itself or an entry of a table of sixteen. Scales
-and offsets are either 16-bit floats, or integers that are multiplied by factors, which the groups
-of a block share ("super-blocks" in llama.cpp's k-quants). Readers in `models.checkpoints` make the
-codes, and `formats.block_quantized.linear_methods` multiplies them. Knows no files and no linears.
+where c is a non-negative code, and value(c) is c itself or the entry of a table with 16 entries.
+Scales and offsets are either 16-bit floats, or integers that are multiplied by factors, which the
+groups of a block share ("super-blocks" in llama.cpp's k-quants). Readers in `models.checkpoints`
+create these weights from files, and `formats.block_quantized.linear_methods` multiplies them.
 
 Shapes: R rows (outputs), I inputs, G groups, B blocks.
 """
@@ -23,7 +23,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, repr=False)
 class InputOrder:
-    """An order of columns that differs from that of the inputs, as in GPTQ's act-order."""
+    """An order of columns that differs from the order of the inputs, as in GPTQ's act-order."""
 
     #: The input of each column, a permutation, as bytes of int32 in the machine's byte order.
     content: bytes
@@ -83,14 +83,14 @@ class BlockFormat:
 
     @property
     def is_int8(self) -> bool:
-        """Whether these are int8 levels (code - 128) with one fp32 scale for each output, to be
-        multiplied by int8 activations."""
+        """Whether weights are int8 levels (code - 128) with one fp32 scale for each output, for
+        products with int8 activations."""
         return self == BlockFormat(self.name, 8, 0, zero=128, scale_dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class CodeWords:
-    """Codes of rows, several packed in an int32 word, as GPTQ and AWQ store them."""
+    """Codes of rows, with several codes in each int32 word, as GPTQ and AWQ store them."""
 
     #: [A, B] int32. `order` says how rows and inputs are packed.
     words: torch.Tensor
@@ -98,7 +98,7 @@ class CodeWords:
     #: Number of bits of a code.
     width: int
 
-    #: The object holds rows [first, first + count) of those in the words.
+    #: The object has only rows [first, first + count) of the rows in `words`.
     first: int
     count: int
 
@@ -135,7 +135,7 @@ def unpack_inputs(words: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class BlockQuantizedRows(ABC):
-    """Rows of a block-quantized tensor, which are valid as long as the source that lends them."""
+    """Rows of a block-quantized tensor, valid only while the checkpoint that they view is open."""
 
     @property
     @abstractmethod
@@ -153,13 +153,13 @@ class BlockQuantizedRows(ABC):
 
     @property
     def blocks(self) -> tuple[str, torch.Tensor] | None:
-        """GGUF's name of the type, and the rows' bytes [R, bytes] uint8 as stored, which kernels
-        may read directly; None if they must be unpacked."""
+        """(GGUF's type name, the rows' bytes [R, bytes] uint8 as stored), which kernels may read
+        directly. None if the rows must be unpacked."""
         return None
 
     @abstractmethod
     def unpacked(self) -> "UnpackedRows":
-        """The rows with one code in a byte."""
+        """The rows with one code per byte."""
 
     def numbers(self) -> torch.Tensor:
         """Dequantize to [R, I] fp32, as the file's format defines."""
@@ -183,7 +183,7 @@ class BlockQuantizedRows(ABC):
 
 @dataclass(frozen=True, slots=True)
 class UnpackedRows(BlockQuantizedRows):
-    """Block-quantized rows in memory, with one code in a byte."""
+    """Block-quantized rows in memory, with one code per byte."""
 
     # Without `field()`, the inherited property would be the default.
     block_format: BlockFormat = field()
