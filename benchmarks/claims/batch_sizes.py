@@ -77,11 +77,11 @@ def study_batches(setting: Setting) -> StudyResult:
     static = _serve(requests, arrivals_s, load, budget, STATIC_WIDTH)
     claim = _claim(trace, ours, static)
     notes = (
-        f"{len(requests)} requests of the memory lines' lengths on their virtual clock; they come"
-        f" at {', '.join(f'{rate:g}' for rate in trace.rates)} a second, {trace.phase_s:g} s each."
-        f" The baseline forms a batch of those that wait, at most {STATIC_WIDTH}, and the next one"
-        " when its last request has ended; finished rows cost it nothing. In the middle more comes"
-        " than it can carry, and its queue and latency grow. The line holds if the"
+        f"{len(requests)} requests of the memory lines' lengths come on their virtual clock, at"
+        f" {', '.join(f'{rate:g}' for rate in trace.rates)} a second, {trace.phase_s:g} s each."
+        f" The baseline forms a batch of at most {STATIC_WIDTH} waiting requests, and the next one"
+        " when its last request has ended; finished rows cost it nothing. In the middle phase more"
+        " requests come than it can carry, and its queue and latency grow. The line holds if the"
         " mean batch of a phase (without its first third) grows whenever the load grows, and"
         " shrinks whenever it shrinks.",
     )

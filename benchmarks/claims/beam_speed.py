@@ -274,15 +274,16 @@ def _beside_hf(spec: SearchLoad, shared: Search, hf: HfSearch) -> Claim:
 
 def _note(setting: Setting, spec: SearchLoad) -> str:
     return (
-        f"{spec.load.num_prompts} requests of real text, all there at once, {spec.width} beams"
-        f" each, on {setting.model or 'the embedded model'} in {DTYPE}; lengths and"
-        f" {spec.budget.num_slots:,} KV slots are the memory lines'. Rates count the tokens of one"
-        " beam a search, while requests wait. Both engines find the same tokens: they differ in"
-        " that one copies all blocks that a fork would share, not a partly filled one alone, and"
-        " has room for fewer searches. A step is timed on the virtual clock as OPT-13B's on an"
-        " A100, each beam reading its whole context, a copy as a read and a write; and by the"
-        " processor time of one thread, all in turns. transformers' batches are as wide as the"
-        " same number of slots has room for, padded, and end with their longest output. It loses"
-        " by narrow batches and by work for each step that does not depend on the model's size, so"
-        " that it loses less with a larger model (`--model`)."
+        f"The load is {spec.load.num_prompts} requests of real text, all there at once, with"
+        f" {spec.width} beams each, on {setting.model or 'the embedded model'} in {DTYPE}. Lengths"
+        f" and {spec.budget.num_slots:,} KV slots are the memory lines'. Rates count the tokens of"
+        " one beam a search, while requests wait. Both engines find the same tokens. They differ"
+        " in one way: the baseline copies all blocks that a fork would share, not a partly filled"
+        " one alone, and so has room for fewer searches. Steps are timed on the virtual clock as"
+        " OPT-13B's on an A100; each beam reads its whole context, and a copy is a read and a"
+        " write. They are also timed by the processor time of one thread, all in turns. The"
+        " batches of transformers are as wide as the same number of slots has room for, padded,"
+        " and end with their longest output. It loses by narrow batches, and by work for each step"
+        " that does not depend on the model's size, so it loses less with a larger model"
+        " (`--model`)."
     )

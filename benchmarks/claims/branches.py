@@ -28,13 +28,13 @@ def study_branches(setting: Setting) -> StudyResult:
     )
     found = list(share(spec))
     notes = (
-        f"Prompts of {shape.input_mean} and outputs of {shape.output_mean} tokens on average, no"
-        " other load. Blocks are counted at each step: those held, and those that the same tables"
-        " would hold without sharing. What parallel samples share follows from the lengths alone:"
-        " 600 simulated requests. Beams live by a model's probabilities:"
-        f" {spec.num_prompts} requests of real text on"
-        f" {setting.model or 'the embedded model'}. A line holds if every width saves at least nine"
-        " tenths of what was published for it: lengths and models differ.",
+        f"Prompts have {shape.input_mean} and outputs {shape.output_mean} tokens on average,"
+        " without other load. At each step two numbers of blocks are counted: those held, and"
+        " those that the same tables would hold without sharing. The savings of parallel samples"
+        " follow from the lengths alone, over 600 simulated requests. The lives of beams depend"
+        f" on a model's probabilities: these are {spec.num_prompts} requests of real text on"
+        f" {setting.model or 'the embedded model'}. A line holds if every width saves at least"
+        " nine tenths of the published figure, since lengths and models differ.",
     )
     claims = tuple(_claim(kind, [case for case in found if case.kind == kind]) for kind in NAMES)
     return StudyResult("Branches share memory", claims, notes)

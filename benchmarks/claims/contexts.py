@@ -110,19 +110,19 @@ def study_contexts(setting: Setting) -> StudyResult:
 
 def _notes(shape: DecodeShape, weight_bytes: int, token_bytes: int) -> tuple[str, ...]:
     return (
-        f"A Llama with random weights ({shape.num_layers} layers, hidden size"
-        f" {shape.hidden_size}, {shape.num_heads} heads, as many for K and V;"
-        f" {weight_bytes / 1e6:.0f} MB in bfloat16, {token_bytes / 1024:g} KiB of K and V a"
-        " token), one sequence, on this machine's kernels, in wall time. Each context has"
-        f" {shape.num_rounds} turns of {shape.num_tokens} tokens, in rounds over all contexts; a"
+        f"The model is a Llama with random weights: {shape.num_layers} layers, hidden size"
+        f" {shape.hidden_size}, {shape.num_heads} heads, as many for K and V. It has"
+        f" {weight_bytes / 1e6:.0f} MB in bfloat16, and {token_bytes / 1024:g} KiB of K and V a"
+        " token. One sequence runs on this machine's kernels, in wall time. Each context has"
+        f" {shape.num_rounds} turns of {shape.num_tokens} tokens, in rounds over all contexts. A"
         " p99 and a median are those of the turn that other processes disturbed least.",
-        "A step must read the weights, and K and V of all tokens, once: the line holds if the p99"
-        " grows no more than these bytes. A plain read of as many bytes by all cores, in the same"
-        " turns, stands beside it. Its median, and the steps' own, may grow faster than the bytes,"
-        " since the processor's caches hold more of a short context.",
-        f"Scattered pages are compared with adjacent ones at {shape.compared_context:,} tokens:"
-        " the same kernels and the same prompt in an engine whose memory reserves one run of blocks"
-        " for the longest length. The two take turns; medians as above.",
+        "A step must read the weights, and K and V of all tokens, once. The line holds if the p99"
+        " grows no more than these bytes. Beside it is a plain read of as many bytes by all"
+        " cores, in the same turns. Its median, and the steps' own, may grow faster than the"
+        " bytes, since the processor's caches hold more of a short context.",
+        f"Scattered pages are compared with adjacent ones at {shape.compared_context:,} tokens."
+        " The kernels and the prompt are the same; the other engine's memory reserves one run of"
+        " blocks for the longest length. The two take turns, and medians are as above.",
     )
 
 

@@ -69,16 +69,17 @@ def study_memory(setting: Setting) -> StudyResult:
             _int8_requests(setting),
         ),
         (
-            f"{load.num_prompts} requests at {load.requests_per_s:g}/s, prompts of"
-            f" {load.input_mean} and outputs of {load.output_mean} tokens on average,"
-            f" {budget.num_slots:,} KV slots, on a virtual clock whose steps cost what OPT-13B's"
-            " would on an A100 (`python -m benchmarks.memory` describes it). Averages are over the"
-            " time in which requests wait. Contiguous runs are placed by the buddy system where"
-            " they are compared with the paper, by first fit, which wastes less, everywhere else.",
+            f"The load is {load.num_prompts} requests at {load.requests_per_s:g}/s, with prompts"
+            f" of {load.input_mean} and outputs of {load.output_mean} tokens on average, over"
+            f" {budget.num_slots:,} KV slots. It runs on a virtual clock whose steps take the time"
+            " of OPT-13B on an A100 (`python -m benchmarks.memory` describes it). Averages are"
+            " over the time in which requests wait. In comparisons with the paper, contiguous"
+            " runs are placed by the buddy system; everywhere else by first fit, which wastes"
+            " less.",
             "The int8 line compares equal bytes: an engine with the embedded model says how many"
             f" bytes a page takes in either format. Its requests come at {CROWDED_RATE:g}/s, so"
-            " that they wait for memory in both; a step reads fewer bytes of context by the same"
-            f" factor. It holds from {TWICE} times on.",
+            " that they wait for memory in both formats. A step reads fewer bytes of context by"
+            f" the same factor. The line holds from {TWICE} times on.",
         ),
     )
 
@@ -174,9 +175,9 @@ def study_latency(setting: Setting) -> StudyResult:
             found[contender].append(simulate(contender[0], load, budget, contender[1], COST))
     claim, notes = _less_latency(rates, found)
     notes = (
-        "Latency is what the paper's figure 12 shows: the time from a request's arrival to its end"
-        " by its output's length, in seconds a token; here its 99th percentile over 300 requests."
-        " The load and the clock are those of the memory lines.",
+        "Latency is what the paper's figure 12 shows: the time from a request's arrival to its"
+        " end, divided by its output's length, in seconds a token. Here it is the 99th percentile"
+        " over 300 requests. The load and the clock are those of the memory lines.",
         *notes,
     )
     return StudyResult("Latency at equal load", (claim,), notes, (_latency_picture(rates, found),))
@@ -208,10 +209,10 @@ def _less_latency(
         f"{COMMAND} latency",
     )
     return claim, (
-        "Each baseline is compared at the highest of the tried loads with which it keeps up (all"
-        f" requests are done at most {KEEPS_UP - 1:.0%} later than with pages): {others}. At lower"
-        " loads no request waits for memory and all are equal; at higher ones the baseline's queue"
-        " grows without bound, and so does its latency.",
+        "Each baseline is compared at the highest of the tried loads with which it keeps up: all"
+        f" requests are done at most {KEEPS_UP - 1:.0%} later than with pages. The figures are:"
+        f" {others}. At lower loads no request waits for memory, and all are equal. At higher"
+        " loads the baseline's queue grows without bound, and so does its latency.",
     )
 
 

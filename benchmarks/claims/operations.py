@@ -143,20 +143,20 @@ def study_fragmentation(setting: Setting) -> StudyResult:
     }
     over_levels = {name: _deviation(list(found.values())) for name, found in medians.items()}
     notes = (
-        f"A memory of {sizes.num_blocks:,} blocks, half of them held. An operation is a sequence"
-        f" of {RUN_BLOCKS} blocks that goes and one that comes, by the calls that the scheduler"
-        " makes. A level of 99% means that 99% of the free blocks lie in holes of one block: the"
-        " unusable free space index, as Linux counts it, for these sequences. Medians"
+        f"The memory has {sizes.num_blocks:,} blocks, half of them held. In an operation, a"
+        f" sequence of {RUN_BLOCKS} blocks leaves and another enters, by the calls that the"
+        " scheduler makes. A level of 99% means that 99% of the free blocks lie in holes of one"
+        " block: it is Linux's unusable free space index for these sequences. Figures are medians"
         f" of {sizes.num_rounds} batches of {sizes.num_operations:,} operations (first fit: a"
         " tenth) by processor time, the levels in turns.",
         "First fit steps over every hole that is too short. The buddy system finds its place at"
-        " once, but rounds runs up, and neither can use the short holes at all: where no hole is"
-        " long enough they wait, or move what is there, which is not part of these times.",
-        f"{NUM_LIVE_RUNS} sequences come and go in each memory, as many as the adjacent blocks"
+        " once, but rounds runs up. Neither can use the short holes: where no hole is long"
+        " enough, they wait or move other sequences, which these times leave out.",
+        f"In each memory {NUM_LIVE_RUNS} sequences come and go, as many as the adjacent blocks"
         " take at the highest level. The second line has as many as fill all free blocks, which"
-        " pages alone can use. They touch all of the pool's arrays, and where ids are no longer in"
-        " order the processor's caches miss more often: that, and no search, is what is left of"
-        " fragmentation.",
+        " only pages can use. They touch all of the pool's arrays, and where ids are out of order"
+        " the processor's caches miss more often. These misses, and no search, are the remaining"
+        " cost of fragmentation.",
     )
     claims = (
         _steady(PAGES, "", batches, medians, over_levels),
@@ -254,11 +254,11 @@ def study_lookups(setting: Setting) -> StudyResult:
         f"{COMMAND} lookups",
     )
     notes = (
-        f"Random positions in tables of blocks that lie anywhere, medians of {num_rounds} batches"
-        f" of {NUM_LOOKUPS:,} look-ups by processor time, one by one from Python, whose loop is"
-        " most of it; the kernels do the same arithmetic in C++ or on the GPU. What grows"
-        " with the context is how often the processor's nearest cache misses the table. The line"
-        " holds if every figure is below a microsecond.",
+        "Random positions are looked up in tables of blocks that lie anywhere. Figures are"
+        f" medians of {num_rounds} batches of {NUM_LOOKUPS:,} look-ups by processor time, one by"
+        " one from Python, whose loop takes most of it. The kernels do the same arithmetic in C++"
+        " or on the GPU. With longer contexts the processor's nearest cache misses the table more"
+        " often. The line holds if every figure is below a microsecond.",
     )
     return StudyResult("Look-ups", (claim,), notes)
 

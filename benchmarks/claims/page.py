@@ -65,12 +65,11 @@ def make_page(
         "",
         "Each line is a promise that the literature makes of paged KV memory, with our figure and a"
         " baseline of the same run. `python -m benchmarks.claims --markdown FILE --pictures FOLDER`"
-        f" measures it all and writes this page; this one was written on {processor()}, and figures"
-        " in wall or processor time are that machine's. Virtual clocks give the same figures"
-        " anywhere."
+        f" measures all lines and writes this page. It was written on {processor()}, and figures in"
+        " wall or processor time are that machine's. Virtual clocks give the same figures anywhere."
         f" {noise_line(noise)}",
         "",
-        f"**{num_held} of {len(claims)} hold.** The ratio is our figure by the baseline's.",
+        f"**{num_held} of {len(claims)} hold.** The ratio is our figure divided by the baseline's.",
         "",
     ]
     if setting.is_quick:

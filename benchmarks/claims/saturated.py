@@ -302,26 +302,25 @@ def _notes(
     setting: Setting, load: MemoryLoad, real_load: MemoryLoad, budget: Budget
 ) -> tuple[str, ...]:
     return (
-        f"The memory lines' lengths and their {budget.num_slots:,} KV slots for all, with all"
-        f" requests there at once: {load.num_prompts} on the virtual clock of OPT-13B on an A100,"
-        f" {real_load.num_prompts} on {_name(setting)} on this processor."
-        " Continuous batches are measured while requests wait, after a tenth has ended. Static"
-        " batches are formed in order of arrival, as wide as reserved memory has room for, and run"
-        " until their longest output is done; prompts are not padded and rows that have ended cost"
-        " nothing, which is kinder than usual. All run on the same engine and kernels.",
-        "A verdict is by the reservation of the longest length, which systems without paging had to"
-        " make: output lengths are not known in advance. The ratio beside reservations of the true"
-        " length stands with them, and decides nothing.",
-        "On this processor, time is processor time of one computing thread, and the engines take"
-        f" turns of {TURN_S:g} s until pages are done, so that what slows the machine slows all. A"
-        " step of the virtual"
-        " clock has a large part that does not depend on the batch, the reading of the weights: a"
-        " batch five times as wide costs little more. A core computes so much slower than it reads"
-        " that a wider batch soon takes as much longer as it has more rows, so that more room"
-        " brings little throughput there.",
+        f"The lengths and the {budget.num_slots:,} KV slots are those of the memory lines, and all"
+        f" requests are there at once: {load.num_prompts} on the virtual clock of OPT-13B on an"
+        f" A100, {real_load.num_prompts} on {_name(setting)} on this processor. Continuous batches"
+        " are measured while requests wait, after a tenth has ended. Static batches are formed in"
+        " order of arrival, as wide as reserved memory has room for, and run until their longest"
+        " output is done. Their prompts are not padded and ended rows cost nothing, which favours"
+        " them. All run on the same engine and kernels.",
+        "The verdict compares with the reservation of the longest length, which systems without"
+        " paging had to make: output lengths are not known in advance. The ratio to reservations"
+        " of the true length is printed too, but decides nothing.",
+        "On this processor, time is processor time of one computing thread. The engines take"
+        f" turns of {TURN_S:g} s until pages are done, so that what slows the machine slows all."
+        " On the virtual clock a large part of a step does not depend on the batch, the reading"
+        " of the weights, so a batch five times as wide costs little more. A core computes much"
+        " slower than it reads. There a wider batch soon takes longer in proportion to its rows,"
+        " so that more room brings little throughput.",
         "How much of the memory is in use depends on the load. At low rates no request waits, and"
-        f" there is memory to spare. Of short requests (prompts of {SHORT.input_mean} and outputs"
-        f" of {SHORT.output_mean} tokens on average, {_short(load).num_prompts} at once), partly"
-        " filled last blocks are a larger share, and admission keeps more free for growth. Held are"
-        " also the slots that are reserved or not filled yet.",
+        f" there is memory to spare. With short requests (prompts of {SHORT.input_mean} and"
+        f" outputs of {SHORT.output_mean} tokens on average, {_short(load).num_prompts} at once),"
+        " partly filled last blocks are a larger share, and admission keeps more memory free for"
+        " growth. The held slots include those that are reserved or not filled yet.",
     )
