@@ -40,7 +40,7 @@ def parse_objectives(text: str) -> Objectives:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest v of `values` such that at least `share` of them are <= v; nan without values."""
+    """The smallest v of `values` with at least `share` of them <= v; nan without values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]
