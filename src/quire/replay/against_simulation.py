@@ -52,7 +52,7 @@ class _OpenReplay:
     output: list[int]
     #: The time of the first answer's latest token, in seconds of the virtual clock.
     last_s: float = 0.0
-    #: The time at which the client disconnects; None if that does not depend on the time.
+    #: The time at which the client disconnects; None if it does not disconnect at a fixed time.
     leaves_s: float | None = None
     #: Number of tokens of the first answer after which the client disconnects; None if it stays.
     leaves_after: int | None = None
@@ -77,8 +77,8 @@ def replay_in_simulation(
     """Replay the whole trace. Equal arguments give equal figures.
 
     `bounds` are the largest steps that were measured for the costs; None if there are no bounds. A
-    request is refused if more than max_queued_requests answers would be unfinished with it, as the
-    server's option of this name does.
+    request is refused if it would raise the number of unfinished answers above max_queued_requests,
+    as in the server.
     """
     model = ModelBounds(_VOCABULARY, shape.max_model_len)
     script = ReplayScript(trace, model, is_closed=is_closed)

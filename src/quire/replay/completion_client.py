@@ -63,8 +63,8 @@ class StreamedAnswer:
     code: str | None = None
     #: Tokens of the first choice; empty if the server does not send token ids.
     token_ids: list[int] = field(default_factory=list)
-    #: For each event with tokens of the first choice: its `time.perf_counter` in seconds, and its
-    #: number of these tokens.
+    #: (seconds by `time.perf_counter`, number of tokens) of each event with tokens of the first
+    #: choice.
     times_s: list[tuple[float, int]] = field(default_factory=list)
     usage: Mapping[str, Any] | None = None
 

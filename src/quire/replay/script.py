@@ -23,7 +23,7 @@ from quire.traces.trace import Trace, TraceRequest
 #: The reasons for which a request of the trace is not sent.
 TOO_LONG, EMPTY, REFUSED = "longer than max_model_len", "without a token", "refused when recorded"
 
-#: In place of the last block's id if a prompt has no full block.
+#: Used in place of a block id for a prompt without full blocks.
 _NO_BLOCK = -1
 
 

@@ -14,7 +14,8 @@ from quire.traces.trace import Trace, TraceRequest
 #: are smaller.
 _REST = 1 << 62
 
-#: The first block of a prompt has no block before it; this number + tenant is the key in its place.
+#: A prompt's first block has no previous block; in place of that block's key it uses this number +
+#: tenant.
 _FIRST = 1 << 61
 
 
