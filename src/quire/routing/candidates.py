@@ -30,8 +30,8 @@ class RoutedRequest:
 
 
 class Candidates:
-    """At least one replica that accepts requests, and how much of the request's prompt each replica
-    has cached.
+    """All replicas that accept requests, and how much of one request's prompt each of them has
+    cached. There is at least one replica.
 
     In a mask, bit i stands for the replica with index i.
     """
@@ -127,7 +127,7 @@ class Candidates:
         return self._fleet.delays.least(mask, below_s)
 
     def expected_delay_s(self, replica: Replica) -> float:
-        """The seconds that `least` compares, with the same rounding."""
+        """The replica's expected delay in seconds, rounded as in `least`."""
         return self._fleet.delays.seconds(replica.index)
 
     def replica(self, index: int) -> Replica:

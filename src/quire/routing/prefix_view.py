@@ -19,7 +19,8 @@ from itertools import compress, pairwise
 
 PER_OCTAVE = 8
 LEAST_PLACEMENTS = 64
-"""Stale placements of a replica are not removed before it has this many placements."""
+"""A placement records a prompt that was placed on a replica. Stale ones are not removed before the
+replica has this many."""
 
 
 class KeptPositions:

@@ -2,8 +2,9 @@
 
 The router tracks the load and the cached prefixes of each replica. A policy chooses the replica.
 
-    add_replica, remove_replica, set_accepting, forget_prefixes when replicas change set_slowness
-    after new measurements place -> on_first_token -> on_end for each request
+    add_replica, remove_replica, set_accepting, forget_prefixes    when replicas change
+    set_slowness                                                   after new measurements
+    place -> on_first_token -> on_end                              for each request
 
 It does no I/O: an API server calls it when it sends a request, gets a first token, or sees a
 request end. Each of several API servers has its own router, which knows only the requests that this

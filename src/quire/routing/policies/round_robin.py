@@ -6,8 +6,8 @@ from quire.routing.replica import Replica
 
 
 class RoundRobin(RoutingPolicy):
-    """Chooses the replica with the next higher index than the last choice, or the first after the
-    last one."""
+    """Chooses the replica with the lowest index above that of the last choice; if there is none,
+    the replica with the lowest index."""
 
     def __init__(self) -> None:
         self._last = -1
