@@ -151,8 +151,8 @@ def read_description(folder: Path, name: str) -> Fingerprint | None:
 
 
 def nearest_description(folder: CacheFolder, fingerprint: Fingerprint) -> Fingerprint | None:
-    """Of the folder's namespaces that this engine does not use, the description with the fewest
-    differences from `fingerprint`; None if there is none. Raises OSError."""
+    """The description that differs least from `fingerprint`, among the folder's namespaces that
+    this engine does not use; None if there is no description. Raises OSError."""
     names = {path.name for path in folder.path.iterdir() if path.is_dir()} - _own_names(folder)
     found = [read_description(folder.path, name) for name in sorted(names) if is_namespace(name)]
     others = [each for each in found if each is not None and each.digest != fingerprint.digest]

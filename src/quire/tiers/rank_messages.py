@@ -17,9 +17,9 @@ from quire.ipc import decoder, receive
 
 
 class RankPages(msgspec.Struct, tag="pages", array_like=True, frozen=True):
-    """The first message to rank 0: the rank's engine parts are built."""
+    """The rank's first message to rank 0, which describes the rank's pages (KV blocks)."""
 
-    #: The fingerprint of its pages, as `Fingerprint.to_json`.
+    #: The fingerprint of the rank's pages, written by `Fingerprint.to_json`.
     description: bytes
 
 

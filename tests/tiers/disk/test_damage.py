@@ -315,4 +315,4 @@ def test_bytes_behind_a_damaged_header_are_logged(
         opened_file.seek(DESCRIPTOR_BYTES)
         opened_file.write(b"\0")
     Opened(tmp_path, files=FaultyFiles()).close(seals=False)
-    assert f"its last {size - DESCRIPTOR_BYTES} of {size} bytes are not found" in caplog.text
+    assert f"the last {size - DESCRIPTOR_BYTES} of {size} bytes are unreadable" in caplog.text

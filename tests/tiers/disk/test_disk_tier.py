@@ -324,7 +324,7 @@ def test_the_bytes_of_a_day_bound_what_is_written(
     world.clock.now_s += DAY_S / 30 + 1
     assert world.tier.takes_stores
     assert world.wait(world.store([10])) == [True]
-    assert len([entry for entry in caplog.records if "bytes a day" in entry.message]) == 1
+    assert len([entry for entry in caplog.records if "daily limit" in entry.message]) == 1
     world.tier.close()
 
 

@@ -297,8 +297,8 @@ def _warn_of_others(path: Path, files: Files) -> None:
 
 
 def _close(files: Files, descriptor: int) -> None:
-    """Close a descriptor if it is not -1. Errors are ignored, because an earlier error is reported
-    or nothing was written."""
+    """Close a descriptor if it is not -1. Ignores errors: the caller reports an earlier error, or
+    has only read the file."""
     if descriptor >= 0:
         with suppress(OSError):
             files.close(descriptor)

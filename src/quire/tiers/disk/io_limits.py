@@ -246,7 +246,7 @@ class IoPace:
             with self._lock:
                 now_s = time.monotonic()
                 if not self.is_beside_steps:
-                    self._free_at_s = now_s  # no step was disturbed so far
+                    self._free_at_s = now_s  # operations so far have disturbed no step
                 free_at_s = min(self._free_at_s, until_s)
                 if free_at_s <= now_s:
                     expected_s = self._expected_s

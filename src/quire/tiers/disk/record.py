@@ -2,13 +2,14 @@
 
     header, 128 bytes | tokens, of a tail only | payload
 
-A tail is a partly filled block. Tokens and payload are each padded with zeros to a multiple of 64
-bytes, a cache line. Files are read through the page cache, which needs no larger alignment. Padding
-to 4 KiB would store a block of 24 KiB in 28 KiB.
+A content is what a block holds for one KV group; a tail is the content of a partly filled block.
+Tokens and payload are each padded with zeros to a multiple of 64 bytes, a cache line. Files are
+read through the page cache, which needs no larger alignment. Padding to 4 KiB would store a block
+of 24 KiB in 28 KiB.
 
 The header contains the payload's checksum (xxh3, 128 bits) and a checksum of the header and the
-tokens. The latter is seeded with the namespace, so a record of another model is never accepted. A
-segment's footer repeats the headers' content as `Record`s.
+tokens. The second checksum is seeded with the namespace, so a record of another model is never
+accepted. A segment's footer repeats the headers' content as `Record`s.
 """
 
 import struct

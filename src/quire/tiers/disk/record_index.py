@@ -145,7 +145,7 @@ class RecordIndex:
             self._hits.clear()
 
     def count_hits(self, keys: Sequence[Key]) -> None:
-        """Count one load of each of these contents."""
+        """Add 1 to the number of loads of each key."""
         with self._lock:
             hits, places = self._hits, self._places
             for key in keys:

@@ -60,7 +60,7 @@ class ReadResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Sealed:
-    """A segment to which nothing more is appended."""
+    """A segment that is closed for appending."""
 
     num_bytes: int
     #: The keys of its records.
