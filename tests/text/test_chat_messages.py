@@ -193,9 +193,9 @@ def test_labels_of_text_parts_are_left_out_by_name() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"role": "assistant", "content": "a", "prefix": True}, "continue_final_message says so"),
+        ({"role": "assistant", "content": "a", "prefix": True}, "set continue_final_message"),
         ({"role": "user", "content": "a", "documents": [{"text": "b"}]}, "put their text into"),
-        ({"role": "assistant", "content": None, "parts": PARTS}, "content has the parts"),
+        ({"role": "assistant", "content": None, "parts": PARTS}, "put the parts of a message"),
         ({"role": "assistant", "content": "a", "tool_call": [CALL]}, "did you mean tool_calls"),
         ({"role": "user", "content": "", "contents": "a"}, "did you mean content"),
         ({"role": "tool", "content": "a", "call_id": "1"}, "did you mean tool_call_id"),
@@ -216,7 +216,7 @@ def test_labels_are_refused_without_a_list_for_ignored_fields() -> None:
 
 def test_labels_have_a_bound() -> None:
     many = [HI | {f"label{at}-{n}": 1 for n in range(50)} for at in range(3)]
-    with pytest.raises(InvalidRequestError, match="fields of more than 100 names"):
+    with pytest.raises(InvalidRequestError, match="more than 100 different fields"):
         without_labels(many, never, {})
 
 

@@ -107,7 +107,7 @@ def test_nested_sequence_is_understood() -> None:
 
 
 def test_vocabulary_without_any_text_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="stands for any text"):
+    with pytest.raises(CheckpointError, match="has any text"):
         TokenBytes(make_plain(decoders.Replace(Regex(".*"), "")))
 
 

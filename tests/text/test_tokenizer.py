@@ -172,7 +172,7 @@ def test_decode_ignores_ids_beyond_the_vocabulary(byte_level: Tokenizer) -> None
     the = byte_level.encode("the")
     assert byte_level.decode([*the, byte_level.vocab_size + 7]) == "the"
     assert byte_level.token_bytes(byte_level.vocab_size + 7) == b""
-    with pytest.raises(InvalidRequestError, match="-1 is no token id"):
+    with pytest.raises(InvalidRequestError, match="-1 is not a token id"):
         byte_level.decode([*the, -1])
 
 

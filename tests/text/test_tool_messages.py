@@ -82,6 +82,6 @@ def test_the_arguments_of_a_call_have_a_bound(form: Any) -> None:
         return [{"type": "function", "function": function}]
 
     check_tool_calls(calls(MAX_CALL_VALUES - 2), "messages[1]")
-    sentence = r"messages\[1\].tool_calls\[0\] has arguments with more values, .* than the bound of"
+    sentence = r"messages\[1\].tool_calls\[0\] has arguments with more values, .* than the limit of"
     with pytest.raises(InvalidRequestError, match=sentence):
         check_tool_calls(calls(MAX_CALL_VALUES + 1), "messages[1]")

@@ -1,4 +1,4 @@
-"""Encodes chat messages to the token ids of a prompt.
+"""Converts chat messages to the token ids of a prompt.
 
 Renders the messages with the chat template and encodes the text with the tokenizer. Called by the
 server's chat APIs and by the offline API.
@@ -16,9 +16,9 @@ class EncodedChat(NamedTuple):
     """The prompt of a chat."""
 
     token_ids: list[int]
-    #: The part of the assistant's next message that the prompt already contains.
+    #: The text of the assistant's next message that the prompt already contains.
     beginning: str = ""
-    #: Names of the message fields that were dropped because the template does not read them.
+    #: Names of message fields that were dropped because the template does not read them.
     left_out: Collection[str] = ()
 
 
@@ -33,14 +33,14 @@ def encode_chat(
     finds_beginning: bool = False,
     **options: Any,
 ) -> EncodedChat:
-    """`messages` rendered by the template and encoded. Raises InvalidRequestError.
+    """Render `messages` with the template and encode the text. Raises InvalidRequestError.
 
-    `allow_special_tokens`: special tokens that are written out in the messages take effect, as in a
-        text prompt. Otherwise only the template's special tokens do, and those in messages are
-        encoded as plain text.
-    `add_special_tokens`: add the tokenizer's special tokens around the text; most templates write
-        them themselves.
-    `check_text`: called with each text of the messages before any work with it, and with the
+    `allow_special_tokens`: encode special tokens that are written out in messages as special
+        tokens, as in a text prompt. If False, only the template's own special tokens are encoded as
+        such, and those in messages are encoded as plain text.
+    `add_special_tokens`: add the tokenizer's special tokens around the text; most templates already
+        contain them.
+    `check_text`: called with each text of the messages before the template runs, and with the
         prompt's text before it is encoded; may raise.
     `finds_beginning`: set `beginning` in the result, which requires a second run of the template.
     `options`: further arguments of `ChatTemplate.prepare`.

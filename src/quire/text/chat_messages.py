@@ -1,6 +1,6 @@
-"""Checks chat messages and prepares their contents for a template.
+"""Checks chat messages and converts their contents to a form that a chat template accepts.
 
-Knows the format of OpenAI's text messages, but no template. Called by `text.chat_template`.
+The messages have the format of OpenAI's API. Called by `text.chat_template`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,11 +10,11 @@ from typing import Any
 from quire.errors import InvalidRequestError, check_characters, did_you_mean, shown
 from quire.text.tool_messages import NOT_TEXT, check_id, check_tool_calls, stand_in, text_of
 
-# Names for a message's reasoning; most templates read the first one.
+# Fields with a message's reasoning text; most templates read the first one.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
-# Fields that a template may ignore without harm: labels, the reasoning of earlier answers, and
-# hints for caches.
+# Fields that are accepted even if the template ignores them: the answer does not depend on labels
+# or on the reasoning of earlier answers.
 _OPTIONAL_FIELDS = {
     "role",
     "content",
@@ -28,11 +28,12 @@ _DROPPED_FIELDS = ("cache_control",)
 
 
 def _letters(name: str) -> str:
-    """The name in one form for snake_case, camelCase and the like, to compare spellings."""
+    """The name in lower case without "_" and "-", to compare snake_case with camelCase
+    spellings."""
     return name[:40].replace("_", "").replace("-", "").lower()
 
 
-_NO_MEDIA = "the model reads text; leave it out"
+_NO_MEDIA = "the model reads only text; leave it out"
 _MEDIA_FIELDS = dict.fromkeys(
     (
         *("audio", "input_audio", "image", "images", "image_url", "input_image", "video", "videos"),
@@ -41,55 +42,58 @@ _MEDIA_FIELDS = dict.fromkeys(
     ),
     _NO_MEDIA,
 )
-# Fields that would change the answer and that no template here reads -> advice.
+# Refused fields: they would change the answer, and no supported template reads them. Values: advice
+# for the error.
 _NOT_SUPPORTED_FIELDS = {
     **_MEDIA_FIELDS,
-    "function_call": "it is the old form of tool_calls; send these, and their results with the role"
-    " tool",
+    "function_call": "it is the old form of tool_calls; send tool_calls, and their results with the"
+    " role tool",
 }
 _CALLS = "send calls as tool_calls, and their results with the role tool"
-# Fields that would change the answer, and must be refused unless the template reads them -> advice.
-# The names are in the form of `_letters`.
+# Fields that are refused unless the template reads them, since they would change the answer. Keys:
+# names in the form of `_letters`. Values: advice for the error.
 _NOT_LABELS = {
     **{_letters(name): advice for name, advice in _MEDIA_FIELDS.items()},
     **dict.fromkeys(("functioncall", "functioncalls", "tooluse", "toolinvocations"), _CALLS),
     **dict.fromkeys(("toolresult", "toolresults", "toolresponses"), _CALLS),
     "document": "put its text into content",
     "documents": "put their text into content",
-    "functions": "tools of the call are beside its messages",
-    "partial": "continue_final_message says so, beside the messages",
-    "parts": "content has the parts of a message",
-    "prefix": "continue_final_message says so, beside the messages",
-    "text": "content has the text of a message",
-    "tools": "tools of the call are beside its messages",
+    "functions": "send them as tools, beside messages",
+    "partial": "set continue_final_message, beside messages",
+    "parts": "put the parts of a message into content",
+    "prefix": "set continue_final_message, beside messages",
+    "text": "put the text of a message into content",
+    "tools": "send them beside messages",
 }
 _FIELDS_OF_ROLES = {"assistant": ("content", "tool_calls"), "tool": ("content", "tool_call_id")}
 _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 PART_ROLES = ("system", "user", "assistant")
-"""The roles for which a template may accept lists of parts; each role is probed separately."""
+"""The roles whose content a template may accept as a list of parts; a probe finds out for each
+role."""
 
 LeftOut = dict[str, None]
-"""Names of dropped fields and parts, in the order of their discovery."""
+"""An ordered set of the names of dropped fields and parts; the values are None."""
 
 MAX_LABELS = 100
-"""The most field names in one call's messages that the template does not read; each name is
-compared with those that it may misspell."""
+"""The maximum number of different unread field names in the messages of one call. It bounds the
+time of comparing each name with the known names."""
 
 MAX_NESTING = 64
-"""The most levels of nested lists and objects; no real message or schema has so deep a nesting."""
+"""The maximum depth of nested lists and objects, more than any real message or schema has."""
 
 
 def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[str, Any]]:
-    """A plain copy of `messages`, without the fields that are None, as transformers drops them.
+    """Check `messages` and return a copy of plain JSON types. Fields that are None are dropped, as
+    in transformers.
 
-    A null content becomes an empty text, since templates concatenate it; an assistant's content may
-    be missing. If the content is missing, the message's `refusal` takes its place. Parts of a
-    tool's result that are not text are replaced by a line that says so.
+    A content that is None, or missing in an assistant's message, becomes the message's `refusal`,
+    or an empty text. In tool results, parts that are not text are replaced by a line of text that
+    names their type.
 
-    `left_out` receives the names of dropped fields and parts: labels of text parts, and parts of a
-    tool's result that are not text. If it is None, labels are refused.
-    Raises InvalidRequestError that names the message and the problem.
+    `left_out` receives the names of dropped fields and parts: extra fields (labels) of text parts,
+    and parts of tool results that are not text. If it is None, labels are refused. Raises
+    InvalidRequestError that names the message and the problem.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise _wrong(f"messages is a {type(messages).__name__}, but must be a list of objects")
@@ -103,11 +107,12 @@ def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[
 def without_labels(
     messages: list[dict[str, Any]], knows: Callable[[str], bool], left_out: LeftOut | None
 ) -> list[dict[str, Any]]:
-    """The messages without the fields that neither the template nor the answer depends on.
+    """The messages without labels: fields that the template does not read and that would not change
+    the answer.
 
-    `knows` says whether the template reads a field of that name. `left_out` receives the names of
-    the dropped fields; if it is None, they are refused. Raises InvalidRequestError for an unread
-    field that would change the answer. Empty fields are never refused.
+    `knows(name)` is True if the template reads a field of that name. `left_out` receives the names
+    of the dropped fields; if it is None, such fields are refused. Raises InvalidRequestError for an
+    unread field that would change the answer. Empty fields are never refused.
     """
     labels: dict[str, None] = {}
     advised = cache(_advice)
@@ -117,7 +122,7 @@ def without_labels(
         labels |= dict.fromkeys(unread)
         if len(labels) > MAX_LABELS:
             raise _wrong(
-                f"messages have fields of more than {MAX_LABELS} names that the model's chat"
+                f"messages have more than {MAX_LABELS} different fields that the model's chat"
                 " template does not read; leave them out"
             )
         missing = _missing_fields(message)
@@ -140,7 +145,7 @@ def _is_unread(name: str, value: Any, knows: Callable[[str], bool]) -> bool:
 
 
 def _missing_fields(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """The expected fields of a message of this role that are missing or empty."""
+    """The fields that a message of this role should have, but that are missing or empty here."""
     known = _FIELDS_OF_ROLES.get(message["role"], ("content",))
     return tuple(name for name in known if not message.get(name))
 
@@ -148,7 +153,7 @@ def _missing_fields(message: Mapping[str, Any]) -> tuple[str, ...]:
 def _advice(name: str, missing: tuple[str, ...]) -> str:
     """Advice about a field that the template does not read; empty if the field may be dropped."""
     if name in ("parts", "text") and "content" not in missing:
-        return ""  # a copy of the content, which some clients add
+        return ""  # some clients add a copy of the content under this name
     letters = _letters(name)
     if letters in _NOT_LABELS:
         return f"; {_NOT_LABELS[letters]}"
@@ -159,7 +164,7 @@ def _advice(name: str, missing: tuple[str, ...]) -> str:
 def with_joined_parts(
     messages: list[dict[str, Any]], but_for: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """The messages with lists of text parts joined to one string, by line breaks.
+    """The messages with each list of text parts joined to one string by line breaks.
 
     `but_for` are the members of PART_ROLES whose lists are not joined. Developer messages count as
     system messages, and all other roles as user messages.
@@ -177,7 +182,7 @@ def _part_role(role: str) -> str:
 
 
 def with_text_as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with each string as a list of one text part."""
+    """The messages with each content string replaced by a list of one text part."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)
@@ -187,22 +192,22 @@ def with_text_as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_role_renamed(messages: list[dict[str, Any]], old: str, new: str) -> list[dict[str, Any]]:
-    """The messages, with one role's name replaced by another."""
+    """The messages with the role `old` replaced by `new`."""
     return [{**message, "role": new} if message["role"] == old else message for message in messages]
 
 
 def plain_value(value: Any, param: str, num_levels: int = MAX_NESTING) -> Any:
-    """A copy of `value` that consists of plain JSON types, the only ones passed to a template.
+    """A copy of `value` in plain JSON types; a template gets no others.
 
-    Other objects are refused, since their methods are unknown to the template's sandbox. Values
-    nested deeper than num_levels are refused before code that walks them exhausts the stack.
+    Other objects are refused, since the template's sandbox does not know their methods. Values
+    nested deeper than num_levels are refused, because recursive code would exhaust the stack.
     """
     if isinstance(value, str):
         check_characters(value, param, f"a text in {param}")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # a subclass, such as a string enumeration, becomes a plain str
+        return str.__str__(value)  # converts a subclass, such as StrEnum
     if isinstance(value, Mapping):
         left = _one_level_less(num_levels, param)
         return {
@@ -265,7 +270,7 @@ def _missing_content(message: dict[str, Any], where: str, *, is_null: bool) -> s
 
 
 def _checked_content(content: Any, role: str, where: str, left_out: LeftOut | None) -> Any:
-    """A text, or a list that has only text parts, without their labels."""
+    """The content after its check: a string, or a list of text parts without labels."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -283,7 +288,8 @@ def _checked_content(content: Any, role: str, where: str, left_out: LeftOut | No
                 left_out[f"messages.content ({kind})"] = None
         else:
             parts.append(_checked_part(part, f"at position {at}", where, left_out))
-    # Templates that accept parts from users often don't accept them from tools.
+    # Join a tool's parts, since templates that accept lists of parts from users often don't from
+    # tools.
     return text_of(parts) if is_result else parts
 
 
@@ -293,7 +299,7 @@ def _checked_part(part: Any, place: str, where: str, left_out: LeftOut | None) -
     if kind not in ("refusal", "text"):
         raise _wrong(
             f"{where} has a content part of type {shown(kind)} {place}, "
-            'but only text is understood: {"type": "text", "text": ...}'
+            'but only text is supported: {"type": "text", "text": ...}'
         )
     if not isinstance(part.get(name), str):
         raise _wrong(f"{where} has a {name} part without a string as {name} {place}")
@@ -312,7 +318,7 @@ def _checked_part(part: Any, place: str, where: str, left_out: LeftOut | None) -
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under both names that templates read, as in transformers."""
+    """The message with its reasoning in both fields that templates read, as in transformers."""
     reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
     if reasoning is None:
         return message

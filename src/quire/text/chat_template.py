@@ -1,8 +1,8 @@
 """Renders chat messages to the text of a prompt with the model's chat template.
 
-Chat templates are Jinja programs that come with a model. They are run as transformers runs them,
-with the same variables and in the same sandbox (`text.template_sandbox`). Called by the server's
-chat API and by the offline API, which `quire chat` uses.
+Chat templates are Jinja programs that come with a model. They run with the same variables and in
+the same kind of sandbox (`text.template_sandbox`) as in transformers. Called by the server's chat
+API and by the offline API, which `quire chat` uses.
 """
 
 import re
@@ -37,14 +37,16 @@ from quire.text.tool_messages import (
     with_tools_as_text,
 )
 
-# Names that may not be variables, since they are arguments of `render` and apply_chat_template.
+# Names that chat_template_kwargs may not set, since they are arguments of `render` or of
+# transformers' apply_chat_template.
 _RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
 _WORD = re.compile(r"\w+")
-# transformers' marker. The space at its end reveals whether the template strips the message.
+# The same marker as in transformers. The space at its end shows whether the template strips
+# messages.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Errors that a template raises by a bug or for unusual input.
+# Errors that a template may raise, by a bug or for unusual messages.
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -57,9 +59,10 @@ _TEMPLATE_FAILURES = (
 
 
 class ChatTemplate:
-    """The chat templates of one model, compiled. A model without a template refuses to render.
+    """The compiled chat templates of one model. Without a template, rendering raises
+    InvalidRequestError.
 
-    Immutable after creation, so any number of threads may share one.
+    Immutable after creation, so threads may share it.
     """
 
     def __init__(
@@ -69,12 +72,12 @@ class ChatTemplate:
         *,
         origin: str = "model",
     ) -> None:
-        """`sources` maps template names to Jinja sources. "default" is used, or "tool_use" for
-        calls with tools, if the model has it.
+        """`sources` maps template names to Jinja sources. "tool_use", if there is one, is used for
+        calls with tools, and "default" otherwise.
 
-        `special_tokens` are variables of every template, such as "bos_token".
-        `origin` names the model in an error about its source; clients do not see it.
-        Raises CheckpointError for a source that is not valid Jinja.
+        `special_tokens` are variables of every template, such as "bos_token". `origin` names the
+        model in errors about the source, which clients do not see. Raises CheckpointError for a
+        source that is not valid Jinja.
         """
         environment = make_environment()
         self._sources = dict(sources)
@@ -88,7 +91,7 @@ class ChatTemplate:
                     f"line {error.lineno}: {shown_text(error.message)}"
                 ) from error
             except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
-                # For example endlessly nested brackets or blocks, or a number of 5,000 digits.
+                # For example very deeply nested brackets or blocks, or a number of 5,000 digits.
                 raise CheckpointError(
                     f"the chat template {name!r} of {origin} can't be compiled: {shown_text(error)}"
                 ) from error
@@ -96,10 +99,10 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTemplate":
-        """The templates of the model in `folder`, or of the GGUF file that `folder` names. Without
-        templates, only rendering fails.
+        """The templates of the model in `folder`, which may be a GGUF file. Having no template is
+        an error only when rendering.
 
-        `chat_template.jinja` and `additional_chat_templates/*.jinja` take the place of those in
+        `chat_template.jinja` and `additional_chat_templates/*.jinja` replace the templates in
         tokenizer_config.json. Raises CheckpointError for a file that can't be read or compiled.
         """
         config = read_tokenizer_config(folder)
@@ -111,7 +114,7 @@ class ChatTemplate:
         cls, template: str, folder: Path, origin: str = "--chat-template"
     ) -> "ChatTemplate":
         """A template in place of the model's own. `template` is a path or the Jinja source itself.
-        `origin` names its source in errors.
+        `origin` names the template in errors.
 
         Raises CheckpointError for a template that can't be read or compiled.
         """
@@ -123,16 +126,17 @@ class ChatTemplate:
 
     @property
     def source_for_tools(self) -> str | None:
-        """The source of the template for calls with tools; None if the model has no template."""
+        """The Jinja source of the template for calls with tools; None if the model has no
+        template."""
         return self._sources.get("tool_use", self._sources.get("default"))
 
     @property
     def exists(self) -> bool:
-        """Whether the model has a chat template."""
+        """True if the model has a chat template."""
         return bool(self._templates)
 
     def mentions(self, name: str, *, has_tools: bool = False) -> bool:
-        """Whether the template may read a variable, or a message's field, of this name.
+        """True if the template may read a variable or a message field of this name.
 
         `has_tools` selects the template for calls with tools, if the model has a separate one.
         """
@@ -150,16 +154,17 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of `messages`.
 
-        `messages`: mappings with a `role` and a `content`: a string, or a list of
-            {"type": "text", "text": ...} parts. A template that takes only strings gets the parts
-            joined by line breaks; one that takes only parts gets strings as one part.
+        `messages`: mappings with a `role` and a `content`: a string, or a list of {"type": "text",
+            "text": ...} parts. If the template accepts only strings, parts are joined by line
+            breaks; if it accepts only parts, a string becomes one part.
         `add_generation_prompt`: end with the header of the assistant's next message.
         `continue_final_message`: end inside the last message, so that the model continues it.
         `tools`: JSON schemas of functions that the template describes to the model. If the template
-            knows no tools, a system message describes them.
+            does not support tools, a system message describes them.
         `chat_template_kwargs`: further variables of the template, such as enable_thinking.
-        `escape`: marks special tokens in all of these arguments. The rendered text contains its
-            marks, and only this object can encode it. None leaves special tokens as they are.
+        `escape`: puts marks into special tokens in all of these arguments. The rendered text
+            contains the marks, and only this object can encode it. None leaves special tokens as
+            they are.
         Raises InvalidRequestError for messages that are malformed or that the template refuses.
         """
         rendering = self.prepare(
@@ -183,15 +188,15 @@ class ChatTemplate:
         escape: Escape | None = None,
         leaves_out: bool = False,
     ) -> "Rendering":
-        """Check and convert the arguments of `render`, and return the rendering to be run.
+        """Check and convert the arguments of `render`, without rendering.
 
-        If leaves_out is set, labels in messages that the template does not read are dropped, and
-        the result names them; otherwise they are refused. The other arguments and errors are those
-        of `render`."""
+        If leaves_out is set, labels in messages (fields that the template does not read) are
+        dropped, and the result names them; otherwise they are refused. The other arguments and
+        errors are those of `render`."""
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other: the model "
-                "either begins a message or goes on with the last one; set one of them to False",
+                "either begins a message or continues the last one; set one of them to False",
                 "continue_final_message",
             )
         # First, check everything that the client sent.
@@ -204,7 +209,7 @@ class ChatTemplate:
         checked = template.with_readable_calls(checked)
         if checked_tools and not template.mentions("tools"):
             checked, checked_tools = with_tools_as_text(checked, checked_tools), None
-        # Last, mark special tokens and convert roles and contents.
+        # Last, mark special tokens, and convert roles and contents.
         if escape is not None:
             checked, checked_tools, variables = escape.mark([checked, checked_tools, variables])
         shaped = template.shape(checked)
@@ -216,7 +221,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "the model has no chat template, so it can't take chat messages; send a text "
                 "prompt instead (/v1/completions, LLM.generate), or put a chat_template.jinja into "
-                "its folder; of a GGUF file name one by --chat-template",
+                "its folder; for a GGUF file, give one with --chat-template",
                 "messages",
             )
         if has_tools and "tool_use" in self._templates:
@@ -224,7 +229,7 @@ class ChatTemplate:
         if "default" not in self._templates:
             raise InvalidRequestError(
                 f"the model has chat templates named {', '.join(sorted(self._templates))} but "
-                "none named default; put the wanted one into its folder as chat_template.jinja",
+                "none named default; put one of them into its folder as chat_template.jinja",
                 "messages",
             )
         return self._templates["default"]
@@ -232,7 +237,7 @@ class ChatTemplate:
 
 @dataclass
 class _Template:
-    """A compiled template. Its properties are found by rendering probes."""
+    """A compiled template. What it supports is found by rendering probe messages."""
 
     compiled: jinja2.Template
     source: str
@@ -246,11 +251,11 @@ class _Template:
             failure = InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"
             )
-            error.__traceback__ = None  # it refers to the template's intermediate values
+            error.__traceback__ = None  # it would keep the template's intermediate values alive
         raise failure
 
     def mentions(self, name: str) -> bool:
-        """Whether the template's source contains this name, so that it may read such a field."""
+        """True if the source contains this name, so that the template may read such a field."""
         return self._words.issuperset(_WORD.findall(name)) and name in self.source
 
     @cached_property
@@ -270,7 +275,7 @@ class _Template:
 
     def shape(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with roles and contents in a form that this template reads."""
-        if not self.mentions("developer"):  # the model was trained on system messages then
+        if not self.mentions("developer"):  # such a model was trained on system messages
             messages = with_role_renamed(messages, "developer", "system")
         if not self._takes_text and self._part_roles:
             messages = with_text_as_parts(messages)
@@ -282,10 +287,10 @@ class _Template:
 
     @cached_property
     def _part_roles(self) -> frozenset[str]:
-        """The roles for which the template renders all texts of a list of parts.
+        """The roles whose content may be a list of parts, because the template renders all of them.
 
-        Templates that don't know parts fail on a list, or write its Python or JSON form. Some
-        accept parts from users only, or read only the first part."""
+        Templates that don't support parts fail on a list, or write it in Python or JSON syntax.
+        Some accept parts from users only, or read only the first part."""
         return frozenset(role for role in PART_ROLES if self._reads_parts(role))
 
     def _reads_parts(self, of_role: str) -> bool:
@@ -305,8 +310,8 @@ class _Template:
 
     @cached_property
     def _takes_argument_objects(self) -> bool:
-        """Whether a call's arguments may be an object. Templates that expect JSON text fail on an
-        object, or write its Python form."""
+        """True if a call's arguments may be an object. Templates that expect JSON text fail on an
+        object, or write it in Python syntax."""
         as_object = self._probe(_probe_call({"quire-probe": 1}))
         if as_object and "'quire-probe'" not in as_object:
             return True
@@ -321,13 +326,13 @@ class _Template:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Messages and variables, prepared for one template."""
+    """A template with its converted messages and variables, ready to render."""
 
     template: _Template
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
     continues_message: bool = False
-    #: Names of the message fields that were dropped.
+    #: Names of the message fields that were dropped because the template does not read them.
     left_out: Collection[str] = ()
 
     def text(self) -> str:
@@ -337,8 +342,9 @@ class Rendering:
         return self.template.render(self.messages, self.variables)
 
     def beginning(self, text: str) -> str:
-        """The part of the assistant's next message that the prompt's `text` already contains: the
-        header and all text after it, or the whole message that the answer continues."""
+        """The beginning of the assistant's next message that `text`, the prompt, already contains:
+        the message's header and any text after it, or the last message if the answer continues
+        it."""
         if self.continues_message:
             return _tag_content(self.messages[-1])[1]
         if not self.variables["add_generation_prompt"]:
@@ -373,7 +379,8 @@ def _probe_call(arguments: Any) -> list[dict[str, Any]]:
 def _render_unfinished(
     template: _Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    """Render with a tag after the last message and cut the text there, as transformers does."""
+    """Render with a tag at the end of the last message, and cut the text at the tag, as
+    transformers does."""
     final, text = _tag_content(messages[-1])
     rendered = template.render([*messages[:-1], final], variables)
     tag = _CONTINUE_TAG.strip()
@@ -386,7 +393,7 @@ def _render_unfinished(
     position = rendered.rindex(tag)
     if rendered.startswith(_CONTINUE_TAG, position):
         return rendered[:position]
-    return rendered[:position].rstrip()  # the template strips its messages
+    return rendered[:position].rstrip()  # the template strips messages
 
 
 def _tag_content(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -396,7 +403,7 @@ def _tag_content(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return {**message, "content": content + _CONTINUE_TAG}, content
     if not content:
         raise InvalidRequestError(
-            "continue_final_message is set, but the last message has no text to go on with",
+            "continue_final_message is set, but the last message has no text to continue",
             "continue_final_message",
         )
     text = content[-1]["text"]
@@ -415,7 +422,7 @@ def _check_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in variables:
         if name in _RESERVED_VARIABLES:
             raise InvalidRequestError(
-                f"chat_template_kwargs has {name!r}, which is an option of its own; set it there",
+                f"chat_template_kwargs has {name!r}, which is a separate option; set that option",
                 "chat_template_kwargs",
             )
     plain: dict[str, Any] = plain_value(variables, "chat_template_kwargs")

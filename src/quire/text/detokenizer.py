@@ -1,8 +1,8 @@
 """Turns generated tokens into text incrementally, and finds stop strings.
 
 `IncrementalDetokenizer` and `StopStrings` each hold the state of one generated sequence. The state
-depends only on the tokens or text pushed, so replaying a sequence's tokens restores it. The API
-server and the offline API have one object of each class per generated sequence.
+depends only on the tokens or the text added so far, so adding a sequence's tokens again restores
+it. The API server and the offline API use one object of each class per generated sequence.
 """
 
 import codecs
@@ -14,20 +14,20 @@ _LONGEST_CHARACTER_BYTES = 4
 
 
 class IncrementalDetokenizer:
-    """Turns generated tokens into text, and returns each character as soon as it is complete.
+    """Turns generated tokens into text, and returns each character as soon as all its bytes are
+    generated.
 
-    Law: the prompt's text joined with all results of `append` and `finish` is the UTF-8 decoding of
-    the bytes of all tokens, which equals `Tokenizer.decode` of them (`TokenBytes` describes the one
-    exception, in malformed text). A character that the prompt begins and the output completes
-    belongs to the output; if the output does not complete it, it belongs to the prompt.
+    Invariant: the prompt's text plus all results of `append` and `finish` equals `Tokenizer.decode`
+    of all tokens (`TokenBytes` describes an exception in malformed text). A character whose first
+    bytes are in the prompt belongs to the output if the output completes it, and otherwise to the
+    prompt.
 
-    Method: each token has a fixed share of bytes, and an incremental UTF-8 decoder joins them. It
-    holds at most three bytes, and a token costs one table look-up. The usual method decodes a
-    window of tokens twice and emits the difference, unless it ends in U+FFFD (the prefix and read
-    offsets of TGI and vLLM; tokenizers' DecodeStream works alike). It has three flaws. The window
-    grows with a run of bytes that never becomes a character, so its cost is quadratic and its text
-    is withheld. A U+FFFD that the model generated is withheld as if it were an incomplete
-    character. And the window's edge can lie inside a character.
+    Method: each token stands for fixed bytes, and an incremental UTF-8 decoder joins them. It holds
+    at most three bytes, and a token costs one table look-up. The usual method of TGI, vLLM and
+    tokenizers' DecodeStream decodes a window of tokens twice and emits the difference, unless it
+    ends in U+FFFD. That method has three flaws. In a run of bytes that never completes a character,
+    the window grows, so the cost is quadratic and the text is withheld. A U+FFFD that the model
+    generated is withheld like an incomplete character. And the window can begin inside a character.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool,
         kept_special_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`kept_special_token_ids` are never skipped."""
+        """With `skip_special_tokens`, all special tokens but `kept_special_token_ids` give no
+        text."""
         self._tokenizer = tokenizer
         self._whole_text = tokenizer.whole_text
         skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
@@ -48,12 +49,13 @@ class IncrementalDetokenizer:
         self._at_start = not tail
         self._decoder.decode(tail)
         self._prompt_is_cut = bool(self._decoder.getstate()[0])
-        # True between two characters. There, a token of whole characters has the same text whatever
-        # came before. Nearly all tokens take this path, which costs one look-up.
+        # True if the last token ended with a complete character. Then a token of whole characters
+        # always has the same text, which costs one look-up. Nearly all tokens take this path.
         self._is_between = not (self._at_start or self._prompt_is_cut)
 
     def append(self, token_id: int) -> str:
-        """Append a token, and return the text that it completes; empty inside a character."""
+        """Append a token, and return the text that it completes; empty if its character is
+        incomplete."""
         if token_id in self._skipped:
             return ""
         if self._is_between:
@@ -73,7 +75,7 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """The text still held back: U+FFFD for an incomplete character, otherwise nothing."""
+        """The rest of the text: U+FFFD if the last character is incomplete, otherwise empty."""
         return self._own(self._decoder.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
@@ -84,7 +86,8 @@ class IncrementalDetokenizer:
         return text
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """The last bytes of the prompt, enough for a whole character; empty if it has no text."""
+        """The last bytes of the prompt, enough for any character; empty if the prompt has no
+        text."""
         tail = b""
         for token_id in reversed(token_ids):
             if len(tail) >= _LONGEST_CHARACTER_BYTES:
@@ -95,11 +98,12 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Finds the first stop string in a text, and holds back text only while it may be part of one.
+    """Finds the first stop string in a text, and holds back text only while it may begin a stop
+    string.
 
-    The text ends at the first character that completes a stop string. If several are completed
-    there, the longest counts (of "b" and "ab": "ab"). This depends on the text alone, not on its
-    tokens, and never needs text after the stop string.
+    The text ends at the first character that completes a stop string. If this character completes
+    several, the longest one counts (of "b" and "ab": "ab"). The result depends only on the text,
+    not on how it is split into tokens, and never on text after the stop string.
     """
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool) -> None:
@@ -110,11 +114,12 @@ class StopStrings:
         self._stopped = False
 
     def push(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
-        """Add text; return the text that may be emitted, and the stop string once it is complete.
+        """Add text. Returns the text that may be emitted, and the stop string if one is complete,
+        else None.
 
-        Text after the stop string is dropped, and nothing may be pushed after it.
-        Callers set armed to False before min_tokens is reached: such text is emitted at once, and
-        neither it nor earlier text is ever part of a stop string.
+        Text after the stop string is dropped, and `push` may not be called again. Callers set armed
+        to False until min_tokens is reached: such text is emitted at once, and neither it nor
+        earlier text can be part of a stop string.
         """
         assert not self._stopped, "text was pushed after the stop string"
         if not armed:
@@ -135,12 +140,12 @@ class StopStrings:
         return text[: len(text) - longest], None
 
     def finish(self) -> str:
-        """The text that was held back, if the text ends without a stop string."""
+        """Call at the end of a text without a stop string. Returns the text that was held back."""
         emitted, self._held = self._held, ""
         return emitted
 
     def _advance(self, character: str) -> str | None:
-        """The longest stop string that `character` completes, if it completes one."""
+        """The longest stop string that `character` completes, or None."""
         completed = [matcher.stop for matcher in self._matchers if matcher.advance(character)]
         return max(completed, key=len, default=None)
 
@@ -151,8 +156,8 @@ class StopStrings:
 class _StopMatcher:
     """Knuth-Morris-Pratt search for one stop string, one character at a time.
 
-    Invariant: the last num_matched characters pushed are the longest suffix of the text that is a
-    prefix of the stop string.
+    Invariant: `num_matched` is the length of the longest suffix of the text so far that is a prefix
+    of the stop string.
     """
 
     __slots__ = ("_borders", "num_matched", "stop")
@@ -161,7 +166,8 @@ class _StopMatcher:
         self.stop = stop
         self.num_matched = 0
         # _borders[i] is the length of the longest proper prefix of stop[: i + 1] that is also its
-        # suffix. It is computed only as far as matches reach, so a long stop string costs nothing.
+        # suffix. It is computed only as far as a match has reached, so a long stop string costs
+        # nothing at the start.
         self._borders = [0]
 
     def advance(self, character: str) -> bool:
@@ -174,7 +180,7 @@ class _StopMatcher:
         return self.num_matched == len(self.stop)
 
     def _longest_border(self, length: int, character: str) -> int:
-        """Extend a match of `length` by `character`, falling back to shorter matches."""
+        """The length of the match after `character`, if `length` characters matched before it."""
         while length and self.stop[length] != character:
             length = self._borders[length - 1]
         return length + 1 if self.stop[length] == character else 0

@@ -1,19 +1,19 @@
-"""Counts the values in JSON, before it is written or parsed in one call.
+"""Counts the values in JSON data from clients, to refuse data that would take too long.
 
-Each of Python's JSON functions is a single call in C that blocks all other threads. Called before
-data of a client goes to templates and grammars.
+Python's `json` functions hold the GIL for the whole call, so large data would block all other
+threads. Called before a client's data is written, parsed, or passed to templates and grammars.
 """
 
 import re
 from typing import Any
 
 _MARKS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[,\[{]', re.DOTALL)
-"""A string with its contents, or one of the characters after which a value begins."""
+"""Matches a whole string, or one of the characters after which a value begins."""
 
 
 def has_more_values(value: Any, bound: int) -> bool:
-    """Whether lists and objects, at any depth, hold more values than the bound. Stops counting at
-    the bound."""
+    """True if all nested lists and objects together hold more than `bound` values. Stops counting
+    there."""
     count, rest = 0, [value]
     while rest:
         inner = rest.pop()
@@ -26,9 +26,9 @@ def has_more_values(value: Any, bound: int) -> bool:
 
 
 def text_has_more_values(text: str, bound: int) -> bool:
-    """`has_more_values` for the JSON text of an object; False for text of any other value.
+    """`has_more_values` for JSON text. False if the text is not an object.
 
-    Empty lists and objects count twice.
+    An empty list or object counts as two values.
     """
     if not text.lstrip().startswith("{") or sum(map(text.count, ",[{")) <= bound:
         return False

@@ -1,14 +1,14 @@
-"""Keeps special tokens that a client writes in messages from taking effect.
+"""Encodes special tokens that a client writes in chat messages as plain text.
 
 A chat template joins the client's texts and the model's special tokens (`<|im_end|>`) to one text.
 The tokenizer finds special tokens in that text, no matter whether the template or a client wrote
-them. So, before the template runs, a marker is put into each special token in a client's text, and
-at the ends of texts that begin or end with a part of one. The marker is a character that is in none
-of the texts. The rendered text is encoded without the markers, and a special token with a marker
-inside is encoded as plain text. All other texts get exactly the tokens that they have without
-markers.
+them. So, before the template runs, a marker is put into each special token in a client's text. A
+marker is also put at an end of a text that could form a special token together with adjacent text.
+The marker is a character that is in none of the texts. The rendered text is encoded without the
+markers, and a special token with a marker inside is encoded as plain text. All other text gets
+exactly the tokens that it has without markers.
 
-Added tokens that are not special (`<think>`) count as ordinary text. Knows no templates. Called by
+Added tokens that are not special (`<think>`) count as ordinary text. Called by
 `text.chat_template`.
 """
 
@@ -26,29 +26,28 @@ from tokenizers import AddedToken, models, normalizers
 from quire.errors import InvalidRequestError
 
 Span = tuple[int, int, int]
-"""A token in a text: its id, the position of its first character, and the position after its
-last."""
+"""A token in a text: (id, position of its first character, position after its last character)."""
 
 _PRIVATE_PLANE = 0xF0000
 _NUM_PRIVATE = 0xFFFE
-"""The number of private-use characters, of which markers and stand-ins are made."""
+"""Number of characters in the private-use plane, from which markers and stand-ins are drawn."""
 
 _MAX_MARKERS_TRIED = 3
 _MAX_CUTS = 3
 
 _NAME = re.compile(r"[\w-]*")
-"""Words that templates compare with, such as "user" or "function". They get no markers at their
+"""Words that a template may compare with a constant, such as "user". They get no markers at their
 ends."""
 
 
 class SpecialTokens:
     """The special tokens of one tokenizer: finds them in texts, and encodes texts without them.
 
-    Immutable after creation, so any number of threads may share one.
+    Immutable after creation, so threads may share it.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """`backend` must already have all added tokens. Its parts are shared and stay unchanged."""
+        """`backend` must already have all added tokens. It is shared and not changed."""
         self._backend = backend
         added = {
             token_id: token
@@ -67,13 +66,15 @@ class SpecialTokens:
         self._is_normalized = backend.normalizer is not None and any(
             token.normalized for token in added.values() if token.special
         )
-        # This finder sees a token anywhere in a text, and without the spaces that it may absorb.
+        # Without flags such as lstrip or single_word, this finder finds a token anywhere in a text,
+        # without adjacent spaces.
         bare = {
             token_id: AddedToken(content, normalized=added[token_id].normalized)
             for token_id, content in self._contents.items()
         }
         self._finder = _Finder(backend.normalizer, bare)
-        # A template may change the case of a text, which would turn "<|IM_END|>" into the token.
+        # This finder ignores case, because a template may lower a text's case and so turn
+        # "<|IM_END|>" into a special token.
         self._caseless = _Finder(
             normalizers.Lowercase(),
             {i: AddedToken(content, normalized=True) for i, content in self._contents.items()},
@@ -83,7 +84,8 @@ class SpecialTokens:
         self._writer = _Writer(backend, added)
 
     def marked(self, text: str, marker: str) -> str:
-        """`text` with `marker` in each special token, and next to a part of one at either end."""
+        """`text` with `marker` inside each special token, and at each end that could join with
+        adjacent text to a special token."""
         places = self._inside(text) | self._at_ends(text)
         if not places:
             return text
@@ -91,10 +93,11 @@ class SpecialTokens:
         return marker.join(text[begin:end] for begin, end in pairwise(cuts))
 
     def encode(self, pieces: Sequence[str], *, add_special_tokens: bool) -> list[int]:
-        """The token ids of the joined pieces. Special tokens that span several pieces are encoded
-        as plain text.
+        """The token ids of the joined pieces. A special token that spans two or more pieces is
+        encoded as plain text.
 
-        Raises InvalidRequestError if the tokenizer has no other tokens for such a text.
+        Raises InvalidRequestError if the tokenizer can encode such a text only as the special
+        token.
         """
         text = "".join(pieces)
         if len(pieces) > 1:
@@ -107,8 +110,8 @@ class SpecialTokens:
         return list(found.ids)
 
     def _inside(self, text: str) -> set[int]:
-        """A position inside each special token of the text, in upper or lower case. For a token of
-        one character: the positions on its two sides."""
+        """Positions at which to put markers: one inside each special token of the text, whatever
+        its case. A token of one character gets one on either side."""
         spans = []
         if self._is_normalized or _has_any(text, self._starts):
             spans += self._finder.spans(text)
@@ -120,7 +123,8 @@ class SpecialTokens:
         return places
 
     def _at_ends(self, text: str) -> set[int]:
-        """The ends of the text, without spaces, where adjacent text might complete a token."""
+        """Positions at the stripped text's ends where adjacent text might complete a special
+        token."""
         inner = text.strip()
         if _NAME.fullmatch(inner):
             return set()
@@ -151,12 +155,13 @@ class SpecialTokens:
         )
 
     def _forms(self, text: str) -> set[str]:
-        """The text, and its normalized form if the tokenizer looks for tokens in that form."""
+        """The text, and also its normalized form if the tokenizer matches added tokens in
+        normalized text."""
         return {text, self._finder.normalized(text)} if self._is_normalized else {text}
 
 
 class _Finder:
-    """Finds added tokens in texts as the tokenizer does, but encodes nothing."""
+    """Finds added tokens in texts like the tokenizer, but does not encode the rest."""
 
     def __init__(
         self, normalizer: normalizers.Normalizer | None, tokens: dict[int, AddedToken]
@@ -184,7 +189,8 @@ class _Finder:
 
 
 class _Writer:
-    """A copy of a tokenizer with secret stand-in texts in place of the special tokens."""
+    """A copy of a tokenizer in which each special token has a secret random text (stand-in) in
+    place of its own text."""
 
     def __init__(self, like: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
         self._backend = tokenizers.Tokenizer(like.model)
@@ -215,24 +221,26 @@ class _Writer:
             parts += [text[at:begin], self._stand_ins[token_id]]
             at = end
         written = "".join([*parts, text[at:]])
-        # Encode, and cut each text that was read as a special token, until none is.
+        # The vocabulary may contain a special token's text as a word. Encode, and cut each such
+        # word in two, until there is none.
         for _ in range(_MAX_CUTS):
             found = _encoding(self._backend, written, add_special_tokens)
             wrong = self._read_as_special(written, found, contents)
             if not wrong:
                 return self._ids_of(found)
             if any(len(content) == 1 for _, content in wrong):
-                break  # a token of one character can't be cut
+                break  # a word of one character can't be cut
             for place, _ in reversed(wrong):
                 written = f"{written[: place + 1]}{self._cut}{written[place + 1 :]}"
         raise InvalidRequestError(
-            f"the messages contain {wrong[0][1]!r}, which the model's tokenizer can't read as plain"
-            " text; leave it out",
+            f"the messages contain {wrong[0][1]!r}, which the model's tokenizer can't encode as"
+            " plain text; leave it out",
             "messages",
         )
 
     def _ids_of(self, found: tokenizers.Encoding) -> list[int]:
-        """The ids in the original tokenizer, which tokens added around a text have already."""
+        """The encoding's ids, mapped to those of the original tokenizer. Tokens that the
+        post-processor added around the text already have them."""
         return [
             token_id if is_around else self._true_ids.get(token_id, token_id)
             for token_id, is_around in zip(found.ids, found.special_tokens_mask, strict=True)
@@ -250,8 +258,8 @@ class _Writer:
     def _read_as_special(
         self, text: str, found: tokenizers.Encoding, contents: dict[int, str]
     ) -> list[tuple[int, str]]:
-        """The positions and texts of plain text that the model's vocabulary, which also contains
-        the special tokens as ordinary words, has encoded as special tokens."""
+        """Finds plain text that was encoded to a special token's id, because the vocabulary
+        contains that token's text as a word. Returns (position, text) of each."""
         wrong = []
         for token_id, (begin, end), is_around in zip(
             found.ids, found.offsets, found.special_tokens_mask, strict=True
@@ -259,25 +267,27 @@ class _Writer:
             if token_id not in contents or token_id in self._true_ids or is_around:
                 continue
             place = text.find(contents[token_id], begin, end)
-            if place >= 0:  # otherwise the token stands for an unknown character
+            if place >= 0:  # otherwise it is the token for unknown characters
                 wrong.append((place, contents[token_id]))
         return wrong
 
 
 class Escape:
-    """Marks the texts of one call, and encodes the text that a template made of them."""
+    """Marks special tokens in the texts of one call, and encodes the text that a template renders
+    from them."""
 
     def __init__(self, tokens: SpecialTokens) -> None:
         self._tokens = tokens
         self._marker: re.Pattern[str] | None = None
 
     def mark(self, values: list[Any]) -> list[Any]:
-        """A copy of JSON values with markers in their texts and field names. May be called once.
+        """A copy of JSON values with markers in their strings and field names. May be called only
+        once.
 
         Raises InvalidRequestError.
         """
         marker = _marker_for(list(strings_in(values)))
-        # A template may write JSON in which characters other than ASCII are escaped.
+        # A template may write JSON with escapes for non-ASCII characters.
         self._marker = re.compile(f"{marker}|(?i:{re.escape(_in_json(marker))})")
         marked: list[Any] = self._marked(values, marker)
         return marked
@@ -307,7 +317,7 @@ class Escape:
 def _encoding(
     backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool
 ) -> tokenizers.Encoding:
-    # The batch call releases the interpreter's lock, so a long text stalls no other thread.
+    # The batch call releases the GIL, so a long text does not block other threads.
     (found,) = backend.encode_batch([text], add_special_tokens=add_special_tokens)
     return found
 
@@ -317,7 +327,7 @@ def _has_any(text: str, parts: Iterable[str]) -> bool:
 
 
 def _is_marked(span: Span, marks: Sequence[int]) -> bool:
-    """Whether a mark lies inside the token; for a token of one character, on both sides of it."""
+    """True if a marker was inside the token, or on both sides of a token of one character."""
     _, begin, end = span
     at = bisect_right(marks, begin)
     if end - begin == 1:
@@ -334,21 +344,21 @@ def _in_json(character: str) -> str:
 
 
 def _marker_for(texts: Sequence[str]) -> str:
-    """A character that occurs in none of the texts, neither itself nor in its escaped form."""
+    """A character that occurs in none of the texts, neither directly nor as a JSON escape."""
     for _ in range(_MAX_MARKERS_TRIED):
         marker = _private_character()
         escaped = _in_json(marker)
         if not any(marker in text or ("\\u" in text and escaped in text.lower()) for text in texts):
             return marker
     raise InvalidRequestError(
-        "the messages contain a large part of the characters from U+F0000 to U+FFFFD, which have no"
-        " meaning; leave them out",
+        "the messages contain many of the private-use characters from U+F0000 to U+FFFFD; leave"
+        " them out",
         "messages",
     )
 
 
 def strings_in(value: Any) -> Iterable[str]:
-    """All strings of a JSON value, including field names."""
+    """Yields all strings in a JSON value, including field names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,9 +1,10 @@
-"""Bounds the steps and the memory that rendering one template may use.
+"""Bounds the time and the memory of one rendering of an untrusted chat template.
 
-A step is an iteration of a loop, a call, a filter, or a kibibyte copied or read: 0.1 to 1 µs. The
-bytes are those of all texts and lists that a rendering makes, kept or not, so they bound its memory
-from above. Both budgets grow with the variables and far exceed the needs of a template that only
-writes these out. Called by `template_sandbox` and `template_operations`.
+Time is counted in steps. A step is a loop iteration, a call, a filter, or a kibibyte copied or
+read, and takes 0.1 to 1 µs. Memory is counted as the bytes of all texts and lists that a rendering
+makes, even if they are freed, so it is an upper bound. Both budgets grow with the variables, and
+far exceed the needs of a template that only writes the variables out. Called by `template_sandbox`
+and `template_operations`.
 """
 
 import sys
@@ -17,8 +18,8 @@ NUM_STEPS = 1_000_000
 STEPS_PER_BYTE = 8
 NUM_BYTES = 256 << 20
 BYTES_PER_BYTE = 128
-"""The budget of a rendering, and what each byte of its variables adds to the budget: for each of
-hundreds of messages, a template may copy all of its output so far."""
+"""The basic budget of a rendering, and the steps and bytes that each byte of its variables adds.
+They allow a template to copy all its output so far for each of hundreds of messages."""
 
 _ENTRY_BYTES = 8
 _CONTAINERS: tuple[Any, ...] = (
@@ -27,18 +28,19 @@ _CONTAINERS: tuple[Any, ...] = (
 )
 _WRITTEN_ENTRY_BYTES = 24
 _WRITTEN_CHARACTER_BYTES = 10
-"""Upper bounds in bytes for the text of a list or an object: per entry (separators and numbers),
-and per escaped character."""
+"""Upper bounds for writing a list or an object as text: bytes per entry (separators and numbers),
+and bytes per escaped character."""
 
 
 class TemplateBudgetError(jinja2.exceptions.SecurityError):
-    """A template takes more steps or memory than a rendering may use."""
+    """Raised when a rendering exceeds its budget of steps or memory."""
 
 
 class TemplateBudget:
-    """The budget of one rendering.
+    """The remaining steps and bytes of one rendering.
 
-    The variables are the template's input. They are measured only when the basic budget is used up.
+    The variables are the template's input. Their size is measured only when the basic budget is
+    used up.
     """
 
     __slots__ = ("_variables", "bytes", "steps")
@@ -51,13 +53,13 @@ class TemplateBudget:
         self._variables = variables
 
     def step(self, number: int = 1) -> None:
-        """Take steps from the budget. Raises TemplateBudgetError."""
+        """Take `number` steps from the budget. Raises TemplateBudgetError."""
         self.steps -= number
         if self.steps < 0:
             self._extend()
 
     def make(self, num_bytes: int) -> None:
-        """Take the memory of a new value, and the steps of filling it, from the budget. Raises
+        """Take from the budget the bytes of a new value, and the steps for filling it. Raises
         TemplateBudgetError."""
         self.bytes -= num_bytes
         self.steps -= num_bytes >> 10
@@ -65,8 +67,9 @@ class TemplateBudget:
             self._extend()
 
     def weigh(self, value: Any) -> int:
-        """An upper bound of the bytes of `value` as text. A part that occurs several times counts
-        each time. Takes the steps of visiting all parts. Raises TemplateBudgetError."""
+        """An upper bound of the bytes of `value` written as text. An item that occurs several times
+        counts each time. Visiting the items takes steps from the budget. Raises
+        TemplateBudgetError."""
         if isinstance(value, str):
             self.step(len(value) >> 10)
             return len(value) * 4
@@ -102,7 +105,7 @@ class TemplateBudget:
 
 
 class _Current(threading.local):
-    """The budget of the template that this thread is rendering."""
+    """The budget of the rendering in the current thread."""
 
     budget = TemplateBudget()
 
@@ -111,14 +114,14 @@ CURRENT = _Current()
 
 
 def size_of(value: Any) -> int:
-    """The bytes of a text, or of a list without its items; 0 for other values."""
+    """The bytes of a string, or of a container without its items; 0 for other values."""
     if isinstance(value, (str, bytes)):
         return sys.getsizeof(value)
     return len(value) * _ENTRY_BYTES if isinstance(value, (list, tuple, dict, set)) else 0
 
 
 def _total_bytes(variables: Mapping[str, Any]) -> int:
-    """The bytes of plain data, including those of references to entries."""
+    """The bytes of JSON data, including the references to entries."""
     num_bytes, waiting = 0, [*variables.values()]
     while waiting:
         each = waiting.pop()

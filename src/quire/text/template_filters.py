@@ -1,8 +1,9 @@
 """Jinja's filters and tests, with bounds for untrusted templates.
 
-Their results equal those of Jinja. The memory of a result is taken from the rendering's budget. It
-is taken in advance if the result may be larger than the input, as are the steps if the time may
-exceed the input's length. Called by `template_sandbox`.
+Their results equal those of Jinja. Each takes the memory of its result from the rendering's budget
+(`template_budget`): before it runs if the result may be larger than the input, and otherwise
+afterwards. A filter that takes more than linear time takes steps before it runs. Called by
+`template_sandbox`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +32,8 @@ MAX_ROUND_DIGITS = 400
 
 
 def checked_filters(own: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Jinja's filters with checks. Those in `own` replace Jinja's and use the budget themselves."""
+    """Jinja's filters, with checks. The filters in `own` replace Jinja's and take from the budget
+    themselves."""
     functions: dict[str, Any] = {**FILTERS, **own}
     return {
         name: function if name in own or name in _GETTERS else _checked(name, function)
@@ -40,7 +42,7 @@ def checked_filters(own: Mapping[str, Callable[..., Any]]) -> dict[str, Callable
 
 
 def checked_tests() -> dict[str, Callable[..., Any]]:
-    """Jinja's tests; those that visit the parts of their input take steps from the budget."""
+    """Jinja's tests; tests that visit the items of their input take steps from the budget."""
     tests: dict[str, Any] = dict(TESTS)
     compared = {name: OPERATIONS[f"is_{op}"] for op, names in _TEST_NAMES.items() for name in names}
     return tests | compared | {name: _checked(name, tests[name]) for name in ("lower", "upper")}
@@ -50,16 +52,16 @@ _TEST_NAMES = {
     "eq": ("==", "eq", "equalto"), "ne": ("!=", "ne"), "lt": ("<", "lt", "lessthan"),
     "lteq": ("<=", "le"), "gt": (">", "gt", "greaterthan"), "gteq": (">=", "ge"), "in": ("in",),
 }  # fmt: skip
-"""The comparisons by the names of Jinja's tests for them."""
+"""Comparison operator -> the names of Jinja's tests for it."""
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     check, looks_inside = _CHECKS.get(name), name not in _SHALLOW
-    # Jinja passes the context, the environment or the evaluation context first, if declared.
+    # If a filter asks for it, Jinja passes a context or the environment as the first argument.
     num_passed = 0 if _PassArg.from_obj(function) is None else 1
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        # First, check before the work: arguments that would make too much, and steps of reading.
+        # First, refuse arguments with too large results, and take the steps for reading the input.
         given, budget = args[num_passed:], CURRENT.budget
         budget.step()
         if name == "join" and not isinstance(given[0], JOINED):
@@ -71,7 +73,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 budget.step(len(value) >> 8)
             elif looks_inside and type(value) not in SCALARS:
                 budget.weigh(value)
-        # Second, run the filter, and take the memory of its result.
+        # Second, run the filter, and take the memory of its result from the budget.
         found = function(*args[:num_passed], *given, **kwargs)
         if isinstance(found, Iterator):
             return _counted(budget, found)
@@ -101,8 +103,8 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _counted(
     budget: TemplateBudget, items: Iterable[Any], *, is_weighed: bool = False
 ) -> Iterator[Any]:
-    """Yield the items, and take a step from the budget for each. If is_weighed, also take the
-    memory of each item, since one value may occur many times."""
+    """Yield the items, and take a step from the budget for each. If is_weighed, also take each
+    item's memory."""
     for item in items:
         budget.step()
         if is_weighed and type(item) not in SCALARS:
@@ -141,7 +143,7 @@ def _check_wrapped(
     wrapstring: Any = None,
     break_on_hyphens: bool = True,
 ) -> None:
-    """For `wordwrap`, which copies a word longer than a line once for each of its lines."""
+    """For `wordwrap`, which copies the rest of a long word for each line of the word."""
     length = len(value) if isinstance(value, str) else 0
     budget.step(length + length * (length >> 13))
     budget.make((length + 1) * size_of(wrapstring))
@@ -169,14 +171,14 @@ def _check_summed(
     budget: TemplateBudget, value: Any = (), attribute: Any = None, start: Any = 0
 ) -> None:
     if type(start) not in (int, float):
-        raise SecurityError("sum is served for numbers alone")
+        raise SecurityError("sum is supported only for numbers")
 
 
 def _check_rounded(
     budget: TemplateBudget, value: Any = 0, precision: Any = 0, *_: Any, **__: Any
 ) -> None:
     if isinstance(precision, int) and abs(precision) > MAX_ROUND_DIGITS:
-        raise SecurityError(f"round has more than {MAX_ROUND_DIGITS} digits")
+        raise SecurityError(f"the precision of round is above {MAX_ROUND_DIGITS} digits")
 
 
 def _check_listed(budget: TemplateBudget, value: Any = ()) -> None:
@@ -189,7 +191,7 @@ def _check_formatted(budget: TemplateBudget, value: Any = "", *args: Any, **kwar
 
 
 def _check_slow(budget: TemplateBudget, value: Any = "", *_: Any, **__: Any) -> None:
-    """For filters with a long time per character or entry, or a time quadratic in their number."""
+    """For filters that are slow per character or entry, or take quadratic time."""
     length = len(value) if isinstance(value, str) else budget.weigh(value)
     budget.step(length + length * (length >> 13))
     budget.make(length * 16)
@@ -199,7 +201,7 @@ _JSON_CHARACTERS = 1 << 16
 
 
 def json_text(value: Any, encoder: JSONEncoder) -> str:
-    """`value` as JSON text, written within the budget."""
+    """`value` as JSON text; its memory and steps are taken from the budget."""
     budget = CURRENT.budget
     indent: object = encoder.indent
     if indent is None:
@@ -208,7 +210,7 @@ def json_text(value: Any, encoder: JSONEncoder) -> str:
         budget.step(len(text) >> 5)
         return text
     pieces, num_characters = [], 0
-    for piece in encoder.iterencode(value):  # in Python; with an indent, C is not used anyway
+    for piece in encoder.iterencode(value):  # json has no C code for indents anyway
         num_characters += len(piece)
         pieces.append(piece)
         if num_characters > _JSON_CHARACTERS:

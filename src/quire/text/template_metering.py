@@ -1,10 +1,11 @@
-"""Rewrites a parsed template so that all of its work is taken from its budget.
+"""Rewrites a parsed Jinja template so that all its work is charged to a budget.
 
 Each loop and macro begins with a tick: a statement that takes steps from the budget. Operators that
-Jinja compiles to Python's become calls of `template_operations`, unless their work is counted
-elsewhere: comparisons with a constant, and sums of a few texts that are written out or assigned.
-Called by the code generator of `template_sandbox`. Models' templates are rendered at each call, so
-the metering may slow them by a few percent only.
+Jinja would compile to Python operators become calls of `template_operations`. Exceptions, for
+speed, are comparisons with a constant, and sums of a few texts whose result is written out or
+assigned, because only the result needs to be counted. Called by the code generator of
+`template_sandbox`. A template runs for each chat request, so the metering may slow it by a few
+percent only.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from jinja2.visitor import NodeTransformer
 from quire.text.template_operations import COMPARISONS
 
 MAX_SUMMANDS = 8
-"""The most variable summands of a sum of which only the result is counted. Up to this many
+"""A sum of texts is counted by its result alone if it has at most this many variable summands. Its
 temporary texts, each at most as long as the result, are not counted."""
 _NODES_PER_STEP = 12
 
@@ -27,19 +28,21 @@ _NUMBER_FILTERS = frozenset({"length", "count", "int", "float", "round", "abs"})
 
 @dataclass(slots=True)
 class MeteringPlan:
-    """The results of the rewriting for the code generator. Nodes are identified by their `id`."""
+    """The result of the rewriting, for the code generator. Nodes are identified by Python's
+    `id(node)`."""
 
-    #: Number of steps that each tick takes, by the `id` of the tick's statement.
+    #: Number of steps that each tick takes, by the `id` of the tick's node.
     ticks: dict[int, int] = field(default_factory=dict)
-    #: The sums that are compiled to Python's `+`.
+    #: `id`s of the sums that are compiled to Python's `+`.
     plain_sums: set[int] = field(default_factory=set)
-    #: Filter nodes that stand for calls of `template_operations.OPERATIONS`, and have their names.
+    #: `id`s of filter nodes that are compiled to calls of `template_operations.OPERATIONS`; the
+    #: filter's name is the operation's.
     operations: set[int] = field(default_factory=set)
-    #: The nodes of all operations, kept alive so that their ids are not reused.
+    #: The nodes in `operations`, kept alive so that Python does not reuse their ids.
     kept: list[nodes.Node] = field(default_factory=list)
 
     def operation(self, name: str, operand: nodes.Node, *others: nodes.Node) -> nodes.Filter:
-        """Make the node that calls an operation."""
+        """Make a node that calls the operation `name`."""
         made = nodes.Filter(operand, name, [*others], [], None, None, lineno=operand.lineno)
         self.operations.add(id(made))
         self.kept.append(made)
@@ -50,7 +53,7 @@ def metered(template: nodes.Template) -> MeteringPlan:
     """Rewrite the template. Raises TemplateSyntaxError for unsupported statements."""
     plan = MeteringPlan()
     for modifier in template.find_all(nodes.EvalContextModifier):
-        raise TemplateSyntaxError("autoescape is not served", modifier.lineno)
+        raise TemplateSyntaxError("autoescape is not supported", modifier.lineno)
     # First, put a tick at the beginning of each loop and macro.
     scopes: Any = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
     for scope in [*template.find_all(scopes)]:
@@ -60,7 +63,7 @@ def metered(template: nodes.Template) -> MeteringPlan:
         scope.body.insert(0, tick)
         if isinstance(scope, nodes.For) and scope.test is not None:
             scope.test = plan.operation("ticked", scope.test)
-    # Second, mark the sums whose result alone is counted.
+    # Second, mark the sums of which only the result is counted.
     for output in template.find_all(nodes.Output):
         for expression in output.nodes:
             _mark_sum(expression, plan.plain_sums)
@@ -73,7 +76,8 @@ def metered(template: nodes.Template) -> MeteringPlan:
 
 
 def _mark_sum(expression: nodes.Node, plain_sums: set[int]) -> bool:
-    """Mark a sum of texts whose result alone must be counted. Returns whether it is one."""
+    """If the expression is a sum of texts of which only the result needs to be counted, mark it and
+    return True."""
     sums: list[nodes.Node] = []
     summands: list[nodes.Node] = []
     waiting: list[nodes.Node] = [expression]
@@ -96,7 +100,7 @@ def _is_text(node: nodes.Node) -> bool:
 
 
 class _Replacement(NodeTransformer):
-    """Replaces uncounted expressions by operations, from the innermost ones outwards."""
+    """Replaces operators whose work is not counted yet by operations, innermost first."""
 
     def __init__(self, plan: MeteringPlan) -> None:
         self._operation: Callable[..., Any] = plan.operation
@@ -132,14 +136,15 @@ class _Replacement(NodeTransformer):
 
 
 def _is_quick(left: nodes.Expr, name: str, right: nodes.Expr) -> bool:
-    """Whether a comparison reads only the characters of a constant, or compares constants."""
+    """True if a comparison takes little time, because one side is a constant or a number."""
     if name in ("in", "notin"):
         return _is_constant(right)
     return any(isinstance(each, nodes.Const) or _is_number(each) for each in (left, right))
 
 
 def _is_number(node: nodes.Node) -> bool:
-    """Whether an expression is a number or a boolean, or raises an error."""
+    """True if the value of an expression is surely a number or a boolean, unless it raises an
+    error."""
     match node:
         case nodes.Const(value=value):
             return not isinstance(value, str)

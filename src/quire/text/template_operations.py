@@ -1,8 +1,9 @@
-"""Python's operators and methods, with bounds for untrusted templates.
+"""Python's operators and methods for untrusted chat templates, with bounded time and memory.
 
-The memory of a result is taken from the rendering's budget. Results that may be larger than their
-inputs (`*`, `center`, `replace`, `join`, a width) are refused or taken from the budget in advance.
-Called by compiled templates, `template_sandbox` and `template_filters`.
+The memory of each result is taken from the rendering's budget (`template_budget`). If a result may
+be larger than the inputs (`*`, `center`, `replace`, `join`, a width), its memory is taken, or the
+call refused, before the result is made. Called by compiled templates, `template_sandbox` and
+`template_filters`.
 """
 
 import operator
@@ -18,13 +19,12 @@ from quire.text.template_budget import CURRENT, TemplateBudget, size_of
 
 MAX_INTEGER_BITS = 4096
 MAX_WIDTH = 10_000
-"""The largest width of padded text, indents and formatted numbers."""
+"""The largest width of padded text, of indents and of formatted numbers, in characters."""
 
 SCALARS = frozenset({str, int, float, bool, type(None)})
 _DIGITS = re.compile(r"\d+")
 _PERCENT_WIDTHS = re.compile(r"[%)][#0\- +]*(\d*)(?:\.(\d*))?")
-"""Matches the widths in a `%` format, also after a key in brackets, which may have any
-characters."""
+"""Matches width and precision in a `%` format, also after a key as in `%(key)10s`."""
 _WIDTH_ARGUMENT = re.compile(r"[%)][^%a-zA-Z]*\*")
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "lteq": operator.le,
@@ -38,7 +38,7 @@ COMPARISONS = frozenset(_OPERATORS)
 
 
 def _added(left: Any, right: Any) -> Any:
-    """The operator `+`. The left operand's entries were counted when it was made."""
+    """The operator `+`. The entries of the left operand were counted when it was made."""
     if type(left) is str and type(right) is str:
         CURRENT.budget.make(len(left) + len(right))
         return left + right
@@ -84,7 +84,8 @@ def _check_power(left: Any, right: Any) -> None:
 
 
 def check_percent(budget: TemplateBudget, text: Any, arguments: Any) -> None:
-    """Take the memory of a `%` format's widths and arguments, multiplied by their possible uses."""
+    """Before a `%` format runs, take the memory of its widths, and of its arguments times their
+    possible number of uses."""
     if not isinstance(text, str):
         raise SecurityError("bytes can't be formatted")
     if _WIDTH_ARGUMENT.search(text):
@@ -97,7 +98,7 @@ def check_percent(budget: TemplateBudget, text: Any, arguments: Any) -> None:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], bool]:
-    """The comparison operator `name`, for operands that are not constants."""
+    """The function for the comparison operator `name`; it takes steps for long operands."""
     compared = _OPERATORS[name]
 
     def comparison(left: Any, right: Any) -> bool:
@@ -119,7 +120,7 @@ def _check_compared(left: Any, right: Any) -> None:
 
 
 def _searched(value: Any) -> Any:
-    """Take the steps of searching a value from the budget, and return the value."""
+    """Take from the budget the steps for searching in `value`; returns `value`."""
     if type(value) is str:
         CURRENT.budget.step(len(value) >> 10)
     elif isinstance(value, (list, tuple)):
@@ -135,14 +136,14 @@ def _concatenated(*parts: Any) -> str:
 
 
 def joined(pieces: Iterable[str]) -> str:
-    """The output of a template, a macro or a block."""
+    """Join the output of a template, a macro or a block, and take its memory from the budget."""
     pieces = [*pieces]
     CURRENT.budget.make(sum(map(len, pieces)))
     return "".join(pieces)
 
 
 def written(value: Any) -> str:
-    """The text of a value in the output; its memory is taken when the output is joined."""
+    """A value as text for the output; its memory is taken when the output is joined."""
     if type(value) is str:
         return value
     text = str(value)
@@ -151,7 +152,7 @@ def written(value: Any) -> str:
 
 
 def taken(found: Any) -> Any:
-    """Take the memory of a new value without its contents from the budget, and return the value."""
+    """Take from the budget the memory of a new value, without its items; returns the value."""
     if type(found) is str:
         CURRENT.budget.make(len(found))
     elif type(found) is int:
@@ -163,15 +164,17 @@ def taken(found: Any) -> Any:
 
 
 def weighed(value: Any) -> Any:
-    """Take the memory of a list or an object that a template makes, or of a key, which is hashed;
-    return it. Contents that occur several times count each time, which bounds the value's text."""
+    """Take from the budget the memory of a list, an object or a key that a template makes; returns
+    it. An item that occurs several times counts each time, which bounds the length of the value as
+    text."""
     if type(value) not in SCALARS:
         CURRENT.budget.make(CURRENT.budget.weigh(value))
     return value
 
 
 def _count_iteration(value: Any) -> Any:
-    """Take a step for an iteration that a loop's condition may skip, and return the condition."""
+    """Take a step for a loop iteration, before the loop's condition may skip it; returns `value`,
+    the condition."""
     CURRENT.budget.step()
     return value
 
@@ -182,14 +185,14 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "ticked": _count_iteration, "written": written,
     **{f"is_{name}": _comparison(name) for name in COMPARISONS},
 }  # fmt: skip
-"""The operations by the names that compiled templates call."""
+"""Maps the names that compiled templates call to the functions."""
 
 
 # ---- methods ------------------------------------------------------------------------------------
 
 
 def is_quick_method(function: Any, args: Sequence[Any]) -> bool:
-    """Whether a method looks up a value in a dict, or is one of a short text whose result is not
+    """True if a method needs no check: `dict.get`, or a method of a short text whose result is not
     much larger than the text."""
     owner = function.__self__
     if type(owner) is dict:
@@ -200,22 +203,22 @@ def is_quick_method(function: Any, args: Sequence[Any]) -> bool:
 
 
 _CALL_STEPS = 4
-"""Number of steps for calling a macro, which takes as long as some iterations of a loop."""
+"""Number of steps that a macro call counts, since it takes as long as a few loop iterations."""
 
 
 def check_call(function: Any, args: Iterable[Any]) -> None:
-    """Take the steps of calling a function that is not a method of a built-in type."""
+    """Take the steps for calling a function that is not a method of a built-in type."""
     budget = CURRENT.budget
     budget.step(_CALL_STEPS)
-    if not isinstance(function, (Macro, type)):  # their text or attributes are counted elsewhere
+    if not isinstance(function, (Macro, type)):  # macros and types count their own work
         for value in args:
             if type(value) not in SCALARS:
                 budget.weigh(value)
 
 
 def check_method(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """The arguments of a method of a built-in type that is about to be called. Raises SecurityError
-    if its result would be too large."""
+    """Check a call of a method of a built-in type before it runs; returns its positional arguments.
+    Raises SecurityError if the result would be too large."""
     budget = CURRENT.budget
     budget.step()
     if function.__name__ == "join" and args and not isinstance(args[0], JOINED):
@@ -242,7 +245,8 @@ _METHODS: dict[type, frozenset[str]] = {
     tuple: frozenset({"count", "index"}),
     dict: frozenset({"copy", "get", "items", "keys", "values"}),
 }
-"""The methods of types other than str whose result is not much larger than their arguments."""
+"""The allowed methods of types other than str: their results are not much larger than their
+input."""
 
 
 def _check_method(
@@ -251,7 +255,7 @@ def _check_method(
     if not isinstance(owner, str):
         allowed = _METHODS.get(type(owner))
         if allowed is not None and name not in allowed:
-            raise SecurityError(f"the method {name} of {type(owner).__name__} is not served")
+            raise SecurityError(f"the method {name} of {type(owner).__name__} is not supported")
         if isinstance(owner, (list, tuple)):
             budget.weigh(owner)
         if isinstance(owner, bytes):
@@ -286,7 +290,8 @@ def check_replace(budget: TemplateBudget, text: str, old: Any, new: Any) -> None
 
 
 JOINED = (str, list, tuple, dict)
-"""The types that `join` may visit twice; other iterables are copied to a list before."""
+"""The types that can be iterated twice, for the check and for `join`; others are copied to a list
+first."""
 
 
 def check_join(budget: TemplateBudget, parts: Any, separator: Any) -> None:
@@ -306,11 +311,12 @@ def _check_coding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if name == "hex":
         return
     if name == "translate" or str(coding).lower() not in ("utf-8", "utf8", "ascii", "latin-1"):
-        raise SecurityError(f"{name} is served for utf-8, ascii and latin-1 alone")
+        raise SecurityError(f"{name} is supported only for utf-8, ascii and latin-1")
 
 
 def check_format(text: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Take the memory of the widths and arguments of `text.format(...)` before it runs."""
+    """Take from the budget the memory of the widths and arguments of `text.format(...)`, before it
+    runs."""
     budget = CURRENT.budget
     budget.step(len(text) >> 4)
     num_fields = 0

@@ -1,8 +1,8 @@
-"""The sandbox in which chat templates run, with transformers' helpers.
+"""The Jinja sandbox in which chat templates run, with the helper functions of transformers.
 
 A template comes with a model and is an untrusted program. It can neither change its input nor
-access Python's internals, and has a budget of steps and memory (`text.template_budget`). Knows no
-messages. Called by `text.chat_template`.
+access Python's internals, and has a budget of steps and memory (`text.template_budget`). Called by
+`text.chat_template`.
 """
 
 import json
@@ -27,7 +27,7 @@ from quire.text.template_metering import metered
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """An environment that compiles and runs templates as transformers 5 does."""
+    """A Jinja environment that compiles and runs templates like transformers 5."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -39,12 +39,12 @@ def make_environment() -> ImmutableSandboxedEnvironment:
         "dict": _TemplateDict(),
         "namespace": _TemplateNamespace,
     }
-    del environment.globals["lipsum"]  # makes any number of random words
+    del environment.globals["lipsum"]  # it makes unlimited random text
     return environment
 
 
 class _CodeGenerator(CodeGenerator):
-    """Compiles templates that take all their work from a budget."""
+    """Compiles templates so that all their work is charged to a budget."""
 
     def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:  # noqa: N802
         self._plan = metered(node)
@@ -99,7 +99,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Context(Context):
-    """The context of a rendering or a part of it."""
+    """Jinja's context of a rendering, with the current budget."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,7 +107,7 @@ class _Context(Context):
 
 
 class _BoundedTemplate(jinja2.Template):
-    """A template with a separate budget for each rendering."""
+    """A template that uses a new budget for each rendering."""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
         variables = dict(*args, **kwargs)
@@ -126,18 +126,20 @@ class _Environment(ImmutableSandboxedEnvironment):
     code_generator_class = _CodeGenerator
     context_class = _Context
     template_class = _BoundedTemplate
-    intercepted_binops = frozenset({"+", "*", "%", "**"})  # prevents folding them when compiling
+    intercepted_binops = frozenset({"+", "*", "%", "**"})  # prevents constant folding
     concat = staticmethod(operations.joined)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.__dict__ |= operations.OPERATIONS
-        # Jinja computes this anew at each access, which takes a third of a rendering's time.
+        # A cache for `is_safe_attribute`: recomputing it at each access would take a third of a
+        # rendering's time.
         self._safe_attributes: dict[tuple[type, str], bool] = {}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
-            # Jinja finds the same, but after an AttributeError, which takes several times as long.
+            # Equals Jinja's result, but is several times as fast, since Jinja first raises an
+            # AttributeError.
             try:
                 return obj[attribute]
             except KeyError:
@@ -146,7 +148,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         key = type(obj), attr
-        if key[0] is _TemplateNamespace:  # its attributes have any names that the template chooses
+        if key[0] is _TemplateNamespace:  # the template chooses its attributes' names
             return not attr.startswith("_")
         if key[0] not in _PLAIN_TYPES:
             return super().is_safe_attribute(obj, attr, value)
@@ -158,9 +160,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given: Sequence[Any]
-        self, context, function, *given = args  # so that a call may have arguments of these names
+        self, context, function, *given = args  # frees these names for keyword arguments
         if type(function) is BuiltinMethodType:
-            # Jinja passes these on to functions that take a context.
+            # Jinja's own `call` uses these only for functions that take a context.
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
             if not operations.is_quick_method(function, given):
@@ -183,10 +185,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training.
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's text in training data.
 
-    Rendering keeps the tag's contents. The tag is a call block, so variables in it have their own
-    scope.
+    Rendering keeps the contents and drops the tag. It is compiled as a call block, so variables set
+    inside have their own scope.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain set
@@ -201,7 +203,7 @@ class _GenerationTag(Extension):
 
 
 class _TemplateDict:
-    """The `dict` of templates: makes dictionaries, but is not the class itself."""
+    """The `dict` function of templates: makes dictionaries, but does not expose Python's class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         made: dict[Any, Any] = operations.weighed(dict(*args, **kwargs))
@@ -213,10 +215,11 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """Jinja's namespace without names that begin with "_", which give access to internals."""
+    """Jinja's namespace, which refuses names that begin with "_", since these give access to
+    internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args  # allows a variable named self in a template
+        self, *rest = args  # so that a template may set a variable named self
         attributes = dict(*rest, **kwargs)
         for name in attributes:
             _check_attribute(name)
@@ -227,7 +230,7 @@ class _TemplateNamespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # namespaces may be nested without end
+        return "<Namespace>"  # a namespace may contain itself
 
 
 def _check_attribute(name: Any) -> None:
@@ -237,8 +240,8 @@ def _check_attribute(name: Any) -> None:
 
 _MAX_JSON_SPACES = 32
 _MAX_TIME_CHARACTERS = 1000
-"""The longest format of a date. Python may take a kibibyte of memory for each of its characters
-before the text is made, and the format may set the text's width."""
+"""The longest date format in characters. Python may allocate a kibibyte for each character of the
+format, and the format may set the width of the result."""
 
 
 def _to_json(
@@ -248,7 +251,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, adds no HTML escapes, and takes the options of json.dumps."""
+    """The filter `tojson`. Unlike Jinja's, it adds no HTML escapes, and accepts options of
+    json.dumps."""
     if (len(indent) if isinstance(indent, str) else indent or 0) > _MAX_JSON_SPACES:
         raise jinja2.exceptions.SecurityError(f"tojson has an indent above {_MAX_JSON_SPACES}")
     if sum(map(len, separators or ())) > _MAX_JSON_SPACES:

@@ -1,11 +1,10 @@
-"""Converts text to token ids and back, with a tokenizer.json file or a GGUF file.
+"""Converts text to token ids and back, by the rules in a tokenizer.json or GGUF file.
 
-Knows no models, requests or chats. Called by the API server, the offline API, the command line and
-`text.detokenizer`.
+Called by the API server, the offline API, the command line and `text.detokenizer`.
 
-The tokenizers library decodes only whole sequences. A stream needs the text of each single token,
-and a token may be a part of a character, so `TokenBytes` derives the bytes of each token from the
-declared decoder, once per token.
+The tokenizers library decodes only whole sequences. Streaming needs the text of each token, and a
+token may be part of a character. So `TokenBytes` derives the bytes of each token from the decoder
+in the file, once per token.
 """
 
 import json
@@ -29,15 +28,15 @@ _UNCONVERTED_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json
 
 
 class Tokenizer:
-    """A vocabulary with its rules: encodes, decodes, and looks up single tokens.
+    """A vocabulary with its rules: encodes texts, decodes token ids, and looks up single tokens.
 
     tokenizer.json alone decides how text is split and which special tokens `encode` adds. Like
     transformers 5, this class ignores `add_bos_token` and `add_eos_token` of tokenizer_config.json,
-    since the post-processor in tokenizer.json already has them. Unlike transformers 5, which
-    derives the rules of a few classes (LlamaTokenizer, Qwen2Tokenizer) from their names, it always
-    takes the rules from the file. Decoding never cleans up spaces.
+    since the post-processor in tokenizer.json already has them. It always takes the rules from the
+    file, unlike transformers 5, which replaces the rules of a few classes (LlamaTokenizer,
+    Qwen2Tokenizer) by its own. Decoding never cleans up spaces.
 
-    Immutable after creation, so any number of threads may share one.
+    Immutable after creation, so threads may share it.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class Tokenizer:
         *,
         remembers_words: bool = True,
     ) -> None:
-        """Takes ownership of `backend` and adds the special tokens that only `config` names.
+        """Takes ownership of `backend`, and adds to it the tokens that only `config` lists.
 
         remembers_words: cache the tokens of the first 10,000 different words, which saves 45% of
-            the time of a long text. With several users, the timing of the cache would reveal which
-            words the texts of others contain.
+            the time to encode a long text. If several users share the tokenizer, the cache's timing
+            reveals which words other users' texts contain.
         """
         config = config or TokenizerConfig()
         if not remembers_words and isinstance(backend.model, _WITH_WORD_CACHE):
@@ -62,9 +61,9 @@ class Tokenizer:
         backend.add_tokens(_missing_tokens(backend, config))
         self._backend = backend
         self._bytes = TokenBytes(backend)
-        #: The number of tokens including added ones; the model's vocabulary may be larger.
+        #: Number of tokens, including added tokens; the model's embedding may have more rows.
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        #: The tokens that decoding omits with skip_special_tokens.
+        #: The ids of the special tokens, which decoding with skip_special_tokens omits.
         self.special_token_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -75,7 +74,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, *, remembers_words: bool = True) -> "Tokenizer":
-        """Read the tokenizer of the model in `folder`, or of the GGUF file that `folder` names.
+        """Read the tokenizer of the model in `folder`, which may be a GGUF file.
 
         remembers_words: as in `Tokenizer`.
         Raises CheckpointError that names the missing or unreadable file, and UnsupportedModelError
@@ -94,11 +93,11 @@ class Tokenizer:
         """The token ids of `text`.
 
         add_special_tokens: include the tokens that the tokenizer puts around a text, often a BOS
-            token. A rendered chat template contains its own: encode it without.
+            token. Set it to False for a rendered chat template, which already contains them.
         Raises InvalidRequestError if `text` is not a string or has a lone surrogate.
         """
         try:
-            # The batch call releases the interpreter's lock, so a long text stalls no other thread.
+            # The batch call releases the GIL, so a long text does not block other threads.
             (encoding,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -115,12 +114,12 @@ class Tokenizer:
         *,
         keeps_end: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """The token ids of one text, or of two as the tokenizer joins them, and each token's type,
-        which says to which text it belongs.
+        """Encode one text, or two texts joined by the tokenizer's rules for pairs. Returns the
+        token ids, and the token type ids, which tell the texts apart.
 
-        max_tokens: cut the last tokens of the second text, or of the only one, to have no more
-            tokens than this. Special tokens around the texts stay.
-        keeps_end: cut the first tokens of that text instead of the last.
+        max_tokens: truncate the second text, or the only one, at its end so that the result has at
+            most this many tokens. Special tokens around the texts are kept.
+        keeps_end: truncate that text at its beginning instead.
         Raises InvalidRequestError as `encode` does.
         """
         inputs = first if second is None else (first, second)
@@ -143,7 +142,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Does `encode` for many texts at once, on all processor cores."""
+        """`encode` for many texts at once, on all CPU cores."""
         try:
             encodings = self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
@@ -161,7 +160,7 @@ class Tokenizer:
         `text.detokenizer`. Raises InvalidRequestError for a number that can't be a token id.
         """
         try:
-            # The batch call releases the interpreter's lock, as in `encode`.
+            # The batch call releases the GIL, as in `encode`.
             (text,) = self._backend.decode_batch(
                 [list(token_ids)], skip_special_tokens=skip_special_tokens
             )
@@ -169,41 +168,42 @@ class Tokenizer:
         except OverflowError as error:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < 1 << 32)
             raise InvalidRequestError(
-                f"{wrong} is no token id; they go from 0 to {self.vocab_size - 1}"
+                f"{wrong} is not a token id; token ids go from 0 to {self.vocab_size - 1}"
             ) from error
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """Finds special tokens in texts; encodes texts in which none of them takes effect."""
+        """Finds special tokens in texts, and encodes them as plain text."""
         return SpecialTokens(self._backend)
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
-        """The ids of all added tokens, special or not, by their texts."""
+        """Text -> id of all added tokens, special or not."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items()}
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """The largest number of bytes that a single token adds to a text."""
+        """An upper bound of the bytes that a single token adds to a text."""
         return max(len(token.encode()) for token in self._backend.get_vocab())
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """The ids of the given texts that are special tokens."""
+        """The ids of those of the given texts that are special tokens."""
         found = {self._backend.token_to_id(text) for text in texts}
         return self.special_token_ids & found
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to a text, perhaps only a part of a character.
+        """The bytes that the token adds to a text; they may be only part of a character.
 
-        Joined over the tokens of a text they are its UTF-8 encoding, except for a leading space
-        that some tokenizers add to every text and remove again. Special tokens have bytes too; ids
-        beyond the vocabulary have none.
+        The joined bytes of a text's tokens are its UTF-8 encoding, except for a leading space that
+        some tokenizers add when encoding and remove when decoding. Special tokens also have bytes;
+        ids beyond the vocabulary have none.
         """
         return self._bytes.following(token_id)
 
     def first_token_bytes(self, token_id: int) -> bytes:
-        """`token_bytes` of a text's first token, without the space that the decoder removes."""
+        """`token_bytes` of a text's first token, without a leading space that the decoder
+        removes."""
         return self._bytes.first(token_id)
 
     def whole_text(self, token_id: int) -> str | None:
@@ -215,11 +215,11 @@ class Tokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
     def encode_bad_word(self, word: str) -> list[list[int]]:
-        """The token sequences that write `word`, which a request's `bad_words` bans from answers.
+        """The token sequences that spell `word`, an entry of a request's `bad_words`.
 
         A word can have different tokens at the start of a text, after other letters, and after a
-        space ("Ġword"), so the list has a sequence for each place. A sequence that ends with a
-        shorter one of the list is omitted, since a ban of the shorter one covers it. For a `word`
+        space ("Ġword"), so the list has a sequence for each case. A sequence that ends with a
+        shorter one of the list is omitted, since banning the shorter one is enough. For a `word`
         that begins with a space, the list has only sequences with that space. Raises
         InvalidRequestError for a word that has no tokens.
         """
@@ -238,8 +238,8 @@ class Tokenizer:
         return kept
 
     def encode_inside(self, text: str) -> list[int]:
-        """The tokens of `text` inside a longer text, none of them special. The list is empty if the
-        tokenizer finds no tokens that write exactly this text."""
+        """The tokens of `text` inside a longer text, without special tokens. Empty if no encoding
+        decodes to exactly this text."""
         written = text.encode()
         for encoded in (
             self._encode_behind_text(text),
@@ -251,7 +251,8 @@ class Tokenizer:
         return []
 
     def _encode_behind_text(self, text: str) -> list[int]:
-        """The tokens of `text` after a line break; empty if it does not begin a new token there."""
+        """The tokens of `text` after a line break; empty if a token spans the line break and the
+        text."""
         before = self.encode("\n", add_special_tokens=False)
         both = self.encode("\n" + text, add_special_tokens=False)
         return both[len(before) :] if both[: len(before)] == before else []
@@ -267,7 +268,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         raise CheckpointError(f"{path} is {other}")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for all errors
+    except Exception as error:  # the library raises plain Exception for all errors
         raise CheckpointError(
             f"{path} can't be read ({shown_text(error)}); copy it again from where the model came"
             " from"
@@ -277,7 +278,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 def _missing_tokens(
     backend: tokenizers.Tokenizer, config: TokenizerConfig
 ) -> list[tokenizers.AddedToken]:
-    """The tokens of `config` that the backend lacks or has with other flags."""
+    """The tokens of `config` that the backend lacks, or has with different flags."""
     present = list(backend.get_added_tokens_decoder().values())
     known = {repr(token) for token in present}
     listed = [token for _, token in sorted(config.added_tokens.items())]
@@ -311,7 +312,7 @@ def _missing_file_message(folder: Path) -> str:
     if not found:
         return f"{folder} has no tokenizer.json; copy it from where the model came from"
     return (
-        f"{folder} has {' and '.join(found)} but no tokenizer.json, the only format that is read. "
+        f"{folder} has {' and '.join(found)} but no tokenizer.json, the only supported format. "
         f"Convert it once with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
         f".save_pretrained({str(folder)!r})"
     )
@@ -324,7 +325,7 @@ def _check_text(text: object) -> None:
     check_characters(text, None)
 
 
-# Decoders under which a token adds the same bytes to the text at every position except the first.
+# Decoder types with which a token adds the same bytes at every position except the first.
 _UNDERSTOOD = frozenset(
     {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 )
@@ -332,14 +333,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes that each token adds to a text, computed when they are first needed.
+    """Computes, and caches, the bytes that each token adds to a text.
 
     Invariant: for tokens t0, t1, t2, .., the tokenizer's own decoding is the UTF-8 decoding of
 
         first(t0) + following(t1) + following(t2) + ..
 
     There is one intended exception. If a run of byte tokens is not valid UTF-8, the tokenizers
-    library replaces all of it, while here the complete characters in it survive.
+    library replaces the whole run by U+FFFD, while this class keeps its complete characters.
 
     There are three kinds of tokens:
 
@@ -347,13 +348,13 @@ class TokenBytes:
         byte token    "<0x0A>" stands for this byte, in vocabularies with byte fallback
         plain text    the text that the token adds when it is decoded after another token
 
-    For plain text, that other token is always the same one, the *anchor*. Decoding a token alone
-    would not do, since some decoders then drop the space that tells " the" from "the".
+    For plain text, that other token is always the same, the *anchor*. Decoding a token alone would
+    be wrong, since some decoders then drop the leading space of " the".
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """Raises CheckpointError for a decoder that can't be streamed, because the bytes of a token
-        may depend on the tokens beside it, and if no token stands for any text."""
+        """Raises CheckpointError if the bytes of a token may depend on its neighbors, so that the
+        decoder can't be streamed, or if no token has text."""
         self._backend = backend
         steps = _decoder_steps(backend)
         self._byte_level = any(step["type"] == "ByteLevel" for step in steps)
@@ -365,7 +366,7 @@ class TokenBytes:
             self._anchor_text = self._decode(self._anchor_id)
 
     def following(self, token_id: int) -> bytes:
-        """The bytes of `token_id` after other tokens; empty for an id that is no token."""
+        """The bytes of `token_id` after other tokens; empty if the id is not in the vocabulary."""
         share = self._following.get(token_id)
         if share is None:
             share = self._following[token_id] = self._compute(token_id)
@@ -385,7 +386,8 @@ class TokenBytes:
         return text
 
     def first(self, token_id: int) -> bytes:
-        """The bytes of `token_id` at the start of a text, where some decoders drop a space."""
+        """The bytes of `token_id` at the start of a text, where some decoders drop a leading
+        space."""
         share = self.following(token_id)
         if self._byte_level or not share or (len(share) == 1 and not share.isascii()):
             return share  # unchanged: a single byte above 0x7F is never a whole character
@@ -411,11 +413,12 @@ class TokenBytes:
             text = self._decode(token_id)
             if text and "\ufffd" not in text:
                 return token_id
-        raise CheckpointError("no token of tokenizer.json stands for any text")
+        raise CheckpointError("no token of tokenizer.json has any text")
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's steps in a flat list; empty if tokens are just joined with spaces."""
+    """The decoder's steps as a flat list; empty if there is no decoder, so that tokens are joined
+    with spaces."""
     if backend.decoder is None:
         return []
     steps = _flatten(json.loads(backend.decoder.__getstate__()))
@@ -441,7 +444,8 @@ def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: character -> byte."""
+    """Maps the 256 printable characters that stand for bytes in byte-level vocabularies (GPT-2) to
+    the bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -453,8 +457,8 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """The bytes that the characters of a byte-level token stand for. For a token with a character
-    outside the byte alphabet, as some added tokens have, its text in UTF-8."""
+    """The bytes that the characters of a byte-level token stand for. If a character is outside the
+    byte alphabet, as in some added tokens, the token's text in UTF-8."""
     stand_ins = [_BYTE_ALPHABET.get(character) for character in token]
     if None in stand_ins:
         return token.encode()

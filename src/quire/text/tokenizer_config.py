@@ -1,8 +1,8 @@
 """Reads a model's tokenizer settings: the files beside tokenizer.json, or a GGUF file's metadata.
 
-In a folder it reads `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.json`,
-and decides which of them takes effect, as transformers 5 does. Knows neither the vocabulary nor the
-meaning of a chat template. Called by `text.tokenizer` and `text.chat_template`.
+In a folder it reads `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.json`. If
+the files conflict, transformers 5 and this module prefer the same file. Called by `text.tokenizer`
+and `text.chat_template`.
 """
 
 from collections.abc import Mapping
@@ -26,19 +26,19 @@ _TOKEN_FLAGS = frozenset({"single_word", "lstrip", "rstrip", "normalized", "spec
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """The fields of a folder's tokenizer configuration that affect text."""
+    """The fields of a model's tokenizer configuration that affect encoding and chat templates."""
 
-    #: Special tokens by name: "bos_token", "eos_token" and others that the folder names. They are
-    #: also variables of the chat template.
+    #: Special tokens by name, such as "bos_token" and "eos_token". They are also variables of the
+    #: chat template.
     named_tokens: Mapping[str, AddedToken] = field(default_factory=dict)
     #: Special tokens without a name.
     extra_special_tokens: tuple[AddedToken, ...] = ()
-    #: Tokens by id, as the configuration lists them.
+    #: Added tokens by id (`added_tokens_decoder`).
     added_tokens: Mapping[int, AddedToken] = field(default_factory=dict)
-    #: Whether special tokens written out in a text are encoded as plain text.
+    #: True if special tokens written out in a text are encoded as plain text.
     split_special_tokens: bool = False
     #: The template in tokenizer_config.json (a string or a list of {name, template}) or in
-    #: chat_template.json (a string); None if neither file has one, or it is empty.
+    #: chat_template.json (a string); None if there is no template, or it is empty.
     chat_template: Any = None
 
     @property
@@ -48,8 +48,8 @@ class TokenizerConfig:
 
 
 def tokenizer_fields(folder: Path) -> dict[str, Any]:
-    """The fields of tokenizer_config.json, unchecked; empty if there is none. For a GGUF file, its
-    metadata is returned in the same form. Raises CheckpointError."""
+    """The unchecked fields of tokenizer_config.json; empty if the file does not exist. For a GGUF
+    file: its metadata in the form of these fields. Raises CheckpointError."""
     if folder.is_file():
         return read_gguf_settings(folder)
     path = folder / "tokenizer_config.json"
@@ -57,7 +57,7 @@ def tokenizer_fields(folder: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    """Read the configuration of the tokenizer in `folder`, or in a GGUF file. Missing files are
+    """Read the tokenizer configuration in `folder`, which may be a GGUF file. Missing files are
     treated as empty.
 
     `special_tokens_map.json` is the older way to list special tokens; it is read only if
@@ -71,7 +71,7 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
         fields = {**fields, **(read_json_object(older) if older.exists() else {})}
     extra = fields.get("extra_special_tokens") or fields.get("additional_special_tokens") or ()
     named = {name: value for name, value in fields.items() if _names_token(name, value)}
-    if isinstance(extra, str):  # its letters would be taken for tokens
+    if isinstance(extra, str):  # otherwise each letter would become a token
         raise CheckpointError(
             f"{path}: the extra special tokens are {shown(extra)}, but must be a list of tokens, or"
             " an object of named ones"
@@ -88,16 +88,16 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
         )
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} describes a token in a way that is not understood ({shown_text(error)}); "
+            f"{path} describes a token in an unknown form ({shown_text(error)}); "
             "a token is a string or an object with a 'content'"
         ) from error
 
 
 def _chat_template(folder: Path, of_tokenizer: Any) -> Any:
-    """The template of chat_template.json, or `of_tokenizer`, that of tokenizer_config.json or of a
-    GGUF file. chat_template.json belongs to the processor of a multimodal model: like transformers,
-    prefer it if the model has a processor."""
-    if isinstance(of_tokenizer, dict):  # templates by name, which transformers accepts too
+    """Choose between the template in chat_template.json and `of_tokenizer`, the template in
+    tokenizer_config.json or a GGUF file. chat_template.json belongs to the processor of a
+    multimodal model. Like transformers, prefer it only if the model has a processor."""
+    if isinstance(of_tokenizer, dict):  # name -> template; transformers also accepts this form
         of_tokenizer = [{"name": name, "template": of_tokenizer[name]} for name in of_tokenizer]
     path = folder / _TEMPLATE_FILE
     has_processor = any((folder / name).is_file() for name in _PROCESSOR_FILES)

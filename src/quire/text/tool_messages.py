@@ -1,6 +1,6 @@
-"""Checks tool calls and results in a chat's history, and converts them for templates.
+"""Checks tool calls and tool results in chat messages, and converts them for chat templates.
 
-Knows the format of OpenAI's messages, but no template. Called by `text.chat_messages` and
+The messages have the format of OpenAI's API. Called by `text.chat_messages` and
 `text.chat_template`.
 """
 
@@ -14,7 +14,8 @@ from quire.text.json_values import has_more_values, text_has_more_values
 Message = dict[str, Any]
 
 MAX_CALL_VALUES = 20_000
-"""The most values in one call's arguments; writing or parsing them takes some milliseconds."""
+"""The maximum number of values in one call's arguments; writing or parsing this number of values
+takes a few milliseconds."""
 
 NOT_TEXT = frozenset(
     {
@@ -22,7 +23,8 @@ NOT_TEXT = frozenset(
         *("audio", "audio_url", "input_audio", "video", "video_url"),
     }
 )
-"""The types of parts other than text that a tool's result may have, in any of the APIs."""
+"""The types of parts that are not text but may occur in a tool's result, in any of the supported
+APIs."""
 
 _DESCRIPTION = """These functions can be called:
 
@@ -34,9 +36,10 @@ Their results follow in the next message. Where no function helps, answer in wor
 
 
 def check_tool_calls(calls: Any, where: str) -> None:
-    """Raises InvalidRequestError unless these are function calls in the format of OpenAI's API.
+    """Raises InvalidRequestError unless `calls` is a list of function calls in the format of
+    OpenAI's API.
 
-    `calls` consists of plain JSON types. Arguments may be an object or its JSON text.
+    `calls` consists of plain JSON types. A call's arguments may be an object or its JSON text.
     """
     if not isinstance(calls, list):
         raise _wrong(f"{where} has tool_calls of type {type(calls).__name__}, not a list")
@@ -51,7 +54,7 @@ def check_tool_calls(calls: Any, where: str) -> None:
         if not isinstance(function, dict):
             raise _wrong(f"{place} has no function; it must be an object with name and arguments")
         if not isinstance(function.get("name"), str) or not function["name"]:
-            raise _wrong(f"{place} has no name of its function; it must be a non-empty string")
+            raise _wrong(f"{place}.function has no name; it must be a non-empty string")
         arguments = function.get("arguments", "")
         if not isinstance(arguments, (str, dict, type(None))):
             raise _wrong(f"{place} has arguments that are neither an object nor its JSON text")
@@ -59,21 +62,21 @@ def check_tool_calls(calls: Any, where: str) -> None:
 
 
 def check_num_arguments(arguments: Any, what: str) -> None:
-    """Raises InvalidRequestError if the arguments of a call, an object or its JSON text, have too
-    many values. `what` is the beginning of the message."""
+    """Raises InvalidRequestError if the arguments of a call (an object or its JSON text) have more
+    than MAX_CALL_VALUES values. `what` is the beginning of the error message."""
     is_text = isinstance(arguments, str)
     has_more = text_has_more_values if is_text else has_more_values
     if has_more(arguments, MAX_CALL_VALUES):
         raise _wrong(
-            f"{what} with more values, those inside of others included, than the bound of"
+            f"{what} with more values, including nested ones, than the limit of"
             f" {MAX_CALL_VALUES}; send fewer"
         )
 
 
 def check_id(value: Any, place: str) -> None:
-    """Raises InvalidRequestError unless the id of a call is a string or missing."""
+    """Raises InvalidRequestError unless the id of a call is a string or None."""
     if value is not None and not isinstance(value, str):
-        raise _wrong(f"{place} is {shown(value)}, but must be a text")
+        raise _wrong(f"{place} is {shown(value)}, but must be a string")
 
 
 def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
@@ -92,10 +95,10 @@ def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) ->
 
 
 def arguments_object(arguments: Any) -> Any:
-    """The object in the JSON text of arguments, which most templates expect.
+    """The arguments as an object, which most templates expect: parsed if they are JSON text.
 
-    Text that is not a JSON object, because the model wrote other text or was cut off, is returned
-    as it is.
+    Text that is not a JSON object is returned unchanged; the model may have written other text or
+    been cut off.
     """
     if arguments is None or arguments == "":
         return {}
@@ -109,17 +112,17 @@ def arguments_object(arguments: Any) -> Any:
 
 
 def arguments_text(arguments: Any) -> str:
-    """The JSON text of arguments; a text is returned as it is."""
+    """The arguments as JSON text; a string is returned unchanged."""
     if isinstance(arguments, str):
         return arguments
     return json.dumps(arguments or {}, ensure_ascii=False)
 
 
 def with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages for a template that knows no tools.
+    """The messages for a template that does not support tools, with calls and results as text.
 
-    Calls become text of the assistant, a JSON list in the format of the dialect `json`. Results
-    become text of the user; the results of one turn are joined to one message.
+    Calls become a JSON list in the assistant's text, in the format of the tool-call parser `json`.
+    Results become user messages; consecutive results are joined to one message.
     """
     names: dict[Any, str] = {}
     changed: list[Message] = []
@@ -163,8 +166,9 @@ def _result_text(message: Message, names: Mapping[Any, str]) -> str:
 def with_tools_as_text(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[Message]:
-    """The messages for a template that knows no tools, with a description of the tools at the end
-    of the system message. It asks for calls in the format of the dialect `json`."""
+    """The messages for a template that does not support tools, with a description of the tools at
+    the end of the system message. The description asks for calls in the format of the tool-call
+    parser `json`."""
     listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     text = _DESCRIPTION.format(listed)
     first = messages[0]
@@ -175,7 +179,7 @@ def with_tools_as_text(
 
 
 def text_of(content: Any) -> str:
-    """The content as one text; lists of text parts are joined by line breaks."""
+    """The content as one string; a list of text parts is joined by line breaks."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""

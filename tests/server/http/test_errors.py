@@ -98,7 +98,7 @@ BAD_CHATS = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages",
-        "only text is understood",
+        "only text is supported",
     ),
     (MESSAGES | {"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
     (MESSAGES | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),

@@ -302,7 +302,7 @@ def the_template_has_options(ask, tokenizer):
     said = {"messages": messages, "continue_final_message": True}
     assert ask(**said, echo=True).texts == [f"It{ask(**said).texts[0]}"]
     assert ask(chat_template_kwargs={"mode": "plain"}).texts == ask().texts
-    with pytest.raises(openai.BadRequestError, match="which is an option of its own") as caught:
+    with pytest.raises(openai.BadRequestError, match="which is a separate option") as caught:
         ask(chat_template_kwargs={"messages": []})
     assert caught.value.param == "chat_template_kwargs"
 

@@ -107,11 +107,11 @@ def test_refused_keywords_are_named_with_their_place(keyword: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
-        ({"oneOf": [{"minimum": 1}, {"maximum": 3}]}, "#: oneOf is supported only where"),
+        ({"oneOf": [{"minimum": 1}, {"maximum": 3}]}, "#: oneOf is supported only if"),
         ({"items": {"format": ["iri"]}}, "#/items: format must be a string"),
         ({"x-guidance": {"lenient": True}}, "x-guidance"),
-        ({"minlength": 1}, "minlength is no keyword; minLength is one"),
-        ({"any_of": [{}]}, "any_of is no keyword; anyOf is one"),
+        ({"minlength": 1}, "minlength is not a keyword; use minLength"),
+        ({"any_of": [{}]}, "any_of is not a keyword; use anyOf"),
         ({"pattern": r"\bword"}, r"\\b is not supported"),
         ({"patternProperties": {"(?<=a)": {}}}, "look-behind"),
         ({"minimum": 2**64}, "minimum is beyond"),

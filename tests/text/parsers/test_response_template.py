@@ -199,18 +199,18 @@ def changed(name: str, path: str, value: Any) -> Any:
         ("smollm3", "fields.thinking.kind", 1, "unknown form"),
         ("smollm3", "fields.reasoning", {"open": "<r>", "close": "</r>"}, "two fields of"),
         ("smollm3", "fields.thinking", {"close": "</think>"}, "no marks around"),
-        ("smollm3", "fields.thinking", {"open_pattern": "^", "close": "<"}, "more than marks"),
+        ("smollm3", "fields.thinking", {"open_pattern": "^", "close": "<"}, "not a literal mark"),
         ("smollm3", "fields.thinking.content_args", {"strip": False}, "not one plain text"),
         ("smollm3", "fields.thinking.repeats", True, "not one plain text"),
-        ("smollm3", "fields.content", {"close": "done"}, "'done', which is no special token"),
-        ("smollm3", "fields.tool_calls.repeats", False, "something else than a list"),
-        ("smollm3", "fields.tool_calls.transform", {"function": "f"}, "something else than func"),
-        ("smollm3", "fields.tool_calls.transform", None, "something else than func"),
-        ("smollm3", "fields.tool_calls.content", "kv-lines", "no JSON"),
+        ("smollm3", "fields.content", {"close": "done"}, "'done', which is not a special token"),
+        ("smollm3", "fields.tool_calls.repeats", False, "not converted to a list"),
+        ("smollm3", "fields.tool_calls.transform", {"function": "f"}, "not converted to func"),
+        ("smollm3", "fields.tool_calls.transform", None, "not converted to func"),
+        ("smollm3", "fields.tool_calls.content", "kv-lines", "not JSON"),
         ("smollm3", "fields.tool_calls.open", ["<a>", "<b>"], "one of several marks"),
         ("cohere", "fields.content.open", ["<a>", "<b>"], "several marks"),
         ("cohere", "fields.content.open", "<|START_ACTION|>!", "is the beginning of"),
-        ("members", "fields.tool_calls.open_pattern", r"(?:<do>)?[^<]*", "more than marks"),
+        ("members", "fields.tool_calls.open_pattern", r"(?:<do>)?[^<]*", "not a literal mark"),
         ("members", "fields.tool_calls.open_pattern", r"<(?P<name>\w+)>", "unknown place"),
         (
             "members",
@@ -224,7 +224,7 @@ def changed(name: str, path: str, value: Any) -> Any:
             "tagged",
             "fields.tool_calls.open_pattern",
             r"<call>\s*<f=(?P<tool>\w+)>",
-            "what ends the inner mark",
+            "ends a single call",
         ),
     ],
 )
@@ -263,5 +263,5 @@ def test_patterns_are_read_as_far_as_they_are_marks() -> None:
     assert sequences(r"x(?:\[a\]|b)y|z") == [("x[a]y",), ("xby",), ("z",)]
     assert sequences(r"<f=(?P<name>[^>\n]+)>") == [("<f=", "name", ">")]
     for pattern in ("a*", ".", "^a", "a$", r"\w", "[ab]", "(a)", "(?=a)", "a{2}", r"\bx", "("):
-        with pytest.raises(UnmappableError, match="more than marks"):
+        with pytest.raises(UnmappableError, match="not a literal mark"):
             sequences(pattern)

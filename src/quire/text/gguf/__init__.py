@@ -1,1 +1,1 @@
-"""Builds tokenizers and chat templates from the metadata of GGUF files."""
+"""Builds tokenizers and reads chat templates from the metadata of GGUF files."""

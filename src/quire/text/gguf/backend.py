@@ -6,8 +6,8 @@
     gemma4                        BPE over characters, with merges      Gemma 4
     bert                          WordPiece                             BERT
 
-The result splits texts as the original tokenizer did. Details that the metadata leaves open are
-decided by `pre_tokenizers` and `sentencepiece`. Called by `text.tokenizer`.
+The result splits texts like the original tokenizer. `pre_tokenizers` and `sentencepiece` supply
+details that the metadata lacks. Called by `text.tokenizer`.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,10 +30,10 @@ _BUILDERS: dict[str, Callable[[GGUFVocabulary], tokenizers.Tokenizer]] = {
     "llama": build_sentencepiece,
 }
 _ADD_BOS = ("bert", "gemma4", "llama")
-"""The kinds that add a BOS token by default, if the file has no setting."""
+"""The kinds that add a BOS token if the file has no setting for it."""
 
 _ALWAYS_BOS = ("gemma4",)
-"""The kinds that always add a BOS token, since early files wrongly say not to (llama.cpp
+"""The kinds that always add a BOS token, since early files have a wrong setting (llama.cpp
 #21500)."""
 
 _PHI3 = ("phi-3", "phi3")
@@ -41,9 +41,8 @@ _PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Build the tokenizer. `metadata` are a file's fields. Raises CheckpointError for fields that
-    can't be read, and UnsupportedModelError for a tokenizer of an unknown kind or with unknown
-    rules."""
+    """Build the tokenizer that a file's metadata fields describe. Raises CheckpointError for
+    invalid fields, and UnsupportedModelError for an unknown kind or unknown pre-tokenizer rules."""
     vocabulary = read_vocabulary(metadata)
     if vocabulary.kind not in _BUILDERS:
         raise UnsupportedModelError(
@@ -58,7 +57,7 @@ def build_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _added_tokens(vocabulary: GGUFVocabulary, backend: tokenizers.Tokenizer) -> list[AddedToken]:
-    """Special tokens, and tokens that are matched as a whole in any text."""
+    """The special tokens, and the user-defined tokens, which are matched as a whole in any text."""
     takes_spaces = vocabulary.kind == "llama" and any(
         each in name for each in _PHI3 for name in (vocabulary.architecture, vocabulary.model_name)
     )
@@ -75,14 +74,14 @@ def _added_tokens(vocabulary: GGUFVocabulary, backend: tokenizers.Tokenizer) -> 
     whole = [
         AddedToken(text, special=False, normalized=False)
         for text in map(vocabulary.tokens.__getitem__, vocabulary.user_defined_ids)
-        if backend.token_to_id(text) is not None  # otherwise it has become a normal token
+        if backend.token_to_id(text) is not None  # absent if it was replaced by a normal token
     ]
     return special + whole
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
     """Make the tokenizer add special tokens around each text. In a pair, each text gets its own
-    special tokens, except that BERT puts a single one between the two texts."""
+    special tokens, except in BERT, which puts one token between the two texts."""
     named, adds, is_bert = vocabulary.named, vocabulary.adds, vocabulary.kind == "bert"
     rules = PRE_TOKENIZERS.get(vocabulary.pre) if vocabulary.kind == "gpt2" else None
     adds_bos = vocabulary.kind in _ADD_BOS or (rules is not None and rules.adds_bos)
@@ -106,6 +105,6 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabular
 
 
 def _name(token_id: int) -> str:
-    """A name for a token in the post-processor's template, where the token's text might be
-    syntax."""
+    """A name for a token in the post-processor's template. The token's text might have a meaning in
+    the template's syntax."""
     return f"token-{token_id}"

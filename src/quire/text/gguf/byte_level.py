@@ -1,4 +1,4 @@
-"""Builds byte-level BPE tokenizers, GPT-2's kind, from GGUF files. Called by `backend`."""
+"""Builds byte-level BPE tokenizers (like GPT-2's) from GGUF files. Called by `backend`."""
 
 import tokenizers
 from tokenizers import decoders, models
@@ -23,7 +23,7 @@ def build_byte_level(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
 
 
 def read_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
-    """Split each merge "LEFT RIGHT" into a pair; LEFT may begin with a space. Raises
+    """The file's merges: each "LEFT RIGHT" split into a pair. LEFT may begin with a space. Raises
     CheckpointError."""
     merges = []
     for each in vocabulary.merges:
@@ -41,7 +41,7 @@ def read_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 def merging_model(
     vocabulary: GGUFVocabulary, merges: list[tuple[str, str]], **options: bool | str | None
 ) -> models.BPE:
-    """The BPE model with these options. Raises CheckpointError if a merge has an unknown token."""
+    """The BPE model with these options. Raises CheckpointError if a merge uses an unknown token."""
     vocab = vocabulary.ids_by_text()
     for left, right in merges:  # some unknown tokens would make the library panic
         if left not in vocab or right not in vocab or left + right not in vocab:

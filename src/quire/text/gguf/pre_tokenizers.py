@@ -1,10 +1,10 @@
 # ruff: noqa: RUF001  (regexes name letters that look like others)
-"""Pre-tokenizers by their name in GGUF files: rules that split a text before BPE merges.
+"""Pre-tokenizers by their names in GGUF files: rules that split a text before BPE merges.
 
 `tokenizer.ggml.pre` is llama.cpp's name for the rules of one or more tokenizer.json files. The
-rules are written here as in the original tokenizers, so that a converted model gets the tokens that
-it was trained with. llama.cpp's regexes are for another engine, and omit Unicode normalization.
-Called by `text.gguf.backend`.
+rules here are those of the original tokenizers, so that a converted model gets the tokens that it
+was trained with. llama.cpp's own regexes are for a different regex engine and omit Unicode
+normalization. Called by `text.gguf.backend`.
 """
 
 from collections.abc import Sequence
@@ -78,18 +78,18 @@ _YOUTU = (
 class PreTokenizer:
     """How a byte-level tokenizer normalizes and splits a text before it merges."""
 
-    #: Regexes, applied in order. Each splits every part made so far into its matches and the text
-    #: between the matches.
+    #: Regexes, applied in order. Each one splits every piece of the text so far into its matches
+    #: and the text between them.
     splits: Sequence[str] = ()
-    #: Whether GPT-2's own regex follows the splits.
+    #: True if GPT-2's regex is applied after `splits`.
     gpt2_words: bool = False
-    #: Whether each digit becomes a part, after `splits` and before GPT-2's regex.
+    #: True if each digit becomes a separate piece, after `splits` and before GPT-2's regex.
     individual_digits: bool = False
-    #: Whether texts are first normalized to Unicode's NFC.
+    #: True if texts are first normalized to Unicode NFC.
     normal_form: bool = False
-    #: Whether a word that is itself a token becomes that token without any merges.
+    #: True if a piece that is a token becomes that token without any merges.
     whole_words: bool = False
-    #: Whether a BOS token is added by default, if the file has no setting.
+    #: True if a BOS token is added when the file has no setting for it.
     adds_bos: bool = False
 
     def normalizer(self) -> normalizers.Normalizer | None:
@@ -153,12 +153,12 @@ _BY_RULES: list[tuple[PreTokenizer, tuple[str, ...]]] = [
     (PreTokenizer((_NO_PUNCTUATION,), individual_digits=True), ("viking",)),
 ]
 PRE_TOKENIZERS = {name: rules for rules, names in _BY_RULES for name in names}
-"""Rules by the value of tokenizer.ggml.pre."""
+"""Value of tokenizer.ggml.pre -> rules."""
 
 
 def find_pre_tokenizer(name: str) -> PreTokenizer:
     """The rules with this name. Raises UnsupportedModelError if the name is unknown or missing,
-    since other rules would give the model other tokens than it was trained with."""
+    since with wrong rules the model would get different tokens than in training."""
     if name in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name]
     says = "does not say" if name in ("", "default") else f"says ({shown(name)})"

@@ -1,4 +1,4 @@
-"""Reads the tokenizer and chat templates of a GGUF file; every error names the file.
+"""Reads the tokenizer and the chat templates of a GGUF file. Every error names the file.
 
 Called by `text.tokenizer` and `text.tokenizer_config`.
 """
@@ -30,7 +30,7 @@ def read_gguf_settings(path: Path) -> dict[str, Any]:
 
 
 def _metadata(path: Path) -> Mapping[str, Any]:
-    # This imports numpy, which a folder's tokenizer doesn't need.
+    # Imported here because it imports numpy, which tokenizers in a folder don't need.
     from quire.hub.gguf.header import read_gguf
 
     return read_gguf(path).metadata

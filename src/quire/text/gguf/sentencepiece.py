@@ -1,8 +1,8 @@
-"""Builds BPE tokenizers with "▁" for spaces from GGUF files: SentencePiece's kind and Gemma 4's.
+"""Builds BPE tokenizers with "▁" for spaces from GGUF files: SentencePiece's and Gemma 4's.
 
-A file of SentencePiece's kind has a score for each token and no merges: among all adjacent pairs
-that form a token, the pair with the highest score is merged first. The tokenizers library needs a
-list of merges for that, which this module derives. Called by `text.gguf.backend`.
+A SentencePiece file has no merges, but a score for each token: among all adjacent pairs that form a
+token, the pair whose token has the highest score is merged first. The tokenizers library needs a
+list of merges instead, which this module derives from the scores. Called by `text.gguf.backend`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,17 +17,17 @@ from quire.text.gguf.vocabulary import PREFIX, GGUFVocabulary, TokenType
 
 SPACE = "▁"
 _INSTRUCTION = "[INST]"
-"""A special token of Mistral's tokenizers from version 2 on. These tokenizers add a space only at
-the beginning of a text; older Mistral and Llama tokenizers add a space to each text between two
-special tokens."""
+"""A special token that marks a Mistral tokenizer of version 2 or later. These add a space only at
+the beginning of a text. Older Mistral and Llama tokenizers add a space to each piece of text
+between special tokens."""
 
 
 _MAX_LETTERS = 1024
-"""The most characters of a normal token. SentencePiece's tokens have at most 16, Gemma's tokens of
-spaces 31."""
+"""Maximum length of a normal token in characters. Real tokens have at most 31 (Gemma's tokens of
+spaces)."""
 _IN_ORDER = "gemma"
-"""The prefix of architectures whose tokens are in the order of their merges. Their scores are not
-in that order, since tokens of several spaces have unrelated scores."""
+"""Prefix of the architectures whose tokens are listed in merge order. Their scores are not usable,
+since those of tokens of several spaces do not match that order."""
 
 
 def build_sentencepiece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
@@ -77,8 +77,8 @@ def _backend(
 
 
 def _with_marked_spaces(vocabulary: GGUFVocabulary) -> GGUFVocabulary:
-    """The vocabulary in which Gemma's tokens of several spaces are normal tokens of "▁", so that
-    they are merged as in the original tokenizer. In the file they are user-defined tokens of
+    """The vocabulary with Gemma's tokens of several spaces changed to normal tokens of "▁", so that
+    they are merged as in the original tokenizer. In the file, they are user-defined tokens of
     spaces."""
     tokens, types = list(vocabulary.tokens), list(vocabulary.types)
     for token_id in vocabulary.user_defined_ids:
@@ -90,7 +90,8 @@ def _with_marked_spaces(vocabulary: GGUFVocabulary) -> GGUFVocabulary:
 
 
 def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
-    """All pairs of normal tokens that form a normal token, in the order of their merges."""
+    """All pairs of normal tokens that form a normal token, in the order in which they are
+    merged."""
     normal = {
         _check_length(vocabulary.tokens[token_id]): token_id
         for token_id, each in enumerate(vocabulary.types)
@@ -104,8 +105,8 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 
 def _check_length(token: str) -> str:
-    """Return the token. Raises CheckpointError if it is longer than _MAX_LETTERS, since `_pairs`
-    tries to split it after each character."""
+    """Return the token. Raises CheckpointError if it is longer than _MAX_LETTERS, since the time of
+    `_pairs` grows quadratically with the length."""
     if len(token) > _MAX_LETTERS:
         raise CheckpointError(
             f"{PREFIX}tokens has {shown(token)} of {len(token)} letters, but at most"

@@ -1,4 +1,4 @@
-"""Reads a GGUF file's special tokens and chat templates, in the form of tokenizer_config.json.
+"""Converts a GGUF file's special tokens and chat templates to fields of tokenizer_config.json.
 
     tokenizer.chat_template                 the default template
     tokenizer.chat_templates                the names of further templates

@@ -1,4 +1,4 @@
-"""Reads and checks the tokenizer's fields in a GGUF file's metadata.
+"""Reads and checks the tokenizer fields in a GGUF file's metadata.
 
     tokenizer.ggml.model, .pre      the kind of tokenizer, and its rules for splitting texts
     tokenizer.ggml.tokens           texts by token id
@@ -7,8 +7,8 @@
     tokenizer.ggml.*_token_id       special tokens by name
     tokenizer.ggml.add_*            whether tokens are added around a text
 
-The names are llama.cpp's (gguf-py/gguf/constants.py), and missing fields have the defaults of its
-llama-vocab.cpp. Knows no tokenizers. Called by `text.gguf.backend` and `text.gguf.settings`.
+The names are those of llama.cpp (gguf-py/gguf/constants.py), and missing fields get the defaults in
+its llama-vocab.cpp. Called by `text.gguf.backend` and `text.gguf.settings`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ _NAMED = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
-"""Names of special tokens in transformers -> names of the fields with their ids."""
+"""Name of a special token in transformers -> name of the field with its id."""
 _USUAL_IDS: dict[str, dict[str, int]] = {
     "llama": {"bos_token": 1, "eos_token": 2, "unk_token": 0},
     "bert": {
@@ -45,7 +45,7 @@ _USUAL_IDS: dict[str, dict[str, int]] = {
         "mask_token": 103,
     },
 }
-"""Default ids of special tokens by kind, for files that don't name them."""
+"""Default ids of special tokens by kind of tokenizer, for files without these fields."""
 
 
 class TokenType(IntEnum):
@@ -58,7 +58,7 @@ class TokenType(IntEnum):
     CONTROL = 3
     #: A token that is matched as a whole in any text.
     USER_DEFINED = 4
-    #: A placeholder that stands for no text.
+    #: A placeholder without text.
     UNUSED = 5
     #: A byte such as `<0x0A>`, for text that has no other token.
     BYTE = 6
@@ -66,8 +66,8 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocabulary:
-    """A tokenizer as a file describes it. Invariant: `types` and `scores` have an entry for each of
-    `tokens` unless they are empty, and all ids in `named` are valid."""
+    """The tokenizer fields of a file. Invariant: `types` and `scores` are empty or have an entry
+    for each token, and all ids in `named` are valid."""
 
     #: The value of tokenizer.ggml.model.
     kind: str
@@ -78,21 +78,23 @@ class GGUFVocabulary:
     #: The model's name in lower case.
     model_name: str
     tokens: Sequence[str]
-    #: A `TokenType` for each token; guessed if the file has none.
+    #: A `TokenType` for each token; guessed if the file has no types.
     types: Sequence[int]
-    #: A score for each token; higher scores are merged first. Empty if the file has none.
+    #: A score for each token; tokens with higher scores are merged first. Empty if the file has no
+    #: scores.
     scores: Sequence[float]
     #: "left right" pairs in the order of merging.
     merges: Sequence[str]
     #: Ids of special tokens by name, such as "bos_token".
     named: Mapping[str, int]
-    #: Whether "bos", "eos" and "sep" are added around a text; `kind` decides for missing names.
+    #: For "bos", "eos" and "sep": True if the token is added around a text. For a missing name, the
+    #: default of `kind` applies.
     adds: Mapping[str, bool] = field(default_factory=dict)
-    #: Whether a text gets a space at its beginning; if None, `kind` decides.
+    #: True if a space is added at the beginning of a text; if None, the default of `kind` applies.
     add_space_prefix: bool | None = None
-    #: Whether a WordPiece tokenizer lowercases texts; None means that it does.
+    #: True or None if a WordPiece tokenizer lowercases texts.
     lowercase: bool | None = None
-    #: Whether a WordPiece tokenizer strips accents; None means that it does if it lowercases.
+    #: True if a WordPiece tokenizer strips accents; if None, it does so if it lowercases.
     strip_accents: bool | None = None
 
     @property
@@ -106,8 +108,8 @@ class GGUFVocabulary:
         return [i for i, each in enumerate(self.types) if each == TokenType.USER_DEFINED]
 
     def ids_by_text(self) -> dict[str, int]:
-        """Ids by text of all tokens that stand for text. Placeholders, which fill a vocabulary up
-        to the size of the model's embedding, are left out.
+        """Text -> id of all tokens with text, without the placeholders that fill the vocabulary up
+        to the size of the model's embedding.
 
         Raises CheckpointError if two tokens have the same text.
         """
@@ -121,14 +123,14 @@ class GGUFVocabulary:
         return found
 
     def text_of(self, name: str) -> str | None:
-        """The text of the special token with this name; None if the file has none."""
+        """The text of the special token with this name; None if the file has no such token."""
         token_id = self.named.get(name)
         return None if token_id is None else self.tokens[token_id]
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
-    """Read a tokenizer. `metadata` are the fields of a file, with arrays as sequences. Raises
-    CheckpointError that names the invalid field."""
+    """Read the tokenizer fields. `metadata` are all fields of a file, with arrays as sequences.
+    Raises CheckpointError that names an invalid field."""
     fields = _Fields(metadata)
     kind = fields.text(PREFIX + "model")
     if not kind:
@@ -167,8 +169,8 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
 
 
 def named_texts(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens' texts by name, as in tokenizer_config.json. Faster than
-    `read_vocabulary`, with the same argument and errors."""
+    """Name -> text of the special tokens, as in tokenizer_config.json. Faster than
+    `read_vocabulary`; raises the same errors."""
     fields = _Fields(metadata)
     tokens = metadata.get(PREFIX + "tokens", ())
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
@@ -196,13 +198,14 @@ def _named(fields: "_Fields", kind: str, num_tokens: int) -> dict[str, int]:
 
 
 class _Fields:
-    """Metadata fields by name. Raises CheckpointError for a field of an unexpected type."""
+    """Access to metadata fields by name. Each method raises CheckpointError if the field has the
+    wrong type."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
 
     def text(self, name: str) -> str:
-        """The text of a field; "" if it is missing."""
+        """A string field; "" if it is missing."""
         value = self._metadata.get(name, "")
         return value if isinstance(value, str) else self._refuse(name, "a string")
 
@@ -217,15 +220,15 @@ class _Fields:
         return value if value is None or type(value) is int else self._refuse(name, "an integer")
 
     def texts(self, name: str) -> list[str]:
-        """The strings of a field; empty if it is missing."""
+        """A field that is a list of strings; empty if it is missing."""
         found = self._list(name)
         if found and not isinstance(found[0], str):
             self._refuse(name, "a list of strings")
         return found
 
     def numbers(self, name: str, count: int, *kinds: type) -> list[Any]:
-        """The numbers of a field, one per token; empty if it is missing. kinds are the accepted
-        types."""
+        """A field that is a list of numbers, one per token; empty if it is missing. `kinds` are the
+        accepted Python types."""
         found = self._list(name)
         if found and type(found[0]) not in kinds:
             self._refuse(name, f"a list of numbers ({kinds[-1].__name__})")

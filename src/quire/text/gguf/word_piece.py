@@ -1,4 +1,4 @@
-"""Builds a WordPiece tokenizer, BERT's kind, from a GGUF file, which writes its tokens differently.
+"""Builds a WordPiece tokenizer (like BERT's) from a GGUF file.
 
     original   play    ##ing   [CLS]
     file       ▁play   ing     [CLS]
@@ -38,7 +38,7 @@ def build_word_piece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
 
 
 def original_tokens(vocabulary: GGUFVocabulary) -> list[str]:
-    """The tokens in the form of the original tokenizer."""
+    """The tokens in the original tokenizer's form."""
     return [
         _original(text) if each == TokenType.NORMAL else text
         for text, each in zip(vocabulary.tokens, vocabulary.types, strict=True)

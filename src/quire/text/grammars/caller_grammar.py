@@ -1,7 +1,7 @@
-"""Checks grammars that callers write in Lark or GBNF, and converts them for llguidance.
+"""Checks grammars that clients write in Lark or GBNF, and converts them to llguidance's Lark.
 
-JSON schemas in a grammar (`%json {...}`) are rewritten like all schemas. Options of rules that
-would end an answer early or have no effect (stop, temperature) are refused. Called by
+JSON schemas in a grammar (`%json {...}`) are rewritten like a request's JSON schema. Rule options
+that would end an answer early or have no effect (stop, temperature) are refused. Called by
 `grammar_text`.
 """
 
@@ -37,7 +37,8 @@ _DIRECTIVES = frozenset({"%ignore", "%import", "%regex", "%llguidance"})
 
 
 def lark_of(text: str, origin: str, style: JsonStyle) -> str:
-    """The Lark grammar for `text`. Raises InvalidRequestError that names `origin`."""
+    """The checked Lark grammar for `text`, which is Lark or GBNF. Raises InvalidRequestError that
+    names `origin`."""
     if _GBNF_RULE.search(text) and not is_lark_syntax(text):
         text = _from_gbnf(text, origin)
     return _checked(text, origin, style)
@@ -52,7 +53,7 @@ def _from_gbnf(text: str, origin: str) -> str:
         )
     try:
         return gbnf_to_lark(text)
-    except Exception as error:  # the converter raises bare Exception for undefined rules
+    except Exception as error:  # the converter raises plain Exception for undefined rules
         what = " ".join(str(error).split())[:300]
         raise InvalidRequestError(f"{origin}: not a grammar in GBNF: {what}", origin) from error
 
@@ -61,7 +62,7 @@ def _checked(text: str, origin: str, style: JsonStyle) -> str:
     written: list[str] = []
     position = num_parts = num_rules = 0
     while (token := _TOKEN.search(text, position)) is not None:
-        # First, copy the text before the token, and a schema in its rewritten form.
+        # First, copy the text before the token, and replace a schema by its rewritten term.
         written.append(text[position : token.start()])
         position = token.end()
         if token["json"]:
@@ -110,7 +111,7 @@ def _check_word(token: re.Match[str], text: str, origin: str) -> None:
 
 
 def _schema(text: str, position: int, origin: str, style: JsonStyle) -> tuple[str, int]:
-    """The term for the schema after `%json`, and the position after it."""
+    """The Lark term for the schema after `%json`, and the position after the schema."""
     while position < len(text) and text[position].isspace():
         position += 1
     try:

@@ -1,4 +1,4 @@
-"""Validates a grammar with llguidance, without a vocabulary, and words its errors."""
+"""Validates a grammar with llguidance, without a vocabulary, and rewrites its error messages."""
 
 import re
 
@@ -11,7 +11,7 @@ _PLACE = re.compile(r"\A(?:failed to compile JSON schema: |at )?\d+\(\d+\): ")
 
 
 def fault_of(grammar: str) -> str | None:
-    """The error in `grammar`, a Lark text, in llguidance's words; None if there is none.
+    """llguidance's error message for `grammar`, a Lark text; None if the grammar is valid.
 
     Special tokens in the grammar are not checked, since they depend on the vocabulary.
     """
@@ -29,16 +29,16 @@ def fault_of(grammar: str) -> str | None:
 
 
 def fault_text(error: GrammarEngineFaultError) -> str:
-    """The message for a grammar on which llguidance itself has failed, with its panic's text."""
+    """The error message for a grammar that made llguidance panic; contains the panic's text."""
     return f"the grammar engine fails on it ({error}); write it in another way"
 
 
 def readable(message: str) -> str:
-    """An error of llguidance without its listing, back trace and line number."""
+    """llguidance's error message without source listing, back trace and line number."""
     lines = [line for line in message.splitlines() if not re.match(r"\s*\d+ \| |\s*\^|\s*$", line)]
     text = " ".join(line.strip() for line in lines).partition("<backtrace>")[0]
     if "NoExtension" in text:
         return "no answer can ever complete it: its rules have no end"
     if "assertion failed" in text or text.startswith("panic"):
-        return "too large: it has more rules than 65,000"
+        return "too large: it has more than 65,000 rules"
     return _PLACE.sub("", text).strip()

@@ -1,7 +1,7 @@
-"""Compiles the text of a grammar for one model's vocabulary, and caches compiled grammars.
+"""Compiles grammars for one model's vocabulary, and caches compiled grammars.
 
-The text is written by `grammar_text`: a Lark grammar in llguidance's dialect, whose first line
-names the request's field that it comes from. Knows no schemas or requests.
+A grammar is a text in llguidance's variant of Lark, written by `grammar_text`. Its first line names
+the request's field that it comes from.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ from quire.text.tokenizer import Tokenizer
 
 
 class CompiledGrammar:
-    """A grammar from which any number of answers start. Thread-safe.
+    """A compiled grammar, from which any number of answers can start. Thread-safe.
 
-    The matchers of its answers share one lexer, which keeps every state that any of them has
-    reached, up to `max_lexer_states`. Beyond that, all answers that use the lexer fail.
+    The matchers of all its answers share one lexer. The lexer stores every state that any answer
+    has reached, up to `max_lexer_states`; beyond that, all answers that use the lexer fail.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class CompiledGrammar:
         vocabulary: GrammarVocabulary,
         on_too_complex: Callable[[], None],
     ) -> None:
-        """Takes ownership of `matcher`. `GrammarState` explains on_too_complex."""
+        """Takes ownership of `matcher`. For `on_too_complex` see `GrammarState`."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._on_too_complex = on_too_complex
         self._lock = Lock()
 
     def start(self) -> GrammarState:
-        """The state before the first token of an answer."""
+        """A new state, before the first token of an answer."""
         with self._lock:
             return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._on_too_complex)
 
@@ -58,11 +58,11 @@ class GrammarCompiler:
         max_cached: int = 128,
         max_cached_bytes: int = 4 << 20,
     ) -> None:
-        """`vocab_size` is the model's. Any of `end_token_ids` may end an answer; if there are none,
-        an answer ends without a token.
+        """`vocab_size` is the size of the model's vocabulary. Any of `end_token_ids` may end an
+        answer; if it is empty, an answer ends without a token.
 
-        `max_cached` bounds the number of cached grammars, and `max_cached_bytes` their texts.
-        The least recently used grammars are dropped.
+        `max_cached` bounds the number of cached grammars, and `max_cached_bytes` the length of
+        their texts. The least recently used grammars are evicted.
         """
         self.tokenizer = tokenizer
         self.vocabulary = GrammarVocabulary(tokenizer, vocab_size, end_token_ids)
@@ -70,17 +70,16 @@ class GrammarCompiler:
         self._lock = Lock()
 
     def compile(self, grammar: str, domain: str = "") -> CompiledGrammar:
-        """The compiled `grammar`, perhaps from the cache. Compiling releases the interpreter's
-        lock.
+        """The compiled `grammar`, from the cache if it is there. Compiling releases the GIL.
 
-        A grammar that was cached for one cache domain is never used for another.
-        Raises InvalidRequestError that names the field and the error in the grammar.
+        A grammar that was cached in one cache domain is never used in another domain. Raises
+        InvalidRequestError that names the field and the error in the grammar.
         """
         with self._lock:
             known = self._cache.find(domain, grammar)
         if known is not None:
             return known
-        # Forgetting it frees its lexer, and the next answer starts with a new one.
+        # Called if the lexer has too many states. The next answer then compiles a new lexer.
         forget = partial(self._forget, grammar, domain)
         compiled = CompiledGrammar(self._matcher(grammar), self.vocabulary, forget)
         with self._lock:
@@ -92,7 +91,8 @@ class GrammarCompiler:
             self._cache.forget(domain, grammar)
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """A new matcher. Computes the first mask, so that a grammar that can't start is refused."""
+        """A new matcher. Computes the first token mask, so that a grammar that allows no first
+        token is refused here."""
         tokenizer, limits = self.vocabulary.tokenizer, parser_limits()
         can_force = self.vocabulary.writes_all_bytes
 

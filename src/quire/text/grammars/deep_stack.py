@@ -1,8 +1,8 @@
-"""Calls the grammar engine on a stack that its recursion can't overflow.
+"""Calls the grammar engine llguidance in a thread with a large stack, because it recurses deeply.
 
-llguidance processes nested rules and schemas by recursion, and a stack overflow ends the process.
-The bounds on callers' grammars keep the recursion below a tenth of this stack. A thread's own stack
-may be much smaller: 50 nested references can overflow 512 KiB.
+llguidance processes nested rules and schemas by recursion, and a stack overflow kills the process.
+The bounds on clients' grammars keep the recursion below a tenth of this stack. The calling thread's
+stack may be much smaller: 50 nested references can overflow 512 KiB.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,20 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 STACK_BYTES = 32 << 20
-"""Stack size, reserved and mostly unused. glibc caches up to 40 MiB of stacks for later threads; a
-larger stack would be mapped anew each time, which takes 3 ms."""
+"""Stack size; most of it is reserved but never used. glibc reuses up to 40 MiB of stacks for later
+threads; a larger stack would be mapped again for each thread, which takes 3 ms."""
 
 _lock = Lock()
 
 
 class GrammarEngineFaultError(Exception):
-    """llguidance has panicked: a case occurred that its code excludes."""
+    """llguidance has panicked, because of a bug in its code."""
 
 
 def on_deep_stack(function: Callable[[], Result]) -> Result:
-    """Call `function` in a new thread, wait for it, and return its result or raise its error.
+    """Call `function` in a new thread and wait for it. Returns its result or raises its error.
 
-    Raises GrammarEngineFaultError if an extension in Rust panics.
+    Raises GrammarEngineFaultError if Rust code panics.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -36,7 +36,7 @@ def on_deep_stack(function: Callable[[], Result]) -> Result:
         except BaseException as error:  # raised again below, in the waiting thread
             errors.append(error)
 
-    with _lock:  # the stack size applies to any thread that is started next
+    with _lock:  # the stack size applies to all threads that start meanwhile
         before = stack_size(STACK_BYTES)
         try:
             thread = Thread(target=call, name="grammar")

@@ -1,4 +1,4 @@
-"""A cache with a separate part for each cache domain and common bounds on size."""
+"""A cache whose entries belong to cache domains; all domains share its size limits."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -13,11 +13,12 @@ class _Kept(NamedTuple, Generic[Value]):
 
 
 class DomainCache(Generic[Value]):
-    """Values are found only in the domain that they were stored for. Not thread-safe.
+    """A cache in which a value is found only in the domain for which it was stored. Not
+    thread-safe.
 
-    If the cache is too large, the domain with the most bytes loses its least recently used value;
-    of domains with equally many bytes, the least recently used one does. So a domain can't evict
-    values of smaller domains. Invariant: no domain is empty.
+    If the cache is too large, the least recently used value of the domain with the most bytes is
+    evicted. Of domains with equally many bytes, the least recently used domain loses a value. So a
+    domain can't evict values of smaller domains. Invariant: no domain is empty.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
@@ -33,7 +34,8 @@ class DomainCache(Generic[Value]):
         return self._num_entries
 
     def find(self, domain: str, key: Hashable) -> Value | None:
-        """The stored value or None. It becomes the most recently used one."""
+        """The stored value, which becomes the most recently used value; None if the key has no
+        value."""
         entries = self._domains.get(domain)
         if entries is None or key not in entries:
             return None
@@ -42,7 +44,7 @@ class DomainCache(Generic[Value]):
         return entries[key].value
 
     def store(self, domain: str, key: Hashable, value: Value, num_bytes: int) -> None:
-        """Store `value`, which counts as num_bytes, unless the key already has a value."""
+        """Store `value` and count it as `num_bytes`, unless the key already has a value."""
         entries = self._domains.setdefault(domain, OrderedDict())
         self._domains.move_to_end(domain)
         if key not in entries:
@@ -61,7 +63,7 @@ class DomainCache(Generic[Value]):
             del self._domains[domain], self._domain_bytes[domain]
 
     def _forget_one(self) -> None:
-        # `max` returns the first of equal domains, which is the least recently used one.
+        # Of equal domains, `max` returns the first, which is the least recently used.
         domain = max(self._domains, key=self._domain_bytes.__getitem__)
         self.forget(domain, next(iter(self._domains[domain])))
 

@@ -1,8 +1,9 @@
-"""The first lines of a grammar: the origin and the option for forced tokens.
+"""Reads and writes a grammar's first lines: the origin, and the option for forced tokens.
 
-A grammar is sent between processes as plain text, and a process that refuses it names the field of
-the request. A text is forced if the grammar allows nothing else; without the option for forced
-tokens, any tokens may write it. Called by the modules that write grammars, and by `compiler`.
+Grammars are sent between processes as plain text. The origin is the request's field that a grammar
+comes from; a process that refuses the grammar names the origin in its error. A text is forced if
+the grammar allows only this text at its place. Without the option for forced tokens, the model may
+choose any tokens that spell it. Called by the modules that write grammars, and by `compiler`.
 """
 
 _PREFIX = "// from "
@@ -13,7 +14,7 @@ _FREE = '\n%llguidance {"no_forcing": true}\n'
 
 
 def with_origin(grammar: str, origin: str) -> str:
-    """`grammar` with a first line that names `origin` ("structured_outputs.regex")."""
+    """`grammar` with a first line that names `origin`, such as "structured_outputs.regex"."""
     return f"{_PREFIX}{origin}\n{grammar}"
 
 
@@ -24,29 +25,29 @@ def without_origin(grammar: str) -> str:
 
 
 def origin_of(grammar: str) -> str:
-    """The field that `with_origin` has written; "grammar" if there is none."""
+    """The origin that `with_origin` added; "grammar" if there is none."""
     line, _, _ = grammar.partition("\n")
     return line.removeprefix(_PREFIX) if line.startswith(_PREFIX) else UNKNOWN
 
 
 def with_forced_tokens(grammar: str) -> str:
-    """The grammar with the option that forced texts are written as the tokenizer splits them.
+    """The grammar with the option that a forced text gets exactly the tokens of the tokenizer.
 
-    When such an answer comes back in a prompt, the prefix cache has its tokens, and models saw the
-    same tokens in training. To be called before `with_origin`.
+    So the prefix cache has these tokens when the answer is part of a later prompt, and the model
+    sees the same tokens as in training. Must be called before `with_origin`.
     """
     return _FORCED + grammar
 
 
 def forces_tokens(grammar: str) -> bool:
-    """Whether `with_forced_tokens` has made this grammar."""
+    """True if `with_forced_tokens` was applied to this grammar."""
     return without_origin(grammar).startswith(_FORCED)
 
 
 def with_options(grammar: str, *, can_force: bool) -> str:
-    """The grammar with llguidance's option for forced tokens, which is on by default in llguidance.
+    """The grammar with llguidance's option for forced tokens set explicitly.
 
-    `can_force` says whether the vocabulary can write every text; otherwise no tokens are forced.
+    `can_force` is True if the vocabulary can spell every text; otherwise no tokens are forced.
     """
     if not forces_tokens(grammar):
         return grammar + _FREE

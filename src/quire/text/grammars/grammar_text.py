@@ -1,7 +1,7 @@
 """Converts a request's structured-output parameters to the text of a grammar.
 
-The text is plain data: it is sent to other processes, serves as a cache key, and together with the
-tokens it restores an answer's state. Knows no tokens. Called by the API server and the offline API.
+The text is sent to other processes and serves as a cache key. An answer's state can be restored
+from the text and the answer's tokens. Called by the API server and the offline API.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ from quire.text.grammars.structural_tags import structural_tag_rules
 
 
 def grammar_of(params: StructuredOutputsParams, field: str = "structured_outputs") -> str:
-    """The grammar for answers that obey `params`, for `GrammarCompiler.compile`.
+    """The grammar of all answers that obey `params`, as text for `GrammarCompiler.compile`.
 
-    `field` names the request's field with `params` in messages.
-    Raises InvalidRequestError that names the field, and in a schema the place and the keyword.
+    `field` is the name of the request's field that holds `params`, for errors. Raises
+    InvalidRequestError that names the field, and for a schema also the place and the keyword.
     """
     kind = next(name for name in KINDS if getattr(params, name) not in (None, False))
     origin = field if kind == "json" and field != "structured_outputs" else f"{field}.{kind}"
@@ -36,7 +36,7 @@ def grammar_of(params: StructuredOutputsParams, field: str = "structured_outputs
 
 
 def style_of(params: StructuredOutputsParams) -> JsonStyle:
-    """The JSON style that `params` asks for. Raises InvalidRequestError."""
+    """The JSON style in `params`. Raises InvalidRequestError if whitespace_pattern is invalid."""
     pattern, field = params.whitespace_pattern, "structured_outputs.whitespace_pattern"
     if pattern is not None:
         _text(pattern, field, MAX_EXPRESSION_CHARACTERS)
@@ -109,8 +109,8 @@ def _check_length(length: int, origin: str, bound: int) -> None:
 
 
 def _checked(grammar: str, origin: str) -> str:
-    """`grammar`, after checking that it is valid and not too costly to follow. No vocabulary is
-    needed for that, in contrast to compiling."""
+    """Check that `grammar` is valid and not too costly to follow; returns it. Unlike compiling,
+    this needs no vocabulary."""
     try:
         check_lark(grammar)
     except TooManyMembersError as error:

@@ -1,9 +1,8 @@
-"""Follows one answer through its grammar: allowed next tokens, and whether it may end.
+"""Follows one answer through its grammar: gives the allowed next tokens, and when it may end.
 
-A state is a pure function of the grammar and of the consumed tokens, so it can be rebuilt from
-these after a crash or a preemption. If several token sequences write the same text, all are
-allowed, unless the grammar forces tokens (`grammar_header`). Made by `compiler`; used by the
-engine.
+A state depends only on the grammar and the consumed tokens, so it can be rebuilt from them after a
+crash or a preemption. If several token sequences spell the same text, all of them are allowed,
+unless the grammar forces tokens (`grammar_header`). `compiler` makes states; the engine uses them.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +13,13 @@ from quire.errors import GrammarTooComplexError
 from quire.text.grammars.vocabulary import GrammarVocabulary
 
 _NOT_ALLOWED = "doesn't satisfy the grammar"
-"""llguidance's message for a token that its mask excludes."""
+"""A part of llguidance's error message for a token that its mask excludes."""
 
 
 class GrammarState:
-    """The position of one sequence in its grammar. Not thread-safe.
+    """The position of one generated sequence in its grammar. Not thread-safe.
 
-    Once a method has raised, the state must not be used any more.
+    After a method has raised an error, the state must not be used.
     """
 
     __slots__ = ("_matcher", "_on_too_complex", "_vocabulary")
@@ -31,26 +30,27 @@ class GrammarState:
         vocabulary: GrammarVocabulary,
         on_too_complex: Callable[[], None],
     ) -> None:
-        """Takes ownership of `matcher`. `on_too_complex` is called when following the grammar
-        exceeds the limits."""
+        """Takes ownership of `matcher`. `on_too_complex` is called before GrammarTooComplexError is
+        raised."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._on_too_complex = on_too_complex
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Advance by `token_ids`, in their order. The last one may be an end token.
+        """Advance by `token_ids`, in order. The last token may be an end token.
 
-        Raises ValueError for a token that the grammar does not allow there (a bug of the caller,
-        since masks exclude it), and GrammarTooComplexError if following it exceeds the limits.
+        Raises ValueError for a token that the grammar does not allow (a bug of the caller, since
+        masks exclude it), and GrammarTooComplexError if the grammar exceeds llguidance's limits.
         """
         if not self._matcher.consume_tokens(list(token_ids)):
             self._fail()
 
     def mask(self) -> bytes:
-        """The allowed next tokens in the format of `core.step.TokenMasks`: a bit for each token.
+        """The mask of allowed next tokens, in the format of `core.step.TokenMasks`: one bit per
+        token.
 
-        The length is a multiple of 32 bits; bits beyond the vocabulary are 0. Releases the
-        interpreter's lock. Raises GrammarTooComplexError.
+        The length is a multiple of 32 bits; bits beyond the vocabulary are 0. Releases the GIL.
+        Raises GrammarTooComplexError.
         """
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -58,18 +58,18 @@ class GrammarState:
         vocabulary = self._vocabulary
         if vocabulary.end_token_ids:
             return mask[: vocabulary.mask_bytes]
-        # The stand-in for an end token has a bit beyond the vocabulary, which is cleared.
+        # Clear the bit beyond the vocabulary, which belongs to the stand-in for an end token.
         cut = int.from_bytes(mask, "little") & ((1 << vocabulary.vocab_size) - 1)
         return cut.to_bytes(vocabulary.mask_bytes, "little")
 
     @property
     def can_end(self) -> bool:
-        """Whether the answer is complete so far: an end token may follow."""
+        """True if the answer is complete, so that an end token may follow."""
         return self._matcher.is_accepting()
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete, and only an end token may follow."""
+        """True if the answer is complete and only an end token may follow."""
         return self._matcher.is_stopped()
 
     def copy(self) -> "GrammarState":

@@ -1,11 +1,11 @@
-"""Structural tags: free text with tagged parts that obey a schema or an expression.
+"""Converts structural tags (free text with tagged, constrained parts) to a grammar.
 
-Two formats are in use: `{"structures": [...], "triggers": [...]}`, and the nested formats of
-XGrammar and vLLM, `{"type": "structural_tag", "format": {...}}`. Both become rules of one Lark
-grammar. Called by `grammar_text`.
+A tagged part obeys a JSON schema or a regular expression. There are two forms of requests:
+`{"structures": [...], "triggers": [...]}`, and the nested formats of XGrammar and vLLM, `{"type":
+"structural_tag", "format": {...}}`. Each becomes one Lark grammar. Called by `grammar_text`.
 
-Free text ends in one of two ways: with the answer, or with the first end text of the tag around it.
-A format in which it would end otherwise is refused.
+Free text must end with the answer, or at the first end text of the tag around it. All other formats
+with free text are refused.
 """
 
 import re
@@ -26,7 +26,7 @@ _MAX_REPETITIONS = 1_000
 
 
 def structural_tag_rules(tag: object, origin: str, style: JsonStyle) -> str:
-    """The Lark grammar for `tag`, an object or JSON text.
+    """The Lark grammar for `tag`, which is an object or its JSON text.
 
     Raises InvalidRequestError that names `origin` and the place in the tag.
     """
@@ -42,7 +42,7 @@ def structural_tag_rules(tag: object, origin: str, style: JsonStyle) -> str:
 
 
 def _as_triggered_tags(parsed: dict[str, Any], fields: TagFields) -> dict[str, Any]:
-    """The content of a tag in the older format, converted to the newer one."""
+    """Convert a structural tag with "structures" to a format of type triggered_tags."""
     tags = []
     for index, structure in enumerate(fields.objects("#", parsed, "structures")):
         pointer = at("#", "structures", index)
@@ -53,7 +53,8 @@ def _as_triggered_tags(parsed: dict[str, Any], fields: TagFields) -> dict[str, A
 
 
 class _Rules:
-    """Writes terms for formats, and the rules that they refer to in `lines`."""
+    """Writes a Lark term for each format. The rules that the terms refer to are collected in
+    `lines`."""
 
     def __init__(self, origin: str, style: JsonStyle) -> None:
         self.lines: list[str] = []
@@ -80,9 +81,9 @@ class _Rules:
         }
 
     def format(self, pointer: str, value: object, is_last: bool) -> str:
-        """The term for the format `value`, which is at `pointer`.
+        """The Lark term for the format `value`, which is at `pointer`.
 
-        `is_last` says that the answer ends with it, so it may be free text.
+        `is_last`: the answer ends with this format, so it may be free text.
         """
         if not isinstance(value, dict):
             raise refusal(self._origin, pointer, "a format is an object")
@@ -210,7 +211,7 @@ class _Rules:
         )
 
     def _content_and_end(self, pointer: str, value: dict[str, Any], is_last: bool) -> str:
-        """The term for a tag's content and its end."""
+        """The term for a tag after its begin text: the content and the end text."""
         self._fields.check_names(pointer, value, ("begin", "content", "end", "schema"))
         ends = self._fields.texts(pointer, value, "end")
         content = value.get("content")
@@ -221,12 +222,12 @@ class _Rules:
         if isinstance(content, dict) and content.get("type") == "any_text":
             self._fields.check_names(below, content, ("excludes",))
             inside = _text_without(self._fields.texts(below, content, "excludes"))
-            # Lazy, since a reader of the answer takes the first end text as the end.
+            # Lazy, because whoever parses the answer takes the first end text as the end.
             return self._rule(self._terminal(f"{self._terminal(inside)} ({end})"), "[lazy]")
         return f"{self.format(below, content, False)} ({end})"
 
     def triggered(self, pointer: str, value: dict[str, Any], is_last: bool) -> str:
-        """The term for free text in which each trigger begins one of the tags."""
+        """The term for free text in which every trigger must begin one of the tags."""
         # First, check the fields.
         self._fields.check_names(
             pointer,
@@ -242,7 +243,7 @@ class _Rules:
         triggers = self._fields.texts(pointer, value, "triggers")
         if not triggers or "" in triggers:
             raise refusal(self._origin, pointer, "triggers must be a list of texts, not empty ones")
-        # Second, make a rule for the rest of each tag after its trigger.
+        # Second, make a rule for each tag after its begin text.
         excludes = self._fields.texts(pointer, value, "excludes")
         by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         whole = []
@@ -268,8 +269,8 @@ class _Rules:
         return self._rule(_arranged(value, tag_in_text, tag_first, text))
 
     def _text_before(self, trigger: str, triggers: Sequence[str], excludes: Sequence[str]) -> str:
-        """The term for text up to the trigger. The term is lazy, so that the text ends at the first
-        trigger."""
+        """The term for text up to and including `trigger`. It is lazy, so that the text ends at the
+        first trigger."""
         before = self._terminal(_text_without([*triggers, *excludes]))
         return self._rule(self._terminal(f"{before} {literal(trigger)}"), "[lazy]")
 
@@ -299,8 +300,8 @@ def _excluding(texts: Sequence[str]) -> str:
 
 
 def _arranged(value: dict[str, Any], tag_in_text: str, tag_first: str, text: str) -> str:
-    """Arrange tags and free text. With at_least_one, the answer begins with a tag; with
-    stop_after_first, it has only one."""
+    """The rule body for tags and free text. With at_least_one, the answer begins with a tag; with
+    stop_after_first, it has at most one tag."""
     is_required, is_once = bool(value.get("at_least_one")), bool(value.get("stop_after_first"))
     if is_required:
         return tag_first if is_once else f"{tag_first} {tag_in_text}* {text}"

@@ -1,4 +1,4 @@
-"""Reads the fields of structural tags; refuses missing, unknown and mistyped ones."""
+"""Reads the fields of structural tags; refuses missing, unknown and mistyped fields."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,11 @@ from quire.text.grammars.schemas.refusals import at, refusal
 
 
 class TagFields:
-    """Reads one request's structural tag. In all methods, `pointer` is the place of `value`."""
+    """Reads the fields of one request's structural tag. In all methods, `pointer` is the JSON
+    pointer to `value`. All raise InvalidRequestError."""
 
     def __init__(self, origin: str) -> None:
-        """`origin` names the request's field with the tag in messages."""
+        """`origin` is the name of the request's field that holds the tag, for errors."""
         self._origin = origin
 
     def objects(self, pointer: str, value: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -25,14 +26,15 @@ class TagFields:
         return found
 
     def text(self, pointer: str, value: dict[str, Any], name: str) -> str:
-        """The field `name` of `value`: a text."""
+        """The field `name` of `value`: a string."""
         found = value.get(name)
         if not isinstance(found, str):
             raise refusal(self._origin, pointer, f"{name} must be a text")
         return found
 
     def texts(self, pointer: str, value: dict[str, Any], name: str) -> list[str]:
-        """The field `name` of `value`: a list of texts or a single text; empty if missing."""
+        """The field `name` of `value`, a list of strings or a single string, as a list; empty if
+        missing."""
         found = value.get(name, [])
         texts = [found] if isinstance(found, str) else found
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -42,7 +44,8 @@ class TagFields:
         return texts
 
     def check_names(self, pointer: str, value: dict[str, Any], names: Sequence[str]) -> None:
-        """Raises for a field that is not supported there."""
+        """Raises InvalidRequestError if `value` has a field that is neither `type` nor one of
+        `names`."""
         for name in value:
             if name != "type" and name not in names:
                 raise refusal(self._origin, pointer, f"{name[:100]} is not supported; leave it out")

@@ -1,7 +1,7 @@
-"""A tokenizer's tokens in the form that the grammar engine needs: bytes and special tokens.
+"""Prepares a tokenizer's vocabulary for the grammar engine: the bytes of each token.
 
-Byte-level, byte-fallback and whole-text vocabularies look alike here, since a token is represented
-by the bytes that it adds to the text (`Tokenizer.token_bytes`), not by its text in the file. Called
+A token is represented by the bytes that it adds to the text (`Tokenizer.token_bytes`), not by its
+text in the file. So byte-level, byte-fallback and plain-text vocabularies are treated alike. Called
 by `compiler`.
 """
 
@@ -14,46 +14,49 @@ import llguidance
 from quire.text.tokenizer import Tokenizer
 
 _BYTES_OF_TEXTS = (*range(0xC0), *range(0xC2, 0xF5))
-"""The bytes that may occur in UTF-8."""
+"""All bytes that may occur in UTF-8."""
 
 
 class GrammarVocabulary:
-    """The tokens of one model, prepared when the first grammar needs them. Thread-safe.
+    """The vocabulary of one model, built when the first grammar needs it. Thread-safe.
 
     A special token is not text: a grammar allows it only by its name `<|name|>` or its id
     `<[123]>`. An added token that is not special (Qwen's `<tool_call>`) is text: a grammar that
-    allows its characters allows the token and its pieces. Ids beyond the tokenizer's, which a model
-    may have, are never allowed, except for end tokens.
+    allows its characters allows this token and also shorter tokens. If the model has more ids than
+    the tokenizer, the additional ids are never allowed, except for end tokens.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int] = ()
     ) -> None:
-        """`vocab_size` is the model's. Any of end_token_ids may follow a complete answer."""
+        """`vocab_size` is the size of the model's vocabulary. Any of end_token_ids may follow a
+        complete answer."""
         wrong = [token_id for token_id in end_token_ids if not 0 <= token_id < vocab_size]
         if wrong:
             raise ValueError(f"end token {wrong[0]} is not in a vocabulary of {vocab_size} tokens")
         self.vocab_size = vocab_size
         self.end_token_ids = tuple(sorted(set(end_token_ids)))
-        #: Number of bytes of a mask: a bit for each token, padded to a multiple of 32 bits.
+        #: Number of bytes of a mask: one bit per token, padded to a multiple of 32 bits.
         self.mask_bytes = (vocab_size + 31) // 32 * 4
         self._tokenizer = tokenizer
         self._lock = Lock()
 
     @property
     def tokenizer(self) -> llguidance.LLTokenizer:
-        """The tokenizer for all grammars, built at the first call, at 1 s per 250,000 tokens."""
+        """llguidance's tokenizer for all grammars. The first call builds it, which takes 1 s per
+        250,000 tokens."""
         with self._lock:
             return self._built
 
     @property
     def writes_all_bytes(self) -> bool:
-        """Whether each byte of UTF-8 has a token that is not special."""
+        """True if each byte of UTF-8 is a token that is not special."""
         with self._lock:
             return self._text_tokens.has_all_bytes
 
     def make(self) -> None:
-        """Build `tokenizer` now, which blocks all other threads of the process."""
+        """Build `tokenizer` now. Building holds the GIL, so all other threads of the process
+        wait."""
         _ = self.tokenizer
 
     @cached_property
@@ -65,7 +68,8 @@ class GrammarVocabulary:
         special.update(i for i in self._tokenizer.special_token_ids if i < self.vocab_size)
         ends = list(self.end_token_ids)
         if not ends:
-            # llguidance requires an end token; this id lies beyond the masks that are returned.
+            # llguidance requires an end token. Add one after the vocabulary, outside of the
+            # returned masks.
             ends = [self.vocab_size]
             tokens.append(b"")
             special.add(self.vocab_size)
@@ -74,14 +78,14 @@ class GrammarVocabulary:
     @cached_property
     def _built(self) -> llguidance.LLTokenizer:
         return llguidance.LLTokenizer(
-            self._text_tokens,  # type: ignore[arg-type]  # has what is read of a TokenizerWrapper
+            self._text_tokens,  # type: ignore[arg-type]  # duck-typed TokenizerWrapper
             eos_token=self._text_tokens.end_token_ids,
             slices=llguidance.LLTokenizer.json_slices(),
         )
 
 
 class _Tokens:
-    """The tokenizer's interface for llguidance, which tokenizes forced texts with it."""
+    """The interface that llguidance uses to read the tokens and to tokenize forced texts."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -103,9 +107,9 @@ class _Tokens:
         return self._tokenizer.encode_inside(text) or self._split_by_length(text.encode())
 
     def _split_by_length(self, text: bytes) -> list[int]:
-        """Tokenize a text that the tokenizer would change or read as a special token, by taking the
-        longest matching token each time. Each single byte must be a token; otherwise no tokens are
-        forced.
+        """Tokenize by repeatedly taking the longest matching token, for a text that the tokenizer
+        would change or encode as a special token. Every byte must be a token; tokens are forced
+        only in this case.
         """
         found: list[int] = []
         while text:

@@ -1,1 +1,1 @@
-"""A streaming parser of reasoning and tool calls in the formats that data files describe."""
+"""Streaming parsers for reasoning and tool calls, in formats that data files describe."""

@@ -1,24 +1,25 @@
-"""Formats of tool calls and reasoning, as fields of the data files that describe dialects.
+"""Data classes for the formats of tool calls and reasoning.
 
-A dialect is the format in which a family of models writes. Marks are texts such as `<tool_call>`
-that begin and end the parts of a message. Plain data. Read by the parser and by the writers of
-grammars, so that both use the same format.
+A dialect is the format in which a family of models writes, described by a data file with these
+fields. Marks are texts such as `<tool_call>` that begin and end the parts of a message. The parsers
+and the writers of grammars both use these classes.
 """
 
 import msgspec
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Marks around the reasoning before an answer. Grammars write the first begin and end mark."""
+    """Marks around the reasoning before an answer. Parsers accept all of them; grammars use the
+    first `begin` and the first `end`."""
 
     begin: tuple[str, ...]
     end: tuple[str, ...]
-    #: Whether a call may begin inside the reasoning and thereby end it.
+    #: True if a call may begin inside the reasoning and thereby end it.
     is_ended_by_calls: bool = False
 
 
 class AnswerMarks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Marks around the text of an answer, for models that write them."""
+    """Marks around the text of an answer. Most models write none."""
 
     begin: str
     end: str
@@ -27,38 +28,40 @@ class AnswerMarks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class CallForm(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="syntax"
 ):
-    """A format for calls: begin (call_begin CALL call_end separator)... end.
+    """A format of calls: begin (call_begin CALL call_end separator)... end.
 
-    Readers accept any white space between the words of a mark, and a missing end. Grammars write
+    Parsers accept any white space between the words of a mark, and a missing `end`. Grammars use
     each mark literally.
     """
 
-    #: The mark before one or several calls. If it is "" and call_begin is not, each call stands
-    #: alone. If both are "", calls are the whole message, and are recognized by callable names.
+    #: The mark before one or several calls. If it is "", call_begin alone marks each call. If both
+    #: are "", calls fill the whole message, and are recognized by the names of callable tools.
     begin: str = ""
     end: str = ""
     call_begin: str = ""
     call_end: str = ""
     #: The text between calls within one pair of begin and end.
     separator: str = ""
-    #: Whether several calls share one pair of begin and end.
+    #: True if several calls share one pair of begin and end.
     is_repeated: bool = False
-    #: Whether a call of an unknown tool is treated as text.
+    #: True if a call of an unknown tool is treated as text.
     needs_known_name: bool = False
-    #: The separators in JSON that grammars write: those that the chat template writes.
+    #: The separators in JSON that grammars use, equal to those in the chat template's output.
     item_separator: str = ", "
     key_separator: str = ": "
-    #: Whether grammars write arguments in alphabetical order, as the model's template does.
+    #: True if grammars order arguments alphabetically, as the chat template does.
     sorts_keys: bool = False
 
     @property
     def marker(self) -> str:
-        """The mark that announces a call in text; "" if calls can only start the message."""
+        """The mark that begins a call in text; "" if calls have no mark and can only start the
+        message."""
         return (self.begin or self.call_begin).strip()
 
     @property
     def first_characters(self) -> str:
-        """The possible first characters of a call after its marker; "" if not { or [."""
+        """The characters with which a call can begin after its marker, if they are { or [;
+        otherwise ""."""
         return ""
 
 
@@ -66,14 +69,14 @@ class JsonForm(CallForm, frozen=True, tag="json", kw_only=True):
     """A JSON object with the tool's name and arguments, or an array of such objects."""
 
     name_key: str = "name"
-    #: Names of the member with the arguments; grammars write the first name.
+    #: Accepted keys of the arguments; grammars use the first key.
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
-    #: Whether grammars write an array.
+    #: True if grammars write an array of calls.
     is_list: bool = False
 
     @property
     def first_characters(self) -> str:
-        """A JSON object or array begins with one of these."""
+        """The first characters of a JSON object or array."""
         return "{["
 
 
@@ -81,7 +84,7 @@ class NamedForm(CallForm, frozen=True, tag="named", kw_only=True):
     """The tool's name, a mark, and the arguments as a JSON object."""
 
     name_end: str
-    #: The text before the name, which readers don't require.
+    #: The text before the name, which parsers don't require.
     name_prefix: str = ""
     #: The mark between the name and the call's id; "" if calls have no ids.
     id_begin: str = ""
@@ -94,20 +97,21 @@ class TaggedForm(CallForm, frozen=True, tag="tagged", kw_only=True):
     parameter_begin: str
     key_end: str
     parameter_end: str
-    #: The text on both sides of a value that is not part of it: a line break, or "".
+    #: White space around a value that is not part of it: a line break, or "".
     value_space: str = ""
-    #: Whether grammars write True and False.
+    #: True if grammars write True and False instead of true and false.
     has_python_words: bool = False
 
 
 class LooseForm(CallForm, frozen=True, tag="loose", kw_only=True):
-    """The tool's name and a JSON-like object with bare keys, and `quote` around strings."""
+    """The tool's name, and a JSON-like object with unquoted keys and with `quote` around
+    strings."""
 
     quote: str
 
 
 class PythonForm(CallForm, frozen=True, tag="python", kw_only=True):
-    """Calls of Python functions with literal keyword arguments, in a list or alone."""
+    """Calls in Python syntax with literal keyword arguments, in a list or alone."""
 
     is_list: bool = False
 
@@ -115,8 +119,8 @@ class PythonForm(CallForm, frozen=True, tag="python", kw_only=True):
 class ChannelForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An answer in the harmony format: several messages, each `start role HEADER message BODY end`.
 
-    A header is: channel NAME recipient constrain TYPE. The prompt contains the first message up to
-    its role.
+    A header consists of: channel NAME recipient constrain TYPE. The prompt ends after the role of
+    the first message.
     """
 
     start: str
@@ -126,9 +130,9 @@ class ChannelForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     recipient: str
     constrain: str
     message: str
-    #: The marks after a body: before another message, after a call, and after the answer.
+    #: The marks that end a body: before another message, after a call, and after the answer.
     ends: tuple[str, str, str]
-    #: The prefix of tool names as recipients.
+    #: The prefix of a tool's name when it is the recipient.
     call_prefix: str
     reasoning_channel: str
     call_channel: str

@@ -1,6 +1,6 @@
-"""A model's dialect for reasoning and tool calls, and the parser of its messages.
+"""A model's dialect (its format of reasoning and tool calls), and the parser of its messages.
 
-A dialect is data (`dialects/*.toml`). `dialect_choice` finds the one that a model uses.
+Dialects are read from `dialects/*.toml`. `dialect_choice` finds the dialect of a model.
 """
 
 import secrets
@@ -31,30 +31,32 @@ Layout: TypeAlias = Callable[[TextSource, EventWriter], Reader[None]]
 
 
 class MessageParser:
-    """The parser of one message. It holds back only text that may be part of a mark.
+    """The streaming parser of one message. It holds back only text that may be part of a mark, such
+    as `<tool_call>`.
 
-    Law: the events of a text, after joining adjacent pieces of one kind, do not depend on how the
-    text was split. Text that is neither a call nor a mark becomes text, or reasoning inside the
-    reasoning, character by character, except for white space next to marks.
+    Invariant: if adjacent pieces of one kind are joined, the events do not depend on how the text
+    was split. Every character outside of calls and marks is part of an event, except for white
+    space next to marks.
     """
 
     __slots__ = ("_cut_character", "_is_ended", "_reader", "_source", "_writer")
 
     def __init__(self, layout: Layout, already_written: str = "") -> None:
-        """`already_written` is the message's beginning in the prompt, which makes no events."""
+        """`already_written` is the message's beginning in the prompt; it creates no events."""
         self._source = TextSource()
         self._writer = EventWriter()
         self._reader = layout(self._source, self._writer)
         self._is_ended = False
-        #: U+FFFD if it was the last character pushed, since it may stand for a partial character.
+        #: U+FFFD if the last piece ended with it, since it may stand for an incomplete character;
+        #: else "".
         self._cut_character = ""
         next(self._reader)
         if already_written:
             self.push(already_written)
 
     def push(self, text: str) -> list[MessageEvent]:
-        """Push more text, and return its events."""
-        assert not self._is_ended, "text was pushed behind the end"
+        """Add text to the message; returns the new events."""
+        assert not self._is_ended, "push() was called after finish()"
         if text:
             text = self._cut_character + text
             self._cut_character = CUT_CHARACTER if text[-1] == CUT_CHARACTER else ""
@@ -64,8 +66,8 @@ class MessageParser:
         return self._writer.pop_events()
 
     def finish(self) -> list[MessageEvent]:
-        """End the message, and return the events of the text held back."""
-        assert not self._is_ended, "a message ends once"
+        """End the message; returns the events of the text that was held back."""
+        assert not self._is_ended, "finish() was called twice"
         self._source.push(self._cut_character)
         self._is_ended = self._source.is_ended = True
         next(self._reader, None)
@@ -76,29 +78,29 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """The format in which a family of models writes reasoning and calls."""
 
     name: str
-    #: Further names for the format of calls, as in flags of other engines.
+    #: Further names for the format of calls, such as other engines use in their flags.
     aliases: tuple[str, ...] = ()
-    #: Further names for the format of reasoning, as in flags of other engines.
+    #: Further names for the format of reasoning, such as other engines use in their flags.
     reasoning_aliases: tuple[str, ...] = ()
-    #: Lists of words. A chat template with all words of one list uses this dialect.
+    #: Lists of words. A chat template that contains all words of one list has this dialect.
     template_words: tuple[tuple[str, ...], ...] = ()
     #: None if the models write no reasoning.
     reasoning: Reasoning | None = None
     #: None if the answer's text has no marks around it.
     answer: AnswerMarks | None = None
-    #: The formats of calls that are read; grammars write the first format.
+    #: The formats of calls that the parser accepts; grammars use the first format.
     calls: tuple[AnyCallForm, ...] = ()
     #: The harmony format, whose answers consist of several messages. If set, it replaces
     #: `reasoning`, `answer` and `calls`.
     channels: ChannelForm | None = None
-    #: Special tokens that must stay in the text for the parser, if the tokenizer has them.
+    #: Special tokens that the detokenizer must keep in the text for the parser.
     special_tokens: frozenset[str] = frozenset()
     #: "short" ids have nine letters and digits, as Mistral's templates require.
     call_ids: Literal["long", "short"] = "long"
 
     def tokens_kept_for(self, tool_use: ToolUse) -> frozenset[str]:
-        """The special tokens to keep for one message. If no tool may be called, marks of calls are
-        not kept, as they would become text."""
+        """The special tokens that the detokenizer must keep for one message. If no tool may be
+        called, these exclude marks of calls, which would become text."""
         if self.channels is not None or tool_use.callable_tools:
             return self.special_tokens
         marks = self.reasoning.begin + self.reasoning.end if self.reasoning is not None else ()
@@ -109,7 +111,7 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether models of this dialect may reason before they answer."""
+        """True if models of this dialect may reason before they answer."""
         return self.reasoning is not None or self.channels is not None
 
     def new_call_id(self) -> str:
@@ -122,12 +124,11 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def parser(
         self, tool_use: ToolUse, prompt_end: str, *, has_answer_format: bool = False
     ) -> MessageParser:
-        """A parser of one message.
+        """A new parser for one message.
 
-        `prompt_end` is the prompt's text after the last message, which shows whether the prompt has
-        begun or ended the reasoning; it may be "".
-        `has_answer_format` says whether `grammar` was given a format for the text.
-        Calls are read only if tools may be called; otherwise they are text.
+        `prompt_end` is the prompt's text after the last message; it shows whether the prompt begins
+        or ends the reasoning. It may be "". `has_answer_format`: True if `grammar` was called with
+        an answer_format. If no tool may be called, calls are treated as text.
         """
         tools = tool_use.callable_tools
         limits = TextLimits(
@@ -154,14 +155,13 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ) -> str | None:
         """The grammar of one message for `text.grammars`; None if any message is allowed.
 
-        `parser` can read all allowed messages. Calls obey their tools' schemas; for tools that are
-        not strict, as far as the schema can be enforced. If calls have no mark and may only start a
-        message, the grammar separates text from calls only if a tool is strict.
+        `parser` can parse all allowed messages. Calls obey their tools' schemas; if a tool is not
+        strict, unsupported parts of its schema are ignored. If calls have no mark, the grammar
+        keeps text from looking like a call only if a tool is strict.
 
-        `answer_format` is the format of the text of an answer without calls.
-        `reasoning_budget` is the number of tokens after which the reasoning is ended.
-        `tokenizer` is the model's, and decides which marks are tokens.
-        Raises InvalidRequestError.
+        `answer_format` is the format of the text of an answer without calls. `reasoning_budget` is
+        the maximum number of reasoning tokens. `tokenizer` is the model's tokenizer; it determines
+        which marks are special tokens. Raises InvalidRequestError.
         """
         if answer_format is None and reasoning_budget is None and not tool_use.callable_tools:
             return None
@@ -177,13 +177,14 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return with_origin(with_forced_tokens(grammar), "tools")
 
     def _has_begun(self, written: str) -> bool | None:
-        """True if the prompt began the reasoning, False if it also ended it, None if neither."""
+        """True if the prompt begins the reasoning, False if it also ends it, None if it does
+        neither."""
         if not written or self.reasoning is None:
             return None
         return not any(end in written for end in self.reasoning.end)
 
     def _already_written(self, prompt_end: str) -> str:
-        """The beginning of the message that is part of the prompt."""
+        """The beginning of the message that the prompt already contains."""
         if self.channels is not None:
             _, mark, rest = prompt_end.rpartition(self.channels.start + self.channels.role)
             return rest if mark else ""

@@ -1,4 +1,4 @@
-"""Finds a model's dialect by its chat template or by name.
+"""Finds a model's dialect (its format of reasoning and tool calls) by chat template or name.
 
 Called when a server or an `LLM` starts.
 """
@@ -15,7 +15,7 @@ from quire.text.parsers.dialect import Dialect
 
 _FOLDER = Path(__file__).parent / "dialects"
 GENERIC = "json"
-"""The dialect of models whose template knows no tools."""
+"""The dialect of models whose chat template does not support tools."""
 
 
 @cache
@@ -36,7 +36,8 @@ def dialect_names() -> tuple[str, ...]:
 
 
 def reasoning_names() -> tuple[str, ...]:
-    """The accepted names for the format of reasoning, as in flags of other engines."""
+    """The accepted names for the format of reasoning: names and aliases of dialects with
+    reasoning."""
     return _names(dialects().values(), for_reasoning=True)
 
 
@@ -53,13 +54,14 @@ def find_dialect(
     reasoning_name: str | None = None,
     own: Dialect | None = None,
 ) -> Dialect:
-    """The dialect called `name`, or else the model's own, or else that of its chat template.
+    """The dialect called `name` if that is given, else `own`, else the one recognized by the chat
+    template.
 
-    `template_source` is None if the model has no template.
-    `reasoning_name` is a dialect whose format of reasoning is used instead, if given.
-    `own` is the dialect that the model's other settings describe, or None.
-    For an unknown template, the generic dialect is used: reasoning in <think>, and calls only where
-    they are forced. Raises ConfigurationError for an unknown name.
+    `template_source` is None if the model has no template. `reasoning_name`, if given, is a dialect
+    whose format of reasoning replaces that of the result. `own` is the dialect in the model's
+    response template, or None. For an unrecognized template, the generic dialect is used: reasoning
+    in <think>, and calls only where a request forces them. Raises ConfigurationError for an unknown
+    name.
     """
     if name is not None:
         dialect = _named(name, for_reasoning=False)
@@ -72,7 +74,7 @@ def find_dialect(
         if other.name != dialect.name:
             raise ConfigurationError(
                 f"the reasoning of {reasoning_name!r} can't be combined with the calls of"
-                f" {dialect.name!r}: one of them writes both in channels; give one name for both"
+                f" {dialect.name!r}: one of them writes both in channels; give both the same name"
             )
         return dialect
     return msgspec.structs.replace(
@@ -90,13 +92,14 @@ def _named(name: str, *, for_reasoning: bool) -> Dialect:
             return dialect
     what = "reasoning" if for_reasoning else "tool calls"
     raise ConfigurationError(
-        f"{shown(name)} is no dialect of {what}{did_you_mean(name, known)}; there are"
+        f"{shown(name)} is not a dialect of {what}{did_you_mean(name, known)}; known names:"
         f" {', '.join(known)}"
     )
 
 
 def _recognised(template_source: str) -> Dialect:
-    """The dialect whose words occur in the template; if there are several, that of most letters."""
+    """The dialect whose words all occur in the template. If there are several, the one with the
+    longest words in total; if there is none, the generic dialect."""
     best, most = dialects()[GENERIC], 0
     for dialect in dialects().values():
         for words in dialect.template_words:

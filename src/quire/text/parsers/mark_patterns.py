@@ -1,18 +1,19 @@
-"""Parses the regular expressions with which response templates find marks.
+"""Parses the regular expressions for marks in response templates.
 
-Such an expression is literal text with white space and named groups, perhaps with alternatives. All
-other expressions are refused, since our readers and writers of calls know no patterns. Knows no
-dialects.
+A response template is a setting of transformers (see `response_template`). Its expressions may
+contain literal text, white space, named groups and alternatives. Expressions with anything else are
+refused, since quire's parsers and grammars of calls support only literal marks.
 """
 
 import re
 from typing import NoReturn, TypeAlias
 
 Parts: TypeAlias = tuple[str, ...]
-"""A text, a group's name, a text, ..., a group's name, and a text."""
+"""Alternating literal texts and group names: text, name, text, ..., name, text."""
 
 SPACE = "\n"
-"""Stands for any white space, which may be empty; grammars write this character for it."""
+"""In a text of Parts, stands for any white space, including none; grammars write a line break
+there."""
 
 _TOKEN = re.compile(
     r"""
@@ -29,7 +30,7 @@ _FOLLOWED_BY_COUNT = re.compile(r"[*+?{]")
 
 
 class UnmappableError(Exception):
-    """A response template can't be used. The message says why."""
+    """Raised if a response template can't be converted to quire's formats. The message says why."""
 
 
 def refuse(why: str) -> NoReturn:
@@ -38,7 +39,7 @@ def refuse(why: str) -> NoReturn:
 
 
 def sequences(pattern: str) -> list[Parts]:
-    """The alternatives of a pattern, without white space around them.
+    """The alternatives of a pattern, without white space at their ends.
 
     Raises UnmappableError.
     """
@@ -59,7 +60,7 @@ def _alternatives(pattern: str) -> list[Parts]:
         found = _TOKEN.match(pattern, at)
         is_counted = found is not None and _FOLLOWED_BY_COUNT.match(pattern, found.end())
         if found is None or (is_counted and not found["space"]):
-            refuse(f"it looks for the pattern {pattern!r}, which is more than marks")
+            refuse(f"its pattern {pattern!r} is not a literal mark")
         at = found.end()
         if found["branch"]:
             done, open_ = done + open_, [("",)]

@@ -1,6 +1,6 @@
-"""Events of a generated message: pieces of text and reasoning, and tool calls.
+"""Events of a generated message: pieces of text, pieces of reasoning, and tool calls.
 
-All APIs render this one internal stream of events. Plain data.
+Parsers produce this stream of events, and every API converts it to its own format.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """More of the answer's text; never empty."""
+    """The next piece of the answer's text; never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPiece:
-    """More of the reasoning before the answer; never empty."""
+    """The next piece of the reasoning before the answer; never empty."""
 
     text: str
 
@@ -28,13 +28,14 @@ class CallStart:
     #: The call's index in its message, from 0.
     index: int
     name: str
-    #: The id, if the model writes ids; None if the server is to make one.
+    #: The call's id if the model writes ids; None if the server has to make one.
     call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments: a piece of the text of one JSON object, never empty."""
+    """The next piece of a call's arguments; never empty. All pieces of a call form one JSON
+    object."""
 
     index: int
     text: str
@@ -42,7 +43,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call's arguments are complete. A call cut off by max_tokens has no such event."""
+    """A call's arguments are complete. A call that max_tokens cuts off has no CallEnd."""
 
     index: int
 

@@ -1,4 +1,4 @@
-"""Selects the dialect of a model by its folder and the options.
+"""Selects a model's dialect (format of reasoning and tool calls) from its files and options.
 
 Called when a server starts.
 """
@@ -20,12 +20,13 @@ _FIELD = "response_template"
 
 @dataclass(frozen=True, slots=True)
 class ModelDialect:
-    """A model's dialect, and how it was found."""
+    """A model's dialect, and the source that determined it."""
 
     dialect: Dialect
-    #: The option or file that determined it, in words.
+    #: The option or setting that determined the dialect, as a phrase for the log.
     source: str
-    #: Why the model's response template is not used; None if it is used, not wanted or missing.
+    #: Why the model's response template can't be used; None if it is used, missing, or overridden
+    #: by `name`.
     refusal: str | None = None
 
 
@@ -36,11 +37,11 @@ def model_dialect(
     name: str | None = None,
     reasoning_name: str | None = None,
 ) -> ModelDialect:
-    """The dialect called `name`, or else that of the model's response template, or else that of its
-    chat template.
+    """The dialect called `name` if that is given, else the dialect in the model's response
+    template, else the one recognized by the chat template.
 
-    `tokenizer_fields` are those of tokenizer_config.json. The names and errors are those of
-    `find_dialect`.
+    `tokenizer_fields` are the fields of tokenizer_config.json. `name`, `reasoning_name` and the
+    errors are those of `find_dialect`.
     """
     recognised = find_dialect(template.source_for_tools)
     own, source, refusal = None, "its chat template", None

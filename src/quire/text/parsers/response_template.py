@@ -1,8 +1,8 @@
 """Converts transformers' `response_template` in tokenizer_config.json to a dialect.
 
-A response template describes by marks and patterns which parts of a message are reasoning, text or
-calls. Parts that our formats can't express are refused with a reason, never guessed. Called when a
-server starts.
+A response template describes by marks and regular expressions which parts of a message are
+reasoning, text or calls. If quire's formats can't express a part, the template is refused with a
+reason. Called when a server starts.
 """
 
 import re
@@ -34,7 +34,7 @@ _TAG = re.compile(r"<[^<>]+>|\[[^\[\]\s]+\]")
 
 
 class _ResponseField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The description of one part of a message, as documented by transformers."""
+    """The description of one part of a message, with the fields of transformers' documentation."""
 
     open: str | list[str] | None = None
     open_pattern: str | None = None
@@ -50,7 +50,7 @@ class _ResponseField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def begins(self) -> list[Parts]:
-        """The marks that open the part; empty for text that no other field claims."""
+        """The marks that open the part. If empty, the part is all text outside of other parts."""
         return _parts_of(self.open, self.open_pattern)
 
     @property
@@ -71,14 +71,15 @@ def read_response_template(
 ) -> Dialect:
     """The dialect that a response template describes.
 
-    `source` is its value in tokenizer_config.json. `recognised` is the chat template's dialect. If
-    it agrees with the response template, it is returned, since it also knows frequent mistakes of
-    the models. `is_special` says whether a mark is a special token. Raises UnmappableError.
+    `source` is its value in tokenizer_config.json. `recognised` is the dialect found by the chat
+    template. It is returned if it agrees with the response template, since it also accepts frequent
+    mistakes of the models. `is_special(mark)` is True if a mark is a special token. Raises
+    UnmappableError.
     """
     try:
         template = msgspec.convert(source, _ResponseTemplate)
     except msgspec.ValidationError as error:
-        refuse(f"it is of an unknown form ({error})")
+        refuse(f"it has an unknown form ({error})")
     if template.version != _VERSION:
         refuse(f"its version is {template.version}, not {_VERSION}")
     names = {*_REASONING_NAMES, "content", "tool_calls"}
@@ -92,12 +93,12 @@ def read_response_template(
     _check_marks(found)
     ends = _message_ends(template.fields)
     if ends and not any(map(is_special, ends)):
-        refuse(f"its content ends at {ends[0]!r}, which is no special token")
+        refuse(f"its content ends at {ends[0]!r}, which is not a special token")
     return _completed(found, recognised)
 
 
 def _check_marks(found: Dialect) -> None:
-    """Check that marks which are searched together differ in their first characters."""
+    """Raise UnmappableError if, among marks that are searched together, one begins with another."""
     reasoning, answer = found.reasoning, found.answer
     marks = [form.marker for form in found.calls]
     marks += [answer.begin, answer.end] if answer is not None else []
@@ -116,7 +117,7 @@ def _plain_dialect(fields: Mapping[str, _ResponseField]) -> Dialect:
     answer = _answer(fields["content"]) if "content" in fields else None
     form = _call_form(fields["tool_calls"]) if "tool_calls" in fields else None
     if form is not None and form.end in _message_ends(fields):
-        form = msgspec.structs.replace(form, end="")  # an end token, which is no text
+        form = msgspec.structs.replace(form, end="")  # an end token, which is not part of the text
     return Dialect(
         name=NAME,
         reasoning=reasoning,
@@ -127,7 +128,7 @@ def _plain_dialect(fields: Mapping[str, _ResponseField]) -> Dialect:
 
 
 def _completed(found: Dialect, recognised: Dialect) -> Dialect:
-    """The dialect with fields of the recognised one that a response template does not have."""
+    """The dialect with the missing fields filled in from the recognized dialect."""
     if not found.calls:
         tokens = found.special_tokens | recognised.special_tokens
         found = msgspec.structs.replace(found, calls=recognised.calls, special_tokens=tokens)
@@ -135,7 +136,7 @@ def _completed(found: Dialect, recognised: Dialect) -> Dialect:
 
 
 def _message_ends(fields: Mapping[str, _ResponseField]) -> list[str]:
-    """The marks, end tokens, that end an answer's text if it has no marks around it."""
+    """The end tokens after an answer's text, if the text has no begin mark."""
     field = fields.get("content")
     return [] if field is None or field.begins else _literals(field.ends)
 
@@ -152,8 +153,8 @@ def _reasoning(field: _ResponseField) -> Reasoning:
 
 
 def _answer(field: _ResponseField) -> AnswerMarks | None:
-    """The marks around the answer's text. None if it has no begin mark: the answer is then the text
-    outside other parts, and its end marks are end tokens, which are not text."""
+    """The marks around the answer's text. None if it has no begin mark: then the answer is the text
+    outside of other parts, and its end marks are end tokens, which are not part of the text."""
     _check_text(field, "content")
     begins, ends = _literals(field.begins), _literals(field.ends)
     if not begins:
@@ -197,15 +198,15 @@ def _call_form(field: _ResponseField) -> AnyCallForm:
 
 
 def _name_and_arguments(field: _ResponseField) -> tuple[str, str]:
-    """The paths from which a call's name and arguments are taken, such as "content.name"."""
+    """The paths of a call's name and arguments in the parsed part, such as "content.name"."""
     transform = field.transform
     function = transform.get("function") if isinstance(transform, dict) else None
     if set(transform or ()) - {"type", "function"} or not field.repeats | field.transform_each:
-        refuse("its calls become something else than a list of functions")
+        refuse("its calls are not converted to a list of functions")
     if function == "{content}" and not field.transform_each:
         return "content.name", "content.arguments"
     if not isinstance(function, dict) or set(function) != {"name", "arguments"}:
-        refuse("its calls become something else than functions with name and arguments")
+        refuse("its calls are not converted to functions with name and arguments")
     paths = [str(function[key]) for key in ("name", "arguments")]
     if not all(re.fullmatch(r"\{\w+(\.\w+)?\}", path) for path in paths):
         refuse("its calls take names or arguments from an unknown place")
@@ -215,7 +216,7 @@ def _name_and_arguments(field: _ResponseField) -> tuple[str, str]:
 
 def _json_form(field: _ResponseField, begin: str, end: str, name: str, arguments: str) -> JsonForm:
     if field.content != "json" or field.content_args:
-        refuse("its calls have no name, or are no JSON")
+        refuse("its calls have no name, or are not JSON")
     prefix = "" if field.transform_each else "content."
     keys = [path.removeprefix(prefix) for path in (name, arguments) if path.startswith(prefix)]
     if len(keys) != 2 or any("." in key for key in keys):
@@ -247,7 +248,7 @@ def _tagged_form(field: _ResponseField, begin: tuple[str, str, str], end: str) -
     mark, call_begin, name_end = begin
     call_end, _, rest = end.partition(SPACE)
     if call_begin and not rest:
-        refuse("it does not tell what ends the inner mark of a call")
+        refuse("it has no mark that ends a single call")
     has_space = key_end.endswith(SPACE) and parameter_end.startswith(SPACE)
     return TaggedForm(
         begin=mark,
@@ -266,7 +267,7 @@ def _quote(content_args: Mapping[str, Any]) -> str:
     args = dict(content_args)
     pairs = args.pop("string_delims", None)
     if args != {"unquoted_keys": True} or not isinstance(pairs, list) or len(pairs) != 1:
-        refuse("its arguments are no JSON, in an unknown way")
+        refuse("its arguments have an unknown format other than JSON")
     quote = pairs[0][0]
     if pairs[0] != [quote, quote]:
         refuse("its strings begin and end with different marks")
@@ -274,8 +275,8 @@ def _quote(content_args: Mapping[str, Any]) -> str:
 
 
 def _split_begin(mark: str) -> tuple[str, str]:
-    """Split a begin mark into the tag that announces a call, with the white space after it, and the
-    rest. The first part is "" if the mark does not begin with a tag."""
+    """Split a begin mark into its first tag, with the white space after it, and the rest. The tag
+    is "" if the mark does not begin with a tag such as `<tool_call>`."""
     found = _TAG.match(mark)
     if found is None:
         return "", mark
@@ -303,7 +304,7 @@ def _literals(found: list[Parts]) -> list[str]:
 
 
 def _tags_of(*forms: msgspec.Struct | None) -> frozenset[str]:
-    """The parts of marks that may be special tokens."""
+    """All tags and words in the marks, since any of them may be a special token."""
     marks: list[str] = []
     for form in forms:
         for name in _MARKS:
@@ -314,7 +315,7 @@ def _tags_of(*forms: msgspec.Struct | None) -> frozenset[str]:
 
 
 def _agree(found: Dialect, recognised: Dialect) -> bool:
-    """Whether the recognised dialect has the same parts with the same marks."""
+    """True if the recognized dialect has the same parts with the same marks."""
     if recognised.channels is not None or found.answer is not None:
         return False
     mine, other = found.reasoning, recognised.reasoning
@@ -339,14 +340,14 @@ def _has_marks_of(form: AnyCallForm, other: AnyCallForm) -> bool:
 
 
 def _words(form: AnyCallForm) -> tuple[str, ...]:
-    """All marks of a format without their white space."""
+    """All marks of a format, without white space."""
     begin, end = form.begin + form.call_begin, form.call_end + form.end
     inner = [getattr(form, name, "") for name in _INNER_MARKS]
     return tuple("".join(mark.split()) for mark in (begin, *inner, end))
 
 
 def _is_of_channels(fields: Mapping[str, _ResponseField], form: ChannelForm) -> bool:
-    """Whether the fields have the headers of this format as their marks."""
+    """True if the fields' marks are the headers of this harmony-like format."""
     opens = {
         name: form.channel + channel + form.message
         for name, channel in (

@@ -1,8 +1,8 @@
-"""Makes grammars write calls exactly as the chat template renders the calls of earlier turns.
+"""Adapts a dialect, so that grammars write calls exactly as the chat template renders them.
 
-Models of one dialect differ in white space around marks, in JSON's separators and in the order of
-keys. Readers accept all of these. But the prefix cache finds an answer again only if the next
-turn's prompt contains it literally. Called when a server starts.
+Models of one dialect differ in white space around marks, in JSON separators and in the order of
+keys. Parsers accept all variants. But an answer hits the prefix cache in the next turn only if the
+chat template renders it with the same tokens. Called when a server starts.
 """
 
 import json
@@ -26,15 +26,15 @@ from quire.text.parsers.tool_use import Tool
 
 _NAMES = ("quire_probe", "quire_probe_two")
 _ARGUMENTS: Mapping[str, Any] = {"zeta": [1, "x"], "beta": "y", "alpha": {"key": "v"}, "yes": True}
-"""Arguments of the probing calls, in an order that is not alphabetical."""
+"""Arguments of the probe calls, whose keys are not in alphabetical order."""
 _IDS = ("123456789", "987654321")  # Mistral's templates require nine characters
 
 
 def fitted(dialect: Dialect, render: Callable[..., str]) -> Dialect:
-    """The dialect, with calls written as the template writes them, as far as that can be found out.
+    """The dialect with the details of its first call format set to those in the template's output.
 
-    `render` is `ChatTemplate.render`. A template that writes no calls, or not in the dialect's
-    first format, changes nothing.
+    `render` is `ChatTemplate.render`. The dialect is returned unchanged if the template renders no
+    calls in its first format.
     """
     if not dialect.calls:
         return dialect
@@ -48,7 +48,7 @@ def fitted(dialect: Dialect, render: Callable[..., str]) -> Dialect:
 
 
 def _rendered(render: Callable[..., str], num_calls: int) -> str:
-    """A rendered history with calls; "" if the template refuses it."""
+    """The rendered text of a conversation with tool calls; "" if the template refuses it."""
     calls = [
         {"id": id_, "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}}
         for name, id_ in zip(_NAMES[:num_calls], _IDS, strict=False)
@@ -65,7 +65,7 @@ def _rendered(render: Callable[..., str], num_calls: int) -> str:
 
 
 def _found(form: AnyCallForm, text: str, num_calls: int) -> AnyCallForm | None:
-    """The format with the details found in `text`; None if the text has no such calls."""
+    """The format with the details found in `text`; None if `text` has no calls in this format."""
     for arguments, sorts_keys in ((_ARGUMENTS, False), (_sorted(_ARGUMENTS), True)):
         pattern = _CallsPattern(form, arguments).of(_NAMES[:num_calls])
         match = re.search(pattern, text)
@@ -91,11 +91,11 @@ def _sorted(value: Any) -> Any:
 
 
 class _CallsPattern:
-    """A regular expression for calls in a format. Details that vary are groups with the names of
-    the format's fields.
+    """Builds a regular expression for calls in a format. Each detail that varies is a group, named
+    after the format's field for this detail.
 
-    White space between two marks belongs to the first one, but between two calls it belongs to the
-    separator. The parts must be made in their order in the text.
+    White space between two marks belongs to the first mark, but between two calls it belongs to the
+    separator. The methods must be called in the order of the text.
     """
 
     def __init__(self, form: AnyCallForm, arguments: Mapping[str, Any]) -> None:
@@ -104,8 +104,8 @@ class _CallsPattern:
         self._known: set[str] = set()
 
     def of(self, names: tuple[str, ...]) -> str:
-        """The pattern for calls with these names, between one pair of marks if the format allows
-        it."""
+        """The pattern for calls of tools with these names, in one pair of begin and end marks if
+        the format allows it."""
         form = self._form
         is_list = isinstance(form, (JsonForm, PythonForm)) and form.is_list
         opened, closed = (r"\[", r"\]") if is_list else ("", "")
@@ -121,14 +121,15 @@ class _CallsPattern:
         return text + closed + self._mark("end", before=r"\s*")
 
     def _group(self, name: str, pattern: str) -> str:
-        """A group with this pattern; at its second use, a reference to the text that it matched."""
+        """A group with this pattern; if the group already exists, a back-reference to it."""
         if name in self._known:
             return f"(?P={name})"
         self._known.add(name)
         return f"(?P<{name}>{pattern})"
 
     def _mark(self, field: str, before: str = "", after: str = "") -> str:
-        """A mark with any white space in it; nothing if the format has no such mark."""
+        """A pattern for the mark in `field`, with any white space between its words; "" if the
+        format does not have this mark."""
         mark: str = getattr(self._form, field)
         words = mark.split()
         if not words:
@@ -165,7 +166,7 @@ class _CallsPattern:
         return r"(?!)"  # calls of Python functions have no details that vary
 
     def _json(self, value: Any) -> str:
-        """A pattern for JSON, with its separators in groups."""
+        """A pattern for the value as JSON, with its separators as groups."""
         if isinstance(value, Mapping):
             members: list[str] = []
             for key, each in value.items():

@@ -1,7 +1,7 @@
 """The tools that a request offers to the model, and how the model may use them.
 
-Plain data, the same for all APIs. Read by chat templates (as OpenAI's objects), by the parsers'
-dialects and by their grammars.
+All APIs use these classes. Chat templates (which get OpenAI's objects), parsers and grammars read
+them.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ToolMode(StrEnum):
-    """Whether the answer calls tools."""
+    """Whether the model may, must or must not call tools."""
 
     AUTO = "auto"  # the model decides whether to call tools
     NONE = "none"  # the answer has no calls
@@ -24,9 +24,9 @@ class Tool:
 
     name: str
     description: str | None = None
-    #: A JSON schema of one object; None if the function takes no arguments.
+    #: The JSON schema of the object with the arguments; None if the function takes no arguments.
     parameters: Mapping[str, Any] | None = None
-    #: Whether calls must obey `parameters` exactly in every mode.
+    #: True if calls must obey `parameters` exactly in every mode.
     is_strict: bool = False
 
     def as_openai(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class ToolUse:
     mode: ToolMode = ToolMode.NONE
     #: The names of the tools that may be called; None means all.
     callable_names: frozenset[str] | None = None
-    #: Whether one message may have more than one call.
+    #: True if one message may have more than one call.
     is_parallel: bool = True
 
     @property

@@ -86,7 +86,7 @@ def test_completions_and_tokenize_leave_labels_out_too(service):
             "tools",
             "'paramters', but the JSON schema",
         ),
-        ({"messages": [HELLO | {"imageUrls": ["a"]}]}, "messages", "the model reads text"),
+        ({"messages": [HELLO | {"imageUrls": ["a"]}]}, "messages", "the model reads only text"),
         ({"messages": [HELLO | {"toolInvocations": [{}]}]}, "messages", "send calls as tool_calls"),
         ({"messages": [HELLO | {"tool_results": [{}]}]}, "messages", "with the role tool"),
         (

@@ -1,1 +1,1 @@
-"""Bounds the cost of intersections of regular expressions, before they are compiled."""
+"""Bounds the cost of intersections of regular expressions before they are compiled."""

@@ -1,4 +1,4 @@
-"""Bounds the intersections of terminals in a Lark text. Called by `grammar_text`."""
+"""Refuses Lark grammars with intersections of terminals that would cost too much."""
 
 import contextlib
 from collections.abc import Iterable
@@ -17,10 +17,10 @@ from quire.text.grammars.intersections.set_counts import (
 
 
 def check_lark(grammar: str) -> None:
-    """Raises TooManyMembersError for an intersection of terminals that would cost too much.
+    """Raises TooManyMembersError if an intersection of terminals would cost too much.
 
-    References from terminals to terminals are followed. Circular ones are left to llguidance, which
-    refuses them.
+    Follows references between terminals, except circular ones, which llguidance refuses. Called by
+    `grammar_text`.
     """
     if "&" not in grammar and "~" not in grammar:
         return
@@ -29,7 +29,7 @@ def check_lark(grammar: str) -> None:
     known: dict[str, SetCount] = {}
     with contextlib.suppress(CycleError):
         order.prepare()
-    while names := order.get_ready():  # all terminals that depend on no circle
+    while names := order.get_ready():  # terminals that depend on no circular reference
         for name in names:
             known[name] = IMPORTED
             if name in found:
@@ -38,16 +38,16 @@ def check_lark(grammar: str) -> None:
 
 
 class _Brackets:
-    """The part read so far of a definition, or of a pair of brackets."""
+    """The part of a definition, or of a bracketed group, that has been read so far."""
 
     __slots__ = ("alternatives", "is_negated", "members", "parts")
 
     def __init__(self, is_negated: bool = False) -> None:
-        #: The complete alternatives.
+        #: The alternatives that are complete.
         self.alternatives: list[SetCount] = []
-        #: The complete members of the intersection that is the current alternative.
+        #: The complete members of the current alternative, which is an intersection.
         self.members: list[SetCount] = []
-        #: The parts of the current member, in their order.
+        #: The parts of the current member, in order.
         self.parts: list[SetCount] = []
         self.is_negated = is_negated
 
@@ -66,8 +66,8 @@ class _Brackets:
 
 
 class _BodyCounter:
-    """Counts the character sets in the body of one definition. Uses no recursion, since brackets
-    may nest thousands deep."""
+    """Counts the character sets in the body of one definition. Does not recurse, since brackets may
+    nest thousands deep."""
 
     def __init__(self, known: dict[str, SetCount]) -> None:
         self._known = known
@@ -75,8 +75,8 @@ class _BodyCounter:
         self._is_negated = False
 
     def read(self, tokens: Iterable[tuple[str, str]]) -> SetCount:
-        """The character sets of a body. `tokens` are pairs of kind and text, as in
-        `lark_tokens`."""
+        """The `SetCount` of a body. `tokens` are pairs of kind and text; see
+        `lark_tokens.Definition`."""
         for kind, text in tokens:
             if kind == "negation":
                 self._is_negated = not self._is_negated

@@ -1,6 +1,7 @@
-"""Splits a Lark text into definitions, and each body into the tokens that matter for intersections.
+"""Splits a Lark grammar into definitions, and their bodies into tokens.
 
-Accepts more than llguidance does, since errors in the text are found when it is compiled.
+Tokens that don't matter for intersections are dropped. Invalid text is tolerated, since llguidance
+finds errors when it compiles the grammar.
 """
 
 import re
@@ -32,13 +33,13 @@ _JSON = re.compile(r"%(?:json|regex|llguidance)\s*(?=[{\[\"tf])")
 
 @dataclass(slots=True)
 class Definition:
-    """One rule or terminal."""
+    """The definition of one rule or terminal."""
 
     name: str
-    #: Pairs of kind and text of the body. Kinds are literal, regex (its flags come first; a range
-    #: counts as one), name, negation, and, or, open, close.
+    #: (kind, text) of each token of the body. Kinds are literal, regex (also for ranges; flags as a
+    #: (?i) prefix), name, negation, and, or, open, close.
     tokens: list[tuple[str, str]] = field(default_factory=list)
-    #: The names of terminals in the body.
+    #: The names of the terminals that the body refers to.
     references: set[str] = field(default_factory=set)
 
 
@@ -47,8 +48,8 @@ def _is_terminal(name: str) -> bool:
 
 
 def definitions(grammar: str) -> Iterable[Definition]:
-    """All definitions in a text, including those of nested texts; JSON in it is skipped. A name
-    defined in two of these texts gets the alternatives of both."""
+    """All definitions in a grammar, including those in nested grammars; JSON is skipped. If two
+    nested grammars define the same name, it gets the alternatives of both."""
     found: dict[str, Definition] = {}
     current: Definition | None = None
     at = 0

@@ -1,7 +1,8 @@
-"""Finds the character sets in a regular expression, and the characters in each set.
+"""Finds the character sets (classes) in a regular expression, and the characters of each.
 
-Each ASCII character is a separate element, and all other characters together are one element. A
-class that can't be parsed counts as the class of all characters.
+A set is represented by a text, such as "[a-z]". Its characters are a bit mask with one bit for each
+ASCII character, and one bit for all other characters together. A class that can't be parsed counts
+as the class of all characters.
 """
 
 import re
@@ -10,16 +11,16 @@ import warnings
 from functools import lru_cache
 
 NUM_CHARACTERS = 129
-"""Number of elements: the ASCII characters, and one element for all other characters."""
+"""Number of bits of a mask: one for each ASCII character, and one for all other characters."""
 
 ALL = (1 << NUM_CHARACTERS) - 1
 _OTHER = 1 << 128
 _ASCII = "".join(map(chr, range(128)))
 _LITERAL = "'"
-"""The first character of the text of a set that has one character."""
+"""A set of one character is represented by this prefix and the character."""
 
 _FOLDED = "i"
-"""The first character of the text of a set that ignores case."""
+"""A set that ignores case is represented by this prefix and the set's text."""
 
 _FOLDING = re.compile(r"\(\?[a-z]*i")
 _CLASS_ESCAPE = re.compile(r"\\[pPdDwWsS]")
@@ -30,12 +31,12 @@ _BEYOND_ASCII = re.compile(r"[^\x00-\x7f]|\\[xuUpPdDwWsS]")
 
 
 def literal_set(text: str) -> frozenset[str]:
-    """The sets of a literal `text`: one for each of its characters."""
+    """The sets of a literal `text`: one for each different character."""
     return frozenset(_LITERAL + (each if each.isascii() else "\x80") for each in text)
 
 
 def regex_sets(regex: str) -> frozenset[str]:
-    """The sets of a regular expression, as texts that `characters` can read."""
+    """The sets of a regular expression, as texts for `characters`."""
     found: set[str] = set()
     at = 0
     while at < len(regex):
@@ -48,7 +49,7 @@ def regex_sets(regex: str) -> frozenset[str]:
         elif part[0] not in "^$()|*+?{":
             found |= literal_set(part)
         at = end
-    if "." in found and "(?" in regex:  # a flag may change the meaning of the dot in some group
+    if "." in found and "(?" in regex:  # flags may give dots two meanings
         found.add("..")
     if _FOLDING.search(regex):
         return frozenset(_FOLDED + each for each in found)
@@ -57,7 +58,7 @@ def regex_sets(regex: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4_096)
 def characters(text: str) -> int:
-    """The characters of a set, as a bit mask."""
+    """The characters of the set that `text` represents, as a bit mask."""
     if text.startswith(_FOLDED):
         found = characters(text[1:])
         for lower, upper in zip(string.ascii_lowercase, string.ascii_uppercase, strict=True):
@@ -88,7 +89,7 @@ def _code(digits: str) -> str:
 
 
 def _part_end(regex: str, at: int) -> int:
-    """The end of the class, escape, count or character that begins at `at`."""
+    """The position after the class, escape, quantifier or character that begins at `at`."""
     if regex[at] == "\\":
         escape = _ESCAPE.match(regex, at)
         return escape.end() if escape is not None else at + 1

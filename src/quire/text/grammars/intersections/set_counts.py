@@ -1,12 +1,12 @@
-"""Counts the character sets of expressions, and bounds the cost of their intersections.
+"""Counts the character sets of regular expressions, and bounds the cost of intersections.
 
-llguidance computes an intersection by comparing each character set of a member with each set of all
-other members, and checks its fuel only afterwards. If sets of all members share a character, their
-numbers multiply, and the results are compared again. 13 patterns with two such sets each took
-seconds; three with 400 sets took a minute and gigabytes. So this module bounds the number of
-members, and the product of the sets that have one character in common. A complement is processed
-one set at a time and multiplies nothing. Called by `lark_check`, and for schemas by
-`schemas.intersected_strings`.
+The members of an intersection are expressions that must match the same text. llguidance intersects
+each character set of a member with each set of all other members, and checks its limits only
+afterwards. If sets of all members contain a common character, the numbers of these sets multiply.
+13 members with two such sets each took seconds; three with 400 sets each took a minute and
+gigabytes. So this module bounds the number of members, and for each character the product of the
+numbers of sets that contain it. A complement multiplies nothing. Called by `lark_check`, and for
+schemas by `schemas.intersected_strings`.
 """
 
 from collections.abc import Iterable
@@ -16,52 +16,55 @@ from operator import add, mul
 from quire.text.grammars.intersections.regex_sets import ALL, NUM_CHARACTERS, characters
 
 MAX_MEMBERS = 8
-"""The most members of an intersection without complements. Password rules have four or five."""
+"""Maximum number of members of an intersection, without complements. Password rules have four or
+five."""
 
 _FEW_MEMBERS = 5
 MAX_MEETING_OF_FEW = 1_500
 MAX_MEETING_OF_SIX = 256
 MAX_MEETING_OF_MORE = 64
-"""The largest product of the numbers of sets that the members of an intersection have for one
-character, by the number of members. A password rule with five look-aheads has 72. In hostile
-grammars, five members took 0.05 s at 1,700, six 0.5 s at 729, seven 6 s at 128 (a Zen 5 core)."""
+"""For intersections of up to five, of six, and of more members: the maximum, over all characters,
+of the product of the members' numbers of sets that contain the character. A password rule with five
+look-aheads has a product of 72. In hostile grammars, five members took 0.05 s at 1,700, six 0.5 s
+at 729, seven 6 s at 128 (a Zen 5 core)."""
 
 MAX_COMPLEMENTS = 64
-"""The most complements in one intersection: at each character, each complement is compared with
-all."""
+"""Maximum number of complements in one intersection, since at each character all of them are
+compared with each other."""
 
 MAX_COMPLEMENT_SETS = 1_000
-"""The most character sets in one complement, since all pairs are compared."""
+"""Maximum number of character sets in one complement, since all pairs are compared."""
 
 Counts = tuple[int, ...]
-"""The number of sets that contain each character."""
+"""For each character, the number of sets that contain it."""
 
 _NONE: Counts = (0,) * NUM_CHARACTERS
 ONE_OF_ALL: Counts = (1,) * NUM_CHARACTERS
 
 
 class TooManyMembersError(ValueError):
-    """An intersection has too many members or sets. The message says how many there may be."""
+    """An intersection has too many members or character sets. The message gives the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetCount:
-    """The character sets of an expression."""
+    """The character sets of a regular expression."""
 
-    #: The sets written in the expression, as texts of `regex_sets`.
+    #: The sets that occur in the expression, as texts of `regex_sets`.
     sets: frozenset[str] = frozenset()
-    #: For each character, an upper bound on the number of further sets that contain it; these
-    #: result from intersections in the expression.
+    #: For each character, an upper bound of the number of further sets that contain it: the sets
+    #: that result from intersections in the expression.
     others: Counts = _NONE
-    #: Number of members if the expression is an intersection; an outer intersection adds them.
+    #: Number of members if the expression is an intersection, else 1. An outer intersection sums
+    #: these numbers.
     num_members: int = 1
-    #: Number of complements among the members; an outer intersection adds them.
+    #: Number of complements among the members. An outer intersection sums these numbers.
     num_complements: int = 0
-    #: The operand, if the expression is a complement; otherwise None.
+    #: The operand if the expression is a complement; otherwise None.
     negated: "SetCount | None" = None
 
     def counts(self) -> Counts:
-        """For each character, the number of sets that contain it, but at least 1."""
+        """For each character, the number of sets that contain it; at least 1."""
         found = list(self.others)
         for each in self.sets:
             mask = characters(each)
@@ -83,7 +86,7 @@ IMPORTED = SetCount(others=(4,) * NUM_CHARACTERS)
 
 
 def either(parts: Iterable[SetCount]) -> SetCount:
-    """The count of alternatives, or of parts in sequence."""
+    """The `SetCount` of alternatives, or of parts in sequence."""
     found = [part for part in parts if part != NOTHING]
     if len(found) == 1:
         return found[0]
@@ -97,7 +100,7 @@ def either(parts: Iterable[SetCount]) -> SetCount:
 
 
 def complement(of: SetCount) -> SetCount:
-    """The count of the complement of `of`. Raises TooManyMembersError."""
+    """The `SetCount` of the complement of `of`. Raises TooManyMembersError."""
     if of.negated is not None:
         return of.negated
     num_sets = len(of.sets) + max(of.others)
@@ -110,7 +113,7 @@ def complement(of: SetCount) -> SetCount:
 
 
 def intersection(members: Iterable[SetCount]) -> SetCount:
-    """The count of the intersection of all members. Raises TooManyMembersError."""
+    """The `SetCount` of the intersection of all members. Raises TooManyMembersError."""
     found = [member for member in members if member != NOTHING]
     if len(found) == 1:
         return found[0]
@@ -118,7 +121,7 @@ def intersection(members: Iterable[SetCount]) -> SetCount:
     num_complements = sum(member.num_complements for member in found)
     meeting = ONE_OF_ALL
     for member in found:
-        # A complement is processed one set at a time, so it multiplies nothing.
+        # llguidance processes a complement one set at a time, so it multiplies nothing.
         if member.negated is None:
             meeting = tuple(map(mul, meeting, member.counts()))
     check_intersection(num_members, meeting)
@@ -131,10 +134,10 @@ def intersection(members: Iterable[SetCount]) -> SetCount:
 
 
 def check_intersection(num_members: int, meeting: Counts) -> None:
-    """Raises TooManyMembersError for an intersection that would cost too much.
+    """Raises TooManyMembersError if an intersection would cost too much.
 
-    `meeting` has a product for each character: each factor is the number of one member's sets that
-    contain the character.
+    `meeting` is, for each character, the product over all members of the number of the member's
+    sets that contain the character.
     """
     if num_members > MAX_MEMBERS:
         raise TooManyMembersError(

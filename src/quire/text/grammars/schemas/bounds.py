@@ -1,8 +1,8 @@
-"""Bounds on a whole schema, checked before it is compiled, that keep grammars from exploding.
+"""Checks bounds on a JSON schema before it is compiled, so that grammars don't explode.
 
-llguidance bounds most of its own work, but not all: it compares all pairs of patterns of an object,
-builds an automaton with a state for each remainder of multipleOf, and follows references by
-recursion. Each bound here limits one of these; `limits` has the simpler bounds.
+llguidance does not limit all of its work: it compares all pairs of an object's patterns, builds an
+automaton with a state for each remainder of multipleOf, and follows references by recursion. Each
+bound here limits such work; `limits` has the simpler bounds.
 """
 
 import math
@@ -12,23 +12,25 @@ from typing import Any
 from quire.text.grammars.schemas.refusals import refusal
 
 MAX_DEPTH = 200
-"""The deepest nesting of schemas, including references."""
+"""Maximum nesting of schemas, with references followed."""
 
 MAX_OPTIONAL_PROPERTIES = 400
-"""The most optional properties of an object; after each property, any later property may follow."""
+"""Maximum number of optional properties of an object, since any later property may follow each
+property."""
 
 MAX_COUNTED_PROPERTIES = 50
-"""The most properties of an object, if the schema has minProperties or maxProperties, since these
+"""Maximum number of properties of an object in a schema with minProperties or maxProperties, which
 multiply the rules."""
 
 MAX_PATTERNS = 48
-"""The most keys of patternProperties in the whole schema, since all pairs are compared."""
+"""Maximum number of keys of patternProperties in the whole schema, since all pairs are compared."""
 
 MAX_ALTERNATIVES = 1_000
-"""The most schemas of one anyOf or oneOf, and the most arrays and objects in one enum."""
+"""Maximum number of schemas in one anyOf or oneOf, and of arrays and objects in one enum."""
 
 MAX_MULTIPLE = 5_000
-"""The largest least common multiple of a schema's multipleOf, without zeros at the end."""
+"""Maximum of the least common multiple of all multipleOf values in a schema, without trailing
+zeros."""
 
 _BELOW = ("items", "additionalProperties")
 _LISTS_BELOW = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -36,7 +38,8 @@ _MAPS_BELOW = ("properties", "patternProperties")
 
 
 class SchemaBounds:
-    """Adds up the costs of the parts of one rewritten schema. Raises InvalidRequestError."""
+    """Adds up the costs of one rewritten schema. Methods raise InvalidRequestError if a bound is
+    exceeded."""
 
     def __init__(self, origin: str) -> None:
         self._origin = origin
@@ -44,11 +47,12 @@ class SchemaBounds:
         self._multiple = 1
         self._counted_at: str | None = None
         self._most_properties = 0
-        #: Whether an object lists properties and also allows others.
+        #: True if an object lists properties and also allows unlisted ones.
         self.has_open_names = False
 
     def add(self, pointer: str, schema: dict[str, Any]) -> None:
-        """Count the keywords of the rewritten `schema` at `pointer`, without its subschemas."""
+        """Add the costs of the keywords of the rewritten `schema` at `pointer`, without its
+        subschemas."""
         self._add_properties(pointer, schema)
         self._add_alternatives(pointer, schema)
         if "multipleOf" in schema:
@@ -58,8 +62,8 @@ class SchemaBounds:
                 raise refusal(
                     self._origin,
                     pointer,
-                    "multipleOf: the least common multiple of all in the schema, zeros at the end"
-                    f" aside, is above {MAX_MULTIPLE}, which is not supported",
+                    "multipleOf: the least common multiple of all values in the schema, without"
+                    f" trailing zeros, is above {MAX_MULTIPLE}, which is not supported",
                 )
 
     def _add_properties(self, pointer: str, schema: dict[str, Any]) -> None:
@@ -74,7 +78,7 @@ class SchemaBounds:
             raise refusal(
                 self._origin,
                 pointer,
-                f"properties has {num_optional} that are not required; up to"
+                f"properties has {num_optional} optional properties; up to"
                 f" {MAX_OPTIONAL_PROPERTIES} are supported: list the others under required",
             )
         self._num_patterns += len(patterns)
@@ -109,9 +113,9 @@ class SchemaBounds:
                 )
 
     def check_depth(self, root: dict[str, Any]) -> None:
-        """Raises if the rewritten `root` nests too deeply, including references.
+        """Raises InvalidRequestError if the rewritten `root` nests too deeply.
 
-        A reference is followed at its first use, as llguidance does.
+        Each reference is followed once, at its first use, as llguidance does.
         """
         definitions = root.get("$defs", {})
         seen: set[str] = set()

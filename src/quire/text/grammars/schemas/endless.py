@@ -1,4 +1,4 @@
-"""Finds recursive definitions without a finite value, because each value contains another one."""
+"""Finds recursive schema definitions that no finite value can obey."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ _DEFINITIONS = "#/$defs/"
 
 
 def endless_definitions(definitions: Mapping[str, Any]) -> list[str]:
-    """The names of the rewritten `definitions` that no finite value can obey.
+    """The names of those rewritten `definitions` whose values would contain each other endlessly.
 
-    References must refer to these definitions. The other definitions may lack a value for other
-    reasons.
+    All references must refer to these definitions. Definitions without values for other reasons are
+    not found.
     """
     ending: set[str] = set()
     left = list(definitions)
@@ -26,7 +26,8 @@ def endless_definitions(definitions: Mapping[str, Any]) -> list[str]:
 
 
 def can_end(schema: Any, ending: set[str]) -> bool:
-    """Whether `schema` may have a finite value, if each definition in `ending` has one."""
+    """True if a finite value may obey `schema`, provided that each definition in `ending` has a
+    finite value."""
     if not isinstance(schema, dict):
         return schema is not False
     reference = schema.get("$ref")

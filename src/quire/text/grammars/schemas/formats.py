@@ -1,8 +1,7 @@
-"""Selects the formats of JSON Schema that are enforced, and writes keywords that enforce them.
+"""Replaces the JSON Schema keyword `format` by keywords that enforce it.
 
-Standard formats are always enforced, also together with a pattern. Formats that only libraries
-define (such as Zod's cuid) are enforced only without a pattern. Other formats are annotations, by
-the standard.
+Standard formats are always enforced, even next to a pattern. Formats of libraries (such as Zod's
+cuid) are enforced only without a pattern. Unknown formats are ignored, as the standard allows.
 """
 
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ INTEGERS = {
     "int": (-(2**63), 2**63 - 1),
     "uint": (0, 2**64 - 1),
 }
-"""The least and greatest values of integer formats of OpenAPI and schemars."""
+"""(least, greatest) value of each integer format of OpenAPI and schemars."""
 
 
 _NO_NUMBERS = sorted(TYPES - {"integer", "number"})
@@ -36,10 +35,10 @@ _NO_NUMBERS = sorted(TYPES - {"integer", "number"})
 def enforced_format(
     schema: dict[str, Any], pointer: str, origin: str, patterns: PatternTranslator
 ) -> Iterator[tuple[str, Any]]:
-    """The keywords that replace the format of `schema`, which is at `pointer`.
+    """Yields the (keyword, value) pairs that replace the format of `schema`, which is at `pointer`.
 
-    `patterns` translates all patterns of the document. Raises InvalidRequestError if the format is
-    not a string.
+    `patterns` translates all patterns of the whole schema. Raises InvalidRequestError if the format
+    is not a string.
     """
     name = schema["format"]
     if not isinstance(name, str):
@@ -62,8 +61,8 @@ def enforced_format(
 
 
 def pattern_with_format(schema: dict[str, Any], patterns: PatternTranslator) -> str | None:
-    """One regular expression for the pattern and the format of `schema` together; None if pattern
-    and format are enforced separately."""
+    """One regular expression that enforces both the pattern and the format of `schema`; None if
+    they are enforced separately."""
     pattern, name = schema.get("pattern"), schema.get("format")
     if not isinstance(pattern, str) or not isinstance(name, str) or name not in STANDARD:
         return None

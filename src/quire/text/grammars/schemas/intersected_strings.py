@@ -1,7 +1,7 @@
-"""Bounds the cost of intersections of strings in a rewritten schema.
+"""Bounds the cost of intersected patterns and formats in a rewritten schema.
 
-Patterns and formats that apply to the same string, by allOf, by a $ref or side by side, become one
-intersection. `intersections` bounds its cost. Called by `translate`.
+Patterns and formats that apply to the same string (side by side, in allOf, or through a $ref)
+become one intersection, whose cost `intersections` bounds. Called by `translate`.
 """
 
 from operator import mul
@@ -19,21 +19,22 @@ from quire.text.grammars.intersections.set_counts import (
 from quire.text.grammars.schemas.refusals import refusal
 
 _OF_FORMAT: Counts = (4,) * NUM_CHARACTERS
-"""An upper bound of the sets that any of llguidance's format expressions has for a character."""
+"""For each character, an upper bound of the number of sets in llguidance's expression for a
+format."""
 
 _DEFINITIONS = "#/$defs/"
 
 
 class Intersected(NamedTuple):
-    """The size of the intersection with which a schema constrains strings. If the schema has
+    """The size of the intersection that a schema applies to a string. If the schema has
     alternatives, each number is the maximum over the alternatives."""
 
     num_members: int = 0
-    #: For each character, the product of the members' numbers of sets; see `check_intersection`.
+    #: For each character, a product over the members; see `check_intersection`.
     meeting: Counts = ONE_OF_ALL
 
     def both(self, other: "Intersected") -> "Intersected":
-        """The size of the intersection if both schemas apply."""
+        """The size if both schemas apply."""
         if not other.num_members:
             return self
         return Intersected(
@@ -50,18 +51,19 @@ class Intersected(NamedTuple):
 
 
 class StringIntersections:
-    """Checks the string intersections of one rewritten document."""
+    """Checks the intersections in one rewritten schema."""
 
     def __init__(self, root: dict[str, Any], origin: str) -> None:
-        """`origin` names the request's field with the schema in messages."""
+        """`origin` is the name of the request's field that holds the schema, for errors."""
         self._definitions = root.get("$defs", {})
         self._origin = origin
         self._known: dict[int, Intersected] = {}
 
     def check(self, subschemas: list[tuple[str, dict[str, Any]]]) -> None:
-        """Raises InvalidRequestError that names the place and the keyword.
+        """Raises InvalidRequestError, with place and keyword, if an intersection would cost too
+        much.
 
-        `subschemas` are all of the document with their pointers, inner ones first.
+        `subschemas` are the (pointer, schema) pairs of all subschemas, inner ones first.
         """
         for pointer, schema in subschemas:
             try:
@@ -95,8 +97,7 @@ class StringIntersections:
         return found
 
     def _check_names(self, schema: dict[str, Any]) -> None:
-        """Check the patterns for property names: llguidance intersects all pairs of these
-        patterns."""
+        """Check the patterns for property names, since llguidance intersects all pairs of them."""
         patterns = schema.get("patternProperties", ())
         most = max((max(_pattern_counts(each)) for each in patterns), default=0)
         if len(patterns) > 1 and most**2 > MAX_MEETING_OF_FEW:
@@ -107,7 +108,7 @@ class StringIntersections:
 
 
 def _own(schema: dict[str, Any]) -> Intersected:
-    """The size of the intersection of the keywords of `schema`, without its subschemas."""
+    """The size of the intersection of the keywords of `schema` itself, without subschemas."""
     found = Intersected()
     if "pattern" in schema:
         found = found.both(Intersected(1, _pattern_counts(schema["pattern"])))
@@ -119,7 +120,7 @@ def _own(schema: dict[str, Any]) -> Intersected:
 
 
 def _pattern_counts(pattern: str) -> Counts:
-    """For each character, the number of sets in a pattern that contain it. A pattern that may match
-    inside a text has one more set, for the text around the match."""
+    """For each character, the number of sets in a pattern that contain it. A pattern that is not
+    anchored has an additional set for the text around the match."""
     is_whole = pattern.startswith("^") and pattern.endswith("$") and "|" not in pattern
     return SetCount(regex_sets(pattern), (0 if is_whole else 1,) * NUM_CHARACTERS).counts()

@@ -1,7 +1,8 @@
 """Classifies JSON Schema keywords for grammars: enforced, without effect, or refused.
 
-Covers drafts 4 to 2020-12. Names outside these tables are annotations, as JSON Schema defines,
-unless they are misspelled keywords, on which a caller may rely. Read by `rewriter`.
+Covers drafts 4 to 2020-12. Names outside these tables are annotations, as JSON Schema defines.
+Exceptions are misspelled keywords, which are refused, since the client may rely on them. Read by
+`rewriter`.
 """
 
 ANNOTATIONS = frozenset(
@@ -10,11 +11,11 @@ ANNOTATIONS = frozenset(
     | {"default", "deprecated", "description", "discriminator", "example", "examples", "title"}
     | {"enumDescriptions", "enumNames", "externalDocs", "markdownDescription", "options", "xml"}
 )
-"""Keywords without constraints, except for a discriminator next to oneOf. $defs and definitions
+"""Keywords that constrain nothing, except for a discriminator next to oneOf. $defs and definitions
 are used only through $ref."""
 
 SCHEMA_KEYWORDS = frozenset({"items", "additionalItems", "additionalProperties"})
-"""Keywords whose value is one schema; that of items may also be a list of schemas."""
+"""Keywords whose value is one schema. The value of `items` may also be a list of schemas."""
 
 LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 """Keywords whose value is a list of schemas."""
@@ -53,7 +54,7 @@ REFUSED = {
     "uniqueItems": "leave it out",
     "x-guidance": "leave it out",
 }
-"""Keyword -> advice on a replacement. Three of the keywords are of draft 3."""
+"""Unsupported keyword -> advice on a replacement. Three of the keywords come from draft 3."""
 
 ENFORCED = SCHEMA_KEYWORDS | LIST_KEYWORDS | COUNT_KEYWORDS | NUMBER_KEYWORDS
 ENFORCED |= {"$ref", "const", "enum", "format", "nullable", "pattern", "patternProperties"}
@@ -63,17 +64,18 @@ _SPELLINGS = {name.strip("$").lower(): name for name in ENFORCED | REFUSED.keys(
 
 
 def meant_keyword(name: str) -> str | None:
-    """The keyword that `name` is a misspelling of, such as min_length or minlength; else None."""
+    """The keyword that `name` misspells, such as minLength for min_length; None if `name` is not
+    close to a keyword."""
     return _SPELLINGS.get(name.strip("$").lower().replace("_", "").replace("-", ""))
 
 
 def is_absent(name: str, value: object) -> bool:
-    """Whether `value` is the null that libraries write for a missing keyword."""
+    """True if `value` is a null that libraries write in place of a missing keyword."""
     return value is None and name not in ("const", "type")
 
 
 def is_annotation(name: str, value: object) -> bool:
-    """Whether a keyword with this value has no constraint in any place."""
+    """True if a keyword with this value never constrains anything."""
     is_known = name in ENFORCED or name in REFUSED or meant_keyword(name) is not None
     return is_absent(name, value) or name in ANNOTATIONS or not is_known
 

@@ -1,4 +1,4 @@
-"""Reads a request's JSON schema: text or an object, of bounded size, with finite numbers."""
+"""Reads a request's JSON schema, a text or an object, and checks its size and numbers."""
 
 import json
 import math
@@ -10,9 +10,9 @@ from quire.text.grammars.schemas.refusals import refusal
 
 
 def read_schema(schema: object, origin: str) -> dict[str, Any] | bool:
-    """The schema in `schema`, JSON text or its parsed value. Keywords are not checked.
+    """Read a schema, given as JSON text or as a parsed value. Keywords are not checked.
 
-    Raises InvalidRequestError that names `origin` if it is not JSON, too long or too deep.
+    Raises InvalidRequestError that names `origin` if the schema is not JSON, too long or too deep.
     """
     parsed = read_json(schema, origin)
     if not isinstance(parsed, bool | dict):
@@ -21,16 +21,17 @@ def read_schema(schema: object, origin: str) -> dict[str, Any] | bool:
 
 
 def read_json(schema: object, origin: str) -> Any:
-    """The parsed JSON of `schema`, a text or a value, which is converted by way of JSON text."""
+    """The parsed JSON value of `schema`. A text is parsed; another value is written as JSON and
+    parsed again. Raises InvalidRequestError."""
     if isinstance(schema, str):
         parsed = _parsed(schema, origin)
     else:
-        # Checked before json.dumps, which holds the interpreter's lock until it is finished.
+        # Checked before json.dumps, which holds the GIL until it is finished.
         check_extent(schema, origin)
         try:
             text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise refusal(origin, "#", f"this is no JSON: {error}") from error
+            raise refusal(origin, "#", f"this is not JSON: {error}") from error
         _check_length(len(text), origin)
         parsed = json.loads(text)
     check_extent(parsed, origin)
@@ -41,7 +42,7 @@ def _parsed(text: str, origin: str) -> Any:
     _check_length(len(text.encode(errors="replace")), origin)
 
     def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no number of JSON")
+        raise ValueError(f"{name} is not a JSON number")
 
     def finite(digits: str) -> float:
         number = float(digits)
@@ -54,7 +55,7 @@ def _parsed(text: str, origin: str) -> Any:
     except RecursionError as error:
         raise refusal(origin, "#", f"this nests deeper than {MAX_NESTING}") from error
     except ValueError as error:
-        raise refusal(origin, "#", f"this is no JSON: {error}") from error
+        raise refusal(origin, "#", f"this is not JSON: {error}") from error
 
 
 def _check_length(length: int, origin: str) -> None:
@@ -63,7 +64,8 @@ def _check_length(length: int, origin: str) -> None:
 
 
 def check_extent(schema: object, origin: str) -> None:
-    """Check nesting and the least possible length, level by level, without recursion."""
+    """Raise InvalidRequestError if `schema` nests too deeply or must be too long as JSON. Works
+    level by level, without recursion."""
     level: list[object] = [schema]
     length = 0
     for _ in range(2 * MAX_NESTING):
@@ -79,7 +81,7 @@ def check_extent(schema: object, origin: str) -> None:
         length += len(below)
         if length > MAX_GRAMMAR_BYTES:
             raise refusal(
-                origin, "#", f"it has more bytes than the {MAX_GRAMMAR_BYTES} that it may have"
+                origin, "#", f"it has more than {MAX_GRAMMAR_BYTES} bytes, which is the limit"
             )
         if not below:
             return

@@ -1,4 +1,4 @@
-"""Resolves $ref within one schema document; nothing is fetched."""
+"""Resolves $ref within one JSON schema; nothing is fetched."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,14 +7,15 @@ from urllib.parse import unquote, urldefrag, urljoin
 from quire.text.grammars.schemas.refusals import at, refusal
 
 _OPAQUE = frozenset({"const", "default", "enum", "example", "examples"})
-"""Keywords whose value is not a schema, even if it looks like one."""
+"""Keywords whose value is never a schema, even if it looks like one."""
 
 
 class References:
-    """The subschemas of one document by address: JSON pointer, $id or $anchor."""
+    """Finds the subschemas of one JSON schema by JSON pointer, $id or $anchor."""
 
     def __init__(self, root: dict[str, Any], origin: str, *, refs_stand_alone: bool) -> None:
-        """If refs_stand_alone, keywords next to a $ref are ignored, even $id (up to draft 7)."""
+        """If refs_stand_alone, keywords next to a $ref are ignored, even $id, as in drafts up to
+        7."""
         self._root = root
         self._origin = origin
         self._bases: dict[int, str] = {}
@@ -31,9 +32,10 @@ class References:
                     self._named.setdefault(f"{base}#{name.lstrip('#')}", (pointer, schema))
 
     def find(self, schema: dict[str, Any], pointer: str) -> tuple[str, Any]:
-        """The pointer and value of the target of the $ref in `schema`, which is at `pointer`.
+        """The JSON pointer and the value that the $ref in `schema` refers to. `schema` is at
+        `pointer`.
 
-        Raises InvalidRequestError if the document has no such target.
+        Raises InvalidRequestError if the document has no value at that address.
         """
         reference = schema["$ref"]
         if not isinstance(reference, str):
@@ -45,7 +47,7 @@ class References:
             raise refusal(
                 self._origin,
                 pointer,
-                f"$ref {reference[:200]!r} points outside of the schema, and nothing is fetched;"
+                f"$ref {reference[:200]!r} points outside of the schema, but nothing is fetched;"
                 " put what it names under $defs",
             )
         if fragment and not fragment.startswith("/"):
@@ -80,7 +82,7 @@ def _own_id(schema: dict[str, Any]) -> str | None:
 def _objects(
     root: dict[str, Any], refs_stand_alone: bool
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The pointer, object and base address of each object that may be a schema."""
+    """Yields (pointer, object, base URI) of each object that may be a schema."""
     pending: list[tuple[str, Any, str]] = [("#", root, "")]
     while pending:
         pointer, value, base = pending.pop()

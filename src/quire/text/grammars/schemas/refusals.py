@@ -1,4 +1,4 @@
-"""Builds errors for refused schemas, with the place, the keyword and advice."""
+"""Makes the errors for refused JSON schemas, with the place in the schema."""
 
 from quire.errors import InvalidRequestError
 
@@ -12,6 +12,7 @@ def at(pointer: str, *parts: str | int) -> str:
 def refusal(origin: str, pointer: str, what: str) -> InvalidRequestError:
     """The error for the schema in the request's field `origin`.
 
-    `pointer` is that of the subschema. `what` begins with the keyword ("oneOf is not supported").
+    `pointer` is the JSON pointer of the subschema. `what` is the message; it begins with the
+    keyword ("oneOf is not supported").
     """
     return InvalidRequestError(f"{origin}: {pointer}: {what}", origin)

@@ -1,8 +1,8 @@
 """Rewrites a JSON Schema into the subset of JSON Schema that llguidance enforces.
 
-Annotations are removed, older drafts' spellings become those of draft 2020-12, and references
-become names in one flat $defs. A keyword that would not be enforced is refused by name, with its
-place. Definitions without a reference to them are not read. Called by `translate`.
+Annotations are removed, keywords of older drafts are converted to draft 2020-12, and all referenced
+schemas are moved to one flat $defs. A keyword that llguidance would not enforce is refused, with
+its place. Unreferenced definitions are ignored. Called by `translate`.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,17 +21,19 @@ from quire.text.grammars.schemas.refusals import at, refusal
 
 Rewritten = dict[str, Any] | bool
 _IGNORES_SIBLINGS = ("draft-04", "draft-06", "draft-07", "draft-03")
-"""Drafts, as named by $schema, in which keywords next to a $ref have no effect."""
+"""The drafts (parts of $schema) in which keywords next to a $ref have no effect."""
 
 
 class SchemaRewriter:
-    """Rewrites one document. After `rewrite`, `subschemas` has all parts, inner ones first."""
+    """Rewrites one JSON schema. After `rewrite`, `subschemas` lists (pointer, rewritten schema) of
+    all subschemas, inner ones first."""
 
     def __init__(
         self, root: dict[str, Any], origin: str, *, closes_objects: bool, is_loose: bool = False
     ) -> None:
-        """If closes_objects, an object with properties allows no others, unless it says so.
-        If is_loose, an unsupported keyword is left out, and oneOf is read as anyOf.
+        """If closes_objects, an object with properties allows no other properties, unless it has
+        additionalProperties. If is_loose, unsupported keywords are dropped, and oneOf is treated as
+        anyOf.
         """
         self._root = root
         self._is_loose = is_loose
@@ -66,7 +68,7 @@ class SchemaRewriter:
         }
 
     def rewrite(self) -> dict[str, Any]:
-        """The translated document. Raises InvalidRequestError for unenforceable keywords."""
+        """The rewritten schema. Raises InvalidRequestError for keywords that can't be enforced."""
         body = self._schema("#", self._root)
         assert isinstance(body, dict)
         definitions: dict[str, Rewritten] = {}
@@ -92,7 +94,7 @@ class SchemaRewriter:
 
     @property
     def has_open_names(self) -> bool:
-        """Whether an object lists properties and also allows others."""
+        """True if an object lists properties and also allows unlisted ones."""
         return self._bounds.has_open_names
 
     def _schema(self, pointer: str, schema: Any) -> Rewritten:
@@ -110,7 +112,7 @@ class SchemaRewriter:
         rewritten: dict[str, Any] = {}
         for keyword in keys:
             for name, value in self._items(pointer, schema, keyword):
-                if name == "allOf":  # a format may become one, in addition to the schema's own
+                if name == "allOf":  # several keywords may be rewritten to an allOf
                     value = [*rewritten.get(name, []), *value]
                 rewritten[name] = value
         if (
@@ -139,7 +141,7 @@ class SchemaRewriter:
             raise self._unsupported(pointer, keyword)
         meant = keywords.meant_keyword(keyword)
         if meant is not None:
-            raise refusal(self._origin, pointer, f"{keyword[:100]} is no keyword; {meant} is one")
+            raise refusal(self._origin, pointer, f"{keyword[:100]} is not a keyword; use {meant}")
         return iter(())
 
     def _unsupported(self, pointer: str, keyword: str) -> InvalidRequestError:
@@ -151,7 +153,7 @@ class SchemaRewriter:
             raise refusal(
                 self._origin,
                 pointer,
-                f"{keyword} is not supported in draft 7; in draft 2020-12 it is a mere annotation",
+                f"{keyword} is not supported in draft 7; in draft 2020-12 it is only an annotation",
             )
         yield from ()
 
@@ -162,7 +164,7 @@ class SchemaRewriter:
             if schema.get("additionalItems") is not None:
                 below = at(pointer, "additionalItems")
                 yield "items", self._schema(below, schema["additionalItems"])
-        elif keyword != "additionalItems":  # it only has a meaning next to a list of items
+        elif keyword != "additionalItems":  # it has an effect only next to a list of items
             yield keyword, self._schema(at(pointer, keyword), value)
 
     def _schemas(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
@@ -190,7 +192,7 @@ class SchemaRewriter:
         rewritten: dict[str, Rewritten] = {}
         for pattern, value in self._map(pointer, schema, keyword).items():
             name = self._patterns.single(pattern, at(pointer, keyword), keyword)
-            # Two spellings of one pattern, \d and [0-9], both apply.
+            # If two patterns have the same translation, such as \d and [0-9], both values apply.
             rewritten[name] = {"allOf": [rewritten[name], value]} if name in rewritten else value
         yield keyword, rewritten
 
@@ -241,7 +243,8 @@ class SchemaRewriter:
 
 
 def _discriminator(schema: dict[str, Any]) -> str | None:
-    """The property that each object of a oneOf must have, by OpenAPI's discriminator."""
+    """The name of the property that OpenAPI's discriminator requires in each object of a oneOf;
+    None if there is no discriminator."""
     value = schema.get("discriminator")
     name = value.get("propertyName") if isinstance(value, dict) else None
     return name if isinstance(name, str) else None
@@ -252,4 +255,4 @@ def _nothing(pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[It
 
 
 Item = tuple[str, Any]
-"""A keyword and its value in the translation."""
+"""(keyword, value) in the rewritten schema."""

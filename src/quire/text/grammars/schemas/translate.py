@@ -1,7 +1,7 @@
-"""Translates a JSON schema of a request to a term of a grammar.
+"""Translates a request's JSON schema to a term of a Lark grammar.
 
-The term is a `%json` term of llguidance's Lark dialect, which can be part of any grammar. Called by
-`grammar_text`, and by modules that build grammars around schemas (tool calls).
+The term has the form `%json {...}` of llguidance, and can be part of any grammar. Called by
+`grammar_text`, and by modules that use schemas in larger grammars (tool calls).
 """
 
 import json
@@ -15,29 +15,29 @@ from quire.text.grammars.schemas.refusals import refusal
 from quire.text.grammars.schemas.rewriter import SchemaRewriter
 
 _PLAIN_ESCAPES = 'nrbtf\\"'
-"""Escapes without \\u: each character has one spelling, so a name can't be written in a second way
-to pass for another name."""
+"""The allowed escapes in JSON strings, without \\u. So each character has a single spelling, and a
+property can't be written a second time under a different spelling of its name."""
 
 WHITESPACE = r" ?|\n[ \t]{0,32}"
-"""The usual white space between the parts of JSON, on one line or indented, if the caller sets
-none. Without a bound, a model that likes blanks would write them until its context is full."""
+"""The default white space between JSON tokens, on one line or indented. Its length is bounded,
+since some models would write white space until their context is full."""
 
 _MAX_LOCATED = 64
-"""The most parts of a schema that are compiled one by one to find the one with an error."""
+"""Maximum number of subschemas that are compiled one by one to find the one with an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonStyle:
-    """Options for writing JSON, and whether objects have properties beyond those named.
+    """Options for the white space in JSON and for unlisted properties.
 
-    Except for `separators`, the fields are those of `StructuredOutputsParams`.
+    All fields except `separators` are explained in `StructuredOutputsParams`.
     """
 
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    #: The texts between two members or elements, and between a key and its value, with no other
-    #: white space. None leaves white space to the other fields.
+    #: The exact texts between two members or items, and between a key and its value; no other white
+    #: space is allowed. If None, the other fields determine the white space.
     separators: tuple[str, str] | None = None
 
 
@@ -47,15 +47,15 @@ PLAIN_STYLE = JsonStyle()
 def json_term(
     schema: object, origin: str, style: JsonStyle = PLAIN_STYLE, *, is_loose: bool = False
 ) -> str:
-    """A Lark term for the values of `schema`: an object, true, or JSON text of these.
+    """A Lark term for the values that obey `schema`, which is an object, true, or its JSON text.
 
-    `origin` names the request's field with the schema in messages. If `is_loose`, unsupported
-    keywords are left out instead of being refused.
-    Raises InvalidRequestError that names the place in the schema and the keyword.
+    `origin` is the name of the request's field that holds the schema, for errors. If `is_loose`,
+    unsupported keywords are ignored instead of refused. Raises InvalidRequestError that names the
+    place in the schema and the keyword.
     """
     root = read_schema(schema, origin)
     if root is False:
-        raise refusal(origin, "#", "the schema is false; nothing obeys it")
+        raise refusal(origin, "#", "the schema is false, so no value obeys it")
     if root is True:
         root = {}
     rewriter = SchemaRewriter(
@@ -98,9 +98,10 @@ def _located(
     subschemas: list[tuple[str, dict[str, Any]]],
     origin: str,
 ) -> Exception:
-    """The refusal for the innermost subschema that llguidance refuses on its own."""
+    """The error for the innermost subschema that llguidance also refuses when it is compiled
+    alone."""
     definitions = {"$defs": rewritten["$defs"]} if "$defs" in rewritten else {}
-    if "too big" in error or "too large" in error:  # perhaps no part is too large on its own
+    if "too big" in error or "too large" in error:  # each part alone may be small enough
         return refusal(origin, "#", _explained(error))
     named = [part for part in subschemas if any(key in error for key in part[1])]
     for pointer, schema in (named or subschemas)[:_MAX_LOCATED]:
@@ -114,7 +115,7 @@ def _explained(error: str) -> str:
     error = error.removeprefix("failed to compile JSON schema: ")
     if error.startswith("oneOf"):
         return (
-            "oneOf is supported only where it is plain that its schemas exclude each other (by"
+            "oneOf is supported only if its schemas obviously exclude each other (by"
             " type, or by a required property with different constants); use anyOf"
         )
     return error

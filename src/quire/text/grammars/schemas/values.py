@@ -1,4 +1,4 @@
-"""Checks the plain values of keywords: counts, bounds, constants and names."""
+"""Checks the values of JSON Schema keywords that are not schemas: counts, bounds, constants."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,8 @@ from quire.text.grammars.schemas.refusals import refusal
 
 
 class ValueChecker:
-    """Checks the values of one document, and bounds the total number of constants in its enums."""
+    """Checks the values in one JSON schema, and bounds the total number of its constants. `plain`,
+    `types` and `number` yield (keyword, value) pairs of the rewritten schema."""
 
     def __init__(self, origin: str) -> None:
         self._origin = origin
@@ -26,7 +27,8 @@ class ValueChecker:
     def plain(
         self, pointer: str, schema: dict[str, Any], keyword: str
     ) -> Iterator[tuple[str, Any]]:
-        """The value of `keyword` in `schema`, which is at `pointer`. Raises if it is invalid."""
+        """Check a count, const, enum or required. `schema` is at `pointer`. Raises
+        InvalidRequestError."""
         value = schema[keyword]
         if keyword in COUNT_KEYWORDS:
             value = self._count(pointer, schema, keyword)
@@ -44,7 +46,7 @@ class ValueChecker:
     def types(
         self, pointer: str, schema: dict[str, Any], keyword: str
     ) -> Iterator[tuple[str, Any]]:
-        """The types of `schema`, including OpenAPI's `nullable`."""
+        """Check `type`, and add "null" if OpenAPI's `nullable` is set."""
         value = schema[keyword]
         types = value if isinstance(value, list) else [value]
         for name in types:
@@ -55,7 +57,7 @@ class ValueChecker:
                     f"type must be of {', '.join(sorted(TYPES))}, not {str(name)[:100]!r}",
                 )
         if not types:
-            raise refusal(self._origin, pointer, "type is an empty list; nothing obeys it")
+            raise refusal(self._origin, pointer, "type is an empty list, so no value obeys it")
         if schema.get("nullable") is True and "null" not in types:
             types = [*types, "null"]
         if "number" in types and "integer" in types:
@@ -65,8 +67,8 @@ class ValueChecker:
     def number(
         self, pointer: str, schema: dict[str, Any], keyword: str
     ) -> Iterator[tuple[str, Any]]:
-        """The bound that `keyword` sets. In draft 4, `exclusiveMinimum: true` makes `minimum`
-        exclusive."""
+        """Check a bound or multipleOf, and make the bound exact. In draft 4, `exclusiveMinimum:
+        true` makes `minimum` exclusive."""
         value = schema[keyword]
         exclusive = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}.get(keyword)
         if isinstance(value, bool) and keyword.startswith("exclusive"):
@@ -86,11 +88,12 @@ class ValueChecker:
             yield "allOf", [self.beyond_exact(pointer, schema, keyword, value)]
 
     def _exclusive(self, schema: dict[str, Any], keyword: str, value: float) -> float:
-        """The exclusive bound `value` of `schema`, perhaps narrowed a little.
+        """The exclusive bound `value` of `schema`, narrowed if llguidance would treat it as
+        inclusive.
 
         If both bounds are less than 1 apart, llguidance treats an exclusive integer bound as
-        inclusive: it allows 2 for numbers above 2 and below 2.5. So such a bound is moved inwards
-        by one unit of its last digit.
+        inclusive: it allows 2 for numbers above 2 and below 2.5. So the bound is moved inwards by
+        one unit in its last digit.
         """
         if not float(value).is_integer() or _is_integer(schema):
             return value
@@ -107,14 +110,14 @@ class ValueChecker:
     def beyond_exact(
         self, pointer: str, schema: dict[str, Any], keyword: str, value: float
     ) -> dict[str, float]:
-        """The bound `value` of `schema`, an integer or float, narrowed to a representable
+        """The keywords for the bound `value`, which is beyond 2**53, narrowed to an exact
         number."""
         narrowed = greatest if keyword.endswith("aximum") else least
         is_exclusive = keyword.startswith("exclusive")
         bound = narrowed(value, is_exclusive=is_exclusive, is_integer=_is_integer(schema))
         if bound is None:
             raise refusal(
-                self._origin, pointer, f"{keyword} is beyond 2**63, up to which grammars count"
+                self._origin, pointer, f"{keyword} is beyond 2**63, which is not supported"
             )
         if narrowed is greatest:
             return {"maximum": bound, **({"minimum": -OUTERMOST} if bound < 0 else {})}
@@ -141,7 +144,7 @@ class ValueChecker:
                 self._origin,
                 pointer,
                 "minProperties is more than 1 above the number of required properties, which is"
-                " not supported: a grammar does not see that a name comes twice",
+                " not supported: a grammar can't detect that a name occurs twice",
             )
         return value
 
@@ -169,7 +172,7 @@ class ValueChecker:
 
 
 def _is_integer(schema: dict[str, Any]) -> bool:
-    """Whether all numbers that the schema allows are integers."""
+    """True if all numbers that the schema allows are integers."""
     types = schema.get("type")
     return types == "integer" or (
         isinstance(types, list) and "integer" in types and "number" not in types

@@ -1,1 +1,1 @@
-"""Writes grammars that restrict messages to what the parser of the same dialect can read."""
+"""Writes grammars that allow only messages that the dialect's parser can parse."""

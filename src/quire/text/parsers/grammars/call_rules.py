@@ -1,6 +1,7 @@
-"""Writes grammars of calls in each format of the dialects.
+"""Writes grammar rules for tool calls, in each call format of the dialects.
 
-Readers of the same format can read all allowed calls. Called by `message_rules`.
+The parser of the same format can parse all allowed calls. A term is an expression in the body of a
+grammar rule. Called by `message_rules`.
 """
 
 import json
@@ -48,17 +49,17 @@ _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,40}/"
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """A tool for which a grammar is written."""
+    """A tool whose calls the grammar allows."""
 
     tool: Tool
-    #: The request's field that holds the tool's schema.
+    #: The path of the tool's schema in the request, for errors.
     origin: str
-    #: Whether unsupported parts of the tool's schema are left out instead of being refused.
+    #: True if unsupported parts of the tool's schema are ignored; otherwise they raise an error.
     is_loose: bool
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of its arguments, an object."""
+        """The JSON schema of the tool's arguments, whose type is object."""
         schema = self.tool.parameters
         if schema is None:
             return dict(NO_ARGUMENTS)
@@ -70,13 +71,13 @@ class CalledTool:
         return {"type": "object", **schema}
 
     def with_sorted_keys(self) -> "CalledTool":
-        """The same tool with the properties of all objects in alphabetical order."""
+        """The tool with the properties of all objects in its schema in alphabetical order."""
         parameters = _with_sorted_properties(self.tool.parameters)
         return replace(self, tool=replace(self.tool, parameters=parameters))
 
     @property
     def understood(self) -> Mapping[str, Any]:
-        """The supported part of the schema, for formats other than JSON."""
+        """The schema with its supported keywords only, for call formats that don't write JSON."""
         try:
             return understood_schema(self.schema, self.origin, is_loose=self.is_loose)
         except InvalidRequestError as error:
@@ -87,7 +88,7 @@ class CalledTool:
     def refusal(self, why: object) -> InvalidRequestError:
         """The error for a schema that can't be enforced."""
         return InvalidRequestError(
-            f"{self.origin}: {why}; the calls of this model can't be made to obey that: leave it"
+            f"{self.origin}: {why}; the this model's format of calls can't enforce that: leave it"
             " out, or call the tool without strict",
             self.origin,
         )
@@ -106,7 +107,7 @@ def _with_sorted_properties(schema: Any) -> Any:
 
 
 def call_term(rules: Rules, form: AnyCallForm, called: CalledTool) -> str:
-    """A term for one call of a tool, without the marks around calls."""
+    """A grammar term for one call of a tool, without the marks around calls."""
     called = called.with_sorted_keys() if form.sorts_keys else called
     name = called.tool.name
     pattern = PYTHON_NAME if isinstance(form, PythonForm) else NAME
@@ -139,7 +140,7 @@ def _json(text: str) -> str:
 
 
 def json_arguments(called: CalledTool, style: JsonStyle) -> str:
-    """A term for the arguments as a JSON object."""
+    """A grammar term for the arguments as a JSON object."""
     try:
         return json_term(called.schema, called.origin, style, is_loose=called.is_loose)
     except InvalidRequestError:
@@ -188,8 +189,8 @@ def _refuse_unless_loose(called: CalledTool, why: object) -> None:
 
 
 def _members(rules: Rules, syntax: ValueSyntax, called: CalledTool) -> str:
-    """The arguments as members of an object. Arguments with an unsupported schema may have any
-    value."""
+    """A grammar term for the arguments as members of an object. For a loose tool, an argument with
+    an unsupported schema may have any value."""
     schema = called.understood
 
     def write(arguments: Mapping[str, Any]) -> str:

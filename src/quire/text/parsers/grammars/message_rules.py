@@ -1,7 +1,8 @@
-"""Writes grammars of whole messages: reasoning, then calls, free text, or an answer with a format.
+"""Writes grammars of whole messages: reasoning, then calls, text, or a formatted answer.
 
-Law: the parser of the same dialect can read all that a grammar allows, and the arguments of calls
-obey their schemas. Called by `Dialect.grammar`.
+Invariant: the parser of the same dialect can parse every message that a grammar allows, and the
+arguments of calls obey their schemas. A term is an expression in the body of a grammar rule. Called
+by `Dialect.grammar`.
 """
 
 from collections.abc import Sequence
@@ -30,18 +31,18 @@ from quire.text.parsers.tool_use import ToolMode, ToolUse
 class Wanted:
     """The constraints on a message."""
 
-    #: The tools that may be called; if there are none, the message has no calls.
+    #: The tools that may be called; if empty, the message has no calls.
     tools: tuple[CalledTool, ...]
     mode: ToolMode
     is_parallel: bool
     answer_format: StructuredOutputsParams | None
     reasoning_budget: int | None
-    #: True if the prompt has begun the reasoning, False if it has also ended it, None if neither.
+    #: True if the prompt begins the reasoning, False if it also ends it, None if it does neither.
     has_begun_reasoning: bool | None
 
     @property
     def has_strict_tool(self) -> bool:
-        """Whether a tool's schema must be obeyed in every mode."""
+        """True if a tool is strict: calls must obey its schema in every mode."""
         return any(called.tool.is_strict for called in self.tools)
 
 
@@ -51,7 +52,8 @@ def wanted_of(
     reasoning_budget: int | None,
     has_begun_reasoning: bool | None,
 ) -> Wanted:
-    """The constraints of a request. A tool that the request names must be called exactly once."""
+    """The constraints of a request. If the request names one required tool, it is called exactly
+    once."""
     callable_tools = tool_use.callable_tools
     called = tuple(
         CalledTool(tool, f"tools[{at}].function.parameters", not tool.is_strict)
@@ -80,7 +82,7 @@ class PlainRules:
         forms: Sequence[AnyCallForm],
         marks: AnswerMarks | None = None,
     ) -> None:
-        """`marks` are those around the answer's text."""
+        """`marks` are the marks around the answer's text."""
         self._rules = rules
         self._tokens = rules.tokens
         self._reasoning = reasoning
@@ -98,7 +100,7 @@ class PlainRules:
         return self._rules.write(f"{thoughts} {answer or self._between_marks(None)}")
 
     def _answer(self, wanted: Wanted) -> str | None:
-        """The term for the message after the reasoning; None if any text is allowed."""
+        """The term for the message after the reasoning; None if it may be any text."""
         form = answer_term(self._rules, wanted.answer_format)
         if form is not None:
             form = self._between_marks(form)
@@ -115,7 +117,8 @@ class PlainRules:
         return self._text_or_calls(wanted) if wanted.has_strict_tool else None
 
     def _between_marks(self, text: str | None) -> str:
-        """The term for the answer's text, with its marks if it has any. None means any text."""
+        """The term for the answer's text with the marks around it, if the dialect has them. If
+        `text` is None, any text is allowed."""
         marks = self._marks
         if marks is None:
             return text or self._rules.text_without(())
@@ -134,7 +137,7 @@ class PlainRules:
         return f"{section} ({self._terms(form.separator)} {section})*"
 
     def _section(self, form: AnyCallForm, wanted: Wanted) -> str:
-        """The term for calls from after `begin` to the end of `end`."""
+        """The term for calls: from after the mark `begin` up to and including the mark `end`."""
         calls = [call_term(self._rules, form, called) for called in wanted.tools]
         call = self._rules.add(
             "call",
@@ -150,7 +153,7 @@ class PlainRules:
         return f"{call} {self._terms(form.end)}"
 
     def _text_with_calls(self, wanted: Wanted) -> str:
-        """The term for any text in which each mark of a call is followed by a call."""
+        """The term for text with calls: every mark of a call must be followed by a call."""
         form = self._forms[0]
         others = [each.marker for each in self._forms[1:] if each.marker != form.marker]
         opened = form.begin or form.call_begin
@@ -163,16 +166,17 @@ class PlainRules:
         return f"{section}{'*' if wanted.is_parallel else '?'} {text}"
 
     def _text_or_calls(self, wanted: Wanted) -> str:
-        """The term for calls that have no mark, or for text that begins differently."""
+        """The term for calls without a mark, or else text that does not begin like a call."""
         marks = [each.marker for each in self._forms if each.marker]
         start = r"/[^ \t\r\n{\[](?s:.*)/"
         text = self._rules.add("TEXT", f"{start} & {self._rules.without(marks)}")
         return f"({self._calls(wanted)} | {text})?"
 
     def _reasoning_term(self, wanted: Wanted) -> str:
-        """The term for the reasoning up to its end; "" if none is allowed.
+        """The term for the reasoning and its end mark; "" if no reasoning is allowed.
 
-        The reasoning may begin only with a mark that is a token of the model.
+        Unless the prompt has begun it, the reasoning needs a begin mark that is an added token of
+        the model.
         """
         reasoning, budget = self._reasoning, wanted.reasoning_budget
         if reasoning is None or wanted.has_begun_reasoning is False:
@@ -185,7 +189,8 @@ class PlainRules:
         return f"({self._terms(begin)} {self._text_until(end, budget)})?"
 
     def _text_until(self, end: str, budget: int | None) -> str:
-        """The term for any text up to and including the reasoning's end mark and white space."""
+        """The term for any text up to and including the reasoning's end mark, and white space after
+        it."""
         assert self._reasoning is not None
         others = [*self._reasoning.end[1:]]
         if self._reasoning.is_ended_by_calls:
@@ -201,16 +206,15 @@ class PlainRules:
 
 
 def limited_text(rules: Rules, end: str, budget: int, others: Sequence[str] = ()) -> str:
-    """A term for at most `budget` tokens of any text and the mark after it, without tokens of
-    `others`.
+    """A term for at most `budget` tokens of any text except `others`, followed by the mark `end`.
 
-    Raises InvalidRequestError if the mark is not a token, so that no room can be kept for it.
+    Raises InvalidRequestError if `end` is not a token, because the budget could not be enforced.
     """
     token_id = rules.tokens.ids.get(end)
     if token_id is None:
         raise InvalidRequestError(
-            f"this model ends its reasoning with {end!r}, which is no token of its own, so that a"
-            " budget for reasoning can't be kept; leave it out",
+            f"this model ends its reasoning with {end!r}, which is not a single token, so a"
+            " budget for reasoning can't be enforced; leave it out",
             "thinking_token_budget",
         )
     excluded = {
@@ -223,7 +227,7 @@ def limited_text(rules: Rules, end: str, budget: int, others: Sequence[str] = ()
 
 
 def answer_term(rules: Rules, answer_format: StructuredOutputsParams | None) -> str | None:
-    """A term for the format of an answer; None if any text is allowed."""
+    """The term for an answer in the given format; None if any text is allowed."""
     if answer_format is None:
         return None
     grammar = grammar_of(answer_format)
@@ -234,7 +238,7 @@ class ChannelRules:
     """The grammar of an answer in the harmony format, which consists of several messages."""
 
     def __init__(self, rules: Rules, form: ChannelForm, already_written: str) -> None:
-        """`already_written` is the message's beginning in the prompt, after the first role."""
+        """`already_written` is the prompt's text after the role of the first message."""
         self._rules = rules
         self._form = form
         self._written = already_written
@@ -248,8 +252,8 @@ class ChannelRules:
         form = self._form
         if not self._rules.tokens.is_special(form.channel):
             raise InvalidRequestError(
-                f"this model's tokenizer has no special token {form.channel}, without which its"
-                " messages can't be made to obey anything",
+                f"this model's tokenizer has no special token {form.channel}, without which no"
+                " constraint on its messages can be enforced",
                 "messages",
             )
         header, mark, _ = self._written.rpartition(form.message)
@@ -261,7 +265,7 @@ class ChannelRules:
         return self._rules.write(answer or self._rules.text_without(self._marks))
 
     def _message(self, wanted: Wanted, answer: str | None) -> str:
-        """The term for reasoning, and then a call or the answer."""
+        """The term for any reasoning messages, and then a call or the answer."""
         form, rules = self._form, self._rules
         budget = wanted.reasoning_budget
         ends = []
@@ -275,7 +279,7 @@ class ChannelRules:
             before = f"({thought})?" if budget else ""
         elif wanted.mode is ToolMode.REQUIRED or answer is not None:
             before = f"({thought})*"
-        else:  # the model may tell the user about its next call
+        else:  # the model may write a message about its next call
             before = f"({thought} | {self._header(form.call_channel)} {self._body(None)})*"
         return f"{before} {rules.any_of(ends)}"
 
@@ -283,7 +287,8 @@ class ChannelRules:
         return self._rules.tokens.terms(self._form.channel + channel + self._form.message)
 
     def _body(self, budget: int | None) -> str:
-        """The term for a body with its end mark, up to the next header."""
+        """The term for a body, its end mark, and the beginning of the next message up to its
+        role."""
         form, rules = self._form, self._rules
         end = form.ends[0]
         others = [mark for mark in self._marks if mark != end]

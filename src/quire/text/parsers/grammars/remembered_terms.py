@@ -1,4 +1,4 @@
-"""Caches translations of tools' JSON schemas, since an agent sends the same tools in each turn.
+"""Caches grammars of tools' JSON schemas, since an agent sends the same tools in each turn.
 
 A schema takes some milliseconds to translate and check, and agents have dozens of tools.
 """
@@ -14,23 +14,23 @@ from quire.text.grammars.schemas.rewriter import SchemaRewriter
 from quire.text.grammars.schemas.translate import PLAIN_STYLE, JsonStyle
 from quire.text.parsers.call_forms import CallForm
 
-_MAX_REMEMBERED_CHARACTERS = 16_000  # the size of one schema
+_MAX_REMEMBERED_CHARACTERS = 16_000  # maximum length of a cached schema
 
 
 SPACED_STYLE = JsonStyle(separators=(", ", ": "))
-"""The style of `json.dumps`, and of `tojson` in templates."""
+"""The separators of `json.dumps`, and of `tojson` in templates."""
 
 
 def style_of(form: CallForm) -> JsonStyle:
-    """The style of JSON in a format's calls. The style allows no optional white space, which a
-    model might write without end."""
+    """The style of JSON in calls of this format. It allows no optional white space, because a model
+    might write white space endlessly."""
     return JsonStyle(separators=(form.item_separator, form.key_separator))
 
 
 def json_term(
     schema: Mapping[str, Any], origin: str, style: JsonStyle = PLAIN_STYLE, *, is_loose: bool
 ) -> str:
-    """Caches the results of `translate.json_term`, and raises the same errors."""
+    """`translate.json_term` with a cache; it raises the same errors."""
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > _MAX_REMEMBERED_CHARACTERS:
         return translate.json_term(dict(schema), origin, style, is_loose=is_loose)
@@ -40,9 +40,9 @@ def json_term(
 def understood_schema(
     schema: Mapping[str, Any], origin: str, *, is_loose: bool
 ) -> Mapping[str, Any]:
-    """The schema without annotations, with only supported keywords and valid values.
+    """The schema without annotations and unsupported keywords.
 
-    Other keywords are left out if is_loose; otherwise they raise InvalidRequestError.
+    Unsupported keywords are dropped if is_loose; otherwise they raise InvalidRequestError.
     """
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > _MAX_REMEMBERED_CHARACTERS:

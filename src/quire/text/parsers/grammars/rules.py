@@ -1,6 +1,7 @@
-"""Collects the rules of a grammar while it is written, and writes marks as its terms.
+"""Collects the rules of a grammar, and writes marks such as `<tool_call>` as grammar terms.
 
-The grammar is in llguidance's dialect of Lark, for `text.grammars`. Knows no calls.
+The grammar is in llguidance's variant of Lark, for `text.grammars`. A term is an expression in the
+body of a rule.
 """
 
 import re
@@ -15,7 +16,8 @@ ANY_TEXT = "/(?s:.*)/"
 
 @dataclass(frozen=True, slots=True)
 class MarkTokens:
-    """The marks that are tokens of a model. For a grammar, a special token is not text."""
+    """The added tokens of a model, to write marks. In a grammar, a special token is not text: it
+    must be written by its id."""
 
     #: Ids of added tokens by text.
     ids: dict[str, int] = field(default_factory=dict)
@@ -25,17 +27,18 @@ class MarkTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> "MarkTokens":
-        """The added tokens of a tokenizer; if it is None, all marks are text."""
+        """The added tokens of a tokenizer; empty if it is None, so that all marks are text."""
         if tokenizer is None:
             return cls()
         return cls(dict(tokenizer.added_tokens), tokenizer.special_token_ids, tokenizer.vocab_size)
 
     def is_special(self, mark: str) -> bool:
-        """Whether the mark is one special token."""
+        """True if the mark is one special token."""
         return self.ids.get(mark) in self.special
 
     def terms(self, mark: str) -> str:
-        """The mark as a sequence of terms."""
+        """The mark as a sequence of grammar terms: special tokens by id, and other text as
+        literals."""
         special = [text for text in self.ids if self.is_special(text) and text in mark]
         if not special:
             return literal(mark)
@@ -46,7 +49,7 @@ class MarkTokens:
         )
 
     def all_but(self, token_ids: Iterable[int]) -> str:
-        """A term for any text token except these."""
+        """A term for any token that is not special and not in `token_ids`."""
         excluded = sorted({*token_ids, *self.special, self.vocab_size})
         ranges, begin = [], 0
         for each in excluded:
@@ -57,8 +60,7 @@ class MarkTokens:
 
 
 class Rules:
-    """The rules of a grammar that is being written. Their names are made from hints and are
-    unique."""
+    """The rules of a grammar that is being written. Each name is unique: a hint and a number."""
 
     def __init__(self, tokens: MarkTokens) -> None:
         self.tokens = tokens
@@ -66,22 +68,24 @@ class Rules:
         self._num_names = 0
 
     def add(self, hint: str, body: str, attributes: str = "") -> str:
-        """Add a rule and return its name. `attributes` is a list such as `lazy`."""
+        """Add a rule and return its name. `attributes` are llguidance's rule attributes, such as
+        `lazy`."""
         name = self.name(hint)
         self.define(name, body, attributes)
         return name
 
     def name(self, hint: str) -> str:
-        """A new name for a rule, or in capitals for a terminal, to be defined with `define`."""
+        """A new name, which has to be defined by `define`. With a hint in capitals, it names a
+        terminal."""
         self._num_names += 1
         return f"{hint}_{self._num_names}"
 
     def define(self, name: str, body: str, attributes: str = "") -> None:
-        """Give `name` its body."""
+        """Add the rule `name` with this body."""
         self._lines.append(f"{name}{f'[{attributes}]' if attributes else ''}: {body}")
 
     def attempt(self, write: Callable[[], str]) -> str:
-        """Return the result of `write`. If `write` raises, the rules that it added are removed."""
+        """Call `write` and return its result. If it raises, the rules that it added are removed."""
         num_lines = len(self._lines)
         try:
             return write()
@@ -101,17 +105,17 @@ class Rules:
         return self.add("before", f"{text} {literal(mark)}", "lazy")
 
     def text_without(self, marks: Iterable[str]) -> str:
-        """A term for any text without these marks, perhaps empty."""
+        """A term for any text, possibly empty, that contains none of these marks."""
         return self.add("TEXT", self.without(marks))
 
     def without(self, marks: Iterable[str]) -> str:
-        """The body of a terminal for any text without these marks."""
+        """The body of a terminal for any text that contains none of these marks."""
         texts = [mark for mark in marks if not self.tokens.is_special(mark)]
         parts = [ANY_TEXT, *(f"~/(?s:.*){_regex(mark)}(?s:.*)/" for mark in texts)]
         return " & ".join(parts)
 
     def write(self, start: str) -> str:
-        """The grammar's text with `start` as the body of its first rule."""
+        """The text of the grammar, with `start` as the body of its start rule."""
         return "\n".join([f"start: {start}", *self._lines])
 
 

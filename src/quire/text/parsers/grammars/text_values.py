@@ -1,6 +1,7 @@
-"""Writes grammars of values that a model writes as bare text, from their JSON schemas.
+"""Writes grammar rules for argument values that a model writes as unquoted text.
 
-`argument_types` decides how the text is read; these grammars make sure that the value is valid.
+`argument_types` converts such text to JSON; these rules make sure that the value obeys its JSON
+schema. A term is an expression in the body of a grammar rule.
 """
 
 import json
@@ -21,9 +22,10 @@ _MAX_DEPTH = 8
 
 
 class TextValues:
-    """Writes grammars for one tool's argument values, each with the mark after it.
+    """Writes rules for the argument values of one tool. Each ends with the mark after a value.
 
-    root is the supported part of the tool's schema. Invariant: no value contains the mark.
+    `root` is the supported part of the tool's schema. Invariant: no allowed value contains the
+    mark.
     """
 
     def __init__(self, rules: Rules, root: Mapping[str, Any], form: TaggedForm) -> None:
@@ -80,7 +82,7 @@ class TextValues:
         return f"{term} {self._rules.tokens.terms(self._space + self._mark)}"
 
     def _is_plain(self, schema: Json, depth: int) -> bool:
-        """Whether the schema constrains only types, so that every text is valid."""
+        """True if the schema constrains only types, so that any text is valid."""
         resolved = self._resolved(schema)
         for key in ("anyOf", "oneOf"):
             if depth and set(resolved) == {key}:
@@ -90,13 +92,15 @@ class TextValues:
         return set(resolved) <= {"type"}
 
     def _resolved(self, schema: Json) -> Mapping[str, Any]:
-        """The schema that a reference leads to. Raises UnwritableError for keywords next to it."""
+        """The schema that a `$ref` points to, or the schema itself. Raises UnwritableError for
+        keywords next to a `$ref`."""
         if isinstance(schema, Mapping) and "$ref" in schema and len(schema) > 1:
             raise UnwritableError(f"{min(set(schema) - {'$ref'})} beside $ref is not supported")
         return self._types.resolved(schema)
 
     def _choices(self, schema: Json, depth: int) -> list[Json] | None:
-        """All values of the schema if they are listed; otherwise None."""
+        """All values of a schema that lists its values (enum, const, null, boolean); otherwise
+        None."""
         resolved = self._resolved(schema)
         if not set(resolved) <= {"type", "enum", "const"}:
             return self._choices_of_branches(resolved, depth)
@@ -116,7 +120,8 @@ class TextValues:
         return [value for value in found if is_of_types(value, types)]
 
     def _choices_of_branches(self, schema: Mapping[str, Any], depth: int) -> list[Json] | None:
-        """The values of all branches of an anyOf or oneOf without other keywords."""
+        """The values of all branches of an anyOf or oneOf; None if a branch does not list its
+        values or there are other keywords."""
         if not depth or set(schema) not in ({"anyOf"}, {"oneOf"}):
             return None
         (branches,) = schema.values()
@@ -131,7 +136,7 @@ class TextValues:
         return found
 
     def _one_of(self, key: str, choices: list[Json]) -> str:
-        """A term for those values that are read back unchanged."""
+        """A term for those of the values that the parser would read back unchanged."""
         if len(choices) > _MAX_CHOICES:
             raise UnwritableError(f"{key}: enum has more than {_MAX_CHOICES} values")
         texts = []

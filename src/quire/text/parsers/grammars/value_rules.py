@@ -1,6 +1,7 @@
-"""Writes grammars of values in formats other than JSON, from their JSON schemas.
+"""Writes grammar rules for argument values in formats other than JSON.
 
-Called for dialects with bare keys, marked strings or Python's literals in their calls.
+The values obey a JSON schema. Used for dialects whose calls have unquoted keys, strings between
+marks, or Python literals. A term is an expression in the body of a grammar rule.
 """
 
 import json
@@ -26,11 +27,12 @@ _MAX_RULES = 2_000
 
 
 class UnwritableError(Exception):
-    """A part of a schema has no grammar in this format of values. The message names it."""
+    """Raised if a part of a schema can't be enforced in this format. The message names that
+    part."""
 
 
 def check_exclusive(types: ArgumentTypes, branches: Iterable[Json]) -> None:
-    """Raises UnwritableError if a value might obey two of the branches of a oneOf."""
+    """Raises UnwritableError if a value might obey two branches of a oneOf."""
     seen: set[str] = set()
     for branch in branches:
         found = types.types_of(branch)
@@ -42,17 +44,17 @@ def check_exclusive(types: ArgumentTypes, branches: Iterable[Json]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ValueSyntax:
-    """The format of values."""
+    """The syntax of values in one format."""
 
     #: A term for any string.
     string: str
     #: Returns the term for a given string.
     quoted: Callable[[str], str]
-    #: Returns the term for an argument's name and the text between name and value.
+    #: Returns the term for an argument's name and the separator after it.
     argument: Callable[[str], str]
-    #: Returns the term for a member's name in an object and the text between name and value.
+    #: Returns the term for a member's name in a nested object and the separator after it.
     key: Callable[[str], str]
-    #: A term for any argument's name and the text between name and value.
+    #: A term for any argument's name and the separator after it.
     any_key: str
     #: The words for true, false and null.
     words: tuple[str, str, str] = ("true", "false", "null")
@@ -74,11 +76,11 @@ class ValueRules:
         """A term for the values that obey `schema`. Raises UnwritableError."""
         self._num_rules += 1
         if self._num_rules > _MAX_RULES:
-            raise UnwritableError("it is too large")
+            raise UnwritableError("the schema is too large")
         if schema is True or schema == {}:
             return self.anything()
         if not isinstance(schema, Mapping):
-            raise UnwritableError(f"{schema!r} is no schema of a value")
+            raise UnwritableError(f"{schema!r} is not a schema that allows values")
         if unknown := sorted(set(schema) - _KNOWN):
             raise UnwritableError(f"{unknown[0]} is not supported")
         for key in ("$ref", "anyOf", "oneOf", "const", "enum"):
@@ -91,8 +93,8 @@ class ValueRules:
         return self._rules.any_of(self._of_type(kind, schema) for kind in kinds)
 
     def _one_of(self, key: str, schema: Mapping[str, Any]) -> str:
-        """A term for the values that `key` allows. Other keywords are refused, except `type` next
-        to constants."""
+        """A term for the values that the keyword `key` allows. Refuses other keywords beside it,
+        except `type` beside enum and const."""
         beside = set(schema) - SILENT_KEYWORDS - {key}
         values = [schema["const"]] if key == "const" else schema.get("enum", [])
         if key in ("const", "enum") and "type" in schema:
@@ -105,20 +107,22 @@ class ValueRules:
             return self._reference(schema)
         if key in ("const", "enum"):
             if not values:
-                raise UnwritableError(f"no value of {key} has the type")
+                raise UnwritableError(f"no value of {key} has the declared type")
             return self._rules.any_of(map(self._constant, values))
         if key == "oneOf":
             check_exclusive(self._types, schema["oneOf"])
         return self._rules.any_of(map(self.value, schema[key]))
 
     def arguments(self, schema: Mapping[str, Any]) -> str:
-        """A term for a call's arguments: members of an object, in the syntax of arguments."""
+        """A term for a call's arguments, which are the members of the object that `schema`
+        describes."""
         return self._members(schema, self._syntax.argument)
 
     def _members(self, schema: Mapping[str, Any], key: Callable[[str], str]) -> str:
-        """A term for the properties of an object in their order. Optional ones may be missing.
+        """A term for the properties of an object in the schema's order. Optional properties may be
+        missing.
 
-        If none are listed, any names with any values are allowed.
+        If the schema lists no properties, any names with any values are allowed.
         """
         self._check_object(schema)
         if "properties" not in schema and schema.get("additionalProperties") is not False:
@@ -129,7 +133,8 @@ class ValueRules:
             raise UnwritableError(f"required names {missing[0]!r}, which is no property")
         separator = literal(self._syntax.separator)
         rest = '""'
-        # From the last property to the first: `rest` follows a member, `first` begins the object.
+        # Work from the last property to the first. `rest` is the term after a member, `first` the
+        # term at the beginning of the object.
         first = '""'
         for name, each in reversed(properties.items()):
             member = self._rules.add("member", f"{key(name)} {self.value(each)}")

@@ -1,6 +1,6 @@
-"""Converts arguments written as bare text to JSON, with the types that a tool's schema allows.
+"""Converts arguments written as unquoted text to JSON, by the types in the tool's schema.
 
-Called by the readers of calls whose dialect writes values without JSON's quotes.
+Called by the parsers of dialects that write values without JSON's quotes.
 """
 
 import json
@@ -15,15 +15,15 @@ _MAX_REFERENCES = 8
 
 
 class ArgumentTypes:
-    """The types that a tool's schema allows for each argument."""
+    """Knows the JSON types that a tool's schema allows for each argument."""
 
     def __init__(self, parameters: Mapping[str, Any] | None) -> None:
-        """`parameters` is a JSON schema of one object; None if the arguments are unknown."""
+        """`parameters` is the JSON schema of the arguments' object; None if there is no schema."""
         self._root: Mapping[str, Any] = parameters or {}
         self._known: dict[str, frozenset[str]] = {}
 
     def of(self, name: str) -> frozenset[str]:
-        """The names of the JSON types of an argument; all types if the schema allows any."""
+        """The names of the JSON types that an argument may have."""
         known = self._known.get(name)
         if known is None:
             properties = self.resolved(self._root).get("properties")
@@ -34,11 +34,12 @@ class ArgumentTypes:
         return known
 
     def is_text(self, name: str) -> bool:
-        """Whether the argument must be a string."""
+        """True if the argument must be a string."""
         return self.of(name) == {"string"}
 
     def as_json(self, name: str, text: str) -> str:
-        """The JSON text of a value, a string unless the text fits another allowed type."""
+        """Convert a value's text to JSON. The result is a JSON string, unless the text is valid
+        JSON of another allowed type."""
         types = self.of(name)
         stripped = text.strip()
         word = stripped.lower()
@@ -52,7 +53,7 @@ class ArgumentTypes:
         return json.dumps(text, ensure_ascii=False)
 
     def resolved(self, schema: Json) -> Mapping[str, Any]:
-        """The schema at the end of a chain of local references."""
+        """The schema after following local `$ref`s; {} if a reference is invalid."""
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, Mapping):
                 return {}
@@ -66,7 +67,7 @@ class ArgumentTypes:
         return {}
 
     def types_of(self, schema: Json) -> frozenset[str]:
-        """The names of the JSON types that `schema`, a part of the tool's schema, allows."""
+        """The names of the JSON types that `schema` allows; it is a part of the tool's schema."""
         return self._types(schema, _MAX_REFERENCES)
 
     def _types(self, schema: Json, depth: int) -> frozenset[str]:
@@ -96,7 +97,7 @@ _NOTHING = object()
 
 
 def _parsed(text: str) -> Json:
-    """The value of a JSON text, or _NOTHING if it is invalid."""
+    """The value of a JSON text; _NOTHING if the text is not valid JSON."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -104,16 +105,16 @@ def _parsed(text: str) -> Json:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def is_object(text: str) -> bool:
-    """Whether `text` is the JSON text of an object."""
+    """True if `text` is a JSON object."""
     return isinstance(_parsed(text), dict)
 
 
 def is_of_types(value: Json, types: Collection[str]) -> bool:
-    """Whether a value has one of these JSON types."""
+    """True if a value has one of these JSON types."""
     return _type_of(value) in types or _wider_type_of(value) in types
 
 
@@ -132,7 +133,8 @@ def _type_of(value: Json) -> str:
 
 
 def _wider_type_of(value: Json) -> str:
-    """The other type of a number: an integer is a number, and a float like 3.0 is an integer."""
+    """The second JSON type that a number has: an integer is also a number, and a float such as 3.0
+    is also an integer."""
     kind = _type_of(value)
     if kind == "integer":
         return "number"

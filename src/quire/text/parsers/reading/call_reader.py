@@ -1,7 +1,7 @@
-"""Reads one call incrementally, in each of the formats that dialects have.
+"""Parses one tool call incrementally, in each call format of the dialects.
 
-A call is announced (`CallStart`) once its arguments begin. If the text before them is malformed, it
-is not a call. Called by the message parser, which finds where a call may begin.
+A `CallStart` event is written when the arguments of a call begin. If the text before the arguments
+is malformed, it is not a call. Called by the message parser, which finds where a call may begin.
 """
 
 import json
@@ -34,13 +34,14 @@ _MAX_NAME_CHARACTERS = 256
 class CallOutcome(Enum):
     """The result of reading a call."""
 
-    NONE = "what was read is no call"
-    WHOLE = "a call, with its end"
-    BROKEN = "the beginning of a call: the text ended, or went on with something else"
+    NONE = "the text is not a call"
+    WHOLE = "a complete call"
+    BROKEN = "a call that began, but is cut off or malformed"
 
 
 class CallReader:
-    """Reads calls from a source and writes their events. `tools` has the names and schemas."""
+    """Parses calls from `source` and writes their events to `writer`. `tools` gives names and
+    schemas."""
 
     def __init__(self, source: TextSource, writer: EventWriter, tools: tuple[Tool, ...]) -> None:
         self._source = source
@@ -48,8 +49,8 @@ class CallReader:
         self._types = {tool.name: ArgumentTypes(tool.parameters) for tool in tools}
 
     def read(self, form: AnyCallForm) -> Reader[CallOutcome]:
-        """Read one call after its call_begin. The source keeps the text until the call is
-        announced."""
+        """Parse one call, whose call_begin mark has been read. The source captures the text until
+        the CallStart event, so that the caller can treat it as text if it is not a call."""
         if isinstance(form, JsonForm):
             return (yield from self._read_json(form))
         if isinstance(form, NamedForm):
@@ -61,7 +62,8 @@ class CallReader:
         return (yield from self._read_python(form))
 
     def _start(self, form: AnyCallForm, name: str, call_id: str | None = None) -> bool:
-        """Announce the call. Returns False if the name is missing, or unknown but must be known."""
+        """Write the CallStart event. Returns False, and writes nothing, if the name is empty, or if
+        the format requires the name of a tool and there is no such tool."""
         is_known = name in self._types
         if not name or ((form.needs_known_name or not form.marker) and not is_known):
             return False
@@ -78,13 +80,14 @@ class CallReader:
     # A JSON object with name and arguments.
 
     def _read_json(self, form: JsonForm) -> Reader[CallOutcome]:
-        """Read a JSON object with members in any order; members of unknown names are dropped."""
+        """Parse a JSON object with its members in any order; members with unknown names are
+        ignored."""
         source = self._source
         if not (yield from source.read_words("{")):
             return CallOutcome.NONE
         members = _Members()
         character = yield from source.skip_space()
-        # "}" may follow "{" directly, but not a comma.
+        # "}" may follow "{" directly, but not after a comma.
         while character != "}" or not members.is_empty:
             if not (yield from self._read_member(form, members)):
                 return members.outcome_if_malformed
@@ -125,7 +128,8 @@ class CallReader:
         return True
 
     def _read_arguments(self, form: JsonForm, members: "_Members") -> Reader[bool]:
-        """Read the arguments. They are written at once if the name is known, and later if not."""
+        """Parse the arguments. They are written piece by piece if the name came before them;
+        otherwise they are stored in `members`."""
         source = self._source
         if (yield from source.skip_space()) != "{":
             members.arguments = yield from self._read_other_arguments()
@@ -145,8 +149,8 @@ class CallReader:
         return True
 
     def _read_other_arguments(self) -> Reader[str | None]:
-        """Read arguments that are not an object: null (no arguments) or a string with an object's
-        JSON."""
+        """Parse arguments that are not an object: null (no arguments), or a string that contains
+        the JSON of an object."""
         pieces: list[str] = []
         if not (yield from copy_value(self._source, pieces.append)):
             return None
@@ -208,7 +212,8 @@ class CallReader:
         return self._end(True)
 
     def _read_parameter(self, form: TaggedForm, name: str, before_key: str) -> Reader[bool]:
-        """Read one argument. A string is written at once, other types when they are complete."""
+        """Parse one argument. A string is written piece by piece, other types when they are
+        complete."""
         source, write = self._source, self._writer.write_arguments
         first, *others = form.key_end.split()
         pieces: list[str] = []
@@ -239,7 +244,7 @@ class CallReader:
         return True
 
     def _read_json_before(self, mark: str, sink: Sink) -> Reader[bool]:
-        """Read a JSON value, whose strings may contain the mark, and the mark after it.
+        """Read a JSON value and the mark after it. Strings in the value may contain the mark.
 
         Returns False and reads nothing if the text is not JSON followed by the mark.
         """
@@ -278,23 +283,23 @@ class CallReader:
 
 @dataclass
 class _Members:
-    """The members of a call's JSON object that were read so far."""
+    """The members of a call's JSON object that have been read so far."""
 
-    #: The tool's name; "" if it is unknown so far.
+    #: The tool's name; "" if it has not been read yet.
     name: str = ""
     call_id: str | None = None
-    #: JSON text of the arguments if they came before the name; otherwise None.
+    #: The JSON text of the arguments if they came before the name; otherwise None.
     arguments: str | None = None
     is_empty: bool = True
-    #: Whether the call's start has been announced.
+    #: True if the CallStart event has been written.
     is_started: bool = False
-    #: Whether the call's end has been announced.
+    #: True if the CallEnd event has been written.
     is_whole: bool = False
 
     @property
     def outcome_if_malformed(self) -> CallOutcome:
-        """The outcome if the object is malformed from here on: a call with complete arguments is
-        whole."""
+        """The outcome if the rest of the object is malformed. A call with complete arguments still
+        counts as whole."""
         if self.is_whole:
             return CallOutcome.WHOLE
         return CallOutcome.BROKEN if self.is_started else CallOutcome.NONE

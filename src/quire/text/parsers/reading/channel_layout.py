@@ -1,7 +1,8 @@
-"""Reads a message made of messages whose headers name their channels, in the harmony format.
+"""Parses a generated answer in the harmony format, in which each part names its channel.
 
-<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary
-to=functions.NAME <|constrain|>json<|message|>{...}<|call|>, with an answer in the channel final.
+An answer consists of several messages, for example:
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
+<|constrain|>json<|message|>{...}<|call|>. The text for the user is in the channel `final`.
 """
 
 import re
@@ -18,7 +19,7 @@ _WORD = re.compile(r"\s*([^\s<]*)")
 
 
 class ChannelReader:
-    """Reads one message, beginning after the role of its first header."""
+    """Parses one answer, which begins after the role of its first message."""
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class ChannelReader:
                     source.read_to(len(source.text))  # the role was cut off
 
     def _read_header(self, pieces: list[str]) -> Reader[str | None]:
-        """Read a header up to its body. Returns None if the header is missing or cut off."""
+        """Read a message's header up to its body. Returns None if the header is missing or cut
+        off."""
         form, source = self._form, self._source
         if not pieces:
             source.start_capture()
@@ -73,7 +75,7 @@ class ChannelReader:
         return "".join(pieces)
 
     def _read_body(self, header: str) -> Reader[str]:
-        """Read a body and the mark after it, and return the mark."""
+        """Read a message's body and the mark after it; returns the mark."""
         form, source = self._form, self._source
         channel = self._channel(header)
         found = _RECIPIENT.search(header)
@@ -92,7 +94,7 @@ class ChannelReader:
         return found.group(1) if mark and found else ""
 
     def _read_call(self, name: str) -> Reader[None]:
-        """Read the arguments if an object follows; otherwise leave the text to the caller."""
+        """Read a call's arguments if an object follows; otherwise the caller reads the text."""
         form, source, writer = self._form, self._source, self._writer
         source.start_capture()
         if (yield from source.skip_space()) != "{" or not name:

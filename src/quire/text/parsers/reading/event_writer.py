@@ -1,4 +1,4 @@
-"""Collects the events of a message, and joins adjacent pieces of one kind to one event."""
+"""Collects the events of a parsed message, and joins adjacent pieces of one kind."""
 
 from quire.text.parsers.message_events import (
     CallArguments,
@@ -24,14 +24,14 @@ class EventWriter:
         self.num_calls = 0
 
     def write_text(self, text: str) -> None:
-        """Add more of the answer's text."""
+        """Add the next piece of the answer's text."""
         self._write(TextPiece, text)
 
     def drop_text(self, text: str) -> None:
-        """Replaces `write_text` if a message can't have text."""
+        """Ignore text; used in place of `write_text` if the message may not have text."""
 
     def write_reasoning(self, text: str) -> None:
-        """Add more of the reasoning."""
+        """Add the next piece of the reasoning."""
         self._write(ReasoningPiece, text)
 
     def start_call(self, name: str, call_id: str | None) -> None:
@@ -41,7 +41,7 @@ class EventWriter:
         self.num_calls += 1
 
     def write_arguments(self, text: str) -> None:
-        """Add more of the current call's arguments."""
+        """Add the next piece of the current call's arguments."""
         self._write(CallArguments, text)
 
     def end_call(self) -> None:
@@ -50,7 +50,7 @@ class EventWriter:
         self._events.append(CallEnd(self.num_calls - 1))
 
     def pop_events(self) -> list[MessageEvent]:
-        """Return the events and drop them."""
+        """Remove and return the events collected so far."""
         self._close_piece()
         events, self._events = self._events, []
         return events

@@ -1,8 +1,7 @@
-"""Copies one JSON value incrementally, and checks its syntax.
+"""Copies one JSON value from streamed text, and checks its syntax.
 
-The output is always the beginning of valid JSON text. One mistake of models is repaired: an
-unescaped control character in a string, which JSON forbids, is escaped. Called by the readers of
-calls.
+The output so far can always be continued to valid JSON. Unescaped control characters in strings, a
+mistake of some models, are escaped. Called by the parsers of calls.
 """
 
 import re
@@ -17,12 +16,12 @@ _ESCAPE_START = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _SCALAR = re.compile(r"[-+.0-9a-zA-Z]+")
 _WHOLE_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _CONTROL_NAMES = {"\n": r"\n", "\t": r"\t", "\r": r"\r", "\b": r"\b", "\f": r"\f"}
-_MAX_SCALAR_CHARACTERS = 4_300  # in a number; Python refuses more digits, too
+_MAX_SCALAR_CHARACTERS = 4_300  # of a number; Python also refuses more digits
 _MAX_DEPTH = 200
 
 
 def escaped(text: str) -> str:
-    """The text in the form that it has between the quotes of a JSON string."""
+    """The text with the escapes that it needs inside a JSON string."""
     if _PLAIN.fullmatch(text) or not text:
         return text
     text = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -35,9 +34,10 @@ def _escaped_control(found: re.Match[str]) -> str:
 
 
 def copy_string(source: TextSource, sink: Sink) -> Reader[bool]:
-    """Copy a string with its quotes. Returns False if the text is not a string or ends within it.
+    """Copy a string with its quotes. Returns False if the text is not a valid string or ends inside
+    it.
 
-    In that case, it has been copied up to the first wrong character.
+    If it returns False, the text up to the first wrong character has been copied.
     """
     if (yield from source.next_character()) != '"':
         return False
@@ -68,7 +68,7 @@ def _copy_escape(source: TextSource, sink: Sink) -> Reader[bool]:
 
 
 def _copy_scalar(source: TextSource, sink: Sink) -> Reader[bool]:
-    """Copy a number, true, false or null; read nothing if there is none."""
+    """Copy a number, true, false or null. Returns False, and reads nothing, if there is none."""
     while True:
         found = _SCALAR.match(source.text, source.at)
         if found is None or found.end() - source.at > _MAX_SCALAR_CHARACTERS:
@@ -83,7 +83,8 @@ def _copy_scalar(source: TextSource, sink: Sink) -> Reader[bool]:
 
 
 def copy_value(source: TextSource, sink: Sink) -> Reader[bool]:
-    """Copy a value without the white space before it. Returns False as `copy_string` does."""
+    """Copy a value without the white space before it. Returns False if it is malformed or cut
+    off."""
     yield from source.skip_space()
 
     def copy_scalar(character: str) -> Reader[bool]:
@@ -108,16 +109,16 @@ def copy_nested(
     copy_key: Callable[[], Reader[bool]],
     copy_scalar: Callable[[str], Reader[bool]],
 ) -> Reader[bool]:
-    """Copy a value of objects, arrays and scalars. Returns False if it is malformed or cut off.
+    """Copy a value: an object, an array or a scalar. Returns False if it is malformed or cut off.
 
     `next_character` skips white space and returns the next character, unread. `copy_key` copies a
     member's name and its colon. `copy_scalar` copies a scalar that begins with the given character.
     """
-    # The closing brackets of the objects and arrays that are open, innermost last.
+    # The closing brackets of all open objects and arrays, innermost last.
     closers: list[str] = []
-    is_opened = False  # whether the last bracket was just opened, so it may be closed at once
+    is_opened = False  # True directly after an opening bracket, which may be closed at once
     while True:
-        # Copy the opening bracket of a value, or a scalar, with the key before it.
+        # Copy the key, if in an object, and then the value's opening bracket or the scalar.
         character = yield from next_character()
         if not is_opened or character != closers[-1]:
             if closers and closers[-1] == "}":
@@ -158,7 +159,7 @@ def _copy_key(source: TextSource, sink: Sink) -> Reader[bool]:
 
 
 def _copy_space(source: TextSource, sink: Sink) -> Reader[str]:
-    """Copy white space; return the character after it, unread, or ""."""
+    """Copy white space. Returns the next character without reading it; "" at the end."""
     while True:
         character = yield from source.next_character()
         if character == "" or character not in " \t\r\n":

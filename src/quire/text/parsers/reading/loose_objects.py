@@ -1,7 +1,7 @@
-"""Converts an object with bare keys and marked strings to JSON incrementally.
+"""Converts streamed objects with unquoted keys and specially quoted strings to JSON.
 
-The format of Gemma 4 is {city:<|"|>Rome<|"|>,days:3,tags:[<|"|>a<|"|>]}, with `quote` as its mark.
-Called by the readers of calls.
+Gemma 4 writes {city:<|"|>Rome<|"|>,days:3,tags:[<|"|>a<|"|>]}; here `quote` is <|"|>. Called by the
+parsers of calls.
 """
 
 import re
@@ -16,7 +16,7 @@ _MAX_BARE_CHARACTERS = 1_000
 
 
 def copy_loose_object(source: TextSource, quote: str, sink: Sink) -> Reader[bool]:
-    """Copy the next object. Returns False if it is malformed or cut off."""
+    """Read the next object and write it as JSON. Returns False if it is malformed or cut off."""
     marker = Markers([quote])
     return (
         yield from copy_nested(
@@ -30,7 +30,7 @@ def copy_loose_object(source: TextSource, quote: str, sink: Sink) -> Reader[bool
 
 
 def _copy_key(source: TextSource, quote: str, marker: Markers, sink: Sink) -> Reader[bool]:
-    """Copy a name, bare or marked as a string, and its colon."""
+    """Copy a key, with or without `quote`, and its colon."""
     pieces: list[str] = []
     if (yield from source.read_literal(quote)):
         if not (yield from source.read_until(marker, pieces.append)):
@@ -46,7 +46,8 @@ def _copy_key(source: TextSource, quote: str, marker: Markers, sink: Sink) -> Re
 
 
 def _copy_scalar(source: TextSource, quote: str, marker: Markers, sink: Sink) -> Reader[bool]:
-    """Copy a marked string, or a number, true, false, null; other bare words become strings."""
+    """Copy a string in `quote`s, a number, true, false or null. Other unquoted words become
+    strings."""
     if (yield from source.read_literal(quote)):
         sink('"')
         is_whole = yield from source.read_until(marker, lambda piece: sink(escaped(piece)))

@@ -1,6 +1,6 @@
-"""Reads a message of reasoning between marks, followed by text with calls.
+"""Parses a message that consists of reasoning between marks, followed by text with calls.
 
-This is the layout of all dialects except harmony's.
+All dialects except harmony have this layout.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ from quire.text.parsers.tool_use import Tool
 
 
 class Pen:
-    """Writes text. White space is held back until more text follows, and dropped before a mark."""
+    """Writes text to a sink. Holds white space back until more text follows; before a mark, the
+    caller drops it."""
 
     __slots__ = ("_sink", "_spaces")
 
@@ -41,18 +42,18 @@ class Pen:
             self._spaces.append(text[end:])
 
     def flush(self) -> None:
-        """Write the white space held back, since no mark follows."""
+        """Write the white space that was held back. Called if no mark follows."""
         for space in self.pop_space():
             self._sink(space)
 
     def pop_space(self) -> list[str]:
-        """Remove and return the white space held back, since it belongs to a mark."""
+        """Remove and return the white space that was held back. Called if a mark follows."""
         spaces, self._spaces = self._spaces, []
         return spaces
 
 
 class PlainReader:
-    """Reads one message. White space next to a mark belongs to the mark."""
+    """Parses one message. White space next to a mark belongs to the mark."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class PlainReader:
         self._text.flush()
 
     def _read_start(self) -> Reader[None]:
-        """Read reasoning, and calls without a mark at the message's start."""
+        """Read the reasoning at the message's start, and then calls that have no mark."""
         source = self._source
         while True:
             source.start_capture()
@@ -119,7 +120,8 @@ class PlainReader:
                 self._text.write(space)
 
     def _is_cut_begin(self) -> bool:
-        """Whether the text ends inside a mark of reasoning, after one of its special tokens."""
+        """True if the text ends inside a begin mark of reasoning, after a special token of that
+        mark."""
         source = self._source
         return (
             self._reasoning is not None
@@ -128,7 +130,7 @@ class PlainReader:
         )
 
     def _read_reasoning(self, reasoning: Reasoning | None) -> Reader[None]:
-        """Read the reasoning after its begin mark, and its end mark."""
+        """Read the reasoning, whose begin mark has been read, up to and including its end mark."""
         assert reasoning is not None
         begins_call = [mark for mark in self._forms if mark and reasoning.is_ended_by_calls]
         markers = Markers([*reasoning.end, *begins_call])
@@ -144,7 +146,8 @@ class PlainReader:
         self._thoughts.flush()
 
     def _form_for(self, marker: str, character: str) -> AnyCallForm | None:
-        """The format of a call that begins with `character` after its marker."""
+        """The call format with this marker whose calls can begin with `character`; None if there is
+        none."""
         forms = self._forms.get(marker, ())
         for form in forms:
             if character in form.first_characters:
@@ -152,10 +155,12 @@ class PlainReader:
         return next((form for form in forms if not form.first_characters), None)
 
     def _read_calls(self, marker: str, pen: Pen) -> Reader[bool]:
-        """Read all calls after a marker, which has been read. Returns whether there is one.
+        """Read all calls after a marker, which has been read. Returns True if there is at least one
+        call.
 
-        Text that is not a call goes to `pen` unchanged. A call cut off by the end of the text is
-        dropped from there on, or entirely if its arguments have not begun.
+        Text that is not a call goes to `pen` unchanged. If the text ends inside a call whose
+        arguments have not begun, the whole call is dropped; otherwise only its unread rest is
+        dropped.
         """
         source, writer = self._source, self._writer
         if marker:
@@ -178,7 +183,7 @@ class PlainReader:
         return has_calls
 
     def _skip_cut_mark(self) -> Reader[None]:
-        """After a call, drop an incomplete mark of a further call at the end of the text."""
+        """If the text ends after a call with an incomplete mark of another call, drop that mark."""
         source = self._source
         marks = {
             mark.strip()
@@ -191,14 +196,15 @@ class PlainReader:
             source.read_to(len(source.text))
 
     def _may_be_text(self, marker: str, character: str, form: AnyCallForm | None) -> bool:
-        """Whether a marker and a character, which may begin a call of `form`, may also be text."""
+        """True if a marker and the character after it may be text, although they may begin a call
+        of `form`."""
         if self._limits.differs_from_calls:
             return not marker and character not in "{["
         return not marker or (form is not None and form.needs_known_name)
 
     def _read_section(self, form: AnyCallForm) -> Reader[CallOutcome]:
-        """Read the calls after a marker, and their end mark. Text still kept then belongs to no
-        call."""
+        """Read the calls after a marker, and their end mark. Text that is still captured afterwards
+        is not part of a call."""
         source = self._source
         is_array = isinstance(form, (JsonForm, PythonForm)) and (
             (yield from source.next_character()) == "["
@@ -235,7 +241,7 @@ class PlainReader:
         return False
 
     def _skip_words(self, mark: str) -> Reader[None]:
-        """Read the words of a mark, which may be missing or cut off by the end of the text."""
+        """Read the words of a mark. Any word may be missing, or cut off by the end of the text."""
         source = self._source
         for word in mark.split():
             yield from source.skip_space()

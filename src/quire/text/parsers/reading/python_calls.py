@@ -1,6 +1,6 @@
-"""Converts the arguments of a Python call to a JSON object incrementally.
+"""Converts the streamed arguments of a Python call to a JSON object.
 
-Called by the readers of calls.
+Called by the parsers of calls.
 """
 
 import ast
@@ -22,7 +22,8 @@ _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 def copy_python_arguments(source: TextSource, sink: Sink) -> Reader[bool]:
-    """Copy `(name=value, ...)`, each argument when it is complete. False if malformed or cut."""
+    """Read `(name=value, ...)` and write each argument as JSON when it is complete. Returns False
+    if the text is malformed or cut off."""
     yield from source.read_literal("(")
     sink("{")
     before_key = ""
@@ -45,8 +46,8 @@ def copy_python_arguments(source: TextSource, sink: Sink) -> Reader[bool]:
 
 
 def _read_value(source: TextSource) -> Reader[str | None]:
-    """Read a literal up to the comma or parenthesis after it, and return its JSON; None if it is
-    invalid."""
+    """Read a Python literal up to the comma or parenthesis after it. Returns its JSON text; None if
+    it is invalid."""
     pieces: list[str] = []
     closers: list[str] = []
     while True:
@@ -71,7 +72,7 @@ def _read_value(source: TextSource) -> Reader[str | None]:
 
 
 def _read_string(source: TextSource, pieces: list[str]) -> Reader[bool]:
-    """Read a string in single, double or triple quotes."""
+    """Read a string in single, double or triple quotes. Returns False if it is cut off."""
     quote = yield from source.next_character()
     mark = (yield from source.next_literal((quote * 3,))) or quote
     pieces.append(source.read_to(source.at + len(mark)))
@@ -87,7 +88,7 @@ def _read_string(source: TextSource, pieces: list[str]) -> Reader[bool]:
             escaped_character = yield from source.next_character()
             if not escaped_character:
                 return False
-            # Python keeps the backslash of an unknown escape, and warns.
+            # Double the backslash of an unknown escape. Python would keep the backslash, but warn.
             pieces.append("" if escaped_character in _ESCAPES else "\\")
             pieces.append(source.read_to(source.at + 1))
     pieces.append(mark)

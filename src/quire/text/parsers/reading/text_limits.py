@@ -1,6 +1,6 @@
-"""Constraints on the text of a message, which decide how cut-off text is read.
+"""Constraints on an answer's text, by which parsers tell text from incomplete calls.
 
-Plain data. Used by the readers of messages.
+Used by the parsers of messages.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 class TextLimits:
     """Constraints on the text of an answer.
 
-    Invariant: text that the message's grammar allows as text is read as text. The only exception is
-    a partial mark directly after a call, which is taken for the beginning of another call.
+    Invariant: what the message's grammar allows as text is parsed as text. The only exception is a
+    partial mark directly after a call, which is parsed as the beginning of another call.
     """
 
-    #: Whether a message may have text besides reasoning and calls.
+    #: True if a message may have text besides reasoning and calls.
     is_allowed: bool
-    #: Whether text never begins with { or [, and never contains a mark of a call.
+    #: True if text never begins with { or [, and never contains a mark of a call.
     differs_from_calls: bool
-    #: The dialect's special tokens, each of which is a mark or the beginning of one.
+    #: The dialect's special tokens. Each is a mark or the beginning of a mark.
     special_tokens: tuple[str, ...]

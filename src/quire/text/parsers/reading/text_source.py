@@ -1,7 +1,7 @@
-"""Lets readers process text that arrives in pieces as if it were complete.
+"""Provides streamed text to parsers, which read it as if it were complete.
 
-A reader is a generator. Each `yield` in it waits for more text, so its result does not depend on
-how the text was split. Knows no messages. Used by all readers of this folder.
+A reader is a parser written as a generator. Each `yield` waits for more text, so the result does
+not depend on how the text was split. Used by all readers in this folder.
 """
 
 import re
@@ -15,28 +15,28 @@ Sink: TypeAlias = Callable[[str], None]
 
 SPACE = " \t\r\n"
 CUT_CHARACTER = "\ufffd"
-"""The character that a detokenizer writes at the end of a text for an incomplete character."""
+"""U+FFFD, which a detokenizer writes if a text ends inside a character."""
 
 _SPACES = re.compile(r"[ \t\r\n]*")
 
 
 class TextSource:
-    """The text that was pushed and not yet read.
+    """Holds the text that has been pushed and not yet read.
 
-    Invariant: the text read and the unread text together are the text pushed. While a reader waits,
-    the unread text is never longer than the text that the reader looks for, so pushing takes time
-    proportional to the text pushed.
+    Invariant: the text read so far plus the unread text equals the text pushed. While a reader
+    waits, the unread text is at most as long as the mark that the reader looks for, so `push` takes
+    time proportional to the new text.
     """
 
     __slots__ = ("_kept", "at", "is_ended", "text")
 
     def __init__(self) -> None:
-        #: The unread text begins at `at`.
+        #: The unread text is `text[at:]`.
         self.text = ""
         self.at = 0
-        #: Whether no more text will be pushed.
+        #: True if no more text will be pushed.
         self.is_ended = False
-        #: The pieces read since `start_capture`; None if they are not kept.
+        #: The pieces read since `start_capture`; None outside of a capture.
         self._kept: list[str] | None = None
 
     def push(self, text: str) -> None:
@@ -45,22 +45,23 @@ class TextSource:
         self.at = 0
 
     def start_capture(self, already_read: Iterable[str] = ()) -> None:
-        """Keep the text that is read from here on, until `end_capture`."""
+        """Begin a capture: keep the text that is read until `end_capture`, after the pieces
+        `already_read`."""
         self._kept = list(already_read)
 
     def end_capture(self) -> str:
-        """Return the text read since `start_capture`, and stop keeping it; "" if none was kept."""
+        """End a capture and return its text; "" outside of a capture."""
         kept, self._kept = self._kept, None
         return "".join(kept or ())
 
     def unread(self, text: str) -> None:
-        """Put back the text that was read last. Not allowed while text is kept."""
-        assert self._kept is None, "what is kept was read once"
+        """Put back the text that was read last. Not allowed during a capture."""
+        assert self._kept is None, "unread() was called during a capture"
         self.text = text + self.text[self.at :]
         self.at = 0
 
     def read_to(self, end: int) -> str:
-        """Read up to the position `end` in `text`."""
+        """Read up to the position `end` in `text`; returns the text read."""
         piece = self.text[self.at : end]
         self.at = end
         if self._kept is not None:
@@ -68,7 +69,7 @@ class TextSource:
         return piece
 
     def next_character(self) -> Reader[str]:
-        """The next character, unread; "" at the end."""
+        """Returns the next character without reading it; "" at the end."""
         while self.at >= len(self.text):
             if self.is_ended:
                 return ""
@@ -76,7 +77,7 @@ class TextSource:
         return self.text[self.at]
 
     def skip_space(self) -> Reader[str]:
-        """Read white space; return the character after it, unread, or "" at the end."""
+        """Read white space. Returns the next character without reading it; "" at the end."""
         while True:
             found = _SPACES.match(self.text, self.at)
             assert found is not None
@@ -88,7 +89,7 @@ class TextSource:
             yield
 
     def read_literal(self, literal: str) -> Reader[bool]:
-        """Read `literal` if it comes next; otherwise read nothing."""
+        """Read `literal` if it comes next. Returns False, and reads nothing, if it does not."""
         while not self.text.startswith(literal, self.at):
             if self.is_ended or not literal.startswith(self._next(len(literal))):
                 return False
@@ -97,7 +98,7 @@ class TextSource:
         return True
 
     def next_literal(self, literals: Iterable[str]) -> Reader[str]:
-        """The first of `literals` that comes next, unread; "" if none does."""
+        """Returns the first of `literals` that comes next, without reading it; "" if none does."""
         while True:
             for literal in literals:
                 if self.text.startswith(literal, self.at):
@@ -109,8 +110,8 @@ class TextSource:
             yield
 
     def ends_inside(self, literals: Iterable[str]) -> bool:
-        """Whether the whole unread text, at the end, is the beginning of one of `literals`, whose
-        rest was cut off."""
+        """True if the text has ended and the unread text is an incomplete beginning of one of
+        `literals`."""
         if not self.is_ended or self.at == len(self.text):
             return False
         rest = self.text[self.at :].removesuffix(CUT_CHARACTER)
@@ -120,7 +121,8 @@ class TextSource:
         return self.text[self.at : self.at + num_characters]
 
     def read_words(self, words: Iterable[str]) -> Reader[bool]:
-        """Read words with any white space before each. Returns False at the first missing word."""
+        """Read the words, with any white space before each. Stops and returns False at a missing
+        word."""
         for word in words:
             yield from self.skip_space()
             if not (yield from self.read_literal(word)):
@@ -128,9 +130,10 @@ class TextSource:
         return True
 
     def read_match(self, pattern: re.Pattern[str], max_length: int) -> Reader[str]:
-        """Read the longest match of `pattern`, if it is at most `max_length` long; otherwise "".
+        """Read and return the longest match of `pattern`; "" if there is none or it is longer than
+        `max_length`.
 
-        `pattern` must match each prefix of its matches, as a repeated class does.
+        `pattern` must also match each prefix of a match, as a repeated character class does.
         """
         while True:
             yield from self.next_character()
@@ -144,9 +147,10 @@ class TextSource:
         return self.read_to(found.end()) if found.end() - self.at <= max_length else ""
 
     def read_until(self, markers: "Markers", sink: Sink) -> Reader[str]:
-        """Pass the text before the first marker to `sink`, read the marker and return it.
+        """Pass the text before the next marker to `sink`, read the marker and return it.
 
-        At the end of the text, returns "". It holds back only text that may begin a marker.
+        Returns "" if the text ends without a marker. Text is held back only while it may begin a
+        marker.
         """
         while True:
             if self.at == 0 and self._kept is None and markers.are_absent(self.text):
@@ -179,7 +183,7 @@ class Markers:
         ordered = sorted(set(literals))
         for first, second in pairwise(ordered):
             if second.startswith(first):
-                raise ValueError(f"the marker {first!r} is the beginning of {second!r}")
+                raise ValueError(f"the mark {first!r} is the beginning of {second!r}")
         self.pattern = re.compile("|".join(re.escape(literal) for literal in ordered) or r"(?!)")
         starts = {literal[:end] for literal in ordered for end in range(1, len(literal))}
         self._partial = re.compile(
@@ -188,12 +192,13 @@ class Markers:
             else r"(?!)"
         )
         self._characters = frozenset(start[0] for start in starts)
-        #: Whether a text lacks even the first characters of all markers.
+        #: Function of a text; True if the text contains no marker's first character.
         self.are_absent = frozenset(literal[0] for literal in ordered).isdisjoint
         self._longest = max((len(start) for start in starts), default=0)
 
     def safe_end(self, text: str, begin: int) -> int:
-        """The end of the part of `text[begin:]` that can't be the beginning of a marker."""
+        """The position up to which `text[begin:]` can't be part of a marker that is still
+        incomplete."""
         begin = max(begin, len(text) - self._longest)
         if self._characters.isdisjoint(text[begin:]):
             return len(text)

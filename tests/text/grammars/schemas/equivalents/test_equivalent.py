@@ -64,7 +64,7 @@ def test_names_by_a_pattern(value: Any, pattern: str) -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({"$ref": "#loop"}, "leads to itself"),
+        ({"$ref": "#loop"}, "refers to itself"),
         ({"not": {"const": "a"}}, "not is not supported there"),
         ({"pattern": r"\p{L}", "maxLength": 3}, "look-ahead"),
         ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "only for constants"),

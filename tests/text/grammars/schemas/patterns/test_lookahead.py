@@ -92,7 +92,7 @@ def test_number_of_lookahead_patterns_per_schema_is_bounded() -> None:
         (r"*a", "has nothing to repeat"),
         (r"a{3,2}", "has a maximum below its minimum"),
         (r"(a", "a group is not closed"),
-        (r"a)", "closes no group"),
+        (r"a)", "has no matching"),
         (r"[a", "a class is not closed"),
         (r"[b-a]", "ends before it begins"),
         (r"[\d-z]", "a set is the end of a range"),

@@ -1,4 +1,4 @@
-"""Finds a schema that replaces a keyword which llguidance does not have."""
+"""Finds a schema that replaces a JSON Schema keyword which llguidance does not support."""
 
 from typing import Any
 
@@ -15,11 +15,12 @@ KEYWORDS = frozenset(
 def equivalent(
     keyword: str, schema: dict[str, Any], resolve: Resolve, patterns: PatternTranslator
 ) -> Any:
-    """A schema with the meaning of `keyword` in `schema`; neither schema is rewritten yet.
+    """A schema that allows the same values as `keyword` in `schema`. Neither schema has been
+    rewritten.
 
-    `patterns` translates all patterns of the document. Returns True if the keyword has no effect,
-    and None if there is no equivalent schema. Raises ValueError that says why propertyNames has
-    none.
+    Returns True if the keyword has no effect, and None if there is no equivalent schema. `patterns`
+    translates all patterns of the whole schema. Raises ValueError, with the reason, for an
+    unsupported propertyNames.
     """
     value = schema[keyword]
     if keyword == "not":

@@ -1,7 +1,7 @@
-"""Converts `propertyNames` to a schema with properties or patterns.
+"""Converts `propertyNames` to an object schema with properties or patternProperties.
 
-llguidance lacks this keyword. An object schema with only these properties or patterns, combined
-with the original schema, allows the same names. Called by `equivalent`.
+llguidance does not support propertyNames. An object schema that allows only the listed properties
+or patterns, combined with the original schema, allows the same names. Called by `equivalent`.
 """
 
 import re
@@ -16,31 +16,31 @@ from quire.text.grammars.schemas.patterns.format_patterns import OF_LIBRARIES, O
 from quire.text.grammars.schemas.patterns.translation import PatternTranslator
 
 Resolve = Callable[[dict[str, Any]], Any]
-"""Returns the schema that the $ref of a schema refers to."""
+"""Returns the schema to which the $ref in the given schema refers."""
 
 Names = tuple[str, ...] | str | None
 """A list of names, or a pattern for names; None stands for all names."""
 
 MAX_PARTS = 1_000
-"""The most schemas that are read for one keyword, including references."""
+"""Maximum number of schemas that are read for one keyword, with references followed."""
 
 MAX_DEPTH = 50
-"""The deepest nesting of the schemas that are read for one keyword."""
+"""Maximum nesting of the schemas that are read for one keyword."""
 
 _CONDITIONS = frozenset({"format", "maxLength", "minLength", "pattern"})
 _FORMATS = {**OF_LIBRARIES, **STANDARD, **OF_NAMES}
 
 
 def only_names(schema: Any, resolve: Resolve, patterns: PatternTranslator) -> dict[str, Any] | bool:
-    """The schema of objects whose names obey `schema`; neither schema is rewritten yet.
+    """A schema for objects whose property names obey `schema`. Neither schema has been rewritten.
 
-    `patterns` translates all patterns of the document. Raises ValueError that names an unsupported
-    part of `schema`.
+    `patterns` translates all patterns of the whole schema. Raises ValueError that names an
+    unsupported part of `schema`.
     """
     names = _NameReader(resolve, patterns).names(schema)
     if names is None:
         return True
-    # Each listed property would be an optional one, of which only a few are supported.
+    # Each name would be an optional property, and the number of these is limited.
     if isinstance(names, tuple) and len(names) > MAX_OPTIONAL_PROPERTIES:
         names = pattern_of(names)
     if isinstance(names, str):
@@ -49,7 +49,7 @@ def only_names(schema: Any, resolve: Resolve, patterns: PatternTranslator) -> di
 
 
 def pattern_of(texts: Iterable[str]) -> str:
-    """A pattern that matches each of the texts as a whole."""
+    """An anchored pattern that matches exactly these texts."""
     return f"^(?:{'|'.join(re.sub(r'([^A-Za-z0-9_ ])', _escaped, text) for text in texts)})$"
 
 
@@ -58,7 +58,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 class _NameReader:
-    """Reads the schemas of one propertyNames."""
+    """Reads the schema of one propertyNames, with its subschemas."""
 
     def __init__(self, resolve: Resolve, patterns: PatternTranslator) -> None:
         self._resolve = resolve
@@ -66,10 +66,10 @@ class _NameReader:
         self._num_read = 0
 
     def names(self, schema: Any, depth: int = 0) -> Names:
-        """The names that obey `schema`, which is nested in `depth` schemas."""
+        """The names that obey `schema`. `depth` is its nesting depth. Raises ValueError."""
         self._num_read += 1
         if self._num_read > MAX_PARTS or depth > MAX_DEPTH:
-            raise ValueError(f"it leads to itself, or has more than {MAX_PARTS} parts")
+            raise ValueError(f"it refers to itself, or has more than {MAX_PARTS} parts")
         if isinstance(schema, bool):
             return None if schema else ()
         if not isinstance(schema, dict):
@@ -110,7 +110,8 @@ class _NameReader:
         )
 
     def _pattern(self, rules: dict[str, Any]) -> Names:
-        """The names that obey all of `rules`: bounds on the length, a pattern and a format."""
+        """A pattern for the names that obey all of `rules`: minLength, maxLength, pattern and
+        format."""
         if others := sorted(rules.keys() - _CONDITIONS):
             raise ValueError(f"{others[0]} is not supported there")
         found: list[str] = []

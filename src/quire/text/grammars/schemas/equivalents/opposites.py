@@ -1,4 +1,4 @@
-"""Replaces `not` by a schema that allows the same values, if there is one."""
+"""Replaces the keyword `not` by an equivalent schema without `not`, if there is one."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ from quire.text.grammars.schemas.keywords import TYPES, is_annotation
 
 
 def opposite_of(schema: Any) -> dict[str, Any] | bool | None:
-    """A schema of all values that do not obey `schema`; neither schema is rewritten yet.
+    """A schema of all values that do not obey `schema`. Neither schema has been rewritten.
 
-    None if there is no such schema. A value that is not a string obeys any pattern.
+    Returns None if `schema` is not supported. Note that a value that is not a string obeys any
+    pattern.
     """
     if isinstance(schema, bool):
         return not schema

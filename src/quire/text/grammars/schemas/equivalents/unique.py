@@ -1,6 +1,6 @@
-"""Replaces `uniqueItems` by a list of all arrays without equal items, if there are few.
+"""Replaces `uniqueItems` by an enum of all arrays without equal items, if there are few.
 
-A grammar does not remember previous items, so each array is a separate alternative. Called by
+A grammar can't remember previous items, so each array is listed as an alternative. Called by
 `equivalent`.
 """
 
@@ -13,15 +13,16 @@ from quire.text.grammars.schemas.equivalents.names import MAX_DEPTH, MAX_PARTS, 
 from quire.text.grammars.schemas.keywords import TYPES
 
 MAX_ARRAYS = 400
-"""The most arrays that replace one uniqueItems; five values have 326 arrays."""
+"""Maximum number of arrays that replace one uniqueItems. Arrays of five different values: 326."""
 
 _OTHERS = TYPES - {"array", "integer"}
 
 
 def unique_arrays(schema: dict[str, Any], resolve: Resolve) -> list[list[Any]] | None:
-    """All arrays of distinct items whose length and items obey `schema`.
+    """All arrays of distinct items whose length obeys `schema`. The items include all values that
+    its `items` allows, and perhaps others.
 
-    Returns None for more than MAX_ARRAYS arrays.
+    Returns None if there are more than MAX_ARRAYS, or the values of the items can't be listed.
     """
     most, least = schema.get("maxItems"), schema.get("minItems") or 0
     values = (
@@ -37,7 +38,8 @@ def unique_arrays(schema: dict[str, Any], resolve: Resolve) -> list[list[Any]] |
 
 
 def as_schema(arrays: list[list[Any]], types: Any) -> dict[str, Any] | bool:
-    """A schema of these arrays, and of values of `types` that are not arrays; None means all."""
+    """A schema of these arrays, and of all values of `types` other than arrays. If `types` is None,
+    of all types."""
     given = types if isinstance(types, list) else sorted(_OTHERS) if types is None else [types]
     others = [name for name in given if name != "array"]
     options: list[Any] = [{"type": others}] if others else []
@@ -47,16 +49,17 @@ def as_schema(arrays: list[list[Any]], types: Any) -> dict[str, Any] | bool:
 
 
 class _ValueReader:
-    """Lists the values of the item schemas of one uniqueItems."""
+    """Lists the values that the item schema of one uniqueItems allows."""
 
     def __init__(self, resolve: Resolve) -> None:
         self._resolve = resolve
         self._num_read = 0
 
     def values(self, schema: Any, depth: int = 0) -> list[Any] | None:
-        """A superset of the values that obey `schema`, without duplicates; None if it is too large.
+        """A superset of the values that obey `schema`, without duplicates; None if it can't be
+        listed.
 
-        The schema is nested in `depth` schemas.
+        `depth` is the nesting depth of `schema`.
         """
         self._num_read += 1
         if not isinstance(schema, dict) or self._num_read > MAX_PARTS or depth > MAX_DEPTH:
@@ -93,7 +96,8 @@ def _values_of_type(name: Any, schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _distinct(values: list[Any]) -> list[Any]:
-    """The values without duplicates, compared as JSON: 1 equals 1.0, but not true."""
+    """The values without duplicates. They are compared as JSON values: 1 equals 1.0, but not
+    true."""
     return list({_key(value): value for value in reversed(values)}.values())[::-1]
 
 

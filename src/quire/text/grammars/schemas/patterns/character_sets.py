@@ -1,9 +1,9 @@
-"""Sets of characters as sorted ranges of code points, and their form in llguidance."""
+"""Sets of characters as ranges of code points, and their syntax in llguidance's regexes."""
 
 from collections.abc import Sequence
 
 Ranges = tuple[tuple[int, int], ...]
-"""Pairs of first and last code points: sorted, disjoint, and without surrogates."""
+"""(first, last) code points of each range: sorted, disjoint, and without surrogates."""
 
 _LAST_BEFORE_SURROGATES, _FIRST_BEHIND_SURROGATES, _LAST = 0xD7FF, 0xE000, 0x10FFFF
 
@@ -20,7 +20,7 @@ _SPECIAL = frozenset(r"\^$.*+?()[]{}|/-&~#")
 
 
 def union(*sets: Ranges) -> Ranges:
-    """The union of the sets, whose ranges may be unsorted."""
+    """The union of the sets; the ranges of an argument may be unsorted."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(pair for ranges in sets for pair in ranges):
         if joined and first <= joined[-1][1] + 1:
@@ -46,8 +46,8 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def class_text(ranges: Ranges, properties: Sequence[str] = (), *, is_negated: bool = False) -> str:
-    """The text of a character class, or of its only character. `properties` are Unicode properties
-    that the class also includes."""
+    """The class `ranges` in llguidance's syntax; a single character is written without brackets.
+    `properties` are Unicode properties that the class also includes."""
     if properties:
         return f"[{'^' * is_negated}{_members(ranges)}{''.join(properties)}]"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
@@ -64,7 +64,7 @@ def _members(ranges: Ranges) -> str:
     pairs = list(ranges)
     for index, (first, last) in enumerate(pairs):
         if index and first == _FIRST_BEHIND_SURROGATES and pairs[index - 1][1] == first - 0x801:
-            continue  # written together with the range before it
+            continue  # the previous range was extended across the surrogates
         if last == _LAST_BEFORE_SURROGATES and index + 1 < len(pairs):
             following = pairs[index + 1]
             last = following[1] if following[0] == _FIRST_BEHIND_SURROGATES else last

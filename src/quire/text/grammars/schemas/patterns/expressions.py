@@ -1,8 +1,8 @@
-"""Parses regular expressions of JSON Schema (ECMA-262), and writes them for llguidance.
+"""Parses regular expressions of JSON Schema (ECMA-262), and writes them in llguidance's syntax.
 
-The two dialects differ in the meanings of a dot and \\s, and of [, & and ~ in a class. Without a
-translation, such expressions would silently match other texts. Back references, word boundaries and
-look-behind are refused by name.
+The two syntaxes differ in the meanings of a dot and \\s, and of [, & and ~ in a class. Without a
+translation, such expressions would silently match different texts. Back references, word boundaries
+and look-behind are refused with an error that names them.
 """
 
 import re
@@ -23,35 +23,36 @@ from quire.text.grammars.schemas.patterns.character_sets import (
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character of a set."""
+    """Matches one character of a set."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """One character of a class with Unicode properties, as llguidance writes it."""
+    """Matches one character of a class with Unicode properties. `text` is in llguidance's
+    syntax."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A sequence of parts."""
+    """Matches a sequence of parts."""
 
     parts: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several alternative parts."""
+    """Matches one of several alternative parts."""
 
     parts: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part that occurs from `least` to `most` times; None means without a bound."""
+    """Matches a part `least` to `most` times; if `most` is None, without an upper bound."""
 
     part: "Node"
     least: int
@@ -60,7 +61,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A look-ahead: the part matches at the beginning of the following text, or does not."""
+    """A look-ahead: `part` must match at this position; if is_negative, it must not match."""
 
     part: "Node"
     is_negative: bool
@@ -68,7 +69,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The start of the text, or its end."""
+    """Matches at the start of the text, or at its end (^ or $)."""
 
     is_end: bool
 
@@ -86,16 +87,16 @@ _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 
 
 def parsed(pattern: str) -> Node:
-    """The tree of `pattern`. Raises ValueError for invalid and for unsupported expressions."""
+    """The syntax tree of `pattern`. Raises ValueError for an invalid or unsupported expression."""
     parser = _Parser(pattern)
     node = parser.choice(0)
     if not parser.is_at_end:
-        raise ValueError("a ) closes no group")
+        raise ValueError("a ) has no matching (")
     return node
 
 
 class _Parser:
-    """Parses one pattern from left to right."""
+    """A recursive-descent parser for one pattern. Methods raise ValueError."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -175,7 +176,8 @@ class _Parser:
         return inside if group[1] is None else Look(inside, group[1] == "!")
 
     def _escape(self) -> Ranges | str:
-        """Parse an escape after its backslash: characters, or the text of a Unicode property."""
+        """Parse an escape after its backslash. Returns its characters, or the text of a Unicode
+        property."""
         if self.is_at_end:
             raise ValueError("it ends with a backslash")
         digits = _HEXADECIMAL.match(self._pattern, self._at)
@@ -206,11 +208,11 @@ class _Parser:
         if 0xD800 <= code < 0xDC00:
             low = _LOW_SURROGATE.match(self._pattern, self._at)
             if low is None:
-                raise ValueError("half of a surrogate pair is no character")
+                raise ValueError("half of a surrogate pair is not a character")
             self._at = low.end()
             code = 0x10000 + ((code - 0xD800) << 10) + (int(low[1], 16) - 0xDC00)
         if 0xDC00 <= code < 0xE000 or code > 0x10FFFF:
-            raise ValueError(f"{code:x} is no character")
+            raise ValueError(f"{code:x} is not a character")
         return code
 
     def _class(self) -> Node:
@@ -255,7 +257,7 @@ def _width(ranges: Ranges) -> int:
 
 
 def chained(parts: Iterable[Node]) -> Node:
-    """A chain of the parts. Chains among them are flattened."""
+    """The sequence of the parts as one node. Nested chains are flattened."""
     flat: list[Node] = []
     for part in parts:
         flat.extend(part.parts if isinstance(part, Chain) else [part])
@@ -263,7 +265,7 @@ def chained(parts: Iterable[Node]) -> Node:
 
 
 def written(node: Node) -> str:
-    """`node`, which contains no look-ahead, in llguidance's dialect."""
+    """`node` in llguidance's syntax. It may not contain look-ahead."""
     match node:
         case Characters(ranges):
             return class_text(ranges)
@@ -286,7 +288,7 @@ def _grouped(node: Node, kinds: tuple[type, ...]) -> str:
 
 
 def count_text(least: int, most: int | None) -> str:
-    """The quantifier for these bounds on the number of repetitions."""
+    """The quantifier for `least` to `most` repetitions."""
     if least == most:
         return f"{{{least}}}"
     signs = {(0, None): "*", (1, None): "+", (0, 1): "?"}

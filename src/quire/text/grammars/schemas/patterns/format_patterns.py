@@ -1,7 +1,8 @@
-"""Regular expressions for values of `format`, each of which matches a whole string.
+"""Regular expressions for the values of JSON Schema's `format`; each matches a whole string.
 
-They are in the dialect of `patterns`, and match valid values only. If a format is not a regular
-language, or needs a very long expression, only the part described next to it is matched.
+They have JSON Schema's syntax (ECMA-262), and match only valid values. If a format is not a regular
+language, or needs a very long expression, only a part of its values is matched; a comment next to
+the expression describes that part.
 """
 
 import base64
@@ -15,16 +16,18 @@ DATE = (
 )
 _HOUR = "(?:[01][0-9]|2[0-3])"
 LOCAL_TIME = rf"{_HOUR}:[0-5][0-9](?::[0-5][0-9](?:\.[0-9]+)?)?"
-"""A time without an offset from UTC; seconds are optional."""
+"""A time of day without an offset from UTC; seconds are optional."""
 
 TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_HOUR}:[0-5][0-9])"
 """A time of RFC 3339, without leap seconds."""
 
 
 def _references(more: str, *, is_absolute: bool) -> str:
-    """URIs of RFC 3986, or IRIs of RFC 3987 if `more` has their characters beyond ASCII.
+    """An expression for URIs (RFC 3986), or for IRIs (RFC 3987) if `more` lists the additional
+    characters.
 
-    `is_absolute` requires a scheme. A host is a name or an IPv4 address, not an IPv6 address.
+    With `is_absolute`, a scheme is required. A host may be a name or an IPv4 address, but not an
+    IPv6 address.
     """
     percent = "%[0-9A-Fa-f]{2}"
     plain = rf"A-Za-z0-9._~!$&'()*+,;=\-{more}"
@@ -47,8 +50,9 @@ _SYLLABLES = r"\u3041-\u3096\u4e00-\u9fa5\uac00-\ud7a3"
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]?[A-Za-z0-9]){0,30}"
 _IDN_LABEL = f"(?:{_LABEL}|[{_LETTERS}{_SYLLABLES}]{{1,12}})"
 _IDN_HOST = rf"{_IDN_LABEL}(?:\.{_IDN_LABEL}){{0,2}}"
-"""Hosts of letters that have one form and one direction: lower-case Latin, Greek and Cyrillic,
-Chinese, Japanese and Korean. The labels are short enough even when encoded."""
+"""Host names. Beyond ASCII, only letters with a single form and left-to-right direction: lower-case
+Latin, Greek and Cyrillic, Chinese, Japanese and Korean. Labels are short enough even when
+encoded."""
 
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 _EMAIL = rf"{_ATOM}+(?:\.{_ATOM}+)*@{_LABEL}(?:\.{_LABEL})+"
@@ -64,7 +68,8 @@ _POINTER = "(?:/(?:[^~/]|~[01])*)*"
 
 
 def _regex() -> str:
-    """Expressions that ECMA-262, Python and Rust accept, with groups up to three levels deep."""
+    """An expression for regular expressions that ECMA-262, Python and Rust accept, with groups up
+    to three levels deep."""
     character = r"[^\\^$.*+?()\[\]{}|/\n\r\u2028\u2029]"
     escape = r"\\[dDwWsStnr\\^$.*+?()\[\]{}|/]"
     members = r"(?:[A-Za-z_ .,:;@#%]|a-z|A-Z|0-9|\\[dws\\\]^-])+"
@@ -91,12 +96,12 @@ STANDARD = {
     "uri-reference": _references("", is_absolute=False),
     "uri-template": _TEMPLATE,
 }
-"""Formats of JSON Schema for which llguidance has no expression, or one that matches too much: its
-dates have 29 February in any year, and its times have leap seconds at any minute."""
+"""Standard formats that llguidance lacks, or for which it allows invalid values: 29 February in any
+year, and leap seconds at any minute."""
 
 LOCAL = {"time": LOCAL_TIME, "date-time": f"{DATE}[Tt]{LOCAL_TIME}"}
-"""Forms without a UTC offset that libraries also call by these names. They are used if the schema's
-pattern excludes an offset."""
+"""Variants without a UTC offset, for which libraries use the same names. They are used if the
+schema's pattern excludes an offset."""
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
@@ -116,7 +121,8 @@ def _ipv6() -> str:
 
 
 def _ipv4_networks() -> str:
-    """IPv4 networks: a prefix length, and zero bits after the prefix."""
+    """An expression for IPv4 networks, which have a prefix length, and zero bits after the
+    prefix."""
     forms = ["0.0.0.0/0"]
     for length in range(1, 33):
         num_whole, num_bits = divmod(length - 1, 8)
@@ -128,7 +134,8 @@ def _ipv4_networks() -> str:
 
 
 def _ipv6_networks() -> str:
-    """IPv6 networks whose prefix ends at a hexadecimal digit, with :: for the zeros."""
+    """An expression for IPv6 networks whose prefix ends at a hexadecimal digit, with :: for the
+    zeros."""
     forms = ["::/0", f"(?:{_GROUP}:){{7}}{_GROUP}/128"]
     for num_groups in range(7):
         before = f"(?:{_GROUP}:){{{num_groups}}}"
@@ -148,7 +155,8 @@ _UUID = f"{_HEX}{{8}}-(?:{_HEX}{{4}}-){{3}}{_HEX}{{12}}"
 
 
 def _jwt() -> str:
-    """JWTs signed by a registered algorithm (RFC 7518), whose header has no other fields."""
+    """An expression for JWTs signed by a registered algorithm (RFC 7518), whose header has only alg
+    and typ."""
     algorithms = [
         kind + bits for kind in ("HS", "RS", "ES", "PS") for bits in ("256", "384", "512")
     ]
@@ -161,7 +169,8 @@ def _jwt() -> str:
 
 
 def _durations() -> str:
-    """Durations of RFC 3339, appendix A: each unit is followed by the next smaller one or none."""
+    """An expression for durations (RFC 3339, appendix A): after each unit comes the next smaller
+    unit or none."""
     time = "T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
     day = "[0-9]+D"
     month = f"[0-9]+M(?:{day})?"
@@ -213,8 +222,8 @@ OF_LIBRARIES = {
     **{f"uuid{version}": _uuids(version) for version in "12345678"},
     "xid": "[0-9a-v]{20}",
 }
-"""Formats of libraries: OpenAPI's registry, pydantic, zod, schemars. Next to a pattern, which is
-more precise, they are annotations."""
+"""Formats of OpenAPI's registry, pydantic, zod and schemars. Next to a pattern, which is more
+precise, they are ignored."""
 
 OF_NAMES = {
     "duration": _durations(),
@@ -225,4 +234,4 @@ OF_NAMES = {
     "uri": _references("", is_absolute=True),
     "uuid": _UUID,
 }
-"""Formats that llguidance enforces for values, but not for property names."""
+"""Expressions for formats that llguidance enforces for values, but not for property names."""

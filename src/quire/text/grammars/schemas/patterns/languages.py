@@ -1,8 +1,8 @@
-"""Sets of texts under union, intersection and complement, and regular expressions for them.
+"""Union, intersection and complement of sets of texts, converted to regular expressions.
 
-llguidance's expressions have no complement. A set is a term whose derivatives (Brzozowski, 1964)
-are the states of an automaton. If it has few states, the automaton is converted to an expression.
-Called by `lookahead`.
+llguidance's regular expressions have no complement. Here a set is a term, whose derivatives
+(Brzozowski, 1964) are the states of an automaton. If the automaton has few states, it is converted
+to a regular expression. Called by `lookahead`.
 """
 
 from collections import Counter
@@ -13,16 +13,16 @@ from quire.text.grammars.limits import MAX_EXPRESSION_CHARACTERS
 from quire.text.grammars.schemas.patterns.character_sets import ANY, Ranges, class_text, union
 
 MAX_SYMBOLS = 100
-"""The most classes of characters that the sets of one `Languages` distinguish."""
+"""Maximum number of symbols (character classes) of one `Languages`."""
 
 MAX_TERMS = 4_000
-"""The most terms of one `Languages`, which bounds its time and memory."""
+"""Maximum number of terms of one `Languages`; it bounds time and memory."""
 
 MAX_STATES = 200
-"""The most states of an automaton that is converted to an expression."""
+"""Maximum number of states of an automaton that is converted to an expression."""
 
 _MAX_LABELS = 10_000
-"""The most texts that are joined while an expression is made."""
+"""Maximum number of concatenations while an automaton is converted to an expression."""
 
 NOTHING = class_text(())
 """The expression that matches no text."""
@@ -32,13 +32,13 @@ Term = int
 
 
 class Languages:
-    """Terms over an alphabet whose symbols are classes of characters that all terms treat alike.
+    """Terms for sets of texts. A symbol is a class of characters that no term distinguishes.
 
-    Equal terms have the same index. Raises ValueError if more than MAX_TERMS would be made.
+    Equal terms have the same index. Methods raise ValueError if there would be more than MAX_TERMS.
     """
 
     def __init__(self, sets: Iterable[Ranges]) -> None:
-        """`sets` are all character sets that terms will use."""
+        """`sets` are all character sets that the terms will use."""
         self._symbols = _distinguished(set(sets))
         if len(self._symbols) > MAX_SYMBOLS:
             raise ValueError(f"it has look-ahead and more than {MAX_SYMBOLS} kinds of characters")
@@ -51,7 +51,7 @@ class Languages:
         self.anything = self._term(("not", self.nothing), is_nullable=True)
 
     def characters(self, ranges: Ranges) -> Term:
-        """The texts of one character from `ranges`, which must be one of the sets."""
+        """The set of all texts of one character in `ranges`, which must be one of the `sets`."""
         inside = frozenset(
             index
             for index, symbol in enumerate(self._symbols)
@@ -63,11 +63,11 @@ class Languages:
         return self._term(("in", inside), is_nullable=False) if inside else self.nothing
 
     def is_nullable(self, term: Term) -> bool:
-        """Whether the set contains the empty text."""
+        """True if the set contains the empty text."""
         return self._is_nullable[term]
 
     def joined(self, first: Term, second: Term) -> Term:
-        """The concatenations of a text of the first set and a text of the second."""
+        """The set of all concatenations of a text of `first` and a text of `second`."""
         if self.nothing in (first, second):
             return self.nothing
         if first == self.empty:
@@ -124,7 +124,8 @@ class Languages:
         return self._term(("not", term), is_nullable=not self._is_nullable[term])
 
     def repeated(self, term: Term, least: int, most: int | None) -> Term:
-        """Concatenations of `least` to `most` texts of the set; None means without a bound."""
+        """The set of all concatenations of `least` to `most` texts of `term`; None means no upper
+        bound."""
         if most == 0 or term == self.empty:
             return self.empty
         if term == self.nothing:
@@ -145,7 +146,7 @@ class Languages:
         return known
 
     def _derivative(self, term: Term, symbol: int) -> Term:
-        """The rests of the set's texts after a first character of class `symbol`."""
+        """The set of the rests of those texts that begin with a character of class `symbol`."""
         known = self._derived.get((term, symbol))
         if known is None:
             known = self._derived[term, symbol] = self._derive(term, symbol)
@@ -174,9 +175,9 @@ class Languages:
                 return self.nothing
 
     def expression(self, term: Term) -> str:
-        """An expression for llguidance that matches exactly the texts of the set.
+        """A regular expression in llguidance's syntax that matches exactly the texts of the set.
 
-        Raises ValueError if its automaton has more than MAX_STATES.
+        Raises ValueError if its automaton has more than MAX_STATES states.
         """
         states = {term: 0}
         moves: list[list[int]] = []
@@ -195,7 +196,8 @@ class Languages:
 
 
 def _distinguished(sets: set[Ranges]) -> list[Ranges]:
-    """A partition of all characters. Each class lies entirely inside or outside each set."""
+    """Partition all characters into classes, each of which lies entirely inside or outside of each
+    set."""
     edges = sorted(
         {edge for ranges in (ANY, *sets) for first, last in ranges for edge in (first, last + 1)}
     )
@@ -208,18 +210,19 @@ def _distinguished(sets: set[Ranges]) -> list[Ranges]:
 
 
 class _Automaton:
-    """A deterministic automaton with the start state 0."""
+    """A deterministic finite automaton with the start state 0."""
 
     def __init__(
         self, moves: list[list[int]], accepting: list[bool], symbols: Sequence[Ranges]
     ) -> None:
-        #: The next states of each state, by symbol.
+        #: self._moves[state][symbol] is the next state.
         self._moves = moves
         self._accepting = accepting
         self._symbols = symbols
 
     def _blocks(self) -> list[int]:
-        """The block of each state; states in one block accept the same texts (Moore, 1956)."""
+        """The block number of each state. States in one block accept the same texts (minimization
+        by Moore, 1956)."""
         blocks = [int(is_accepting) for is_accepting in self._accepting]
         while True:
             ids: dict[tuple[int, ...], int] = {}
@@ -232,13 +235,14 @@ class _Automaton:
             blocks = refined
 
     def expression(self) -> str:
-        """Eliminate one state after another, beginning with those that add the least text."""
+        """The regular expression of the automaton, by eliminating its states one by one. First come
+        those that add the least text."""
         blocks = self._blocks()
         start, end = -1, -2
         labels: dict[tuple[int, int], _Text] = {(start, blocks[0]): _EMPTY}
         on: dict[tuple[int, int], list[Ranges]] = {}
         for state, row in enumerate(self._moves):
-            if blocks.index(blocks[state]) == state:  # the first state represents its block
+            if blocks.index(blocks[state]) == state:  # only the first state of each block
                 for symbol, target in enumerate(row):
                     on.setdefault((blocks[state], blocks[target]), []).append(self._symbols[symbol])
                 if self._accepting[state]:
@@ -258,7 +262,7 @@ class _Automaton:
 
 
 class _Text:
-    """An expression and its precedence."""
+    """A regular expression, and the precedence of its outermost operator."""
 
     __slots__ = ("level", "text")
 
@@ -292,7 +296,7 @@ def _either(first: _Text | None, second: _Text) -> _Text:
 
 
 def _weights(labels: dict[tuple[int, int], _Text]) -> dict[int, int]:
-    """About how much text the elimination of each state would add."""
+    """For each state, an estimate of the length of text that its elimination would add."""
     num_in, num_out, lengths = Counter[int](), Counter[int](), Counter[int]()
     for (start, to), text in labels.items():
         num_out[start] += 1
@@ -303,7 +307,8 @@ def _weights(labels: dict[tuple[int, int], _Text]) -> dict[int, int]:
 
 
 def _eliminate_state(labels: dict[tuple[int, int], _Text], state: int) -> int:
-    """Join each edge into `state` with each edge out of it. Returns the number of joined texts."""
+    """Replace `state` by edges that join each edge into it with each edge out of it. Returns the
+    number of joined edges."""
     loop = labels.pop((state, state), _EMPTY)
     again = _Text(loop.at_least(2) + "*", 2) if loop.text else _EMPTY
     into = {start: labels.pop((start, to)) for start, to in list(labels) if to == state}

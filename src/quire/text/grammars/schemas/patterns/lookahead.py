@@ -1,8 +1,8 @@
-"""Converts look-ahead in regular expressions to intersections and complements.
+"""Replaces look-ahead in regular expressions by intersections and complements.
 
-A look-ahead is a further condition on the rest of a text: a(?=b)c matches an a if the rest is in
-both b.* and c. At the start of an anchored expression it is a condition on the whole text. Called
-by `patterns`.
+A look-ahead is an additional condition on the rest of a text: a(?=b)c matches an "a" if the rest
+matches both b.* and c. At the start of an anchored expression, it is a condition on the whole text.
+Called by `translation`.
 """
 
 import itertools
@@ -23,21 +23,22 @@ from quire.text.grammars.schemas.patterns.expressions import (
 from quire.text.grammars.schemas.patterns.languages import NOTHING, Languages, Term
 
 MAX_CONDITIONS = 8
-"""The most expressions that replace one pattern; all of them apply to the same text."""
+"""Maximum number of expressions that replace one pattern; all of them must match the same text."""
 
 _MAX_COPIES = 3
-"""The most repetitions of a part that contains a look-ahead."""
+"""Maximum number of repetitions of a part that contains a look-ahead."""
 
 
 def conditions(node: Node) -> list[str]:
-    """Expressions for llguidance that are all found in a text exactly if `node` is found in it.
+    """Expressions in llguidance's syntax. A text contains a match of `node` if and only if it
+    contains a match of each expression.
 
-    Raises ValueError if `node` is unsupported or gets too complex.
+    Raises ValueError if `node` is unsupported or the result is too complex.
     """
     if not _has(node, Look):
         return [written(node)]
     parts = node.parts if isinstance(node, Chain) else (node,)
-    # Only look-ahead at the start of an anchored expression can become separate expressions.
+    # Only look-aheads at the start of an anchored expression can become separate expressions.
     if parts[0] != _START:
         return [_whole(node)]
     looks = list(itertools.takewhile(lambda part: isinstance(part, Look), parts[1:]))
@@ -58,11 +59,11 @@ def _needs_automaton(look: Look) -> bool:
 
 
 def _shortest(looks: list[Node], tail: tuple[Node, ...]) -> list[str]:
-    """Expressions for the look-aheads at a start and for the tail, either joint or separate.
+    """Expressions for the look-aheads at the start and for the tail after them, joint or separate.
 
-    A joint expression is often short, because the tail restricts it. It is preferred even if it is
-    somewhat longer, since llguidance compares separate expressions with each other, and their costs
-    multiply.
+    A joint expression is often short, because the tail restricts it. It is preferred if it has at
+    most twice the length of the separate ones, because the costs of separate expressions multiply
+    in llguidance.
     """
     rest = chained((_START, *tail))
     together = chained((_START, *looks, *tail))
@@ -80,7 +81,8 @@ def _shortest(looks: list[Node], tail: tuple[Node, ...]) -> list[str]:
 
 
 def single(*nodes: Node) -> str:
-    """One expression that is found if all the nodes are. Raises ValueError as `conditions`."""
+    """One expression for the texts in which all nodes have a match. Raises ValueError like
+    `conditions`."""
     if len(nodes) == 1 and not _has(nodes[0], Look):
         return written(nodes[0])
     return _whole(*nodes)
@@ -95,7 +97,8 @@ def _has(node: Node, *kinds: type) -> bool:
 
 
 def _whole(*nodes: Node) -> str:
-    """An expression for all texts in which all the nodes are found, or NOTHING."""
+    """An expression that matches the whole text if all nodes have a match in it; NOTHING if no text
+    does."""
     try:
         languages = Languages(ranges for node in nodes for ranges in _sets(node))
         reader = _TermReader(languages)
@@ -115,13 +118,13 @@ def _sets(node: Node) -> list[Ranges]:
 
 
 class _TermReader:
-    """Converts trees to terms of one `Languages`."""
+    """Converts syntax trees to terms of one `Languages`."""
 
     def __init__(self, languages: Languages) -> None:
         self._languages = languages
 
     def found(self, node: Node) -> Term:
-        """The texts that contain a match of `node`."""
+        """The set of all texts that contain a match of `node`."""
         languages = self._languages
         at_start = self.texts(node, languages.anything, True)
         later = self.texts(node, languages.anything, False)
@@ -129,8 +132,8 @@ class _TermReader:
         return languages.choice((at_start, languages.joined(some, later)))
 
     def texts(self, node: Node, behind: Term, at_start: bool | None) -> Term:
-        """Matches of `node` followed by `behind`. `at_start` says whether the text begins here; it
-        is None if that depends on the text."""
+        """The set of all matches of `node` followed by a text in `behind`. `at_start` is True if
+        the match is at the start of the text, False if not, None if that depends on the text."""
         languages = self._languages
         match node:
             case Characters(ranges):
@@ -179,7 +182,7 @@ class _TermReader:
 
 
 def _starts(parts: tuple[Node, ...], at_start: bool | None) -> list[bool | None]:
-    """For each part, whether the text begins there, after the parts before it."""
+    """`at_start` for each of the parts in sequence, if `at_start` applies to the first."""
     starts = []
     for part in parts:
         starts.append(at_start)
@@ -194,7 +197,7 @@ def _behind(part: Node, at_start: bool | None) -> bool | None:
 
 
 def _least(node: Node) -> int:
-    """A lower bound of the length of the node's matches."""
+    """A lower bound of the length of the node's matches, in characters."""
     match node:
         case Characters() | Properties():
             return 1

@@ -1,4 +1,4 @@
-"""Translates the regular expressions of one schema to llguidance's dialect."""
+"""Translates the regular expressions of one JSON schema to llguidance's syntax."""
 
 from functools import lru_cache
 
@@ -8,20 +8,20 @@ from quire.text.grammars.schemas.patterns.lookahead import conditions, single
 from quire.text.grammars.schemas.refusals import refusal
 
 MAX_AUTOMATA = 40
-"""The most expressions in one schema that need automata, each of which may take half a second."""
+"""Maximum number of expressions in one schema that need automata. Each may take half a second."""
 
 
 class PatternTranslator:
-    """Translates the patterns of one document, and bounds the total work."""
+    """Translates the patterns of one JSON schema, and bounds the total work."""
 
     def __init__(self, origin: str) -> None:
-        """`origin` names the request's field with the schema in messages."""
+        """`origin` is the name of the request's field that holds the schema, for errors."""
         self._origin = origin
         self._with_automata: set[tuple[str, ...]] = set()
 
     def conditions(self, pattern: object, pointer: str, keyword: str) -> tuple[str, ...]:
-        """Expressions for llguidance that together replace `pattern`, at `pointer` under `keyword`.
-        A text matches if it contains all of them.
+        """Expressions in llguidance's syntax that together replace `pattern`: a text must contain a
+        match of each. `pattern` is at `pointer`, in `keyword`.
 
         Raises InvalidRequestError for an unsupported pattern.
         """
@@ -32,7 +32,7 @@ class PatternTranslator:
             raise refusal(self._origin, pointer, f"{keyword} {text[:100]!r}: {error}") from error
 
     def single(self, pattern: object, pointer: str, keyword: str) -> str:
-        """Does the same as `conditions`, but in a single expression, as property names require."""
+        """Like `conditions`, but a single expression, which property names require."""
         text = self._checked(pattern, pointer, keyword)
         try:
             return _single(text)
@@ -40,10 +40,11 @@ class PatternTranslator:
             raise refusal(self._origin, pointer, f"{keyword} {text[:100]!r}: {error}") from error
 
     def intersected(self, patterns: list[str]) -> str:
-        """One expression for llguidance that is found in a text if all the patterns are.
+        """One expression in llguidance's syntax for the texts that contain a match of every
+        pattern.
 
-        Returns NOTHING for contradictory patterns. Raises ValueError if a pattern is unsupported or
-        the result gets too complex.
+        Returns NOTHING if no text does. Raises ValueError if a pattern is unsupported or the result
+        is too complex.
         """
         if any(len(pattern) > MAX_EXPRESSION_CHARACTERS for pattern in patterns):
             raise ValueError(f"a pattern has more than {MAX_EXPRESSION_CHARACTERS} characters")
