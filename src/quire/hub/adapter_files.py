@@ -10,8 +10,7 @@ FileStamps = tuple[tuple[int, int, int] | None, ...]
 
 
 def file_stamps(folder: str) -> FileStamps:
-    """The stamp of each adapter file in `folder`. While the stamps stay equal, no file has
-    changed."""
+    """The stamp of each adapter file in `folder`. Equal stamps mean that no file has changed."""
     return tuple(_file_version(Path(folder) / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
 
 

@@ -129,8 +129,8 @@ def _fetch_gguf(
 
 
 def _gguf_or_header(repository: Repository, files: Sequence[str]) -> tuple[Path, bool]:
-    """The path of the model's first file and True if the whole model is in the cache; otherwise the
-    path of a copy of that file's header and False."""
+    """(path of the model's first file, True) if the whole model is in the cache, else (path of a
+    copy of that file's header, False)."""
     folder = repository.snapshot()
     sizes = {file: repository.sizes[file] or 0 for file in files}
     if missing_files(folder, files) and all(sizes.values()):

@@ -25,8 +25,7 @@ _MAX_TEXT_CHARACTERS = 300
 
 
 def shown_name(name: str) -> str:
-    """A name from a file, for a message: quoted and cut if it is long or has unprintable
-    letters."""
+    """A name from a file, for a message: quoted and cut if it is long or has odd characters."""
     return name if name.isprintable() and len(name) <= _MAX_NAME_CHARACTERS else shown(name)
 
 
@@ -53,8 +52,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """The JSON list of objects that the file `path` holds. Raises CheckpointError if it holds
-    none."""
+    """The JSON list of objects in the file `path`. Raises CheckpointError if the file has none."""
     try:
         content = _read(path)
     except OSError as error:

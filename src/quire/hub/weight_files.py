@@ -62,8 +62,7 @@ def weights_file(what: str, names: Collection[str]) -> str:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The sorted names of the files that an index lists. Raises CheckpointError if it is
-    invalid."""
+    """The sorted names of the files that an index lists. Raises CheckpointError."""
     return sorted(set(read_weight_map(index).values()))
 
 

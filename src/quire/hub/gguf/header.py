@@ -184,8 +184,7 @@ def _alignment(metadata: dict[str, Value]) -> int:
 
 
 def _read_tensors(reader: FieldReader, count: int) -> dict[str, TensorInfo]:
-    """The tensors by name, with `start` relative to the tensor data. `_placed` makes it
-    absolute."""
+    """The tensors by name. `start` is relative to the tensor data; `_placed` makes it absolute."""
     tensors: dict[str, TensorInfo] = {}
     for index in range(count):
         name = reader.string(f"the name of tensor {index}")

@@ -34,7 +34,7 @@ Vocabularies have up to 262,144 tokens and fewer than 600,000 merges."""
 _MAX_STRING_BYTES = 4 << 20
 """The most bytes of a string. The longest published strings are chat templates below 100,000."""
 _MAX_KEPT_BYTES = 32 << 20
-"""The most characters of all strings outside arrays. One takes up to four bytes of memory."""
+"""The most characters of all strings outside arrays. Each takes up to four bytes of memory."""
 
 
 class MalformedError(ValueError):
@@ -45,8 +45,7 @@ class StringArray(Sequence[str]):
     """The strings of an array in a file, each decoded when it is accessed."""
 
     def __init__(self, content: mmap.mmap, starts: "array[int]") -> None:
-        """`starts` has the offset of each string's length field, and the offset of the array's
-        end."""
+        """`starts` has the offset of each string's length field, and at last the array's end."""
         self._content = content
         self._starts = starts
 
