@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 
 
 def choose_part(options: NumaOptions, rank: int, num_ranks: int, topology: Topology) -> Part | None:
-    """The part of this rank; None if nothing is bound, such as on "auto" with one memory node.
+    """The part of this rank; None if nothing is to be bound, as on "auto" with one memory node.
 
     Raises ConfigurationError for nodes or CPUs that the machine lacks.
     """
@@ -48,7 +48,7 @@ def choose_part(options: NumaOptions, rank: int, num_ranks: int, topology: Topol
 
 
 def _parts(options: NumaOptions, num_parts: int, topology: Topology) -> tuple[Part, ...] | None:
-    """The parts of ranks or replicas; None if the option doesn't divide the machine."""
+    """The parts of ranks or replicas; None if nothing is to be bound."""
     if options.numa == OFF:
         return None
     named = options.numa_nodes

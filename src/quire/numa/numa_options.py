@@ -55,8 +55,7 @@ class NumaOptions(Options):
 
     @property
     def numa_nodes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
-        """(nodes, CPUs) that the option names; CPUs None: all of the nodes. None on "auto",
-        "off"."""
+        """The named (nodes, CPUs); CPUs None: all CPUs of the nodes. None on "auto" and "off"."""
         if self.numa in (AUTO, OFF):
             return None
         nodes, colon, cpus = self.numa.partition(":")
