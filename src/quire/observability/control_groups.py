@@ -1,7 +1,8 @@
-"""Finds the folders of this process's control groups, whose files contain their limits.
+"""Finds the folders of this process's control groups. The files in them have the groups' limits.
 
-It supports both versions of control groups, also together, at any mount point. `root` is the folder
-with the kernel's file systems; tests replace it. Used by `machine_memory`, `machine_processors`.
+Supported are versions 1 and 2 of control groups, also side by side, and any mount point. `root` is
+the folder with the kernel's file systems; tests replace it. Used by `machine_memory` and
+`machine_processors`.
 """
 
 import re
@@ -52,7 +53,7 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[ControlGroup]
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a kernel file. Names of folders in them may not be UTF-8."""
+    """The lines of a kernel file. They may name folders whose names are not UTF-8."""
     return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
 
 
@@ -69,7 +70,7 @@ def _seen_parents(group: PurePosixPath, top: PurePosixPath) -> tuple[PurePosixPa
 
 
 def _mounts(version: int, controller: str, root: Path) -> list[_Mount]:
-    """The mounts of a hierarchy, or the usual mount point if the system lists none."""
+    """All mounts of a hierarchy; only the usual mount point if the system lists no mounts."""
     found = []
     table = root / "proc/self/mountinfo"
     for line in _lines(table) if table.is_file() else ():

@@ -35,7 +35,7 @@ class StepTiming:
     sample_s: float = 0.0
     #: The device's time for the step whose result was fetched last; 0 if it is not measured.
     device_s: float = 0.0
-    #: The most that the device may have waited for launches, as a part of `device_s`.
+    #: An upper bound of the time within `device_s` in which the device waited for launches.
     launching_s: float = 0.0
     #: Whether `build_s` to `sample_s` also belong to the step whose result was fetched last.
     is_of_result: bool = False
