@@ -159,8 +159,7 @@ def _wait(found: Expectation) -> float:
 def variants(
     base: Candidate, max_num_seqs: Sequence[int], max_itl_ratios: Sequence[float]
 ) -> list[Candidate]:
-    """Copies of the candidate with each combination of these options, largest max_num_seqs
-    first."""
+    """Copies of the candidate for all combinations of the options, largest max_num_seqs first."""
     return [
         replace(base, shape=replace(base.shape, max_num_seqs=number, max_itl_ratio=ratio))
         for number in sorted(max_num_seqs, reverse=True)

@@ -118,8 +118,8 @@ class Load:
 def read_load(text: str, most_tokens: int = MOST_TOKENS) -> Load:
     """Read a load from a trace file, or from a description by lengths.
 
-    Leaves out requests at the end of a trace that exceed `most_tokens` prompt and output tokens in
-    all. Raises ConfigurationError, also for a description with more tokens.
+    A trace is read until its prompts and outputs have `most_tokens` tokens; later requests are left
+    out. Raises ConfigurationError, also for a description with more tokens.
     """
     if Path(text).is_file():
         return _from_trace(text, read_trace(Path(text)), most_tokens)

@@ -17,8 +17,8 @@ from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
 
 LEAST_CONTEXT = 2048
 MEASURED_ROWS = 64
-#: Tokens of KV for each row. The KV cache has room for these tokens, or if that is more, for
-#: _LONG_ROWS of the longest sequences. In addition, it has room for four of the longest sequences.
+#: Tokens of KV for each row. The KV cache holds this number for all rows, but at least _LONG_ROWS
+#: of the longest sequences; and, in addition, four of the longest sequences.
 _SLOTS_PER_ROW = 1024
 _LONG_ROWS = 16
 

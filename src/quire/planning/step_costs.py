@@ -79,7 +79,7 @@ class MeasuredBounds:
     num_read: int
 
     def lacking(self, num_rows: int, num_tokens: int, context: int, num_read: int) -> str | None:
-        """Text that names each size above 5/4 of its measured bound; None if there is none."""
+        """Text that names the sizes above 5/4 of their measured bounds; None if there are none."""
         named = (
             ("rows in a step", num_rows, self.num_rows),
             ("tokens in a step", num_tokens, self.num_tokens),
@@ -167,8 +167,7 @@ class StepCosts:
         return seconds + self.ending_s(work.num_ended, work.num_ended_tokens)
 
     def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
-        """The ratio of a step's time to the predicted time, at quantile `place` (0 <= place <
-        1)."""
+        """The ratio of a step's time to the prediction at quantile `place`, 0 <= place < 1."""
         return self._spread.at(work.load.num_chunk_tokens > 0, predicted_s, place)
 
     def _mixture_s(self, work: PlannedWork) -> float:

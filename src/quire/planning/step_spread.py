@@ -52,9 +52,8 @@ class StepSpread:
     """The ratios of step times to predictions. Without groups, all ratios are 1."""
 
     def __init__(self, groups: Mapping[bool, Sequence[_SpreadGroup]] | None = None) -> None:
-        """Use `fit_spread`. `groups` maps True to groups of steps with prompts, False to the
-        others,
-        each sorted by until_s."""
+        """Use `fit_spread`. `groups` has the groups of steps with prompts under True, the other
+        groups under False, each sorted by until_s."""
         self._groups = dict(groups or {})
         self._edges = {
             kind: [group.until_s for group in found[:-1]] for kind, found in self._groups.items()

@@ -1,8 +1,8 @@
 """Serves a load with the real scheduler on a virtual clock.
 
-Nothing is computed. A step takes the time that the costs predict. Rows without uncomputed tokens
-get a new token. Admission, chunks, pacing, prefix cache and preemption run the code of a real
-engine.
+Nothing is computed. A step takes the time that the costs predict. Each row whose tokens have all
+been computed gets a new token. Admission, chunks, pacing, prefix cache and preemption run the code
+of a real engine.
 """
 
 from __future__ import annotations
@@ -117,8 +117,7 @@ class Costs(Protocol):
         ...
 
     def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
-        """The ratio of a step's time to the predicted time, at quantile `place` (0 <= place <
-        1)."""
+        """The ratio of a step's time to the prediction at quantile `place`, 0 <= place < 1."""
         ...
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
