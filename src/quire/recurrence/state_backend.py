@@ -1,8 +1,8 @@
 """The interface of recurrent backends: planned once per step, and called by each layer.
 
 A recurrent layer keeps one state of fixed size per sequence. A state is divided into units that are
-computed independently. Units are stored in blocks of the pool, which the block table of the
-sequence's row lists. The units of all layers of a group are stored one after another:
+computed independently. Units are stored in blocks of the pool. The block table of the sequence's
+row lists these blocks. The units of all layers of a group are stored one after another:
 
     unit u of a layer   in entry (first_unit + u) // units_per_page of the row's table,
                         at byte ((first_unit + u) % units_per_page) * unit_bytes of that block

@@ -2,9 +2,9 @@
 
 `state_backend.py` explains where units are stored and how backends update them. States are fp32 for
 models of any dtype.
+
 Shapes: dk and dv are the sizes of key and value heads. In Mamba-2, H is the number of heads, P a
 head's size and N its state size. C is the number of channels of a convolution.
-size, C channels.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ def _refuse(condition: bool, message: str) -> None:
 class GatedDeltaSpec:
     """The gated delta rule (Yang et al., "Gated Delta Networks", 2024, section 3.1).
 
-    Per value head, with S [dk, dv], q and k of key head h * num_k_heads // num_v_heads:
+    For value head h, with state S [dk, dv], and q and k of key head h * num_k_heads // num_v_heads:
 
         S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
 
     where q is multiplied by dk^-0.5 first. A unit is 16 columns of one head's S, fp32 [dk][16]; the
-    units of a head follow each other. Raises ConfigurationError for impossible sizes.
+    units of a head are stored one after another. Raises ConfigurationError for impossible sizes.
     """
 
     num_k_heads: int
@@ -69,13 +69,13 @@ class GatedDeltaSpec:
 class Mamba2Spec:
     """The state space of Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024, section 7).
 
-    Per head, with S [N, P], B and C of group h * num_groups // num_heads, dt = softplus(dt +
-    dt_bias) within [min_step, max_step]:
+    For head h, with state S [N, P], B and C of group h * num_groups // num_heads, and dt =
+    softplus(dt + dt_bias), clamped to [min_step, max_step]:
 
         S = exp(dt A) S + B (dt x)^T;  y = S^T C + D x
 
     A unit is 16 columns of one head's S (16 elements of x), fp32 [N][16]; the units of a head
-    follow each other. Raises ConfigurationError for impossible sizes.
+    are stored one after another. Raises ConfigurationError for impossible sizes.
     """
 
     num_heads: int
