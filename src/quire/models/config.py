@@ -113,8 +113,7 @@ class ModelConfig(ABC):
 
     @property
     def bytes_per_position(self) -> int:
-        """Number of bytes per position of the tables of cosines and sines, which have max_model_len
-        positions."""
+        """Number of bytes per position of the tables of cosines and sines."""
         return 0
 
     def position_key(self, max_model_len: int) -> bytes:
@@ -123,9 +122,7 @@ class ModelConfig(ABC):
         return str(max_model_len).encode()
 
     def why_not_split(self, num_ranks: int) -> str | None:
-        """The reason why the model can't be split over `num_ranks`, as the end of a message; None
-        if
-        it can."""
+        """The end of a message that says why the model can't be split; None if it can."""
         return None if num_ranks == 1 else "this architecture is computed by one rank only"
 
     def share_of(self, rank: int, num_ranks: int) -> Self:

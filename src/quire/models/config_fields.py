@@ -27,7 +27,7 @@ _BOOKKEEPING = {
     "auto_map",  # names code in the model's folder, which is never run
     "base_model",
     "bos_token",
-    "chunk_size_feed_forward",  # how the same MLP is cut up
+    "chunk_size_feed_forward",  # splits the MLP's computation, with the same result
     "dtype",
     "eos_token",
     "finetuning_task",

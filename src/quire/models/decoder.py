@@ -4,7 +4,6 @@ The default is a pre-norm decoder with RMSNorm, rotary positions, grouped-query 
 gated MLP, like Llama. GPT-2, with LayerNorm, learned positions and a plain MLP, uses the same
 layers. Families with other layers set `layer_type` in a subclass of `DecoderForCausalLM`. Modules
 have the names of the checkpoints' tensors.
-names of the checkpoints' tensors.
 """
 
 from collections.abc import Callable

@@ -3,7 +3,6 @@
 Sizes are read from a blueprint, without allocating weights. The speed of decoding is limited by
 memory reads: `token_bytes` divided by the memory's bandwidth is the least time per token of one
 sequence. Called by `assembly.reports`.
-Called by `assembly.reports`.
 
 If a token reads only a fraction of a module's weights (one row of an embedding, the chosen experts
 of a mixture), the module has an attribute `active_share`. It applies to contained modules, too.

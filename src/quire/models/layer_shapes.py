@@ -36,8 +36,7 @@ class PostNormLayer(nn.Module):
 
 
 class SandwichLayer(nn.Module):
-    """Attention and MLP. Each reads the normed stream and adds the norm of its result to the
-    stream."""
+    """Attention and MLP. Each reads the normed stream and adds the norm of its result to it."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device

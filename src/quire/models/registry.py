@@ -381,7 +381,7 @@ def _fallback_config(
     except UnsupportedModelError as error:
         own = f"; quire has no model of its own for it{_nearest(raw.get('architectures'))}"
         if is_native:
-            own = "; quire has a model of its own for it, which model_impl 'auto' takes"
+            own = "; quire has a model of its own for it, which model_impl 'auto' uses"
         raise UnsupportedModelError(f"{path.parent}: {error}{own}") from error
 
 

@@ -46,8 +46,7 @@ class Wrapper:
 
 
 def language_model_name(name: str) -> str:
-    """Map a tensor's name in a multimodal or a text-only checkpoint to the language model's
-    name."""
+    """Map a tensor's name in any checkpoint of the language model to the language model's name."""
     for prefix, ours in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return ours + name.removeprefix(prefix)

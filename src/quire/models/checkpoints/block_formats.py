@@ -89,7 +89,7 @@ class BlockFormats:
             table = self._whole.get_submodule(path)
             assert isinstance(table, VocabEmbedding)
             self._numbers[block_format.name] += table.vocab_size * table.hidden_size
-        elif not is_tied:  # in a tied model, the head keeps the codes for both ends
+        elif not is_tied:  # in a tied model, the embedding reads the head's codes
             self._tables[path] = block_format
 
     def of_linear(self, path: str) -> PartBlockFormats:

@@ -356,8 +356,8 @@ def _merge_ends(
 
 
 def _kept_and_spare_end(checkpoint: CheckpointSource, entry: ModelEntry) -> tuple[str, str]:
-    """Names of a tied model's embedding and head: first the tensor that fills both, then the spare
-    one. If the checkpoint has both tensors, they are equal."""
+    """Names of a tied model's embedding and head. The first is the tensor that fills both; the
+    second is not needed. If the checkpoint has both tensors, they are equal."""
     if entry.embedding in checkpoint.names:
         return entry.embedding, entry.head
     return entry.head, entry.embedding

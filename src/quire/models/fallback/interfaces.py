@@ -33,8 +33,7 @@ class StepAttention:
 
 
 class _Attending:
-    """Holds the forward pass that runs in the current context, for attention functions and
-    layers."""
+    """Holds the forward pass of the current context, for attention functions and layers."""
 
     def __init__(self) -> None:
         self._step: ContextVar[StepAttention] = ContextVar("_step")

@@ -16,8 +16,7 @@ from quire.models.decoder import DecoderForCausalLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """`attention_bias` applies to all linears of attention, `mlp_bias` to all linears of the
-    MLP."""
+    """`attention_bias` applies to all linears of attention, `mlp_bias` to those of the MLP."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

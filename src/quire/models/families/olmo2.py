@@ -4,7 +4,7 @@ Source: arXiv:2501.00656. Its differences from Llama:
 
 - norms come after attention and MLP instead of before; the norm's result is added to the stream;
 - q and k are normalised over all their heads together;
-- norms multiply by their weight before they round.
+- norms multiply by their weight before the result is rounded to the model's dtype.
 """
 
 from collections.abc import Mapping

@@ -24,8 +24,8 @@ _UNUSED = ("max_window_layers", "pretraining_tp")  # transformers' model ignores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmolLM3Config(DecoderConfig):
-    """The config of SmolLM3. `no_rope_layers` has 1 for layers with rotation and 0 for the
-    others."""
+    """The config of SmolLM3. `no_rope_layers` has 1 for a layer with rotation, 0 for one
+    without."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -56,7 +56,7 @@ class StableLmConfig(DecoderConfig):
 
 
 class ParallelLayer(nn.Module):
-    """Attention and an MLP that read the same norm of the residual stream. Both add to the
+    """Attention and an MLP that read the same norm of the residual stream, and add to the
     stream."""
 
     def __init__(

@@ -65,8 +65,7 @@ def integers(field: Array, size: int) -> Array:
 
 
 def pieces(values: Array, *shifts: int, width: int) -> Array:
-    """For each shift, `width` bits of each value from that bit on: [N, C, L] -> [N, C, len(shifts),
-    L]."""
+    """`width` bits of each value from each of `shifts` on: [N, C, L] -> [N, C, len(shifts), L]."""
     lowest = np.array(shifts, values.dtype)[:, None]
     found: Array = (values[:, :, None] >> lowest) & values.dtype.type((1 << width) - 1)
     return found
@@ -79,7 +78,7 @@ def spread(values: Array, *shifts: int, width: int) -> Array:
 
 
 def nibbles(field: Array, length: int) -> Array:
-    """In runs of `length` bytes: their low 4 bits, then their high 4 bits: [N, C] -> [N, 2C]."""
+    """Split bytes into 4 bits, [N, C] -> [N, 2C]: of each `length` bytes first the low halves."""
     count = field.shape[1]
     found = pieces(field.reshape(len(field), count // length, length), 0, 4, width=4)
     return found.reshape(len(field), 2 * count)

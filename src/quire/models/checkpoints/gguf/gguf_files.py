@@ -1,8 +1,8 @@
 """Reads weights and config from GGUF files, presented as a Hugging Face checkpoint.
 
-llama.cpp's converters rename tensors, reorder rows and stack experts. `families` describes this for
-each architecture, and it is undone while rows are read. Quantized rows can be read as codes
-(`quantized_rows`) or dequantized (`rows`).
+llama.cpp's converters rename tensors, reorder rows and stack experts. `families` describes these
+changes for each architecture. They are undone while rows are read. Quantized rows can be read as
+codes (`quantized_rows`) or dequantized (`rows`).
 """
 
 from collections.abc import Set

@@ -144,8 +144,7 @@ class GGUFModel:
         return count
 
     def integers(self, field: str, default: int | None = None) -> list[int]:
-        """The values of an integer field, one for each layer. The file may hold one for all
-        layers."""
+        """The values of an integer field, one per layer. The file may hold one for all layers."""
         found = self._value(field, default)
         num_layers = self.num_layers()
         if not isinstance(found, np.ndarray):

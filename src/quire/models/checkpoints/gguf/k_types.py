@@ -69,7 +69,7 @@ def _iq4_xs(blocks: Array) -> Unpacked:
 
 
 def _unfolded(field: Array, *shifts: int, width: int) -> Array:
-    """Unpack bytes that hold bits of the codes i, i + 32, i + 64 and so on: [N, C] -> [N, 256]."""
+    """Unpack bytes. Each has bits of the codes i, i + 32, i + 64 and so on: [N, C] -> [N, 256]."""
     found = pieces(field.reshape(len(field), -1, 32), *shifts, width=width)
     return found.reshape(len(field), _SIZE)
 

@@ -33,7 +33,7 @@ class Fp8Settings:
     def __init__(self, fields: SettingFields) -> None:
         """Read the settings. Raises UnsupportedModelError for unknown ones, and CheckpointError for
         malformed ones."""
-        #: (outputs, inputs) of each block that has a scale; None if scales are not by block.
+        #: The size (outputs, inputs) of a block with one scale; None if scales are not by block.
         self.block = read_block(fields, "weight_block_size")
         for name in ("fmt", "weight_dtype", "activation_dtype"):
             fields.one_of(name, ("e4m3", "float8_e4m3fn", "fp8_e4m3"), "e4m3")
@@ -47,8 +47,8 @@ class Fp8Settings:
 
 
 def read_block(fields: SettingFields, name: str) -> Block | None:
-    """(outputs, inputs) of a block; None if the field is not set. Raises CheckpointError if its
-    value is not a pair of sizes."""
+    """The size (outputs, inputs) of a block; None if the field is not set. Raises CheckpointError
+    if its value is not a pair of sizes."""
     value = fields.value(name)
     if isinstance(value, str):
         value = [int(each) if each.isdecimal() else each for each in value.split("x")]

@@ -3,7 +3,7 @@
     X.gate_up_proj_blocks  [E, 2F, H / 32, 16] uint8    two codes a byte, the lower bits first;
     X.gate_up_proj_scales  [E, 2F, H / 32] uint8        rows of gate and up alternate
     X.down_proj_blocks     [E, H, F / 32, 16] uint8
-    X.down_proj_scales     [E, H, F / 32] uint8         the power of two, plus 127
+    X.down_proj_scales     [E, H, F / 32] uint8         the exponent of two, plus 127
 
 Each expert is presented as separate weights. The biases are separate tensors, which `unstacked.py`
 splits. The table's values are doubled so that they are integers, and the scales are halved.

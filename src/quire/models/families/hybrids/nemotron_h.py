@@ -5,7 +5,7 @@ Source: arXiv:2504.03624. Its differences from Llama:
 - a layer has one norm and one block; most blocks are `layers.mixers.mamba2`, in which the gate
   multiplies before the norm, and the norm is computed by group;
 - attention has no positions; MLPs have no gate, and square the result of ReLU;
-- norms multiply by their weight before they round.
+- norms multiply by their weight before the result is rounded to the model's dtype.
 
 Models with experts, which have no gate either, are refused.
 """
@@ -117,7 +117,7 @@ def read_kinds(raw: Mapping[str, Any]) -> tuple[str, ...]:
         if not isinstance(pattern, str) or not pattern or {*pattern} - _LETTERS.keys():
             raise CheckpointError(
                 f"config.json: hybrid_override_pattern is {shown(pattern)}, but must have one of "
-                f"{', '.join(_LETTERS)} for each layer, or layers_block_type its kind"
+                f"{', '.join(_LETTERS)} for each layer; or list the kinds in layers_block_type"
             )
         kinds = [_LETTERS[letter] for letter in pattern]
     if not isinstance(kinds, list) or not kinds:

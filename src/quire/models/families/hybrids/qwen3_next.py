@@ -40,8 +40,8 @@ class Qwen3NextConfig(DeltaHybridConfig):
 
 
 def arrangement(config: Qwen3NextConfig) -> Arrangement:
-    """Split the fused linears q, k, v, z and b, a. In the files, their rows alternate by key
-    head."""
+    """Split the fused linears q, k, v, z and b, a, whose rows alternate by key head in the
+    files."""
     delta = config.delta
     repeats = delta.num_v_heads // delta.num_k_heads
     values = repeats * delta.value_dim

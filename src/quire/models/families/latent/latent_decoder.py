@@ -31,8 +31,7 @@ LATENT_PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig(DecoderConfig):
-    """A decoder with latent attention. The inherited head_dim is the size of a head's rotated
-    part."""
+    """A decoder with latent attention. head_dim is the size of a head's rotated part."""
 
     #: The sizes of attention.
     latent: LatentSizes
@@ -155,8 +154,7 @@ def arrangement(config: LatentConfig) -> Arrangement:
 def _queries(
     num_heads: int, sizes: LatentSizes, turned: torch.Tensor | None
 ) -> Mapping[str, RowSelection]:
-    """The rows of the unrotated elements (q_nope) and of the rotated elements (q_rope) of all
-    heads."""
+    """The rows of all heads' unrotated elements (q_nope) and of their rotated elements (q_rope)."""
     rows = torch.arange(num_heads * (sizes.nope + sizes.rope)).view(num_heads, -1)
     nope, rope = rows[:, : sizes.nope], rows[:, sizes.nope :]
     if turned is not None:

@@ -4,10 +4,10 @@ Source: arXiv:2508.10925. Its differences from Llama:
 
 - every layer's MLP is a mixture; the experts' weights are the softmax over the chosen experts'
   logits, and all linears have biases, including the router;
-- experts multiply gate * sigmoid(1.702 gate) by up + 1, with gate and up limited;
+- experts multiply gate * sigmoid(1.702 gate) by up + 1, with gate and up clamped;
 - in each head, attention's softmax includes a learned logit (a sink) whose value vector is zero;
 - every second layer, starting with the first, has the sliding window;
-- norms multiply by their weight before they round;
+- norms multiply by their weight before the result is rounded to the model's dtype;
 - the defaults are a head size of 64, and YaRN.
 
 In published checkpoints, experts are MXFP4 (`checkpoints.quantized.mxfp4`); in bf16 checkpoints,

@@ -43,8 +43,7 @@ def permuted_rules(model: GGUFModel) -> TensorRules:
 
 
 def biases(model: GGUFModel, *fields: str) -> dict[str, bool]:
-    """The values of the config fields `fields`, each of which says whether some linears have
-    biases."""
+    """The values of the given config fields. Each says whether some linears have biases."""
     return {field: has_bias(model, _BIASES[field]) for field in fields}
 
 
@@ -175,8 +174,7 @@ def _olmo_rules(model: GGUFModel) -> TensorRules:
 
 
 def _olmo2(model: GGUFModel) -> dict[str, Any]:
-    """The config of OLMo 2 or OLMo 3. OLMo 3 stretches the rotation only in layers without a
-    window."""
+    """The config of OLMo 2 or OLMo 3. In OLMo 3, only layers without a window stretch rotations."""
     window = model.integer("attention.sliding_window", 0)
     attention = biases(model, "attention_bias")
     if not window:

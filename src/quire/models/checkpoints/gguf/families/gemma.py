@@ -187,8 +187,8 @@ def _gemma4_ropes(model: GGUFModel) -> dict[str, Any]:
     }
     if any(factor not in (1.0, 1e30) for factor in factors):
         raise UnsupportedModelError(
-            f"{model.path}: rope_freqs.weight has other numbers than 1, for parts of a head that "
-            "rotate, and 1e30, for the others"
+            f"{model.path}: rope_freqs.weight has values other than 1 (for elements that rotate)"
+            " and 1e30 (for elements that don't)"
         )
     return _two_ropes(model, full)
 
