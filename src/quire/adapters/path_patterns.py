@@ -3,9 +3,9 @@
 For each linear, PEFT looks for the first pattern that matches the end of its path, as `re` does
 with `(.*\\.)?(pattern)$`. `re` backtracks while it holds the interpreter's lock: a pattern such as
 `(([a-z])*)*!` stops a whole process for hours. Here all patterns are one automaton (Thompson, CACM
-1968), and for each character of a path its set of states is updated once. Python's own parser reads
-the patterns, so they mean the same as in `re`. Features that an automaton can't match are refused
-by
+1968), and the automaton updates its set of states once per character of a path. Python's own parser
+reads the patterns, so they mean the same as in `re`. Features that an automaton can't match are
+refused by
 name: references to groups, look-around, atomic groups. Flags are refused, too.
 
 Called by `peft_folder`.
@@ -22,8 +22,7 @@ MAX_STATES = 100_000
 """Maximum number of states of all patterns together. The full paths of 1,000 linears need
 50,000."""
 MAX_VISITS = 5_000_000
-"""Maximum number of states and character-set entries that all calls together visit, in some
-seconds."""
+"""Maximum total of states and character-set entries that all calls visit. It takes some seconds."""
 
 _REFUSED = {
     _constants.GROUPREF: "a reference to a group",

@@ -86,7 +86,8 @@ class FleetEngine:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process on its machine; None while there is none."""
+        """The process id on the engine's machine; None while no process runs, or if it is
+        unknown."""
         return self.supervisor.pid
 
     @property

@@ -49,8 +49,8 @@ MOST_DIVERGENCE = 0.12
 """Maximum divergence, in nats, of a format that counts as good. It was measured with int8 and int4
 on SmolLM2-135M and the embedded model, without and with outliers of 8 to 256 times their channel.
 Perplexity of held-out text rose by 3.4% or more above this limit, and by at most 2.2% up to 0.1; no
-case lay in between. For int4 on SmolLM2-135M the estimate is 0.069, and the true divergence 0.036
-on prompt and text."""
+case lay in between. For int4 on SmolLM2-135M the estimate is 0.069. The true divergence is 0.036,
+both on the prompt and on the text."""
 
 MOST_SECONDS = 5.0
 """The time limit for reading rows of all linears, since the check must not delay a start."""
@@ -235,14 +235,14 @@ def measure_weights(
 def _with_noise(
     linear: LinearModule, y: torch.Tensor, noise: _Noise, generator: torch.Generator
 ) -> torch.Tensor:
-    """y [..., O] plus random noise, as strong relative to each token's signal as measured.
+    """y [..., O] plus random noise. Its ratio to each token's signal is the measured error.
 
     The signal is taken from the sampled outputs, like the noise. Over all outputs, a single massive
     output would dominate the signal.
     """
     powers = y[..., noise.outputs].float().square_() @ noise.means
     # If a part's sampled outputs are zero for all tokens, the exact signal is used instead. If they
-    # are zero for a single token, such as padding, it gets no noise.
+    # are zero for a single token, such as padding, that token gets no noise.
     has_signal = (powers > 0).flatten(0, -2).any(0)
     powers = torch.where(has_signal, powers, noise.signals)
     deviations = powers.mul_(noise.errors).sqrt_()
