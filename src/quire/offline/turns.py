@@ -123,8 +123,8 @@ class Turns:
     def run_with_turn(self, action: Callable[[], None]) -> None:
         """Run `action` with the turn, before this method returns.
 
-        If this thread is already inside `turn` or `until`, the action runs later: the garbage
-        collector may end a generator there, in the middle of a step.
+        If this thread is already inside `turn` or `until`, the action runs later. That happens if
+        the garbage collector ends a generator in the middle of a step.
         """
         self._postponed.append(action)
         if get_ident() not in self._present and not sys.is_finalizing():

@@ -26,8 +26,9 @@ logger = get_logger(__name__)
 
 NUM_TOKENS = 128
 FIRST_TOKEN = 4096
-"""The prompt's token ids are FIRST_TOKEN and the following numbers, times TOKEN_STRIDE, modulo the
-vocabulary. The weight format check begins at 0, so it tests tokens that rounding did not use."""
+"""The prompt's token at position p has the id (p + FIRST_TOKEN) * TOKEN_STRIDE, modulo the
+vocabulary's size. The weight format check begins at 0, so it tests tokens that rounding did not
+use."""
 
 
 def compensate_rounding(

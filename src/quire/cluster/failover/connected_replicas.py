@@ -22,9 +22,9 @@ class ConnectedReplica:
         self.requests: dict[str, OpenRequest] = {}
         #: Ids of the requests for which the replica has sent tokens.
         self.with_tokens: set[str] = set()
-        #: Requests that were moved away, by id, with the number of their aborts that the engine has
-        #: not handled yet. Until it has, outputs of the request are stale, even if the request has
-        #: come back.
+        #: By id of each request that was moved away: number of aborts that the engine has not
+        #: handled yet. Until then the request's outputs are stale, even if the request has come
+        #: back.
         self.leaving: Counter[str] = Counter()
         #: Whether the replica is being drained and gets no new requests.
         self.is_closed = False

@@ -363,7 +363,7 @@ class Agent:
             self._engine.send_body(body)
 
     def on_kill(self, session: Session, why: str) -> None:
-        """Kill the engine for the API server."""
+        """Kill the engine, since the API server asks for that."""
         if session is self._session and self._engine is not None:
             session.is_served = True  # so that `on_death` reports to this API server
             self._engine.kill(why)
