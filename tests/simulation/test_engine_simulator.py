@@ -137,7 +137,7 @@ def takes_a_bug_for_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
         (forgets_to_reset_the_runner, "without a reset|before the last one was sampled"),
         (drops_only_the_last_step, None),
         (never_forgets, "is in use|remembers requests"),
-        (loses_the_outputs_of_failures, "never answered|has ended or never was"),
+        (loses_the_outputs_of_failures, "never answered|has ended or never existed"),
         (takes_a_bug_for_a_failed_step, "ValueError: a shape that is wrong"),
     ],
 )

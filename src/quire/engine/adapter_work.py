@@ -1,10 +1,10 @@
-"""LoRA adapters of an engine: found before a request is added, read while others run.
+"""Finds a request's LoRA adapter, and has it read while other requests run.
 
     find ──> a thread reads and checks it ──> AdapterRef, with the digest that requests carry
     step:    sequences whose adapter can't be read end │ schedule │ runner loads slots
 
-Reading adapters needs files and torch, which the engine does not know: the composition root passes
-a store in. Used by `engine`.
+The engine itself reads no files and imports no torch: the composition root passes in a store that
+reads adapters. Used by `engine`.
 """
 
 from collections.abc import Mapping
@@ -23,20 +23,21 @@ NOT_ENABLED = (
 
 
 class StoredAdapters(AdapterSource, Protocol):
-    """The interface of `adapters.store`. Any thread may call `find`, only the engine's the rest."""
+    """The interface of `adapters.store`. Any thread may call `find`; only the engine's thread may
+    call the other methods."""
 
     def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]":
         """Read and check an adapter in a thread, unless its files are unchanged since the last
         time.
 
-        anew: read it in any case. The future raises AdapterError.
+        anew: read it even if its files are unchanged. The future raises AdapterError.
         """
         ...
 
     def remember_source(self, ref: AdapterRef) -> None:
-        """Remember where the adapter of coming requests can be read again.
+        """Remember the folder from which an adapter is read again for later requests.
 
-        If its content has changed by then, reading it counts as failed.
+        If the content has changed by then, reading it fails.
         """
         ...
 
@@ -45,7 +46,7 @@ class StoredAdapters(AdapterSource, Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait a moment for an adapter to be read, if any is being read."""
+        """Wait briefly for an adapter that is being read, if there is one."""
         ...
 
     def counts(self) -> Mapping[str, int]:
@@ -76,8 +77,8 @@ class AdapterWork:
         return self._find_store().find(name, path, anew=anew)
 
     def check(self, request: Request) -> None:
-        """Remember where the request's adapter is found. Raises InvalidRequestError without
-        adapters."""
+        """Remember the folder of the request's adapter. Raises InvalidRequestError if this engine
+        serves no adapters."""
         if request.adapter is not None:
             self._find_store().remember_source(request.adapter)
 

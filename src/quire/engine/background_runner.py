@@ -1,9 +1,9 @@
-"""Runs a runner's steps on its own thread, beside the engine's planning.
+"""Runs a runner's steps in a thread, while the engine plans the next step.
 
 On the CPU a step is computed within `execute` and `sample`. With this wrapper around the runner,
 `execute` and `sample` only queue the work, as on a device. So the engine applies a step's result
-and plans while the next one runs: the kernels release Python's lock. Made by `assembly.build` if
-`async_scheduling` is set.
+and plans while the next step runs, because the kernels release Python's lock. Made by
+`assembly.build` if `async_scheduling` is set.
 """
 
 import threading
@@ -16,11 +16,12 @@ from quire.observability.step_trace import StepTiming
 
 
 class StepsDroppedError(Exception):
-    """The exception of queued steps that were dropped; no caller waits for their results."""
+    """Ends queued steps that were dropped, whose results no caller waits for."""
 
 
 class BackgroundRunner:
-    """A `core.step.Runner` around another one, which only the thread calls while steps are queued.
+    """A `core.step.Runner` that wraps another runner, which only the thread calls while steps are
+    queued.
 
     Invariant: after a failure, until `reset`, no queued step is carried out, because its plan
     assumes the steps before it.

@@ -3,9 +3,9 @@
     no overlap      plan n │ run n │ result n, apply n │ plan n+1 │ run n+1 │ result n+1, ...
     overlap         plan n, launch n │ plan n+1, launch n+1 │ result n, apply n │ plan n+2, ...
 
-With overlap, a device that runs steps by itself gets the next step before it has finished the last.
-If a result shows that a sequence has ended, the sequence is in the next step already; the scheduler
-drops the tokens that this step samples for it.
+With overlap, a device that runs steps by itself gets the next step before it has finished the
+current step. If a result shows that a sequence has ended, the sequence is in the next step already;
+the scheduler drops the tokens that this step samples for it.
 """
 
 import logging
@@ -134,14 +134,15 @@ class Engine:
         return self.scheduler.has_unfinished or len(self._in_flight) > 0 or has_outputs
 
     def add(self, request: Request) -> None:
-        """Accept a request, with all its branches or none; a resumed one returns only new tokens.
+        """Accept a request, with all its branches or none; a resumed request returns only new
+        tokens.
 
         A request with a grammar runs as soon as the grammar is compiled. Raises InvalidRequestError
         (and its subclasses PromptTooLongError, RequestNeverFitsError).
         """
         # First, refuse requests that can't be served.
         if self.is_asleep:
-            raise InvalidRequestError("the engine is asleep; call wake_up() before it is asked")
+            raise InvalidRequestError("the engine is asleep; call wake_up() first")
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
         check_pooling(request, self.limits)
@@ -177,14 +178,13 @@ class Engine:
             self.grammars.wait_compiled(self.scheduler, parent)
         if parent is None or parent.is_finished:
             raise InvalidRequestError(
-                f"branch {branch_index} of request {request_id!r} has ended or never was, so it"
+                f"branch {branch_index} of request {request_id!r} has ended or never existed, so it"
                 " can't be forked",
                 "branch_index",
             )
         if parent.is_beam:
             raise InvalidRequestError(
-                f"request {request_id!r} searches beams, whose branches are not the caller's to"
-                " fork",
+                f"request {request_id!r} is a beam search, whose branches can't be forked",
                 "request_id",
             )
         if parent.params.pooling is not None:
@@ -217,8 +217,8 @@ class Engine:
         duration_s: float | None = None,
         adapter: str = BASE_MODEL,
     ) -> int:
-        """Pin the cached full blocks at the beginning of token_ids: unpinned contents are evicted
-        before them.
+        """Pin the cached full blocks at the beginning of token_ids, so that unpinned contents are
+        evicted first.
 
         Pinned blocks with the lowest priority are evicted first. duration_s: None for as long as
         they are cached. adapter: the digest of the adapter that computed them. Returns the number
@@ -369,7 +369,8 @@ class Engine:
         self._in_flight.launch(step)
 
     def _fetch(self, *, is_idle: bool) -> tuple[LaunchedStep, StepResult, Landing] | None:
-        """The oldest result, if it is due; is_idle: no step can be launched before it."""
+        """The oldest step with its result, if it is due. is_idle: whether no step can be launched
+        before."""
         num_in_flight = len(self._in_flight)
         if num_in_flight <= self.overlap and not (is_idle and num_in_flight):
             return None
@@ -456,7 +457,7 @@ def sleep(engine: Engine) -> None:
     """Give the memory of the KV cache back, with all cached, pinned and public contents.
 
     The engine keeps its weights, and tiers keep their contents. Requests are refused until
-    `wake_up`. A sleeping engine is left alone. Raises InvalidRequestError while requests are
+    `wake_up`. Does nothing if the engine is asleep. Raises InvalidRequestError while requests are
     running, if several processes hold the memory, and while a read or write of the cache folder
     hangs, which might still touch the memory.
     """
@@ -465,7 +466,7 @@ def sleep(engine: Engine) -> None:
             "this engine can't sleep: several processes hold its KV cache; end them instead"
         )
     if engine.has_work():
-        raise InvalidRequestError("requests are under way; let them end, or abort them, first")
+        raise InvalidRequestError("requests are running; let them end, or abort them, first")
     if not engine.is_asleep:
         engine.tier_work.drain()  # contents that can't be stored in time are computed again later
         if not engine.tier_work.wait_for_moves():
@@ -479,7 +480,7 @@ def sleep(engine: Engine) -> None:
 
 
 def wake_up(engine: Engine) -> None:
-    """Allocate the memory again; an awake engine is left alone.
+    """Allocate the memory again; does nothing if the engine is awake.
 
     Raises InsufficientMemoryError; then the engine stays asleep.
     """

@@ -3,8 +3,8 @@
     add ──> compiled in a thread ──> the scheduler: others run meanwhile
     step:   schedule ──> masks begin │ runner.execute ──> masks collected ──> runner.sample
 
-Compilers know text, which the engine does not: the composition root passes one in. Used by
-`engine`.
+A compiler needs the text of tokens, and the engine knows only their ids: the composition root
+passes in a compiler. Used by `engine`.
 """
 
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
@@ -27,13 +27,15 @@ from quire.engine.token_masks import (
 from quire.errors import InvalidRequestError, QuireError
 
 WAIT_S = 0.01
-"""Most seconds to wait for a grammar while there is no other work, since messages may come."""
+"""Most seconds of one wait for a grammar while there is no other work; short, since messages may
+come."""
 
 NUM_SLOW_THREADS = 2
-"""Threads that compile and compute slow masks, so that quick masks need not wait for them."""
+"""Number of threads that compile grammars and compute slow masks, so that quick masks need not
+wait."""
 
 LEAST_ROWS = 4
-"""Least number of rows whose masks are handed to a thread: handing over fewer costs more than it
+"""A thread gets the masks of at least this many rows: handing over fewer costs more than it
 saves."""
 
 
@@ -46,8 +48,9 @@ class StartableGrammar(Protocol):
 class GrammarSource(Protocol):
     """The compiler, implemented in `text.grammars.compiler`. Called in threads, several at a time.
 
-    Raises InvalidRequestError. The same grammar costs next to nothing the second time in one cache
-    domain. In another domain the duration of a call does not reveal that it was compiled before.
+    Raises InvalidRequestError. Compiling a grammar again in the same cache domain costs almost
+    nothing. In another domain, the duration of the call does not reveal that the grammar was
+    compiled before.
     """
 
     def compile(self, grammar: str, domain: str = "") -> StartableGrammar: ...
@@ -92,7 +95,8 @@ class GrammarWork:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits for its grammar, or was refused and its output not taken."""
+        """Whether a request waits for its grammar, or the output of a refused request was not taken
+        yet."""
         return bool(self._preparing or self._refused)
 
     def check(self, params: DecodingParams) -> None:
@@ -247,14 +251,14 @@ class GrammarWork:
             return GrammarConstraint(compiled.start(), params, self._end_token_ids, token_ids)
         except ValueError as error:
             raise InvalidRequestError(
-                f"what was generated so far does not obey the grammar: {error}",
+                f"the output generated so far does not obey the grammar: {error}",
                 "structured_outputs",
             ) from error
 
     def _find_compiler(self) -> GrammarSource:
         if self._compiler is None:
             raise InvalidRequestError(
-                "structured_outputs need a tokenizer, but the engine runs without",
+                "structured_outputs need a tokenizer, but the engine runs without one",
                 "structured_outputs",
             )
         return self._compiler

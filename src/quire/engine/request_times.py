@@ -14,10 +14,11 @@ class RequestTimes:
 
             arrival ──queue──> first scheduled ──prefill──> first token ──decode──> end
 
-    Queue and prefill belong to a request and are counted once, with its first token: those of the
-    branch that returned it, whose work the others share. Decode belongs to each branch. A
-    preemption lengthens the phase in which it happens. A request that was resumed after a crash
-    counts from its second arrival. An aborted request counts with the phases that it completed.
+    Queue and prefill are counted once for each request, when its first token comes: the times of
+    the branch that returned the token, whose work the other branches share. Decode is counted for
+    each branch. A preemption lengthens the phase in which it happens. A request that was resumed
+    after a crash counts from its second arrival. An aborted request counts with the phases that it
+    completed.
 
     Keeps histograms and counts since the engine began, in fixed memory except for one number for
     each branch that decodes. Invariant: `_first_tokens` has a request exactly while one of its

@@ -92,7 +92,7 @@ class StatsLog:
 
 
 def _tiers_in_short(stats: EngineStats) -> str:
-    """The part of the line that tiers add, if there are any."""
+    """The part of the log line about tiers; empty without tiers."""
     if not stats.tiers:
         return ""
     num_hits = stats.tiers["num_hit_tokens"]

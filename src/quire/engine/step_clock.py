@@ -1,7 +1,7 @@
 """Measures how long each step takes, and records which requests are in it.
 
-A step that was launched while another ran begins when that one has ended, so its time is counted
-from there. Reads no clock: callers pass the time. Used by `engine` alone.
+A step that was launched while another step ran begins when that step has ended, so its time is
+counted from then on. Reads no clock: callers pass the time. Used by `engine` alone.
 """
 
 from collections import deque
@@ -75,9 +75,9 @@ class Landing(NamedTuple):
 
     #: Engine time at which the result came.
     fetched_s: float
-    #: Seconds that the engine waited for it.
+    #: Seconds that the engine waited for the result.
     wait_s: float
-    #: Busy time since the result before it, or since there was work; see `utilization`. gap_s is
+    #: Busy seconds since the previous result, or since work arrived; see `utilization`. gap_s is
     #: the rest of that time.
     busy_s: float
     gap_s: float
@@ -129,16 +129,16 @@ class StepClock:
 
 
 class StepMembers:
-    """The requests in the running steps; an API server thus knows which ones were in a step that
-    killed its engine.
+    """The requests in the running steps, so that an API server knows which requests were in a step
+    that killed its engine.
 
-    Invariant: `_last` holds the requests of the last step. No request is looked up for a step that,
-    like the steps before it, only decodes all rows.
+    Invariant: `_last` holds the requests of the last step. If a step only decodes all rows, like
+    the steps before it, no request is looked up.
     """
 
     def __init__(self) -> None:
         self._last: set[str] = set()
-        self._num_alike = 0  # latest plans in a row that changed no row
+        self._num_alike = 0  # number of latest plans that changed no row
 
     def launch(
         self, plan: StepPlan, running: Iterable[Sequence], *, is_overlapping: bool

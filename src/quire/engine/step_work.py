@@ -39,7 +39,7 @@ class ExpertWork(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """The costs of a model, as it is served, that determine a step's bytes and operations."""
+    """The costs of a served model from which a step's bytes and operations are computed."""
 
     #: Bytes of the weights that every step reads.
     layer_bytes: int
@@ -63,7 +63,8 @@ class StepWork(NamedTuple):
         decoding rows, and of its chunks, not from each context. The number of experts that are read
         is the expected one if each token chose at random.
         """
-        # Unpacked at once: between two steps these values are in no cache, so reads are slow.
+        # Unpack all fields at once: between two steps they leave the CPU's caches, so each read is
+        # slow.
         layers, head, row, state, token_operations, head_operations, attention, experts = self
         decodes, decode_pairs, chunk_tokens, chunk_pairs, num_logits, chunks, num_context = load
         num_tokens = decodes + chunk_tokens
@@ -90,9 +91,9 @@ class StepWork(NamedTuple):
 class MachineRates(NamedTuple):
     """The machine's best measured rates."""
 
-    #: Bytes read on a CPU, and bytes read and written on a GPU.
+    #: Memory bandwidth: bytes read on a CPU, bytes read plus bytes written on a GPU.
     bytes_per_s: float
-    #: Operations of a large matrix product in the format of the model's weights.
+    #: Operations per second of a large matrix product in the format of the model's weights.
     operations_per_s: float
 
     def floor_s(self, num_bytes: float, operations: float) -> float:

@@ -1,7 +1,7 @@
-"""An engine's work for the tiers behind its KV memory, beside its steps.
+"""Waits for block moves between the KV memory and its tiers, outside the engine's steps.
 
-Moves between the pool and the tiers run by themselves. The engine waits for them here when it has
-no step to run, and advances them while it is idle.
+Moves between the pool and the tiers run in the background. The engine uses this module to wait for
+them when it has no step to run, and to advance them while it is idle.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,12 @@ from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.observability.log import get_logger
 
 WAIT_S = 0.01
-"""Most seconds to wait for a load while there is no other work, since messages may come."""
+"""Most seconds of one wait for a load while there is no other work; short, since messages may
+come."""
 
 IDLE_TURN_S, PAUSED_TURN_S = 0.1, 2.0
-"""Seconds between turns of an idle engine that stores published contents: while tiers take stores,
-and while they take none."""
+"""Seconds between two calls of `advance_idle` while contents remain to be stored: if tiers accept
+stores, and if they accept none."""
 
 MOVES_WAIT_S = 20.0
 """Most seconds to wait for moves in flight before memory is released: a disk may hang for a
@@ -39,7 +40,7 @@ class TierWork:
     def expect(self, model: StepCostModel, chunk: int, longest: int) -> None:
         """Let the load rule predict steps by this cost model until some steps were observed.
 
-        For sequences of up to `longest` tokens that are computed `chunk` at a time.
+        The prediction is for sequences of up to `longest` tokens, in chunks of `chunk` tokens.
         """
         if self._memory.moves is None:
             return
@@ -55,7 +56,7 @@ class TierWork:
             self._memory.moves.observe(step_id, seconds)
 
     def wait(self) -> None:
-        """Wait for a move to end, if one is in flight, or for a moment."""
+        """If a move is in flight, wait briefly for a move to end."""
         moves = self._memory.moves
         if moves is not None and moves.num_in_flight:
             moves.tiers.wait(WAIT_S)
@@ -113,5 +114,5 @@ class TierWork:
             self._is_closed = True
             # If the tiers take no stores, they have logged why.
             if not self.drain() and moves.tiers.takes_stores:
-                logger.warning("not all that was cached could be stored before the end")
+                logger.warning("some cached contents were not stored in the tiers before the end")
             moves.tiers.close()

@@ -1,10 +1,10 @@
 """Token masks of a sequence with a grammar: which tokens may come next, computed in threads.
 
 A mask depends only on the sequence's tokens, which are all known when the step that samples the
-next one is planned. So it is computed in a thread, while the forward pass runs. A slow mask would
-delay the other rows of the step. So after a slow mask, its sequence is planned again only when its
-next mask is ready (`Constraint.is_ready`). Knows no text and no scheduler. Only `grammar_work` uses
-it.
+next token is planned. So a thread computes the mask while the forward pass runs. A slow mask would
+delay the other rows of the step. So after a slow mask, the sequence is planned again only when its
+next mask is ready (`Constraint.is_ready`). Works on token ids alone, without text. Only
+`grammar_work` uses this module.
 """
 
 import time
@@ -18,7 +18,8 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenMasks
 
 SLOW_MASK_S = 0.003
-"""Seconds of processor time from which a mask counts as slow: a decode step of a small model."""
+"""A mask counts as slow from this many seconds of processor time, about a decode step of a small
+model."""
 
 
 class FollowedGrammar(Protocol):

@@ -11,8 +11,8 @@ waited for kernels that the host had not launched yet (`launching_s`). Busy time
 pauses. Otherwise a step runs from its launch, or from the result before it, to its own result.
 
 The bytes and operations of steps are counted, too (`step_work`), with the floor: the least time in
-which the machine could have moved and computed them. So is the time that the cost model of the
-engine's start predicts, which shows whether the machine has become slower.
+which the machine could have moved and computed them. The time that the start-up cost model predicts
+is summed, too; it shows whether the machine has become slower.
 
 A step costs a few additions. Reads no clock: callers pass the time. Used by `engine` alone.
 """
@@ -24,7 +24,7 @@ from quire.engine.step_work import MachineRates, StepWork
 from quire.observability.nvml import GpuReadings
 
 WINDOW_S = 5.0
-"""Recent shares cover at least this many last seconds, and at most twice as many."""
+"""Recent shares cover at least the last WINDOW_S seconds, and at most twice as many."""
 
 
 LEAST_EXPECTED_S = 0.25
@@ -185,7 +185,7 @@ class Utilization:
         self._until_s = now_s
 
     def _pass_idle(self, now_s: float) -> None:
-        """Account for idle time; the time before the last WINDOW_S of a long pause is not
+        """Account for idle time; of a long pause, only the last WINDOW_S seconds count as
         recent."""
         early_s = now_s - WINDOW_S - self._until_s
         if early_s > 0:
