@@ -54,5 +54,5 @@ def test_values_that_json_cannot_hold_are_refused_by_name() -> None:
         as_text(WholeAnswer(StructuredOutputsParams(json={"const": deep})))
     assert refused.value.param == "structured_outputs.json"
     tool = Tool("f", None, {"default": deep})
-    with pytest.raises(InvalidRequestError, match="tools: this is no JSON"):
+    with pytest.raises(InvalidRequestError, match="tools is not valid JSON"):
         as_text(WholeMessage(ToolUse((tool,), ToolMode.AUTO)))

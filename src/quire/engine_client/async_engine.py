@@ -1,12 +1,12 @@
-"""An engine that restarts its process when that dies, and resumes the open requests.
+"""An engine that restarts its process when the process dies, and resumes the open requests.
 
-`AsyncEngine.start` starts an engine process and waits until it is ready. `generate` sends
-requests, whose outputs are pushed into a sink, and returns their `RequestStream`. Closing the
-stream aborts those of its requests that are still running.
+`AsyncEngine.start` starts an engine process and waits until it is ready. `generate` sends requests,
+pushes their outputs into a sink, and returns their `RequestStream`. Closing the stream aborts its
+requests that are still running.
 
 When the process dies, or hangs in a step, it is restarted. Every open request continues from the
-tokens received so far, so its sink notices only a pause. A request that is found to be the cause of
-the deaths ends with an error instead. However the server's process ends, no engine process stays
+tokens received so far, so its sink notices only a pause. A request that repeatedly kills the
+process ends with an error instead. However the server's process ends, no engine process stays
 behind.
 
     supervisor    runs one process after the other, each behind a `link`
@@ -121,7 +121,7 @@ class AsyncEngine:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Facts about the present process by name, for people (see `build_engine`)."""
+        """Facts about the current process by name, to show to people (see `build_engine`)."""
         return self._supervisor.facts
 
     @property
@@ -152,7 +152,7 @@ class AsyncEngine:
     @property
     def last_step_age_s(self) -> float:
         """Seconds since the last message of the process; 0 while there is no process. The process
-        sends between steps, and is pinged several times within `heartbeat_timeout_s`."""
+        answers pings between steps, several within `heartbeat_timeout_s`."""
         return self._supervisor.silence_s
 
     # ---- requests and control ---------------------------------------------------------------
@@ -168,8 +168,8 @@ class AsyncEngine:
 
         Raises OverloadedError if they exceed the limit of open requests, EngineDeadError, and
         InvalidRequestError for an id that is in use. The stream ends with an error if the engine
-        refuses a request. It ends with RequestKillsEngineError for a request that is to blame for
-        deaths of the process, and with EngineDeadError if the engine fails for good or is shut
+        refuses a request. It ends with RequestKillsEngineError if one of its requests is to blame
+        for deaths of the process, and with EngineDeadError if the engine fails for good or is shut
         down.
         """
         self._check_alive()
@@ -184,7 +184,7 @@ class AsyncEngine:
         self._check_alive()
         self._dispatcher.send_control(message)
         link = self._supervisor.link
-        if link is not None:  # else the next process gets it when it starts
+        if link is not None:  # else the next process gets the message at its start
             await link.ask(Ping())
 
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
@@ -194,8 +194,8 @@ class AsyncEngine:
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
         """The fields of the engine's reply to a question, answered between two steps.
 
-        Raises EngineDeadError while the engine recovers, or if no step ends within `timeout_s`, so
-        that no answer comes.
+        Raises EngineDeadError while the engine recovers, or if no reply comes within `timeout_s`
+        because a step does not end.
         """
         self._check_alive()
         return await ask_link(self._supervisor.link, question, timeout_s)
@@ -240,7 +240,7 @@ class Dispatcher:
     After the process has died, `recovery.ResumeQueue` decides in which order requests are sent
     again, and which request has caused the death. The `RequestBook` keeps the received tokens, so
     no token is requested twice. The dispatcher is the supervisor's `EngineListener`. Messages from
-    any connection (wire) but the present one are ignored.
+    earlier connections (wires) are ignored.
     """
 
     def __init__(self, max_num_open: int, clock: Callable[[], float]) -> None:
@@ -294,8 +294,8 @@ class Dispatcher:
     # ---- for the supervisor and its link ----------------------------------------------------
 
     def send_control(self, message: Control) -> None:
-        """Send a message to the process. A pause is also sent to later processes; ClearPrefixes is
-        not, since a new process has no cached prefixes."""
+        """Send a message to the process. Later processes also get a SetPaused, but no
+        ClearPrefixes, since they start without cached prefixes."""
         if isinstance(message, SetPaused):
             self._is_paused = message.paused
         if self._wire is not None:

@@ -4,8 +4,9 @@
         async for output in engine.generate("import os", SamplingParams(max_tokens=32), "0"):
             print(output.outputs[0].text)
 
-The engine runs in a process of its own, as with `quire serve`. If that dies it is restarted, and
-every request continues from the tokens received so far. Knows no HTTP and no torch.
+The engine runs in a process of its own, as with `quire serve`. If the process dies, it is
+restarted, and every request continues from the tokens received so far. Imports no HTTP library and
+no torch.
 """
 
 import asyncio
@@ -81,8 +82,8 @@ class _OpenRequest:
         self.on_end(None)
 
     async def next(self) -> RequestOutput | None:
-        """Wait for new outputs and return all since the last call; None after the last output.
-        Raises the error that ended the request."""
+        """Wait for new outputs and return all outputs since the last call; None after the last
+        output. Raises the error that ended the request."""
         while True:
             found = self._snapshots.pop_output()
             if found is not None:
@@ -154,10 +155,10 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt. Yields results as sampling_params.output_kind says.
 
-        prompt: as for `LLM.generate`. request_id: must differ from those of open requests; ""
-        stands for a new id. lora_request: the adapter to compute the prompt with, which needs
-        enable_lora. Ending the iteration aborts the request. Raises InvalidRequestError,
-        AdapterError, and the error that ended the request or the engine.
+        prompt: as for `LLM.generate`. request_id: must differ from those of open requests; "" makes
+        a new id. lora_request: the adapter to compute the prompt with, which needs enable_lora.
+        Ending the iteration aborts the request. Raises InvalidRequestError, AdapterError, and the
+        error that ended the request or the engine.
         """
         await self._may_begin.wait()
         engine = await self._started()
@@ -187,8 +188,8 @@ class AsyncLLM:
         """Begin no more requests until `resume_generation`. When this returns, the engine makes no
         steps.
 
-        mode: decides about the running requests: "abort" ends them, with finish_reason "abort";
-        "wait" waits for their end; "keep" stops them until `resume_generation`. clear_cache: clears
+        mode: how running requests are handled: "abort" ends them with finish_reason "abort", "wait"
+        waits until they end, "keep" suspends them until `resume_generation`. clear_cache: clears
         all cached prefixes. Raises InvalidRequestError, EngineDeadError.
         """
         if mode not in PAUSE_MODES:
@@ -216,7 +217,7 @@ class AsyncLLM:
         return not self._may_begin.is_set()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Clear all cached prefixes, as `LLM.reset_prefix_cache`."""
+        """Clear all cached prefixes, like `LLM.reset_prefix_cache`."""
         await (await self._started()).send_control(ClearPrefixes())
         return True
 

@@ -1,4 +1,4 @@
-"""Converts a block map to plain data for messages and JSON, in pages.
+"""Converts a map of KV blocks to plain data for messages and JSON, in pages.
 
 Knows no sockets and no HTTP. Called by `engine_process.engine_loop`.
 """
@@ -9,7 +9,8 @@ from typing import Any
 from quire.core.memory.memory_report import BlockMap, BlockUse, Owner
 
 MAX_PAGE_OWNERS = 1_000_000
-"""A page ends with the block that reaches this many owners; then it takes some tens of MiB."""
+"""A page ends with the block at which its owners reach this number; it then takes some tens of
+MiB."""
 
 
 def block_page(found: BlockMap, max_num_owners: int = MAX_PAGE_OWNERS) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Shows the use of a device's memory, as decided when the engine is built.
 
-`memory_report`, in contrast, shows the KV cache alone, at any moment. The numbers are among the
-facts that the engine reports. Written by `assembly/device_memory_plan`, printed by
-`server/start_message`.
+`memory_report`, in contrast, shows only the KV cache, at any time. The engine reports these numbers
+among its facts. Written by `assembly/device_memory_plan`, printed by `server/start_message`.
 """
 
 from collections.abc import Mapping
@@ -23,15 +22,16 @@ class DeviceLedger:
     """Bytes of one device by use. The parts add up to total_bytes."""
 
     weight_bytes: int
-    #: Memory of the largest step in addition to weights and KV cache, including the recurrent state
-    #: of all sequences of the batch.
+    #: Bytes that the largest step needs besides weights and KV cache, including the recurrent
+    #: states of all sequences in the batch.
     activation_bytes: int
     #: Bytes reserved for CUDA graphs.
     graph_bytes: int
     kv_cache_bytes: int
     #: Bytes of other programs, the driver's context and the code of kernels.
     other_bytes: int
-    #: Bytes beyond the limit of gpu_memory_utilization, or too few for another block.
+    #: Bytes above the limit of gpu_memory_utilization, and a rest that is too small for another
+    #: block.
     unused_bytes: int
     #: Bytes of the slots for adapters.
     adapter_bytes: int = 0

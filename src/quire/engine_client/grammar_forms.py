@@ -1,7 +1,6 @@
 """Required forms of answers (structured output, tool calls) as data for the grammar process.
 
-`server` creates the forms of its calls and asks for their grammars, which `process.grammar_main`
-makes.
+`server` creates the form of each call and asks for its grammar, which `process.grammar_main` makes.
 """
 
 import json
@@ -35,7 +34,7 @@ class GrammarForm(Protocol):
     def grammar(self, dialect: Dialect, tokenizer: Tokenizer) -> str | None:
         """The grammar for `GrammarCompiler`; None if any text is allowed.
 
-        Raises InvalidRequestError, which names a part that is not supported.
+        Raises InvalidRequestError, which names the unsupported part.
         """
         ...
 
@@ -107,7 +106,7 @@ def as_text(form: GrammarForm) -> str:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
-            f"{form.origin}: this is no JSON: {error}", form.origin
+            f"{form.origin} is not valid JSON: {error}", form.origin
         ) from error
 
 

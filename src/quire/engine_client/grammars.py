@@ -1,8 +1,8 @@
 """The grammar compiler of one engine, created for the first grammar or at start.
 
-Reading the tokenizer's vocabulary takes the compiler time and memory, which a process without
-grammars should not spend. So the first grammar creates it. With a large vocabulary, that grammar
-would hold up other requests, so `begin` creates the compiler at start.
+The compiler reads the tokenizer's vocabulary, which takes time and memory that a process without
+grammars should not spend. So the first grammar creates the compiler. With a large vocabulary, this
+would delay other requests, so `begin` creates the compiler at start.
 """
 
 import threading
@@ -13,7 +13,7 @@ from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 LARGE_VOCABULARY = 8192
-"""With at least this many tokens, a server reads the vocabulary at start, in its engine and in the
+"""A server reads a vocabulary of at least this many tokens at start, in its engine and in the
 process that compiles grammars. llguidance holds the GIL while it reads a vocabulary, for 2 us a
 token. Later, with 150,000 tokens, all streams would stop for 0.4 s."""
 
@@ -44,7 +44,7 @@ class SharedCompiler:
         return self._made().compile(grammar, domain)
 
     def begin(self) -> None:
-        """Make the compiler in a thread, if making it later would hold up other requests."""
+        """Make the compiler in a thread, if making it later would delay other requests."""
         if self._vocab_size >= LARGE_VOCABULARY:
             thread = ThreadPoolExecutor(1, "quire-vocabulary")
             self._begun = thread.submit(lambda: self._made().vocabulary.make())

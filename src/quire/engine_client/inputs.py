@@ -23,15 +23,17 @@ from quire.text.tokenizer import Tokenizer
 
 MAX_NAME_LENGTH = 256
 MAX_BAD_WORD_CELLS = 1 << 17
-"""Limit of bad words: the number of their forms times the number of tokens of the longest form.
-Every step of a branch compares this many tokens with its output, while all other branches wait."""
+"""Limit of bad words: the number of their tokenized forms times the number of tokens in the longest
+form. At every step, a branch compares this many tokens with its output while all other branches
+wait."""
 
 OPTION_NAMES = ("priority", "tenant", "cache_salt", "deadline_s")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options of a request that decide about its order, tenant and cache.
+    """Options of a request that determine its place in the queue, its tenant and its cached
+    prefixes.
 
     Raises InvalidRequestError, which names the field.
     """
@@ -39,14 +41,14 @@ class RequestOptions:
     #: Requests with smaller values go first under the priority policy. Other policies refuse all
     #: values but 0.
     priority: int = 0
-    #: Name of the tenant for fair sharing, the ledger and the cache: prefixes are shared within a
-    #: tenant only.
+    #: Name of the tenant, for fair sharing, the memory report and the cache: prefixes are shared
+    #: only within a tenant.
     tenant: str = ""
     #: Prefixes are shared only among requests with the same salt.
     cache_salt: str = ""
     #: Seconds after its arrival by which the request should have ended, for the deadline policy.
     deadline_s: float | None = None
-    #: Whether all tenants may use its prefixes as long as they are cached.
+    #: Whether all tenants may use the request's cached prefixes.
     is_public: bool = False
 
     def __post_init__(self) -> None:
@@ -76,7 +78,7 @@ class RequestOptions:
 
     @property
     def cache_domain(self) -> str:
-        """The name of the cache domain. Different pairs of tenant and salt have different names."""
+        """The name of the cache domain. Different (tenant, salt) pairs have different names."""
         if self.is_public:
             return PUBLIC_DOMAIN
         return f"{len(self.tenant)}:{self.tenant}{self.cache_salt}"
@@ -105,8 +107,8 @@ class PromptInput(NamedTuple):
 
 
 CompileGrammar: TypeAlias = Callable[[str, str], object]
-"""Compiles a grammar for a cache domain to check that it is supported. Takes milliseconds or much
-longer. Raises InvalidRequestError, which names a part that is not supported."""
+"""Compiles a grammar for a cache domain to check that it is supported, which takes milliseconds or
+much longer. Raises InvalidRequestError, which names the unsupported part."""
 
 
 class InputProcessor:
@@ -125,7 +127,7 @@ class InputProcessor:
         self._compile = compile_grammar
         #: The last list of bad words and its token ids. The prompts of one call share the list.
         self._last_words: tuple[Sequence[str], list[list[int]]] = ((), [])
-        #: The last structured output and its grammar.
+        #: The last structured_outputs and the grammar made from them.
         self._last_format: tuple[StructuredOutputsParams | None, str | None] = (None, None)
 
     def make_request(
@@ -142,10 +144,10 @@ class InputProcessor:
     ) -> Request:
         """Tokenize, check and resolve one prompt.
 
-        `seed` is used if the params have none. `beams` are the parameters of a beam search; then
-        `params` are their `sampling_params_of`. `grammar` is the result of `prepare_grammar`; with
-        None, that of params.structured_outputs is used. `adapter` is the engine's reference to the
-        adapter.
+        `seed` is used if the params have none. `beams` are the parameters of a beam search, or
+        None; with them, `params` is `sampling_params_of(beams)`. `grammar` is the result of
+        `prepare_grammar`; None makes it from params.structured_outputs. `adapter` is the engine's
+        reference to the adapter.
 
         Raises InvalidRequestError. `Engine.add` checks whether there are enough KV blocks.
         """
@@ -182,7 +184,7 @@ class InputProcessor:
         """Resolve the params of one prompt. Arguments and errors are those of `make_request`."""
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
-                "stop strings need a tokenizer, but the engine runs without; use stop_token_ids",
+                "stop strings need a tokenizer, but the engine has none; use stop_token_ids",
                 "stop",
             )
         if grammar is None:
@@ -227,16 +229,15 @@ class InputProcessor:
         self, wanted: StructuredOutputsParams | None, domain: str = ""
     ) -> str | None:
         """The grammar of a structured output, after checking that it compiles for a cache domain.
-        It is remembered for further calls with the same object. Raises InvalidRequestError, which
-        names a part that is not supported."""
+        The grammar is remembered for further calls with the same object. Raises
+        InvalidRequestError, which names the unsupported part."""
         if wanted is None:
             return None
         known, grammar = self._last_format  # read once, since another thread may change it
         if known is not wanted:
             if self._tokenizer is None or self._compile is None:
                 raise InvalidRequestError(
-                    "structured_outputs need a tokenizer, but the engine runs without; leave them"
-                    " out",
+                    "structured_outputs need a tokenizer, but the engine has none; leave them out",
                     "structured_outputs",
                 )
             grammar = grammar_of(wanted)
@@ -245,13 +246,14 @@ class InputProcessor:
         return grammar
 
     def prepare_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """The token ids of bad words in all their forms. They are remembered for further calls with
-        the same list object, since thousands of words take long. Raises InvalidRequestError."""
+        """The token ids of bad words in all their forms. The ids are remembered for further calls
+        with the same list object, since tokenizing thousands of words takes long. Raises
+        InvalidRequestError."""
         if not words:
             return []
         if self._tokenizer is None:
             raise InvalidRequestError(
-                "bad_words need a tokenizer, but the engine runs without; use logit_bias",
+                "bad_words need a tokenizer, but the engine has none; use logit_bias",
                 "bad_words",
             )
         known, found = self._last_words  # read once, since another thread may change it
@@ -261,7 +263,7 @@ class InputProcessor:
             if num_cells > MAX_BAD_WORD_CELLS:
                 raise InvalidRequestError(
                     f"bad_words has {len(words)} words, and {max(map(len, found))} tokens in the"
-                    f" longest, which is too much to look for at each step; send fewer, or shorter",
+                    f" longest, too much to search for at each step; send fewer or shorter words",
                     "bad_words",
                 )
             self._last_words = (words, found)
@@ -295,7 +297,8 @@ def read_prompt(prompt: Any) -> PromptInput:
 
 
 def _whole_numbers(token_ids: Sequence[Any]) -> list[int]:
-    """Convert whole numbers of any type to int. Other values stay, and are refused later."""
+    """Convert whole numbers of any type to int. Other values are returned as they are, and refused
+    later."""
     if countOf(map(type, token_ids), int) == len(token_ids):
         return list(token_ids)
     whole = [(token_id, whole_number(token_id)) for token_id in token_ids]

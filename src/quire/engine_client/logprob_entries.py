@@ -1,8 +1,8 @@
 """Log-probabilities of many tokens, kept as bytes until they are read.
 
-As Python objects, an entry with the 20 most likely tokens takes 1.6 KB, which the garbage collector
-scans repeatedly; as bytes it takes 0.25 KB. So an answer that is collected before it is sent keeps
-bytes. Knows no requests. Called by `engine_loop`, which packs long lists, and by `outputs`.
+An entry with the 20 most likely tokens takes 1.6 KB as Python objects, which the garbage collector
+scans repeatedly, but 0.25 KB as bytes. So an answer that is collected before it is sent keeps its
+entries as bytes. Called by `engine_loop`, which packs long lists, and by `outputs`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,11 @@ import msgspec
 from quire.core.step import TokenLogprobs
 
 CHUNK_TOKENS = 32
-"""Tokens that are decoded at a time, which takes a tenth of a millisecond."""
+"""Number of entries that are decoded at a time, which takes a tenth of a millisecond."""
 
 _NUM_LOOSE = 4
-"""The last few entries stay objects, so that a stream that reads each entry at once never packs."""
+"""Number of latest entries that stay objects, so that a stream that reads each entry at once never
+packs."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(TokenLogprobs).decode

@@ -1,10 +1,10 @@
 """Messages between the API server and the engine process.
 
 The API server sends Start once, then AddRequest, AbortRequest, FindAdapter, SetPaused,
-ClearPrefixes, questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown. An agent between them
-sends AbortAll. The engine sends Progress while it loads, Ready once, then Outputs (one message a
-step), RequestFailed and AdapterReply. It answers questions in their order, and sends Fatal before
-it dies of an error. `ipc` encodes them.
+ClearPrefixes, questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown. An agent between
+server and engine sends AbortAll. The engine sends Progress while it loads, Ready once, then Outputs
+(one message a step), RequestFailed and AdapterReply. The engine answers questions in their order,
+and sends Fatal before it dies of an error. `ipc` encodes messages.
 
 Knows no sockets, no processes and no asyncio. Called by `engine_process` and `link`.
 """
@@ -27,8 +27,8 @@ from quire.errors import (
 from quire.ipc import decoder
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
-"""Called with the fields of Progress: the activity, the amount done and the total amount, 0 if
-unknown."""
+"""Called with the fields of Progress: the activity, the amount of work done, and the total amount
+(0 if unknown)."""
 
 
 class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
@@ -53,13 +53,13 @@ class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
 
 class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
-    """End all requests before the next step, because their API server is gone. Another one may
-    connect."""
+    """End all requests before the next step, because their API server is gone. Another API server
+    may connect."""
 
 
 class FindAdapter(msgspec.Struct, tag="find_adapter", array_like=True, frozen=True):
     """Find an adapter in a folder; see `engine.adapter_work.StoredAdapters.find`. Answered by one
-    AdapterReply after it was read; other messages and steps may come before."""
+    AdapterReply when the adapter has been read; other messages and steps may come before."""
 
     #: Identifies the question in its reply.
     find_id: int
@@ -209,7 +209,7 @@ def request_failed(request_id: str, error: QuireError) -> RequestFailed:
 
 
 def error_from(failure: RequestFailed) -> QuireError:
-    """The exception that `request_failed` turned into a message."""
+    """The exception from which `request_failed` made the message."""
     kind = _error_classes().get(failure.code)
     if kind is not None and issubclass(kind, InvalidRequestError):
         return kind(failure.message, failure.param)
@@ -227,7 +227,7 @@ def start_error_from(fatal: Fatal) -> QuireError:
 
 
 def _error_classes() -> dict[str, type[QuireError]]:
-    """Error classes by code. A class with an inherited code is left out."""
+    """Error classes by code. Leaves out classes that inherit their code."""
     found: dict[str, type[QuireError]] = {}
     pending: list[type[QuireError]] = [QuireError]
     while pending:

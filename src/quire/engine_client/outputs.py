@@ -1,8 +1,8 @@
 """Turns outputs of sequences into text and results; no torch.
 
 Text is made here, outside the engine, so stop strings are found here, too. A branch whose text
-contains one ends at that token, and the caller aborts it in the engine. Later tokens of the engine
-are dropped. The API server and the offline API use it.
+contains a stop string ends at that token, and the caller aborts it in the engine. Tokens that the
+engine made after it are dropped. The API server and the offline API use this module.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from quire.text.tokenizer import Tokenizer
 class _Branch:
     """Text and results of one branch.
 
-    New pieces of text are collected in lists and joined when they are read. A text that grows by
-    one token at a time would be copied for each token.
+    New pieces of text are collected in lists and joined when they are read, because appending each
+    token to a string would copy the whole text each time.
     """
 
     def __init__(
@@ -198,12 +198,12 @@ class RequestAssembler:
         kept_special_token_ids: frozenset[int] = frozenset(),
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """With `deltas_only`, text and log-probabilities of branches exist only in their deltas,
-        and those of the prompt in `prompt_entries`. Then a stream holds only data that its client
-        has not received yet.
+        """With `deltas_only`, text and log-probabilities of branches are kept only until
+        `pop_delta` returns them, and log-probabilities of the prompt are in `prompt_entries`. A
+        stream then holds only data that its client has not received yet.
 
-        Tokens of `kept_special_token_ids` appear in the texts even with skip_special_tokens.
-        `lora_request` is copied to the results.
+        Special tokens in `kept_special_token_ids` appear in the texts even with
+        skip_special_tokens. `lora_request` is copied to the results.
         """
         self._params = params
         self.request = request
@@ -250,8 +250,8 @@ class RequestAssembler:
         if new.prompt_logprobs is not None:
             self._store_prompt_logprobs(LogprobEntries.of(new.prompt_logprobs))
         if new.branch_index == 0 and not self._knows_cached:
-            # Only the first output counts, because a request that is resumed finds other cached
-            # tokens.
+            # Only the first output counts, because a resumed request finds a different number of
+            # cached tokens.
             self._output.num_cached_tokens = new.num_cached_tokens
             self._knows_cached = True
         if new.error is not None:
@@ -279,7 +279,7 @@ class RequestAssembler:
         return self._branches[branch_index].pop_delta()
 
     def _store_prompt_logprobs(self, entries: LogprobEntries) -> None:
-        """Keep the first entries; a request that is resumed sends the same again."""
+        """Keep the first entries; a resumed request sends the same entries again."""
         if self._deltas_only:
             self.prompt_entries = self.prompt_entries or entries
         elif self._output.prompt_logprobs is None:
@@ -305,8 +305,8 @@ def logprob_map(
     entry: TokenLogprobs, tokenizer: Tokenizer | None, *, is_ranked: bool = True
 ) -> dict[int, Logprob]:
     """Map the most likely tokens, best first, to their log-probabilities, and add the token itself.
-    If not `is_ranked`, the entry has the tokens that the request lists, and only the token itself
-    has a known rank."""
+    With `is_ranked` False, the entry has the tokens listed by the request, and only the rank of the
+    token itself is known."""
 
     def text(token_id: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(token_id)
@@ -322,7 +322,8 @@ def logprob_map(
 
 
 class OutputSnapshots:
-    """Results of a running request, in the form of its `output_kind`. The reader owns each result.
+    """Results of a running request, in the form of its `output_kind`. The reader may change each
+    result.
 
     Invariant: with DELTA, the concatenated pieces are the whole result.
     """

@@ -1,6 +1,6 @@
 """Turns texts into embedding and scoring requests, and decodes their results.
 
-No torch: both the API server and the offline API use it.
+Uses no torch, since the API server and the offline API use this module.
 """
 
 import math
@@ -31,8 +31,8 @@ WHOLE_CONTEXT = -1
 class Truncation:
     """How a long input is truncated."""
 
-    #: The number of tokens to keep, or WHOLE_CONTEXT for as many as the model takes. None keeps
-    #: all, so an input that is too long is refused.
+    #: The number of tokens to keep, or WHOLE_CONTEXT for the longest input that the model takes.
+    #: None truncates nothing, so an input that is too long is refused.
     most: int | None = None
     #: Whether the last tokens are kept instead of the first.
     keeps_end: bool = False
@@ -44,7 +44,7 @@ WHOLE = Truncation()
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """Default instruction of Qwen3's rerankers."""
 
-# The text around a pair, by the model card of Qwen3-Reranker.
+# The prompt text around a pair, from the model card of Qwen3-Reranker.
 _QWEN3_BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
     ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -132,7 +132,7 @@ class PoolingInputs:
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
         """Make an input that yields a score for each label. With `activates` False, the scores are
-        those before the head's activation. Raises InvalidRequestError."""
+        the head's outputs before its activation function. Raises InvalidRequestError."""
         pooling = self.pooling
         if not pooling.num_scores:
             raise InvalidRequestError(
@@ -173,10 +173,10 @@ class PoolingInputs:
         instruction: str | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """Make an input of two texts that get one score. If they are too long together, the second
+        """Make an input of two texts that get one score. If both together are too long, the second
         text is truncated.
 
-        `instruction` describes the task, for models that were trained with one. Raises
+        `instruction` describes the task, for models that were trained with instructions. Raises
         InvalidRequestError.
         """
         pooling, limits = self.pooling, self._limits
@@ -258,8 +258,8 @@ class PoolingInputs:
             for part in (_QWEN3_BEFORE, _QWEN3_AFTER)
         )
         most = truncation.most
-        # Cut the document where the whole prompt exceeds the limit. With `keeps_end`, its begin is
-        # cut.
+        # Cut the document where the whole prompt exceeds the limit. With `keeps_end`, cut its
+        # beginning.
         excess = 0 if most is None else len(before) + len(middle) + len(after) - most
         if excess > 0:
             first = len(middle) - excess

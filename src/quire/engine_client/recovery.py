@@ -1,11 +1,11 @@
 """Recovery after the death of an engine process: resume, blame, restart.
 
-A death is read first (`Death`). If it came from outside, or while nothing was computed, no request
-is to blame, and all continue. Otherwise the requests of the step are suspects. They are tried one
-after the other: the next suspect is sent only after the present one has recomputed the tokens that
-were being computed at the death. Cleared requests continue beside the trials; new requests wait
-until the trials are over. A request is to blame when the process has died on its trial, in its own
-step, for the second time:
+First, the cause of a death is determined (`Death`). If it came from outside, or while nothing was
+computed, no request is to blame, and all requests continue. Otherwise the requests of the step are
+suspects. They are tried one after the other: the next suspect is sent only after the present one
+has recomputed the tokens that were being computed at the death. Cleared requests continue beside
+the trials; new requests wait until the trials are over. A request is to blame when the process has
+died on its trial, in its own step, for the second time:
 
     it crashed or hung      the second trial follows at once, with no other request in the process.
                             If it passes, the requests that were in the step beside it are
@@ -13,11 +13,11 @@ step, for the second time:
     memory ran out          another program may have caused that, so all other suspects are tried
                             first: if another one dies as well, the first death proves nothing.
 
-`core.scheduling.fault_isolation` has the same idea on another scale. There a step has failed in an
-engine that lives on, and sequences are tried in steps of their own. Here the process has died, and
-requests are tried in a new process.
+`core.scheduling.fault_isolation` has the same idea on another scale. There, a step has failed in an
+engine that goes on, and each sequence is tried in a step of its own. Here, the process has died,
+and each request is tried in a new process.
 
-Pure: knows no process, no clock, no asyncio. Called by `link`, `async_engine` and `supervisor`.
+Pure logic without processes, clocks and asyncio. Called by `link`, `async_engine` and `supervisor`.
 """
 
 import signal
@@ -43,7 +43,7 @@ OWN_SIGNALS = frozenset(
     for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
     if hasattr(signal, name)
 )
-"""Signals that a process gets for its own actions. All others are sent from outside."""
+"""Signals that a process gets for its own faults. All other signals are sent from outside."""
 
 
 class EngineState(StrEnum):
@@ -76,7 +76,7 @@ class Death:
     #: Its exit code, or minus the number of the signal that ended it. If the death of a rank ended
     #: the process, this is the rank's status. None if the server killed the process.
     status: int | None
-    #: Whether it reported the reason of its end, or sent bytes that are no message.
+    #: Whether the process reported why it ended, or sent bytes that are no message.
     has_failed: bool = False
     #: Whether the server killed it because a step did not end.
     has_hung: bool = False
@@ -126,11 +126,13 @@ class RecoveryConfig:
     """How the server reacts to failures of its engine."""
 
     #: Maximum number of deaths within window_s that neither a request nor another process has
-    #: caused. After one more, the engine has failed for good. 0 means that it is never restarted.
+    #: caused. After one more death, the engine has failed for good. 0 means that it is never
+    #: restarted.
     max_restarts: int = 5
     #: Seconds within which deaths are counted.
     window_s: float = 300.0
-    #: An engine that answers nothing for this many seconds hangs in a step, and is killed.
+    #: An engine that sends no answer for this many seconds counts as hanging in a step, and is
+    #: killed.
     heartbeat_timeout_s: float = 60.0
     #: The first restart comes at once, and the second after this many seconds. Each further pause
     #: is twice as long.
@@ -155,7 +157,7 @@ class RecoveryConfig:
 
 
 class RestartBudget:
-    """Counts deaths and computes the pause before the next start.
+    """Counts deaths of the process and computes the pause before the next start.
 
     Invariant: `_deaths` are the deaths within the window that no request is to blame for, in order,
     with their times.
@@ -170,9 +172,9 @@ class RestartBudget:
     ) -> float | None:
         """Count a death. Returns the seconds until the next start; None if there should be none.
 
-        `explained` are the deaths, including this death, that a request is to blame for; they no
-        longer count. Kills by other processes don't end the restarts. They only lead to a longer
-        pause.
+        `explained` are the deaths, including this death, for which a request is to blame; they no
+        longer count. Kills by other processes never end the restarts, they only make the pause
+        longer.
         """
         config = self._config
         self._deaths.append((now_s, death))
@@ -217,7 +219,7 @@ class OpenRequest:
 
     @property
     def is_beam_search(self) -> bool:
-        """Whether all of its outputs come at its end."""
+        """Whether it is a beam search, which returns all of its outputs at its end."""
         return self.request.params.beam_width > 0
 
     def record_output(self, output: SequenceOutput) -> bool:
@@ -233,8 +235,8 @@ class OpenRequest:
         return True
 
     def drop(self, branch_index: int | None) -> int:
-        """Remove a branch, or all with None, that ends without an output. Returns the number
-        removed."""
+        """Remove a branch (None: all branches) that ends without an output. Returns the number of
+        branches removed."""
         num_before = len(self.branches)
         if branch_index is None:
             self.branches.clear()
@@ -256,8 +258,8 @@ class _Case:
     #: Deaths that it may have caused. They are removed when it is cleared, or when another request
     #: turns out to have caused them.
     deaths: set[Death] = field(default_factory=set)
-    #: Deaths on its trial. A pass removes those for lack of memory, since it shows that another
-    #: program used up the memory.
+    #: Deaths on its trial. When it passes a trial, deaths for lack of memory are removed, since
+    #: another program has used up the memory.
     trial_deaths: list[Death] = field(default_factory=list)
 
 
@@ -265,16 +267,17 @@ class _Case:
 class Diagnosis:
     """The conclusion from a death."""
 
-    #: The request that is ended for the death; it has no open branches if its client has left. None
-    #: if no request is convicted so far.
+    #: The request that is to blame for the death and is ended; it has no open branches if its
+    #: client has left. None if no request is to blame so far.
     blamed: OpenRequest | None = None
-    #: The deaths that the blamed request has caused, including the last death. If none is blamed
-    #: after a crash on a trial, the last death alone, whose cause later trials will show.
+    #: The deaths that the blamed request has caused, including the last death. After a crash on a
+    #: trial for which no request is blamed yet, only the last death, whose cause later trials will
+    #: show.
     explained: frozenset[Death] = frozenset()
 
 
 class ResumeQueue:
-    """Tracks which open requests are in the engine process, and which wait to be sent.
+    """Tracks which open requests were sent to the engine process, and which wait to be sent.
 
     Invariant: a request with open branches is in exactly one of `_sent`, `_cleared`, `_suspects`
     and `_new`. The request on trial is in `_sent`, as long as it has open branches. `_cases` is
@@ -283,17 +286,17 @@ class ResumeQueue:
 
     def __init__(self) -> None:
         self._sent: dict[str, OpenRequest] = {}
-        self._cleared: deque[OpenRequest] = deque()  # to be sent again, suspected of nothing
+        self._cleared: deque[OpenRequest] = deque()  # to be sent again, not suspects
         self._suspects: deque[OpenRequest] = deque()
         self._new: deque[OpenRequest] = deque()
         self._trial: OpenRequest | None = None
-        self._is_alone = False  # whether nothing else is sent beside the trial
-        #: Number of tokens that each branch, by its index, has to reach before the trial is passed.
+        self._is_alone = False  # whether no other request is sent during the trial
+        #: Branch index -> number of tokens that the branch must reach to pass the trial.
         self._goals: dict[int, int] = {}
         self._cases: dict[OpenRequest, _Case] = {}
         # The request on whose trial the process died last; None once it has passed a trial since.
         self._last_struck: OpenRequest | None = None
-        self._others_passed = False  # whether another request has passed a trial since
+        self._others_passed = False  # whether a different request has passed a trial since
 
     @property
     def is_idle(self) -> bool:
@@ -322,7 +325,8 @@ class ResumeQueue:
         # First, end a trial that was passed.
         if self._trial is not None and self._has_passed(self._trial):
             self._clear_suspect(self._trial)
-        # Without a trial, a suspect whose trial has killed the process goes first, and alone.
+        # Without a trial, first try a suspect whose earlier trial killed the process, alone in the
+        # process.
         if self._trial is None:
             self._is_alone = False
             suspect = _first_open(self._suspects)
@@ -349,7 +353,7 @@ class ResumeQueue:
         return None if request is None else self._send(request)
 
     def end(self, request: OpenRequest) -> None:
-        """Remove a request that was answered to its end or refused."""
+        """Remove a request that was answered completely or refused."""
         self._sent.pop(request.request_id, None)
         if self._trial is request:
             self._clear_suspect(request)
@@ -368,13 +372,14 @@ class ResumeQueue:
     def on_death(self, death: Death) -> Diagnosis:
         """Judge the death of the process, or its failed start."""
         trial, self._trial = self._trial, None
-        # First, divide the requests beside the trial by whether they may have caused the death.
+        # First, divide the requests other than the one on trial by whether they may have caused the
+        # death.
         beside = [request for request in self._sent.values() if request is not trial]
         self._sent.clear()
         concerned = [request for request in beside if death.concerns(request.request_id)]
         others = [request for request in beside if not death.concerns(request.request_id)]
         if trial is None and concerned:
-            # They ran in no step, so they wait for the trials.
+            # These new requests ran in no step, so they wait until the trials are over.
             self._new.extendleft(reversed(others))
         else:
             self._cleared.extend(others)
@@ -399,13 +404,14 @@ class ResumeQueue:
         may_be_others = death.cause is Cause.MEMORY
         is_repeated = self._last_struck is trial and (self._others_passed or not may_be_others)
         self._last_struck, self._others_passed = trial, False
-        # A repeated death convicts. For lack of memory it counts only if another request has passed
-        # since.
+        # A repeated death proves guilt; for lack of memory, only if another request has passed a
+        # trial since.
         if is_repeated or len(case.trial_deaths) == MAX_TRIAL_DEATHS or not trial.branches:
             self._cleared.extend(beside)
             return self._blame(trial)
         self._mark_suspects(beside, death)
-        # Without proof, another trial follows: after all others for lack of memory, else at once.
+        # Without proof, try the request again: after all other suspects if memory ran out, else at
+        # once.
         if may_be_others:
             self._suspects.append(trial)
             return Diagnosis()
@@ -413,7 +419,7 @@ class ResumeQueue:
         return Diagnosis(explained=frozenset([death]))
 
     def _blame(self, blamed: OpenRequest) -> Diagnosis:
-        """Blame a request, and clear the suspects of its deaths alone."""
+        """Blame a request, and clear the requests that are suspected only of its deaths."""
         explained = frozenset(self._cases[blamed].deaths)
         suspects, self._suspects = self._suspects, deque()
         for request in suspects:
@@ -423,7 +429,7 @@ class ResumeQueue:
         return Diagnosis(blamed, explained)
 
     def _clear_suspect(self, trial: OpenRequest) -> None:
-        """Clear a request that has passed its trial or was answered to its end."""
+        """Clear a request that has passed its trial or was answered completely."""
         self._trial = None
         case = self._cases[trial]
         case.deaths.clear()
@@ -434,9 +440,9 @@ class ResumeQueue:
             self._others_passed = True
 
     def _mark_suspects(self, requests: Iterable[OpenRequest], death: Death) -> None:
-        """Make requests suspects. Deadly requests mostly kill in their first steps, so those with
-        the least output are tried first. Beam searches are tried last, since their trials take
-        long."""
+        """Make requests suspects. Most faulty requests kill the process in their first steps, so
+        suspects with the least output are tried first. Beam searches are tried last, since their
+        trials take long."""
         ordered = sorted(requests, key=lambda request: (request.is_beam_search, request.num_tokens))
         for request in ordered:
             self._cases.setdefault(request, _Case()).deaths.add(death)
@@ -458,7 +464,8 @@ class ResumeQueue:
         return request
 
     def _has_passed(self, trial: OpenRequest) -> bool:
-        """Whether the request on trial has recomputed what was being computed at the death."""
+        """Whether the request on trial has recomputed the tokens that were being computed at the
+        death."""
         branches = trial.branches
         if self._goals:
             return bool(branches) and all(

@@ -1,8 +1,8 @@
 """Open requests and the streams that receive their outputs.
 
-Shared by the dispatchers of one engine and of a fleet: the book limits the open requests and keeps
-each request's tokens so far and its stream. The dispatchers decide which process computes a
-request. Knows no process and no asyncio.
+Shared by the dispatchers of one engine and of a fleet: the book limits the number of open requests,
+and keeps each request's stream and its tokens so far. The dispatchers decide which process computes
+a request. Knows no process and no asyncio.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -85,15 +85,15 @@ class RequestStream:
 class RequestBook:
     """All open requests.
 
-    Invariant: a request is in the book exactly while wanted outputs may come for it. `num_open`
-    counts the open branches in it.
+    Invariant: a request is in the book exactly as long as outputs that its client wants may come
+    for it. `num_open` counts the open branches of all requests.
     """
 
     def __init__(
         self, max_num_open: int, abort: Abort, on_end: Callable[[OpenRequest], None]
     ) -> None:
         """At most `max_num_open` branches may be open. Streams call `abort`. `on_end` is called
-        with a request that has ended or failed, before its stream is told."""
+        with a request that has ended or failed, before its stream is notified."""
         self.num_open = 0
         self._max_num_open = max_num_open
         self._abort = abort
@@ -118,7 +118,8 @@ class RequestBook:
                 "send them in several calls"
             )
         if self.num_open + num_wanted > bound:
-            # The message leaves out the number of open requests, since it is about other clients.
+            # The message leaves out the number of open requests, since that would tell about other
+            # clients.
             raise OverloadedError(
                 f"the server has too many generations open to take {num_wanted} more: its bound is"
                 f" {bound}; retry later"
@@ -162,8 +163,8 @@ class RequestBook:
         stream.push(output)
 
     def drop(self, request_id: str, branch_index: int | None) -> OpenRequest | None:
-        """Drop a request, or one branch, that its client no longer wants. Returns the request if
-        there was anything to drop. Its stream ends later, by `end_if_done`."""
+        """Drop a request, or one branch, that its client no longer wants. Returns the request, or
+        None if nothing was dropped. Its stream ends later, by `end_if_done`."""
         request, _ = self._open.get(request_id, (None, None))
         if request is None:
             return None
@@ -172,7 +173,8 @@ class RequestBook:
         return request if num_dropped else None
 
     def end_if_done(self, request: OpenRequest) -> None:
-        """End the stream of a dropped request if it was the last, after the process was told."""
+        """End the stream of a dropped request if that was its last request. Called after the abort
+        was sent."""
         _, stream = self._open[request.request_id]
         if not request.branches:
             self._forget(request)

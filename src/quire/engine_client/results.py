@@ -1,4 +1,4 @@
-"""Results of a request for its caller: complete, or in pieces.
+"""Results of a request for the caller: whole results and deltas.
 
 Plain data, made by `outputs`.
 """
@@ -50,16 +50,16 @@ class CompletionOutput:
     text: str = ""
     #: The generated tokens, including an end token.
     token_ids: list[int] = field(default_factory=list)
-    #: The sum over the tokens, if logprobs were requested or it is the result of a beam search.
+    #: The sum of the tokens' log-probabilities; None unless logprobs were requested or this is a
+    #: beam search.
     cumulative_logprob: float | None = None
-    #: A map from token id to Logprob for each token, if requested.
+    #: For each token, a map from token id to Logprob; None if not requested.
     logprobs: list[dict[int, Logprob]] | None = None
     #: "stop", "length", "abort" or "error"; None while it runs.
     finish_reason: str | None = None
     #: The stop string or stop token id that ended it; None for the model's end token.
     stop_reason: int | str | None = None
-    #: The adapter that it was computed with. None means the base model, and is also the value over
-    #: HTTP.
+    #: The adapter that computed the tokens; None for the base model, and always over HTTP.
     lora_request: LoRARequest | None = None
 
     @property
@@ -106,10 +106,10 @@ class PrefixMissReport:
     reason: str
     #: The index of the first token that was not found.
     num_found_tokens: int
-    #: The text of the prompt around that token; None without a tokenizer, or if the cache has no
-    #: other tokens there.
+    #: The prompt's text around the first missing token; None without a tokenizer, or if the cache
+    #: has no other tokens there.
     prompt_text: str | None = None
-    #: The text that the cache has there instead; None in the same cases.
+    #: The cached text at the same position; None if prompt_text is None.
     cached_text: str | None = None
     #: The request for which the prefix was evicted; None if it was not.
     evicted_by: str | None = None
@@ -126,13 +126,14 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
-    #: None for the first token of the prompt, then a map for each token.
+    #: For each prompt token, a map from token id to Logprob, but None for the first token. None if
+    #: not requested.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     #: The error that ended it, if a branch has the finish_reason "error".
     error: str | None = None
     #: Set by the offline API only, once the request has ended. None without a prefix cache.
     prefix_miss: PrefixMissReport | None = None
-    #: None over HTTP, where the numbers are at /metrics.
+    #: None over HTTP, where /metrics has the numbers.
     metrics: RequestMetrics | None = None
     #: The adapter of its branches.
     lora_request: LoRARequest | None = None
@@ -147,8 +148,8 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class Delta:
-    """The new part of a branch since the last call. The reasons of its end come once, with the last
-    part."""
+    """The new part of a branch since the last call. finish_reason and stop_reason are set once, in
+    the last part."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

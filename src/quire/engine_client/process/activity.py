@@ -1,9 +1,9 @@
 """Record of the engine process's activity, readable after its death.
 
-The API server and the engine share a piece of memory. The engine writes there what it is about to
-do (handle a message, plan, run a step), without a system call. After any death of the process, even
-by kill -9, the record tells the API server whose step was running. Made by `link`, written by
-`engine_process`, judged by `recovery`.
+The API server and the engine share a piece of memory. The engine writes its next activity there
+(handling a message, planning, running a step), without a system call. After any death of the
+process, even by kill -9, the record tells the API server whose step was running. Made by `link`,
+written by `engine_process`, judged by `recovery`.
 """
 
 import mmap
@@ -19,10 +19,10 @@ from quire.child_process import unnamed_file
 
 NUM_BYTES = 256 << 10
 """Size of the shared memory; pages that are not written take no memory. It holds the ids of some
-thousand sequences. If the ids don't fit, the record names all requests of the process."""
+thousand requests. If the ids don't fit, the record stands for all requests of the process."""
 
 _HEAD = struct.Struct("=II")  # the activity, and the length of the request ids that follow
-_ALL = 0xFFFF_FFFF  # as a length: no ids follow, and all requests of the process are meant
+_ALL = 0xFFFF_FFFF  # as a length: no ids follow; stands for all requests
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[list[str]] = msgspec.msgpack.Decoder(list[str])
@@ -36,7 +36,7 @@ class Doing(IntEnum):
     IDLE = 1  # waiting for messages without work
     TAKING_IN = 2  # a new request, or the end of a request
     PLANNING = 3  # choosing the work of the next step from all requests
-    COMPUTING = 4  # a step, until the next record; its results are sent meanwhile
+    COMPUTING = 4  # a step, up to the next record, even while its results are sent
 
 
 class Activity(NamedTuple):
@@ -100,7 +100,7 @@ class ActivityRecord:
     # ---- the API server's side -------------------------------------------------------------------
 
     def read(self) -> Activity:
-        """The last record. Never raises, whatever a broken process may have written."""
+        """The last record. Never raises, even if a broken process wrote invalid data."""
         number, length = _HEAD.unpack(self._memory[: _HEAD.size])
         try:
             doing = Doing(number)

@@ -1,8 +1,8 @@
 """Finds adapters with engine processes, and refuses those that kill them.
 
 If a process dies while it reads several adapters, each may be the cause. The next process reads
-them again one by one, so that a second death names the culprit. Called by `supervisor`, and by
-`cluster.fleet` for several engines.
+these adapters one by one, so that a second death shows which adapter is the cause. Called by
+`supervisor`, and by `cluster.fleet` for several engines.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class AdapterSearch:
         EngineDeadError if no engine will be ready."""
         self._next_link = next_link
         self._deaths: dict[str, _Deaths] = {}  # by path
-        #: Held while an adapter that may have killed a process is read, so that no other suspect is
-        #: read then.
+        #: Held while an adapter that may have killed a process is read, so that suspects are read
+        #: one at a time.
         self._one_suspect = asyncio.Lock()
 
     async def find(self, name: str, path: str, *, anew: bool) -> AdapterRef:

@@ -2,7 +2,7 @@
 
 A client's grammar is never parsed in the server's own process, since llguidance can take seconds
 and gigabytes, or crash. A worker has limits of processor time and memory, and is killed when its
-call is cancelled. `grammar_main` is the other side.
+call is cancelled. `grammar_main` is the code of the processes.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ class GrammarCompilers:
         dialect: Dialect,
         command: tuple[str, ...] = COMMAND,
     ) -> None:
-        """Create it without a process. `folder` has the tokenizer, and `vocab_size` is the model's.
+        """Starts no process yet. `folder` has the tokenizer; `vocab_size` is that of the model.
         `--fd N` and the arguments of logging are appended to `command`."""
         self._begin = Begin(str(folder), vocab_size, dialect)
         self._command = command
@@ -119,7 +119,7 @@ class GrammarCompilers:
             self._start()
 
     def limit_to(self, vocab_size: int) -> None:
-        """Restrict grammars to tokens below the model's `vocab_size`."""
+        """Restrict grammars to token ids below the model's `vocab_size`."""
         if vocab_size < self._begin.vocab_size:
             self.close()
             self._begin = msgspec.structs.replace(self._begin, vocab_size=vocab_size)
@@ -130,16 +130,16 @@ class GrammarCompilers:
         failed."""
         if self._control is not None and self._control.recv(len(READY)) != READY:
             raise ConfigurationError(
-                "the process that makes grammars ended before it had read the tokenizer; what it"
-                " wrote above says why"
+                "the process that makes grammars ended before it had read the tokenizer; its"
+                " messages above say why"
             )
 
     async def make(self, form: str, origin: str) -> str | None:
         """The grammar of a form, as `grammar_forms.as_text` writes it, after checking that it
         compiles; None means no constraint.
 
-        `origin` names the form's field in errors if the worker can't. When cancelled, it leaves no
-        work behind. Raises InvalidRequestError for a form that is not supported or exceeds the
+        `origin` is the form's field, for errors in which the worker can't name it. A cancelled call
+        kills its worker. Raises InvalidRequestError for a form that is not supported or exceeds the
         limits (WorkerLostError if the worker may have died of another cause), and EngineDeadError
         if there is no process.
         """

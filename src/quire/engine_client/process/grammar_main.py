@@ -1,8 +1,8 @@
 """Process that makes grammars: `python -m quire.engine_client.process.grammar_main --fd N`.
 
-It reads the vocabulary once. Then it forks a worker for each socket that it receives, so a worker
-starts with the vocabulary in memory. It computes nothing else and starts no threads, so it can
-always kill workers:
+The process reads the vocabulary once. Then it forks a worker for each socket that it receives, so a
+worker starts with the vocabulary in memory. The process makes no grammars itself and starts no
+threads, so it can always kill workers:
 
     API server ── begin, then "fork" with a socket, or "kill" ──▶ this process ──fork──▶ workers
       └───────────────── jobs, one at a time, and replies ─────────────────────────────┘
@@ -37,7 +37,7 @@ from quire.text.parsers.grammars.remembered_terms import forget_terms
 from quire.text.tokenizer import Tokenizer
 
 MAX_JOB_S = 2.0
-"""Processor time of one job. Schemas in use take milliseconds."""
+"""Limit of one job's processor time, in seconds. Common schemas take milliseconds."""
 
 MAX_JOB_BYTES = 768 << 20
 """Address space that a worker may use in addition to that at its start."""
@@ -56,7 +56,7 @@ class Begin(msgspec.Struct, frozen=True):
 
     #: The folder of the tokenizer.
     folder: str
-    #: As `GrammarCompiler` takes it.
+    #: See `GrammarCompiler`.
     vocab_size: int
     dialect: Dialect
 
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(control: socket.socket) -> socket.socket | None:
     """Fork and kill workers until the server is gone, then kill all.
 
-    Returns in a worker the socket of its jobs, and in this process None at the end.
+    Returns twice: in each worker the socket for its jobs, and in this process, at the end, None.
     """
     children: set[int] = set()
 

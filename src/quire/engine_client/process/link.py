@@ -1,11 +1,11 @@
 """Link to one engine process, from its start to its end.
 
 A link lives as long as its engine's process and never restarts it. It sends messages, matches
-answers to questions in order, kills a process that hangs, and passes outputs to its listener and
-all else to its owner. Subclasses start and end the process: `process_link` on this machine,
+answers to questions in order, and kills a process that hangs. Outputs go to the link's listener,
+other events to its owner. Subclasses start and end the process: `process_link` on this machine,
 `cluster.machines.remote_link` on another.
 
-Knows no requests and no streams. Made by `supervisor`.
+It does not track requests or streams. Made by `supervisor`.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ _PULSES_PER_TIMEOUT = 4
 _FIRST_ID_BITS = 48
 
 UNDEAD_S = 20.0
-"""A process that has not ended this many seconds after it was killed is given up, since a process
-that waits in the kernel for a file server or a driver can't be ended. Releasing much memory takes
-seconds, too."""
+"""Seconds after a kill at which a process that still exists is given up: a process that waits in
+the kernel for a file server or a driver can't be ended. Releasing much memory takes seconds,
+too."""
 
 
 class LinkOwner(Protocol):
@@ -105,8 +105,8 @@ class AdapterCalls:
 
 
 def _fail(waiters: Iterable["asyncio.Future[Any]"]) -> None:
-    """Fail all questions of a dead process. The reason is left to the log, since a client may have
-    asked."""
+    """Fail all questions of a dead process. The error leaves out the reason, which is in the log,
+    because it may be sent to a client."""
     for waiter in waiters:
         if not waiter.done():
             waiter.set_exception(EngineDeadError("the engine died before it had answered"))
@@ -116,7 +116,7 @@ class EngineLink(asyncio.Protocol):
     """A link to an engine process.
 
     Invariant: `on_death` is called exactly once for a link that was opened, as its last call. After
-    a `kill` it comes within UNDEAD_S and some seconds, even if the process does not end.
+    a `kill`, the call comes within UNDEAD_S plus some seconds, even if the process does not end.
     """
 
     def __init__(self, owner: LinkOwner, listener: OutputListener) -> None:
@@ -157,7 +157,7 @@ class EngineLink(asyncio.Protocol):
 
     @abstractmethod
     def kill(self, why: str) -> None:
-        """Kill the process. The owner is called when it is gone, or after UNDEAD_S by
+        """Kill the process. The owner is notified when the process is gone, or after UNDEAD_S by
         `_abort_connection`; subclasses set the timer `_undead`."""
 
     def _abort_connection(self) -> None:
@@ -169,7 +169,7 @@ class EngineLink(asyncio.Protocol):
     @abstractmethod
     async def _await_exit(self) -> tuple[QuireError, Death]:
         """Wait after the connection's end until the process is gone, and kill it if necessary.
-        Returns the reason for people, and the evidence."""
+        Returns (error with the reason, for people; evidence for finding the cause)."""
 
     def send(self, frame: bytes) -> None:
         """Send an encoded message. Has no effect once the process is gone."""
@@ -197,7 +197,7 @@ class EngineLink(asyncio.Protocol):
         """From now on, kill the process if it sends no answer for `timeout_s`."""
         now_s, pulse = self._loop.time(), self._pulse
         if pulse is not None and now_s > pulse.when() + timeout_s / _PULSES_PER_TIMEOUT:
-            self._asked_s = None  # this process was stopped itself, so an answer may lie unread
+            self._asked_s = None  # this process itself was suspended, so an answer may be unread
         self._pulse = self._loop.call_later(timeout_s / _PULSES_PER_TIMEOUT, self.watch, timeout_s)
         if self._asked_s is None:
             self._asked_s = now_s
@@ -213,7 +213,7 @@ class EngineLink(asyncio.Protocol):
         self._asked_s = None
 
     async def wait_dead(self) -> None:
-        """Wait until the process is gone and the owner was called."""
+        """Wait until the process is gone and the owner was notified."""
         await self._dead.wait()
 
     async def close(self) -> None:

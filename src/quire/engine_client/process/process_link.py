@@ -27,8 +27,8 @@ ENGINE_COMMAND = python_command("quire.engine_process.engine_main")
 
 
 class ProcessLink(EngineLink):
-    """A link to a local process. However it ends, no process stays behind, except one that the
-    system can't end."""
+    """A link to a local process. However the link ends, its process is ended, unless the system
+    can't end it."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class ProcessLink(EngineLink):
         self._process: asyncio.subprocess.Process | None = None
         #: The record that the process writes; None before `open`.
         self._record: ActivityRecord | None = None
-        #: What the process writes to stderr before it has started; None before `open`, closed at
-        #: its end.
+        #: Text that the process writes to stderr before it has started; None before `open`, closed
+        #: at the process's end.
         self._start_text: StartText | None = None
         #: The system's count of out-of-memory kills when the process was last known to live.
         self._num_oom_kills: int | None = None
@@ -57,7 +57,7 @@ class ProcessLink(EngineLink):
         """See `EngineLink`."""
         self._num_oom_kills = num_oom_kills()
         # First, make the socket, the record and the pipe that the process inherits. On an error,
-        # `undo` closes our ends.
+        # `undo` closes this process's ends.
         with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
             activity_fd = make_shared_memory()
             given.callback(os.close, activity_fd)
@@ -76,7 +76,7 @@ class ProcessLink(EngineLink):
                 **child_options(),
             )
             undo.pop_all()
-        # Then connect our end of the socket to this object.
+        # Then connect this process's end of the socket to this object.
         try:
             await self._loop.create_unix_connection(lambda: self, sock=ours)
         except BaseException:
@@ -95,8 +95,8 @@ class ProcessLink(EngineLink):
                 self._process.kill()
 
     def record_life(self) -> None:
-        """Note that the process is alive. Earlier out-of-memory kills are then not counted as kills
-        of this process."""
+        """Record that the process is alive, so that earlier out-of-memory kills don't count as
+        kills of this process."""
         self._num_oom_kills = num_oom_kills()
 
     def _record_pulse(self) -> None:

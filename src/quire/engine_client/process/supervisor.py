@@ -1,8 +1,8 @@
 """Keeps an engine process running: starts it, checks its heartbeat, restarts it.
 
-It gives up when restarts don't help. It knows no requests: its listener (`async_engine.Dispatcher`)
-decides which of them continue and which is to blame for a death. The links pass outputs to the
-listener directly. Made by `async_engine`.
+It gives up when restarts don't help. The supervisor does not track requests: its listener
+(`async_engine.Dispatcher`) decides which requests continue after a death and which is to blame for
+it. The links pass outputs to the listener directly. Made by `async_engine`.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ from quire.observability.log import get_logger
 
 LEAST_BUILD_LIMIT_S = 60.0
 BUILD_LIMIT_RATIO = 10.0
-"""A restarted process must be ready within LEAST_BUILD_LIMIT_S, or BUILD_LIMIT_RATIO times the
-start of the first process if that is more."""
+"""A restarted process must be ready within LEAST_BUILD_LIMIT_S, or within BUILD_LIMIT_RATIO times
+the start-up time of the first process if that is more."""
 
 RECOVERY_POLL_S = 0.05
 """Interval of checking whether a restarted process is ready."""
@@ -81,8 +81,7 @@ class Supervisor:
         listener: EngineListener,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Create it without a process; `start` starts one. `open_link` makes the link to each
-        process."""
+        """Starts no process yet; call `start`. `open_link` makes the link to each process."""
         self._options = dict(options)
         self._new_link = open_link
         self._recovery = recovery
@@ -166,15 +165,17 @@ class Supervisor:
 
     async def renew(self) -> None:
         """Restart the process and wait until it takes requests. This does not count as a death. If
-        a restart after a death is already under way, its pause is cut short, and this waits for it.
+        a restart after a death is already under way, cut its pause short and wait for it.
 
-        Raises EngineDeadError if there is no process to end, or the new one is not ready in time;
-        then it may be ready later.
+        Raises EngineDeadError if there is no process to end, or if the new process is not ready in
+        time (it may be ready later).
         """
         if (link := self.link) is not None:
             await self._end_to_renew(link)
         elif self.state is not EngineState.RECOVERING:
-            raise EngineDeadError(f"there is no engine to start anew: it is {self.state.value}")
+            raise EngineDeadError(
+                f"there is no engine process to restart: the engine is {self.state.value}"
+            )
         else:
             self._ends_pause.set()
         with contextlib.suppress(TimeoutError):
@@ -183,7 +184,7 @@ class Supervisor:
                     await asyncio.sleep(RECOVERY_POLL_S)
         if self.state is not EngineState.READY:
             raise EngineDeadError(
-                f"the engine was to be started anew, but it is {self.state.value}; the server's log"
+                f"the requested restart failed: the engine is {self.state.value}; the server's log"
                 " says why"
             )
 
@@ -194,7 +195,7 @@ class Supervisor:
             async with asyncio.timeout(RENEW_LIMIT_S):
                 await link.wait_dead()
         except TimeoutError:
-            link.kill("it did not end when it was to be started anew")
+            link.kill("it did not end in time for a requested restart")
             await link.wait_dead()
 
     async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
@@ -216,7 +217,7 @@ class Supervisor:
                 self._build_timer.cancel()
             if link is not None:
                 await link.close()
-            if not self._started.done():  # so that `start` waits no longer
+            if not self._started.done():  # so that `start` stops waiting
                 self._started.set_exception(self._closed_error)
                 # Marks the error as seen, since `start` may not be waiting.
                 self._started.exception()
@@ -238,7 +239,8 @@ class Supervisor:
             self._build_timer.cancel()
         # The first process decides the limits. A later one must have the same.
         if self.limits is None:
-            # The length that was chosen by the free memory stays, whatever memory is free later.
+            # Keep the length that was chosen by the free memory, even if another amount is free
+            # later.
             self._options["max_model_len"] = ready.limits.max_model_len
             took_s = self._loop.time() - self._began_s
             self.build_limit_s = max(LEAST_BUILD_LIMIT_S, BUILD_LIMIT_RATIO * took_s)
