@@ -1,9 +1,10 @@
 """Applies masks, biases and penalties to logits, on a device.
 
 `sampling.host.processors` defines the options. The processors of `SamplingRows` keep the options of
-each row. Here they are bound to a set of rows once, as tables on the device, and Triton kernels
-apply them at every step. A step uploads one array, with the lengths of its rows and the tokens that
-penalties have not counted yet, and masks for rows with a grammar. Nothing waits for the device.
+each row. This module turns the options of a set of rows into tables on the device once, and Triton
+kernels apply the tables at every step. A step uploads one array, with the lengths of its rows and
+the tokens that penalties have not counted yet, plus masks for rows with a grammar. The host never
+waits for the device.
 
 Called by `sampler.py`.
 """
@@ -30,7 +31,7 @@ from quire.sampling.host.processors import (
 )
 from quire.sampling.host.sampler import Rows, SamplingRows
 
-# Alignment of columns that are uploaded together, as Triton's wide loads need it.
+# Alignment of arrays that are uploaded together; Triton's wide loads need it.
 _ALIGNMENT_BYTES = 16
 
 
@@ -73,7 +74,7 @@ def upload_columns(link: DeviceLink, columns: Sequence[npt.NDArray[Any]]) -> lis
 
 
 def forbid_by_masks(logits: torch.Tensor, rows: Rows, masks: TokenMasks, link: DeviceLink) -> None:
-    """Does on the device what `apply_token_masks` of the host's processors does."""
+    """The device's version of `host.processors.apply_token_masks`."""
     lines = [line for line, row in enumerate(rows.tolist()) if row in masks]
     if not lines:
         return
@@ -84,8 +85,8 @@ def forbid_by_masks(logits: torch.Tensor, rows: Rows, masks: TokenMasks, link: D
 class DeviceCounts:
     """The tokens that penalized rows have seen, and how often they generated them.
 
-    A row has a slot while its sequence lasts. The table grows by powers of two and never shrinks;
-    a slot takes 4 V bytes.
+    A row with penalties has a slot as long as its sequence is in the row. The table grows by powers
+    of two and never shrinks; a slot takes 4 V bytes.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -98,15 +99,16 @@ class DeviceCounts:
         self._free: list[int] = []
 
     def slots(self, rows: Rows, kept: Sequence[PenaltyRow]) -> Rows:
-        """The slots of `rows`, which use penalties. A sequence that is new in its row gets an empty
-        slot."""
+        """The slots of `rows`, all of which use penalties. A sequence that is new in its row gets
+        an empty slot."""
         return np.array(
             [self._slot(row, mine) for row, mine in zip(rows.tolist(), kept, strict=True)],
             dtype=np.int64,
         )
 
     def release(self, live: Callable[[int], PenaltyRow | None]) -> None:
-        """Free the slots of sequences that left. `live(row)` returns the row's penalties now."""
+        """Free the slots of sequences that have left. `live(row)` returns the current penalties of
+        the row."""
         for row, (kept, slot) in list(self._of_row.items()):
             if live(row) is not kept:
                 del self._of_row[row]
@@ -118,7 +120,8 @@ class DeviceCounts:
         From now on the tokens of these spans are assumed to be counted.
         """
         starts = self._num_counted[slots]
-        # Counts can't be taken back, so a row that has become shorter is counted anew.
+        # Counts can't be undone, so the tokens of a row that has become shorter are counted again
+        # from zero.
         shrunk = lengths < starts
         for slot in slots[shrunk].tolist():
             self.table[slot].zero_()

@@ -1,10 +1,10 @@
-"""Samples tokens on a device without waiting for it; tokens equal the host sampler's.
+"""Samples tokens on a device without waiting; the tokens equal the host sampler's.
 
 `sample` launches a few kernels. Data that is derived from a set of rows and their options stays on
-the device until they change. So a steady step uploads one small array, the lengths of the
-sequences, and masks for rows with a grammar. The results return in one copy, which starts in
-`sample` and which `fetch` waits for. The tokens are also written to the history on the device,
-where the next step reads them.
+the device until the rows or options change. So a step with the same rows uploads only one small
+array, the lengths of the sequences, and masks for rows with a grammar. `sample` starts one copy of
+all results to the host, and `fetch` waits for it. The tokens are also written to the history on the
+device, where the next step reads them.
 
     logits -> scan -> edits, scan again -> race, choose, weigh, finish -> tokens
                  \\-> a copy of the lines that need log-probabilities -> entries
@@ -77,7 +77,7 @@ class DeviceSampler:
         """See `StepSampler.sample`. Does not wait for the device."""
         if len(rows) == 0:
             return _Nothing()
-        # First, get the data of these rows, upload the step's, and divide the output.
+        # First, get the data of these rows, upload the step's inputs, and divide the output buffer.
         bound = self._bind(np.asarray(rows, dtype=np.int64))
         step = self._upload(bound)
         are_edited = bool(bound.edits.edits or masks)
@@ -253,9 +253,9 @@ class _BoundLogprobs:
 class _BoundListed:
     """The m tokens in logprob_token_ids of all rows, concatenated."""
 
-    #: The listed tokens by row.
+    #: Row -> the tokens that its request lists.
     of_row: dict[int, Ints]
-    #: The index of each row's first token.
+    #: Row -> the index of its first listed token.
     first: dict[int, int]
     #: [m]: the index in `_BoundLogprobs.lines` of the line that each token belongs to.
     query: torch.Tensor
@@ -271,7 +271,7 @@ class _BoundListed:
         return logits[line.long(), self.token] - largest
 
     def entry(self, entry: TokenLogprobs, row: int, differences: Int32s) -> TokenLogprobs:
-        """`entry`, with the tokens that the row's request lists in place of the best token, if any.
+        """`entry`; if the row's request lists tokens, they replace the best token.
 
         `differences` has the result of the method `differences`, as the int32 bits of fp32.
         """
@@ -286,7 +286,7 @@ class _BoundListed:
 class _BoundDeviceRows:
     """The data that is derived from one set of rows and their options.
 
-    The scans and the workspace hold nothing between steps.
+    The scans and the workspace have no content that outlasts a step.
     """
 
     rows: Rows
@@ -369,7 +369,7 @@ def _aligned(count: int) -> int:
 
 
 def _width(num_top: Int32s) -> int:
-    """The number of int32 of an entry with the largest number of best tokens."""
+    """Length, in int32, of an entry with the largest of these numbers of best tokens."""
     return token_logprobs.HEADER + 2 * int(num_top.max(initial=0))
 
 
@@ -395,7 +395,7 @@ class _Nothing:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step's tokens on their way to the host."""
+    """A step's tokens, which are being copied to the host."""
 
     bound: _BoundDeviceRows
     download: Download
@@ -424,7 +424,7 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _PendingEntries:
-    """A prompt's log-probabilities on their way to the host."""
+    """A prompt's log-probabilities, which are being copied to the host."""
 
     token_ids: Ints
     num_top: Int32s

@@ -5,24 +5,25 @@ This draws each token with its softmax probability (Gumbel 1954; Maddison, Tarlo
 arXiv:1411.0030). Two methods make it cheap without changing the result:
 
 - *The race.* Exact noise is needed only for tokens that can win. With x = logit / temperature
-  and u the token's uniform, the score is log(exp(x) / e) with e = -log(1 - u) >= u. So exp(x) / u
-  bounds it from above, and a token whose bound is below another token's score can't win. One or
-  two tokens stay, and get their exact noise.
+  and u the token's uniform, the score is log(exp(x) / e) with e = -log(1 - u) >= u. So log(exp(x) /
+  u) is an upper bound of the score, and a token whose bound is below another token's score can't
+  win. Only one or two tokens remain, for which the exact noise is computed.
 - *No sorting for top_p.* A token belongs to the nucleus if the more likely tokens together have
   less probability than top_p. First, all tokens race. If the winner is outside the nucleus, so are
-  all tokens that are not more likely: they are dropped, and the others race again.
+  all tokens that are not more likely than the winner: they are dropped, and the remaining tokens
+  race again.
 
 The options keep these tokens, in this order, after the temperature:
 
-    min_p   tokens at least min_p times as likely as the most likely token
-    top_k   tokens at least as likely as the k-th, which are more than k if others tie with it
-    top_p   of these, tokens for which all more likely tokens together have less than top_p: the
+    min_p tokens at least min_p times as likely as the most likely token top_k tokens at least as
+    likely as the k-th; more than k tokens if some tie with the k-th top_p of these, tokens for
+    which all more likely tokens together have less than top_p: the
             smallest set that reaches top_p, and ties with its last token. Probabilities are counted
             in units of 2**-32 of the largest, so their sums are exact in any order.
 
 The most likely token is always kept. Equally likely tokens are kept or dropped together, so the
 result does not depend on any order. The sampler calls this for logits in main memory if there is no
-native library. Knows no rows.
+native library.
 """
 
 from dataclasses import dataclass
@@ -37,13 +38,14 @@ from quire.sampling.host import noise
 Int64s = npt.NDArray[np.int64]
 NEVER = float("-inf")
 
-# Tokens that top_k looks at in addition to k, to see whether others tie with the k-th.
+# Number of tokens that top_k examines in addition to k, to see whether more tokens tie with the
+# k-th.
 TIE_ROOM = 8
 
 # The race's bound is computed in fp32, with a relative error below 1e-6.
 RACE_MARGIN = 1e-5
 
-# Elements that race at a time, so that temporaries stay in the processor's caches. For
+# Number of elements that race at a time, so that temporaries stay in the processor's caches. For
 # [16, 151936] on one thread of an AMD EPYC with 1 MiB of L2 per core, this takes 16 ms, and one
 # race of all elements 26 ms.
 BLOCK_ELEMENTS = 1 << 18
@@ -51,7 +53,8 @@ BLOCK_ELEMENTS = 1 << 18
 # Integers of up to 2**32 for each token sum exactly in fp64 over a vocabulary of up to 2**21.
 WEIGHT_UNITS = 2.0**32
 
-# Smaller temperatures have the same effect: no two different logits of fp32 models are this close.
+# Smaller temperatures have the same effect as this one: no two different logits of fp32 models are
+# closer.
 MIN_TEMPERATURE = 2.0**-100
 
 
@@ -107,7 +110,7 @@ def sample(logits: torch.Tensor, largest: torch.Tensor, draw: Draw) -> Int64s:
 
 
 def _sample_top_k(x: torch.Tensor, draw: Draw) -> Int64s:
-    """Does what `sample` does, on scaled logits of rows that all have a top_k."""
+    """Like `sample`, for scaled logits of rows that all have a top_k."""
     vocab_size = x.shape[1]
     width = min(vocab_size, int(draw.top_k.max()) + TIE_ROOM)
     best, token_ids = x.topk(width, dim=1)
@@ -127,7 +130,7 @@ def _sample_top_k(x: torch.Tensor, draw: Draw) -> Int64s:
 
 
 def _race_all(x: torch.Tensor, draw: Draw) -> Int64s:
-    """Does what `_race` does, for the whole vocabulary, in blocks of rows."""
+    """Like `_race`, over the whole vocabulary, in blocks of rows."""
     num_lines, vocab_size = x.shape
     counters = noise.vocabulary_counters(vocab_size)
     lines_at_once = max(1, BLOCK_ELEMENTS // vocab_size)
@@ -240,7 +243,7 @@ def _pick(values: torch.Tensor, lines: Int64s, columns: Int64s) -> npt.NDArray[A
 
 
 def _lines(values: torch.Tensor, index: Int64s) -> torch.Tensor:
-    """Some lines of `values`; no copy is made if all are taken."""
+    """Some lines of `values`; `values` itself, without a copy, if `index` selects all lines."""
     if len(index) == values.shape[0]:
         return values
     return values[torch.from_numpy(index)]

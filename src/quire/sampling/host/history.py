@@ -1,6 +1,6 @@
-"""The token ids of every row, as the host's sampler reads them.
+"""The token ids of every row, in the arrays that the host's sampler reads.
 
-The runner makes one such object, which has views of the arrays of its persistent batch.
+The runner makes one TokenHistory, with views of the arrays of its persistent batch.
 """
 
 from dataclasses import dataclass
@@ -18,5 +18,5 @@ class TokenHistory:
 
     #: [max_rows, max_len]: prompt and generated tokens.
     token_ids: Ints
-    #: [max_rows]: the number of valid token_ids, and so the next token's absolute position.
+    #: [max_rows]: the number of valid token_ids, which is also the next token's absolute position.
     num_tokens: Ints

@@ -1,7 +1,8 @@
 """Log-probabilities of the model's distribution, before any sampling option.
 
-The sampler computes them for the rows that want them, and for prompts, by the native library if
-there is one, or else by torch. The two differ by rounding; ranks and tokens are equal.
+The sampler uses this module for rows that want log-probabilities, and for prompts. The native
+library computes them if it exists, otherwise torch. The two differ by rounding; ranks and tokens
+are equal.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from quire.core.step import TokenLogprobs
 from quire.kernels.cpu.sampling import LOGPROB_ROW, NativeSampling
 from quire.sampling.host.history import Ints
 
-# Logits that are processed at a time, which bounds the temporary memory.
+# Number of logits that are processed at a time, which bounds the temporary memory.
 BLOCK_ELEMENTS = 1 << 22
 
 
@@ -30,8 +31,8 @@ def token_logprobs(
     """An entry of log-probabilities for each of token_ids [n], with num_top[i] best tokens.
 
     `logits` [L, V] fp32 are raw. `lines` [n] has the line of the logits for each entry; None means
-    line i for entry i. The log-softmax is in fp32. Rank and order are by logit. Among equal logits,
-    the lowest token id comes first, and all have the rank of the first. A NaN stays a NaN.
+    line i for entry i. The log-softmax is in fp32. Rank and order are by logit. Tokens with equal
+    logits are ordered by id, and all have the rank of the first of them. A NaN logit gives a NaN.
     """
     if native is not None:
         entries = _native_logprobs(native, logits, token_ids, num_top, lines)
@@ -48,7 +49,8 @@ def token_logprobs(
 
 
 def of_listed(entry: TokenLogprobs, logits: torch.Tensor, token_ids: Ints) -> TokenLogprobs:
-    """The entry with `token_ids` in place of its best token. `logits` is the entry's raw line."""
+    """The entry with `token_ids` in place of its best token. `logits` are the raw logits of the
+    entry's position."""
     wanted = np.append(token_ids, entry.top_token_ids[0])
     found = logits[torch.from_numpy(wanted).to(logits.device)].double().cpu().numpy()
     return related(entry, found[:-1] - found[-1], token_ids)

@@ -1,8 +1,9 @@
 """Random numbers as a pure function of seed, branch, position and token.
 
-No generator has a state. The noise for token t at absolute position p of branch b under seed s
-depends on (s, b, p, t) alone. So a sequence draws the same numbers whatever runs beside it, and
-again after a preemption, a fork or a crash. Tokens that can't win need no numbers at all.
+The generator has no state. The noise for token t at absolute position p of branch b under seed s
+depends on (s, b, p, t) alone. So a sequence draws the same numbers whichever sequences run beside
+it, and draws them again after a preemption, a fork or a crash. Tokens that can't win need no random
+numbers.
 
     stream  = mix(mix(seed + G) + (branch + 1) G)      once per row
     key     = mix(stream + (position + 1) G)           once per row and step
@@ -11,9 +12,9 @@ again after a preemption, a fork or a crash. Tokens that can't win need no numbe
     gumbel  = -log(-log1p(-uniform))                   large where uniform is small
 
 All sums are modulo 2**64. `mix` and G are SplitMix64's finalizer and increment (Steele, Lea and
-Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), so the tokens of a position
-read that generator's outputs from the seed `key`. Small uniforms make large noise, which decides,
-because floats are dense near zero.
+Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), so the bits of a position's
+tokens are the outputs of SplitMix64 seeded with `key`. The largest noise decides, so it belongs to
+small uniforms, because floats are densest near zero.
 
 `choice.py` uses numpy for the few tokens that can win, and torch for a bound on all others.
 """
@@ -106,5 +107,5 @@ def _mix_to_bits(z: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned number, as torch needs it."""
+    """The int64 with the same bits as an unsigned number, since torch has no uint64 arithmetic."""
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,12 +1,12 @@
 """The options that change logits: masks, biases and penalties.
 
-Each option is one `LogitsProcessor`. It keeps its data for the rows that use it, and is bound to a
-set of rows once. At every step the bound option edits these rows' logits by index operations; other
-rows are not touched. It computes a row from that row alone, with single rounded operations, so the
-result does not depend on other rows.
+Each option is one `LogitsProcessor`. A processor keeps its data for the rows that use the option,
+and is bound to a set of rows once. At every step, the bound processor edits the logits of these
+rows by index operations. The result for a row depends on that row alone: each operation is rounded
+singly, and no other row is read or changed.
 
-`sampler.py` lists the options in their order and calls them; no option knows of another. To add an
-option, add a class here or in a new file, and a line in that list.
+`sampler.py` lists the options in their order and calls them; no option depends on another. To add
+an option, add a class here or in a new file, and a line in that list.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ class LogitsProcessor(ABC, Generic[T]):
         self._by_row: dict[int, T] = {}
 
     def set_row(self, row: int, params: DecodingParams, num_prompt_tokens: int) -> None:
-        """Replace the data of `row` by that of a sequence that enters it."""
+        """Set the data of `row` for a sequence that enters the row."""
         self.clear_row(row)
         kept = self._row_data(params, num_prompt_tokens)
         if kept is not None:
@@ -56,7 +56,7 @@ class LogitsProcessor(ABC, Generic[T]):
     def users(self, rows: Rows) -> tuple[Rows, list[T]]:
         """The lines (indices into `rows`) whose rows use the option, and the data of each.
 
-        A row's data is the same object as long as a sequence is in the row.
+        As long as a sequence stays in a row, the row's data is the same object.
         """
         if not self._by_row:
             return np.empty(0, dtype=np.int64), []
@@ -103,8 +103,9 @@ class BadWords(LogitsProcessor[tuple[int, tuple[tuple[int, ...], ...]]]):
     """The option bad_words: a word's last token is impossible directly after its other tokens.
 
     Only generated tokens count (as in vLLM), so a word that began in the prompt may be completed. A
-    word of one token is always impossible. Keeps num_prompt_tokens and the words. Words with tokens
-    beyond the model's vocabulary, which a tokenizer may have, are ignored: they can't be generated.
+    word of one token is always impossible. A row's data is num_prompt_tokens and the words. Words
+    with tokens beyond the model's vocabulary, which a tokenizer may have, are ignored: they can't
+    be generated.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -140,7 +141,7 @@ class BadWords(LogitsProcessor[tuple[int, tuple[tuple[int, ...], ...]]]):
         return apply
 
 
-ANY_TOKEN = -1  # fills prefixes up to the longest, and matches any token
+ANY_TOKEN = -1  # pads prefixes to the longest one; matches any token
 
 
 def split_words(words: Sequence[tuple[int, ...]]) -> tuple[Rows, Rows, Rows]:
@@ -157,9 +158,9 @@ def split_words(words: Sequence[tuple[int, ...]]) -> tuple[Rows, Rows, Rows]:
 class MinTokens(LogitsProcessor[tuple[int, tuple[int, ...]]]):
     """The option min_tokens: end and stop tokens are impossible until enough tokens are generated.
 
-    Keeps the sequence length (prompt included) from which on these tokens are possible, and those
-    of them that are in the model's vocabulary. For rows with a grammar, the masks do this instead:
-    they know whether anything but an end may follow.
+    A row's data is the sequence length (prompt included) from which these tokens are possible, and
+    the tokens that are in the vocabulary. For rows with a grammar, the masks do this instead,
+    because the grammar may allow only an end token.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -289,7 +290,8 @@ class Penalties(LogitsProcessor[PenaltyRow]):
 class TokenCounts:
     """The tokens that each slot has seen, and how often it generated them.
 
-    A list of distinct tokens makes a step's work proportional to them, not to the vocabulary.
+    A list of the distinct tokens makes a step's work proportional to their number, not to the
+    vocabulary.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -312,14 +314,14 @@ class TokenCounts:
         return self._free.pop()
 
     def release(self, slot: int) -> None:
-        """Empty a slot and give it back."""
+        """Empty a slot, so that `reserve_slot` can return it again."""
         self._forget(slot)
         self._free.append(slot)
 
     def follow(self, slots: Rows, rows: Rows, num_prompt: Rows, history: TokenHistory) -> None:
         """Count the tokens appended to `rows` [n], which have `num_prompt` [n] prompt tokens."""
         self._make_slots(int(slots.max()) + 1)
-        # Rows that lack one token, the usual case, are counted together; others one by one.
+        # Count rows with one uncounted token, the usual case, together, and other rows one by one.
         missing = history.num_tokens[rows] - self._num_counted[slots]
         for index in np.flatnonzero((missing != 0) & (missing != 1)).tolist():
             self._count_many(int(slots[index]), int(rows[index]), int(num_prompt[index]), history)
@@ -334,7 +336,8 @@ class TokenCounts:
     def seen(self, slots: Rows) -> tuple[Rows, npt.NDArray[np.float32]]:
         """The tokens seen [n, widest], and the times each was generated, as fp32.
 
-        A slot that has seen fewer tokens repeats its first one. Each slot has counted a token.
+        If a slot has seen fewer tokens, its line is filled up with its first token. Every slot must
+        have counted a token.
         """
         num_unique = self._num_unique[slots]
         width = int(num_unique.max())

@@ -9,12 +9,12 @@ Options apply in this order, which is vLLM's:
     temperature 0: the largest logit, among equals the lowest token id
     else: divide by the temperature, min_p, top_k, top_p, sample   see `choice.py`
 
-A row of a beam search samples nothing. It gets its best token, and the search chooses from the best
-tokens of its log-probabilities, which are those of softmax(logits / temperature).
+A row of a beam search is not sampled: it gets its best token, and the search chooses among the best
+tokens in its log-probabilities, which are those of softmax(logits / temperature).
 
 The sampled token of a row is a bit-exact function of its logits, options, tokens and mask alone.
-The native library chooses tokens if there is one, or else torch (`choice.py`); torch changes
-logits. The model runner calls this. Knows no requests, text or models.
+The native library chooses tokens if it exists, otherwise torch (`choice.py`); the options that
+change logits use torch. The model runner calls this module.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class SamplingRows:
         self.num_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         #: The divisor of a row's logits for its log-probabilities; 1 except in beam searches.
         self.logprob_temperature = np.ones(max_rows, dtype=np.float32)
-        #: The tokens, by row, whose log-probabilities a request wants in place of the best tokens'.
+        #: Row -> tokens for which its request wants log-probabilities, in place of the best tokens.
         self.logprob_token_ids: dict[int, Ints] = {}
         self._num_prompt_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         #: The options that change logits, in their order.
@@ -98,7 +98,7 @@ class SamplingRows:
         self.logprob_token_ids.pop(row, None)
         if params.logprob_token_ids:
             self.logprob_token_ids[row] = np.array(params.logprob_token_ids, dtype=np.int64)
-            self.num_logprobs[row] = 1  # the best token, from whose entry the listed ones follow
+            self.num_logprobs[row] = 1  # the best token, from which listed tokens are computed
         divides = searches_beams and params.temperature > 0.0
         self.logprob_temperature[row] = temperature if divides else 1.0
         self._num_prompt_logprobs[row] = _or_no_logprobs(params.prompt_logprobs)
@@ -127,7 +127,7 @@ class SampledTokens:
     token_ids: Rows
     #: Log-probability entries by row, for rows that want them and did not fail.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    #: A message by row, which says why no token could be sampled.
+    #: Row -> message that says why no token could be sampled.
     failed: dict[int, str] = field(default_factory=dict)
 
 
@@ -308,7 +308,7 @@ class Sampler:
             raw = _take_lines(raw, raw_lines)
             raw = raw / torch.from_numpy(temperature).to(raw.device).unsqueeze(1)
             raw_lines = np.arange(len(raw))
-        # Last, compute the entries, with a request's listed tokens in place of the best ones.
+        # Last, compute the entries, with a request's listed tokens in place of the best tokens.
         entries = logprobs.token_logprobs(
             raw,
             result.token_ids[lines],
