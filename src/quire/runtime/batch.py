@@ -1,10 +1,10 @@
 """Builds the input tensors of a step from its StepPlan.
 
-Each live sequence has a row of preallocated arrays, which keeps its tokens, counts and block tables
-from step to step. A plan lists edits of rows, and the rows that do not compute exactly one token.
-A row's gap is the tokens that it has but has not computed; a row whose gap a step closes samples
-its next token. Work per row is done by numpy operations over all rows; Python loops run only over
-the changes of the step. Knows no requests, text or model.
+Each live sequence has a row in preallocated arrays, which hold its tokens, counts and block tables
+from step to step. A plan lists edits of rows, and the rows that do not compute exactly one token. A
+row's gap is its number of tokens that are not computed yet; if a step closes the gap, the row
+samples its next token. Work per row is done by numpy operations over all rows; Python loops run
+only over the changes of the step. Knows no requests, text or model.
 
 Legend: R rows, S sequences of the step, T tokens of the step, G KV groups of tokens, B block size.
 """
@@ -42,18 +42,18 @@ class StepBatch:
     sample_rows: Int64
     #: For each sample row, the index of the step's token whose hidden state predicts the next.
     sample_index: torch.Tensor
-    #: The last rows of `sample_rows` compute nothing: they are new forks, which sample from the
-    #: hidden state of their source row. For each fork, the index of its source in `sample_rows`.
+    #: For each new fork, the index of its source row in `sample_rows`. The forks are the last of
+    #: `sample_rows`: they compute nothing, and sample from the hidden state of the source row.
     joined_lines: torch.Tensor
     #: (row, first token of the step, count, index of the first predicted token) for each row that
     #: needs log-probabilities of the prompt tokens that follow these positions.
     prompt_logprob_spans: list[tuple[int, int, int, int]]
     #: If not 0, the model and the attention read tensors that are reused by all steps in which at
-    #: most this number of sequences decode; missing ones are padding. Such a step may be captured
-    #: once and replayed. 0 means that the tensors are this step's own.
+    #: most this number of sequences decode; missing sequences are replaced by padding. Such a step
+    #: may be captured once and replayed. 0 means that the tensors are this step's own.
     static_size: int = 0
     #: Writes the token ids into `token_ids`. It must be called once before they are read, and may
-    #: be captured with their reader. None means that the ids are already there.
+    #: be captured with their reader. None means that `token_ids` has the ids already.
     gather: Callable[[], None] | None = None
 
 
@@ -78,9 +78,9 @@ class _Decodes:
 class RowBatch:
     """The rows of all live sequences, which last from step to step.
 
-    Invariant: token_ids[row, :num_tokens[row]] are the tokens of a live row. The blocks of its
-    tables hold K and V of the first num_computed[row] tokens, and the states after these. Each
-    table entry is a block id or a hole (-1), whose tokens the window has passed.
+    Invariant: token_ids[row, :num_tokens[row]] are the tokens of a live row. The blocks in its
+    tables hold K and V of the first num_computed[row] tokens, and the states after these tokens. A
+    table entry is a block id, or -1 (a hole) if the window has passed the block.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class RowBatch:
         self.num_tokens: Int32 = np.zeros(num_rows, np.int32)
         self.num_prompt_tokens: Int32 = np.zeros(num_rows, np.int32)
         self.num_computed: Int64 = np.zeros(num_rows, np.int64)
-        # The highest num_computed before table edits lowered it. Tokens below must not be edited.
+        # The highest num_computed that a row had before table edits lowered it. Tokens before this
+        # position must not be edited.
         self._num_computed_before_cuts: Int64 = np.zeros(num_rows, np.int64)
         self.history = TokenHistory(self.token_ids, self.num_tokens)
         self.is_live = np.zeros(num_rows, np.bool_)
@@ -170,8 +171,8 @@ class RowBatch:
         last = first + len(edit.token_ids)
         computed, length = int(self.num_computed[row]), int(self.num_tokens[row])
         assert self.is_live[row], f"{edit} is for a row that is not live"
-        # If a computed token were replaced, its K and V would remain those of the old token. So
-        # would the sampler's counts for penalties, even after K and V were truncated.
+        # If a computed token were replaced, its K and V would remain those of the old token. The
+        # sampler's penalty counts would do so even after K and V were truncated.
         fixed = max(computed, int(self._num_computed_before_cuts[row]))
         assert fixed <= first <= length, f"{edit} does not begin in [{fixed}, {length}]"
         assert last > computed, f"{edit} leaves no token to compute after {computed}"
@@ -197,7 +198,7 @@ class RowBatch:
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The tensors of the step. Adds its tokens to the rows' num_computed."""
-        # First, try the short way for steps that only decode.
+        # First, try the fast path for steps that only decode.
         paused = tuple(chunk.row for chunk in plan.chunks if not chunk.num_new_tokens)
         is_plain = len(paused) == len(plan.chunks) and not plan.forks
         if is_plain and not self.wants_prompt_logprobs.any():
@@ -244,8 +245,8 @@ class RowBatch:
         )
 
     def _build_decodes(self, plan: StepPlan, paused: tuple[int, ...]) -> StepBatch | None:
-        """`build` for the most frequent steps, in which each live row that isn't paused closes a
-        gap of one token. Reuses arrays and tensors of the last such step. Returns None if a gap is
+        """`build` for the most frequent steps, in which every live row closes a gap of one token or
+        is paused. Reuses arrays and tensors of the last such step. Returns None if a gap is
         larger."""
         decodes = self._decodes
         if decodes is None or decodes.paused != paused:
@@ -330,7 +331,8 @@ class RowBatch:
             assert self.tables.holds_tokens(row, reached), (
                 f"row {row} joins row {source}, but a table ends before the step does"
             )
-            # A state block of the joining row's own would hold the state before the step.
+            # If the joining row had state blocks of its own, they would hold the state before the
+            # step.
             assert self.tables.have_same_states(row, source), (
                 f"row {row} joins row {source} without its states"
             )
@@ -412,7 +414,8 @@ class RowBatch:
 
 
 def state_batch(attention: AttentionBatch, tables: tuple[torch.Tensor, ...]) -> StateBatch:
-    """The same step for recurrent layers. `tables` are the block tables of the state groups."""
+    """The step of `attention` for recurrent layers. `tables` are the block tables of the state
+    groups."""
     return StateBatch(
         query_start=attention.query_start,
         context_lens=attention.context_lens,

@@ -65,7 +65,7 @@ class BlockTables:
         self.lengths[:, row] = self.lengths[:, source]
 
     def edit(self, edit: TableEdit) -> None:
-        """Change one table as `EditKind` says: append or replace entries from
+        """Change one table by `edit.kind` (see `EditKind`): append or replace entries from
         `edit.first_logical_block` on, or cut the table there."""
         lengths = self.lengths[edit.group]
         first, last = edit.first_logical_block, edit.first_logical_block + len(edit.block_ids)
@@ -104,8 +104,8 @@ class BlockTables:
         `slots`, at `span`.
 
         A token's slot is its block's number times block_size, plus its offset in the block.
-        `positions` are the positions of the tokens in their rows' sequences. `base` is the result
-        of the method `base` for each token's row, or one value if all tokens are of one row.
+        `positions` are the tokens' positions in their sequences. `base` is the result of the method
+        `base` for each token's row, or one value if all tokens belong to one row.
         """
         places = base + (positions >> self._shift)
         offsets = positions & self._mask

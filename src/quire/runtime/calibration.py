@@ -1,9 +1,9 @@
 """Measures step times at start-up, to fit the cost model of the pacer.
 
-Probes are ordinary plans on rows that no sequence uses yet: rows that decode, perhaps with a chunk.
-They go through the `Runner` interface, so they measure the kernels that serve requests later. They
-write only blocks that are empty and unknown to the prefix cache; afterwards the runner has no rows.
-Called by `assembly.build`.
+A probe is an ordinary plan on rows that no sequence uses yet: rows that decode, perhaps beside a
+chunk of a prompt. Probes use the `Runner` interface, so they measure the kernels that serve
+requests later. They write only blocks that are empty and not in the prefix cache; afterwards the
+runner has no rows. Called by `assembly.build`.
 """
 
 import time
@@ -20,15 +20,15 @@ from quire.observability.log import get_logger
 logger = get_logger(__name__)
 
 DEFAULT_TIME_LIMIT_S = 1.5
-# The time limit is raised to the time of this number of the shortest steps.
+# The time limit is at least the time of this number of the shortest steps.
 LEAST_STEPS = 30
 NUM_ROUNDS = 8
-# A round ends at a chunk whose step takes this multiple of the longest decode step: pacing never
-# allows such a step.
+# A round ends when a step with a chunk takes more than this multiple of the longest decode step,
+# since pacing never allows such a step.
 LARGEST_RATIO = 4.0
 SMALLEST_CHUNK, LARGEST_CHUNK = 8, 1024
-# The context, decoding rows and chunk of the probes that measure attention. Rows are few since
-# their blocks must be written first.
+# The context, decoding rows and chunk of the probes that measure attention. The number of rows is
+# small because their blocks must be written first.
 LONG_CONTEXT, NUM_LONG_ROWS, LONG_CHUNK = 1024, 2, 32
 # Sizes of chunks with prompt log-probabilities, and the number of top tokens at each position.
 LOGPROB_CHUNKS, NUM_BEST = (16, 128), 20
@@ -49,8 +49,8 @@ class RunnerShape:
     vocab_size: int
 
     def table_length(self, group: KVGroup, num_tokens: int) -> int:
-        """The number of entries in the group's table for a row of `num_tokens` tokens of which
-        no block was freed."""
+        """The number of entries in the group's table for a row of `num_tokens` tokens, none of
+        whose blocks was freed."""
         return group.num_state_blocks or -(-num_tokens // self.block_size)
 
 
@@ -68,7 +68,7 @@ class Probe:
 
     @property
     def load(self) -> StepLoad:
-        """The probe's size, as the cost model takes it."""
+        """The probe's work, as input of the cost model."""
         decodes = StepLoad(self.num_decodes, self.num_decodes * (self.num_context + 1))
         if not self.num_chunk_tokens:
             return decodes
@@ -112,8 +112,9 @@ def calibrate(
 ) -> list[StepSample]:
     """Measure steps for about time_limit_s, or for LEAST_STEPS of the shortest if that is longer.
 
-    If `warms_up`, each probe first runs once without a time limit. On a GPU the first step of a
-    kind compiles kernels and captures graphs, which may take a thousand times as long as the next.
+    If `warms_up`, each probe first runs once without a time limit. On a GPU, the first step of a
+    kind compiles kernels and captures graphs, and may take a thousand times as long as the next
+    step of this kind.
 
     The runner must have no rows, and has none afterwards. All probes take turns in rounds, so that
     a disturbance doesn't affect every run of a probe. A sample is the fastest run, since
@@ -263,7 +264,8 @@ class _Bench:
     def _admission(
         self, row: int, probe: Probe, length: int, tables: tuple[tuple[int, ...], ...]
     ) -> RowAdmission:
-        # The chunk's prompt has one token more, so nothing is sampled from it, as from most chunks.
+        # The prompt has one token more than the chunk, so the chunk samples no token, like most
+        # chunks.
         num_tokens = length + (row >= probe.num_decodes)
         token_ids = [(row + 7 * place) % self._shape.vocab_size for place in range(num_tokens)]
         is_asked = probe.wants_logprobs and row >= probe.num_decodes

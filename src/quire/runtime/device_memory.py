@@ -1,6 +1,6 @@
 """A GPU's memory as the driver and torch's allocator count it.
 
-Knows no models and options. Called by `assembly.device_memory_plan`.
+Called by `assembly.device_memory_plan`.
 """
 
 import gc
@@ -12,8 +12,8 @@ class CudaMemory:
     """The memory of one GPU. Creates the driver's context on it.
 
     *Held* memory is memory that this process's allocator took from the driver, in use or not.
-    Memory that is neither held nor free is used otherwise: by other programs, the driver's context,
-    code of kernels, and internal data of CUDA graphs.
+    Memory that is neither held nor free is used by other programs, the driver's context, code of
+    kernels, and internal data of CUDA graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class CudaMemory:
     def release_and_reset_peak(self) -> None:
         """Wait for the device, return unused memory to the driver, and reset the peak."""
         torch.cuda.synchronize(self._device)
-        gc.collect()  # tensors in cycles
+        gc.collect()  # free tensors in reference cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 

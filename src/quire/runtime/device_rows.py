@@ -1,13 +1,14 @@
 """The runner's rows on a device: token ids and block tables there, counts on the host.
 
-A `RowBatch` keeps the rows on the host, as without a device, and computes a step's numbers
-(positions, slots, lengths). This module mirrors the token ids and block tables of all rows on the
-device. The host may build a step before it knows a row's last token, so the device keeps sampled
-tokens and gathers the inputs. One copy uploads a step's numbers, another the plan's changes of
-block tables, and one more each new prompt.
+A `RowBatch` on the host keeps the rows and computes a step's integers (positions, slots, lengths),
+as it does without a device. This module copies the token ids and block tables of all rows to the
+device. The host may build a step before it knows a row's last token, so sampled tokens stay on the
+device, which gathers the inputs from them. A step uploads its integers in one copy, the plan's
+changes of block tables in another, and each new prompt in one more.
 
-All work goes into the queue of one stream in order. So data that a step still reads is overwritten
-only after the step, and the host never waits. Knows no sampler and no model. Called by the runner.
+All work goes into the queue of one stream in order. So data that a step reads is overwritten only
+after the step has run, and the host never waits. Knows no sampler and no model. Called by the
+runner.
 
 Legend: R rows, L tokens of a row, S sequences of the step, T tokens of the step, G KV groups.
 """
@@ -118,7 +119,8 @@ class DeviceRows:
     """
 
     def __init__(self, host: RowBatch, link: DeviceLink, static_sizes: Sequence[int] = ()) -> None:
-        """`host` must have no rows yet. `static_sizes` are values of `StepBatch.static_size`.
+        """`host` must have no rows yet. `static_sizes` are the allowed values of
+        `StepBatch.static_size`.
 
         A step is not static if it has more sequences than the largest of these sizes, or computes
         several tokens of a sequence.
@@ -143,7 +145,8 @@ class DeviceRows:
         host = self._host
         host.change(plan)
         for admission in plan.admit:
-            # The host's array saves a conversion, but token edits may have changed it already.
+            # Copying from the host's array saves a conversion, but token edits may have changed the
+            # array already.
             row, count = admission.row, len(admission.token_ids)
             given = admission.token_ids if plan.token_edits else host.token_ids[row, :count]
             target = self.history.token_ids[row, :count]

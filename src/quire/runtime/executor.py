@@ -1,9 +1,9 @@
 """Starts the worker processes of tensor parallelism and repeats rank 0's calls on them.
 
-Rank 0 owns the other ranks' processes, and has a runner that repeats each call on all ranks. All
-ranks must make the same calls in the same order, or their collectives mix up different operations.
-So a call that fails on any rank ends the group, since the other ranks' progress is unknown. The
-engine process then ends too, and is restarted as after any other death.
+Rank 0 owns the processes of the other ranks, and its runner repeats each call on all ranks. All
+ranks must make the same calls in the same order; otherwise, collectives of different operations
+would be mixed up. So a call that fails on any rank ends the group, since the other ranks' progress
+is unknown. The engine process then ends, too, and is restarted like after any other death.
 
 Knows no model. Called by `assembly.build`.
 """
@@ -50,7 +50,7 @@ from quire.runtime.worker import (
 )
 
 END_TIMEOUT_S = 5.0
-"""The time that a worker has to end after its socket was closed. Then it is killed."""
+"""Seconds within which a worker must end after its socket was closed; then it is killed."""
 
 _START_ERRORS: dict[str, type[QuireError]] = {
     kind.code: kind
@@ -63,8 +63,8 @@ _START_ERRORS: dict[str, type[QuireError]] = {
 }
 
 FAILURE_TIMEOUT_S = 1.0
-"""The time to wait for a failed rank's report. A collective may fail on this rank before the report
-arrives."""
+"""Seconds to wait for a failed rank's report, since a collective may fail on this rank before the
+report arrives."""
 
 T = TypeVar("T")
 
@@ -91,8 +91,8 @@ class Workers:
         each process inherits it as `--lock-fd`, together with `--moves-fd`.
         """
         self.size = size
-        #: For each rank in order, a second socket for moves of cached blocks, which run beside the
-        #: calls. Empty without a folder_lock.
+        #: For each rank in order, a second socket for moves of cached blocks, which run while calls
+        #: run. Empty without a folder_lock.
         self.moves: list[socket.socket] = []
         self._folder_lock = folder_lock
         self._has_lost_rank = threading.Event()
@@ -154,7 +154,8 @@ class Workers:
     def failure(self, timeout_s: float = 0.0) -> QuireError | None:
         """The error of a worker that fails within timeout_s; None if no worker does.
 
-        If several failed, a dead process is preferred, since it mostly caused the other failures.
+        If several workers failed, the error of a dead process is preferred, since it usually caused
+        the other failures.
         """
         poll = select.poll()
         ranks = {}
@@ -207,7 +208,7 @@ class Workers:
 
         def watch() -> None:
             poll.poll()
-            if end.alive:  # `end` did not end the workers
+            if end.alive:  # a worker died: `end` was not called
                 lost.set()
                 on_death()
 
@@ -258,7 +259,7 @@ def _describe(status: int) -> str:
 def first_rank(
     workers: Workers, device: torch.device, *, fixed_order: bool = False
 ) -> Iterator[ProcessGroup]:
-    """Join the workers in a process group. Rank 0 builds its share of the model inside the `with`.
+    """Join the workers in a process group. Rank 0 builds its shard of the model inside the `with`.
 
     At the end of the `with` all ranks are ready. If it fails, all workers have ended, and a
     worker's error is raised if there is one. `fixed_order` is as in `ProcessGroup`.
@@ -296,12 +297,13 @@ class DistributedRunner:
 
     @property
     def num_calls(self) -> int:
-        """The number of calls that rank 0 has made. A move of cached blocks that is ordered now may
-        run on another rank only after that rank has made as many calls."""
+        """The number of calls that rank 0 has made. Another rank may run a move of cached blocks
+        that is ordered now only after it has made the same number of calls."""
         return self._num_calls
 
     def execute(self, plan: StepPlan) -> None:
-        """See `core.step.Runner`. Like all calls, raises EngineDeadError if any rank fails."""
+        """See `core.step.Runner`. This call and the calls below raise EngineDeadError if a rank
+        fails."""
         self._call(Execute(plan), lambda: self._runner.execute(plan))
 
     def sample(self, masks: TokenMasks | None = None) -> None:

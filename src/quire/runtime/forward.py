@@ -1,7 +1,7 @@
 """Runs the model's forward pass: by its torch modules, or by a recorded native program.
 
-The native program is recorded from the modules, and runs if native kernels exist for all of it.
-`graphs.py` replays captured calls of the modules. Called by `model_runner.py`.
+The native program is recorded from the modules, and is used if native kernels exist for all its
+operations. `graphs.py` replays captured calls of the modules. Called by `model_runner.py`.
 
 Legend: T tokens of the step, R rows that need logits, H hidden size, V vocabulary size.
 """
@@ -37,7 +37,7 @@ class Forward(Protocol):
     logits: Logits
 
     def plan(self, step: StepBatch) -> None:
-        """Do the attention backend's work that is needed once a step, before the call."""
+        """Let the attention backend prepare the step, once and before the call."""
         ...
 
     def __call__(self, step: StepBatch) -> torch.Tensor:

@@ -1,21 +1,22 @@
 """Captures decode steps as CUDA graphs and replays them.
 
-There is one graph for each of a few batch sizes: one launch instead of hundreds. If every sequence
-decodes, a step launches the same kernels whatever its values are, since they read lengths, tables
-and slots from tensors. So `device_rows` builds such a step in fixed tensors, padded to one of a few
+There is one graph for each of a few batch sizes; replaying it takes one launch instead of hundreds.
+If every sequence decodes, all steps of a size launch the same kernels, which read lengths, tables
+and slots from tensors. So `device_rows` builds such a step in fixed tensors, padded to one of these
 sizes. The first step of a size captures the whole forward pass over them, including the gathering
 of token ids and the attention's planning. Mixed steps, and all steps with `enforce_eager`, are
 launched kernel by kernel.
 
-Logits and sampling are not in the graph. A graph's outputs keep their memory for good. The logits
-of all sizes together would take gigabytes (256 rows x 150,000 words x 4 bytes = 154 MB for the
-largest alone). As separate launches they are two of hundreds, and only for the rows that sample.
+Logits and sampling are not in the graph. A graph's outputs keep their memory for good, and the
+logits of all sizes together would take gigabytes (256 rows x 150,000 tokens x 4 bytes = 154 MB for
+the largest size). Without the graph, logits cost only two of hundreds of launches, and are computed
+only for rows that sample.
 
 All graphs share one memory pool, so the temporary memory of one graph is free for the next. That is
 safe because only one runs at a time, and its outputs are read, in the order of the stream, before
 the next replay. The largest size is captured first, so the pool grows no further.
 
-Called by `model_runner.py`. Knows no rows and no sampling.
+Called by `model_runner.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -41,16 +42,16 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
     They are 1, 2 and 4, then multiples of 8 up to 64, of 16 up to 256, and of 32 beyond. A padding
     row costs time only in the linears, since attention and sampling skip it. While reading the
-    weights takes longer than multiplying, up to about 200 rows on an H200, it costs nothing.
-    Beyond, at most 31 rows of 257 are padding. Below 8 the sizes are close together because few
-    rows use kernels of their own.
+    weights takes longer than multiplying, up to about 200 rows on an H200, it costs nothing. For
+    larger steps, at most 31 rows of 257 are padding. Below 8 the sizes are close together because
+    small numbers of rows use special kernels.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 class GraphCapture(Protocol):
-    """Captures computations: on a GPU, or for tests without one."""
+    """Captures computations: on a GPU or, for tests, without one."""
 
     #: The bytes of device memory that all captured computations hold together.
     num_bytes: int
@@ -104,8 +105,8 @@ class CudaGraphCapture:
 class RepeatedCalls:
     """A `GraphCapture` without a GPU that calls the computation itself again.
 
-    As with graphs, the computation must be right for all steps of its size. Each call reads the
-    tensors anew, but numbers that Python read at the capture stay the same.
+    As with graphs, the computation must be valid for all steps of its size: each call reads the
+    tensors again, but values that Python read at the capture stay the same.
     """
 
     num_bytes = 0
@@ -141,7 +142,7 @@ class GraphForward:
         return tuple(sorted(self._replays))
 
     def capture_all(self, sizes: Iterable[int]) -> None:
-        """Capture these static sizes, the largest first. Raises what the device raises."""
+        """Capture these static sizes, the largest first. Raises the device's errors."""
         for size in sorted(sizes, reverse=True):
             if size not in self._replays:
                 self._replays[size] = self._captured(self._build_padding(size))
@@ -166,8 +167,8 @@ class GraphForward:
         return replay()
 
     def _capture_or_not(self, step: StepBatch) -> Computation:
-        """Capture the step. If memory runs out, steps of its size are not captured from now on, but
-        launched kernel by kernel.
+        """Capture the step. If memory runs out, steps of its size are from now on launched kernel
+        by kernel.
 
         Requests are being served, so running out of memory must not end the engine.
         """
@@ -185,7 +186,7 @@ class GraphForward:
     def _captured(self, step: StepBatch) -> Computation:
         """Capture the step. During the capture the whole step is padding.
 
-        A capture runs the step, and so does the first replay, but each token may update recurrent
+        Both the capture and the first replay run the step, but each token may update recurrent
         states only once.
         """
         started_s, num_bytes = perf_counter(), self.num_bytes

@@ -6,7 +6,7 @@
 
 A page belongs to the KV group that currently holds its block id. All groups share the storage, and
 each divides a page among its own layers (`page_layout.py`). The attention backend defines the
-layout inside a layer's part.
+layout within the bytes of a layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,8 @@ class KVCache:
             torch.cuda.empty_cache()
 
     def restore(self) -> bool:
-        """Allocate the memory again that `release` returned. True if its address may have changed.
+        """Allocate the memory again that `release` returned. Returns whether its address may have
+        changed.
 
         On the CPU the system commits it when it is written. Raises InsufficientMemoryError.
         """
@@ -89,7 +90,7 @@ class KVCache:
         )
 
     def states(self) -> tuple[LayerStates, ...]:
-        """The place of each recurrent layer's states, for `StateBackend.bind`."""
+        """Each recurrent layer's view of its states in the storage, for `StateBackend.bind`."""
         num_token_groups = len(self.layout.groups) - len(self.layout.state_sizes)
         return tuple(
             LayerStates(

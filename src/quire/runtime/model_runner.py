@@ -1,8 +1,8 @@
 """Executes step plans on a model: forward pass, then sampling.
 
 Implements `core.step.Runner`. On the CPU all work is done when `execute` and `sample` return, so
-`result` never waits. On a device they only queue work: the rows' tokens stay there
-(`device_rows.py`), and only `result` waits. Knows no requests and no text.
+`result` never waits. On a device, `execute` and `sample` only queue work: the rows' tokens stay on
+the device (`device_rows.py`), and only `result` waits.
 """
 
 from collections import deque
@@ -111,8 +111,8 @@ class _Span(NamedTuple):
 
     began: torch.cuda.Event
     ended: torch.cuda.Event
-    #: The seconds that the host took to queue the step; 0 if the previous step still ran when the
-    #: whole step was queued, since then the device did not wait for the host.
+    #: The seconds that the host took to queue the step; 0 if the previous step was still running
+    #: when this step was completely queued, since the device then did not wait for the host.
     launch_s: float
 
 
@@ -195,10 +195,10 @@ class ModelRunner:
     ) -> None:
         """`backend` and the model's recurrence are bound to the memory of `kv_cache` here.
 
-        `sampler` must read the history of `rows`. `kernels` are those that the model and the
-        backend were made with, or None if torch or Triton computes. `capture` captures the steps of
-        a static size that `rows` builds; None means that no step is captured. `adapters` is None if
-        the model's linears have no slots for adapters.
+        `sampler` must read the history of `rows`. `kernels` are the native kernels that the model
+        and the backend were made with; None if torch or Triton computes. `capture` captures the
+        steps of a static size that `rows` builds; None means that no step is captured. `adapters`
+        is None if the model's linears have no slots for adapters.
         """
         self.timing = StepTiming()
         self.model = model
@@ -247,7 +247,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: Iterable[int]) -> None:
-        """Capture the decode steps of these static sizes now instead of at the first of each.
+        """Capture the decode steps of these static sizes now instead of at the first step of each
+        size.
 
         Raises the device's errors.
         """
@@ -319,8 +320,8 @@ class ModelRunner:
             step = self._sampled.popleft()
             found = step.fetch()
             if self._timer is not None:
-                # A step that samples nothing did not wait in `fetch`. But a result promises that
-                # the device is done with the step, so that its blocks may be reused.
+                # `fetch` does not wait for a step that samples no tokens. But a result promises
+                # that the device has finished the step, so that its blocks may be reused.
                 self.timing.device_s, self.timing.launching_s = self._timer.wait()
             return found
 
@@ -334,7 +335,8 @@ class ModelRunner:
             return self._forward.logits(hidden)
 
     def reset(self) -> None:
-        """See `core.step.Runner`. Raises the device's error if it can't go on."""
+        """See `core.step.Runner`. Raises the device's error if the device can't be used any
+        more."""
         self._executed = None
         self._sampled.clear()
         self._pooling.clear()

@@ -1,8 +1,8 @@
-"""Plans which layers share a KV page, the page size, and the layers' places in pages.
+"""Plans which layers share a KV page, the page size, and each layer's offset in pages.
 
 All groups of a model take pages of equal size from one pool, though their layers need different
-amounts. So part of each page that a sequence holds may be unused. The page size is chosen so that
-little is unused, with few groups. Called by `assembly.rank_build`.
+numbers of bytes. So part of a page may be unused. The page size is chosen so that few bytes are
+unused and there are few groups. Called by `assembly.rank_build`.
 
     token group    block of B tokens:  | K and V of layer a | of layer b | ... | unused |
     state group    a part of a state:  | unit | unit | ... | unused |
@@ -25,13 +25,14 @@ GROUP_COST = 0.0025
 group costs a block table per sequence, and an allocation and a hash per block."""
 
 LENGTH_PARTS = (1, 8, 64)
-"""The page size is chosen for sequences of the typical length divided by each of these numbers."""
+"""The page size is chosen for sequences of several lengths: the typical length divided by each of
+these numbers."""
 
 ORDER = (KVKind.FULL, KVKind.LATENT, KVKind.WINDOW, KVKind.STATE)
 """The order of a layout's groups."""
 
 MAX_STATE_PAGES = 64
-"""The most pages that one state is divided into."""
+"""The largest number of pages into which one state is divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def plan_layout(
     recurrent_specs: Sequence[RecurrentSpec] = (),
     typical_tokens: int = 4096,
 ) -> KVCacheLayout:
-    """Form KV groups of layers whose memory grows and is freed alike, and choose the page size.
+    """Form KV groups of layers with the same growth rule, and choose the page size.
 
     The choice minimises unused memory for sequences of about `typical_tokens` tokens.
     Raises ConfigurationError for layers that the backend can't serve.

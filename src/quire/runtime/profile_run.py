@@ -1,13 +1,13 @@
 """Measures peak memory at start-up, by running the steps that take the most memory.
 
-The first step computes as many prompt tokens as a step may, the second decodes with all rows. In
-each step every row ends at the longest context and samples with all options that take memory. A
-third step, if there is room for it, has the shortest chunk and decodes. It takes little memory, but
-compiles kernels that the first request would otherwise wait for.
+The first step computes the largest number of prompt tokens, the second decodes with all rows. In
+both steps, every row ends at the longest context and samples with all options that take memory. A
+third step, if there is room for it, has the shortest chunk beside decoding rows. It takes little
+memory, but compiles kernels for which the first request would otherwise wait.
 
-All rows have the same tokens and share a few blocks, so a tiny pool suffices: they write the same K
-and V to the same places, and corrupt each other's states. The samples are dropped. Called by
-`assembly.device_memory_plan`.
+All rows have the same tokens and share a few blocks, so a tiny pool suffices: the rows write the
+same K and V to the same slots, and overwrite each other's states. The sampled tokens are dropped.
+Called by `assembly.device_memory_plan`.
 """
 
 from dataclasses import dataclass
@@ -70,8 +70,10 @@ class ProfileRun:
         return self.shape.max_model_len - 1
 
     def _num_used(self, group: KVGroup) -> int:
-        """The number of different blocks in the group's tables, which repeat them in turn."""
-        # One more than the chunk's length needs, since it may begin in the middle of a block.
+        """The number of different blocks in the group's tables; a table lists them again and again
+        in the same order."""
+        # One block more than the chunk's length needs, since the chunk may begin in the middle of a
+        # block.
         longest = -(-self._chunks()[0] // self.shape.block_size) + 1
         length = self.shape.table_length(group, self.shape.max_model_len)
         return length if group.num_state_blocks else min(longest, length)

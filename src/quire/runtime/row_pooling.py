@@ -27,13 +27,13 @@ FAILED = "the model's result is not a number (NaN or infinite)"
 class PendingPooled:
     """The pooled results of a step, which the device may still be computing."""
 
-    #: For each group of rows: the rows, their parameters, and their results [R, N], or [R, T, N] if
-    #: each token has one, before `finish`.
+    #: For each group of rows: the rows, their parameters, and their results before `finish`: [R,
+    #: N], or [R, T, N] if each token has a result.
     groups: list[tuple[list[int], list[PoolingParams], torch.Tensor]]
 
     def fetch(self) -> tuple[dict[int, bytes], dict[int, str]]:
-        """Wait for the device. Returns by row the results in the format of `StepResult`, and the
-        reasons why other rows failed."""
+        """Wait for the device. Returns (row -> result in the format of `StepResult`, row -> reason
+        why the row failed)."""
         pooled: dict[int, bytes] = {}
         failed: dict[int, str] = {}
         for rows, params, results in self.groups:
@@ -123,9 +123,9 @@ class RowPooling:
     def _results(
         self, vectors: list[tuple[int, torch.Tensor]], dtype: torch.dtype
     ) -> Iterable[tuple[list[int], list[PoolingParams], torch.Tensor]]:
-        """The results in groups of the same kind, since a head is applied to many rows at once.
+        """The results, grouped by kind, so that a head is applied to many rows at once.
 
-        `dtype` is the head's.
+        `dtype` is that of the head.
         """
         kinds: dict[tuple[bool, tuple[int, ...]], list[tuple[int, torch.Tensor]]] = {}
         for row, vector in vectors:
@@ -157,7 +157,7 @@ def add_in_order(total: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tens
     rows = hidden.float()
     if total is not None:
         rows = torch.cat([total[None], rows])
-    # Both functions below add the rows in order; torch's `sum` splits the loop.
+    # Both branches add the rows in order; torch's `sum` would split the loop.
     if rows.device.type == "cpu":
         return torch.from_numpy(np.add.reduce(rows.numpy(), axis=0))
     lengths = torch.tensor([len(rows)], device=rows.device)
@@ -181,7 +181,8 @@ def without_pooling(step: StepBatch, keeps: npt.NDArray[np.bool_]) -> StepBatch:
 def finish(numbers: npt.NDArray[np.float32], params: PoolingParams) -> npt.NDArray[np.float32]:
     """Apply the row's activation to scores, or cut and normalise its vectors.
 
-    `numbers` is a row's result [N], or its tokens' results [T, N], which are treated one by one.
+    `numbers` is a row's result [N], or the results of its tokens [T, N], to which this applies one
+    by one.
     """
     if params.wants_scores:
         scores = _activated(numbers.astype(np.float64), params.activation)

@@ -1,7 +1,7 @@
 """Records an engine's steps with torch's profiler, as a trace for Chrome or Perfetto.
 
 The trace has each operator of torch and each kernel of a GPU. The CPU's native kernels run a whole
-step in one call, so the trace has only the step. Knows no requests. Called by `offline`.
+step in one call, so the trace shows only the step. Called by `offline`.
 """
 
 import time
@@ -84,7 +84,7 @@ class ProfilerSettings(CheckedFields):
 class TorchProfile:
     """One recording, from `start` to `stop`. `on_step` must be called when a step begins.
 
-    If several threads run steps, torch records only threads that its profiler can see.
+    If several threads run steps, torch may miss those that its profiler does not see.
     """
 
     def __init__(self, settings: ProfilerSettings, prefix: str = "quire") -> None:

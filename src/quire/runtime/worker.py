@@ -1,12 +1,11 @@
 """The loop of a worker process of tensor parallelism: repeats rank 0's calls on its rank.
 
 Rank 0 sends each call over a socket (see `ipc`) and gets no answer. The ranks exchange data in the
-layers' collectives, and since all have the same logits, each samples the same tokens. A worker only
-reports that it is about to join, that it is ready, and why it failed. It ends when the socket is
-closed.
+layers' collectives. All ranks compute equal logits, so every rank samples the same tokens. A worker
+sends three kinds of messages: that it is about to join, that it is ready, and why it failed. It
+ends when the socket is closed.
 
-Knows no scheduler and no requests. Called by `engine_process.worker_main`; `executor` is the other
-end.
+Called by `engine_process.worker_main`; `executor` is the other end of the socket.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ class Join(msgspec.Struct, tag="join", array_like=True, frozen=True):
     rank: int
     #: The number of ranks.
     size: int
-    #: The path of the file at which the ranks meet; see `distributed.group`.
+    #: The path of the file through which the ranks find each other; see `distributed.group`.
     rendezvous: str
 
 
@@ -57,11 +56,11 @@ class Reset(msgspec.Struct, tag="reset", array_like=True, frozen=True):
 
 
 class Joining(msgspec.Struct, tag="joining", array_like=True, frozen=True):
-    """The worker is about to meet the other ranks."""
+    """The worker is about to join the process group."""
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
-    """The worker has built its share of the model and takes calls."""
+    """The worker has built its shard of the model and takes calls."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
@@ -91,8 +90,8 @@ def receive_news(sock: socket.socket) -> FromWorker:
 
 
 Build: TypeAlias = Callable[[Join, Callable[[], None]], Runner]
-"""Builds the runner of the rank that Join describes. It must call the given function just before
-the ranks meet."""
+"""Builds the runner of the rank that Join describes. It must call the given function just before it
+joins the process group."""
 
 
 def serve_calls(
@@ -104,8 +103,8 @@ def serve_calls(
     """Serve rank 0's calls until it closes the socket. Returns the process's exit code.
 
     `on_call` is called after each call. `on_idle` is called with the seconds since the last call,
-    while no call comes. It returns the seconds until it wants to be called again; None means not
-    before the next call.
+    while no call comes. It returns the seconds until its next call, or None if it need not be
+    called before rank 0's next call.
     """
     rendezvous: Path | None = None
     try:
@@ -125,9 +124,9 @@ def serve_calls(
     except QuireError as error:
         code = _report(sock, Failed(error.code, str(error)))
     except Exception as error:
-        # The last line of defence: the process ends either way, and rank 0 learns why.
+        # Report any other error: the process ends in any case, and rank 0 should learn why.
         code = report_failure(sock, error)
-    if code == 0 and rendezvous is not None:  # if rank 0 was killed, it has not removed the file
+    if code == 0 and rendezvous is not None:  # a killed rank 0 has not removed the file
         with contextlib.suppress(OSError):
             rendezvous.unlink(missing_ok=True)
             rendezvous.parent.rmdir()
