@@ -1,9 +1,9 @@
 """The adapters that clients may name as a model.
 
 A name refers to a folder, either from the start (`--lora-modules`) or from a load over HTTP. The
-folder is read when the name is loaded or first requested. From then on the adapter is known by its
-digest, so open calls keep the adapter that they began with, even if its name is changed or removed.
-Made by `launch`.
+folder is read when the name is loaded or first requested. From then on, requests identify the
+adapter by its digest, so open calls keep their adapter even if its name is reassigned or removed.
+Created by `launch`.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ MAX_NAMES = 10_000
 MAX_NAME_CHARACTERS = 256
 
 ANY_MODEL = "dummy"
-"""The model name that huggingface_hub sends when its caller named none. No adapter may have it."""
+"""The model name that huggingface_hub sends by default. No adapter may have this name."""
 
 NOT_ENABLED = "this server serves no adapters; start it with --enable-lora"
 
@@ -65,8 +65,8 @@ class AdapterNames:
         paths: Mapping[str, str] | None = None,
         model_names: Iterable[str] = (),
     ) -> None:
-        """`engine` is None where the server has no adapters. `paths` maps the names that are known
-        from the start to their folders (see `read_modules`)."""
+        """`engine` is None if the server serves no adapters. `paths` maps the names given at the
+        start to the adapters' folders (see `read_modules`)."""
         self._engine = engine
         self._model_names = frozenset(model_names)
         self._known = {name: NamedAdapter(name, path) for name, path in (paths or {}).items()}
@@ -93,7 +93,7 @@ class AdapterNames:
     async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
         """Read the adapter in a folder now and register it under a name.
 
-        With `in_place`, a name in use is redirected to the new adapter instead of refused. Raises
+        With `in_place`, a name in use is reassigned to the new adapter instead of refused. Raises
         InvalidRequestError for a name that is in use or not allowed, AdapterError for a folder that
         can't be read. After an error the names are unchanged.
         """
@@ -106,7 +106,7 @@ class AdapterNames:
         new = NamedAdapter(name, os.path.abspath(path))
         new.found = asyncio.ensure_future(engine.find_adapter(name, new.path, anew=True))
         await new.found
-        self._check_name(name, in_place)  # another call may have taken it meanwhile
+        self._check_name(name, in_place)  # another call may have added it meanwhile
         self._known[name] = new
 
     def unload(self, name: str) -> None:
@@ -182,12 +182,12 @@ def _check_words(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoRAModules:
-    """The adapters that `--lora-modules` gives."""
+    """The adapters named in `--lora-modules`."""
 
     #: Maps each name to its folder.
     paths: Mapping[str, str] = field(default_factory=dict)
-    #: Names given one by one, not through a parent folder. Their adapters are read before the
-    #: server begins to serve.
+    #: Names given as name=folder or in JSON. Their adapters are read before the server begins to
+    #: serve, unlike the adapters found in a parent folder.
     read_first: tuple[str, ...] = ()
 
 
@@ -196,7 +196,7 @@ def read_modules(given: Iterable[str], model_names: Iterable[str]) -> LoRAModule
 
     Each value is name=folder, a JSON object with name and path, or a folder whose subfolders are
     adapters, each named after its subfolder. Raises ConfigurationError for any other value, and for
-    a name that is taken or not allowed.
+    a name that is in use or not allowed.
     """
     paths: dict[str, str] = {}
     read_first: list[str] = []
@@ -223,7 +223,7 @@ def read_modules(given: Iterable[str], model_names: Iterable[str]) -> LoRAModule
 
 
 def _named(text: str) -> tuple[str, str] | None:
-    """The name and the folder of a value; None where the value is only a folder."""
+    """The name and the folder in a value; None if the value is only a folder."""
     if text.startswith("{"):
         try:
             found = json.loads(text)
@@ -234,7 +234,7 @@ def _named(text: str) -> tuple[str, str] | None:
         unknown = fields.keys() - {"name", "path", "base_model_name"}
         if not isinstance(name, str) or not isinstance(path, str) or unknown:
             raise ConfigurationError(
-                f"lora_modules is {text!r:.80}, but an object has name and path, both texts"
+                f"lora_modules is {text!r:.80}, but an object must have name and path, both texts"
             )
         return name, path
     name, equals, path = text.partition("=")

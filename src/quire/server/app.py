@@ -1,9 +1,9 @@
 """The HTTP application: its endpoints and its middlewares.
 
-A call passes the middlewares from the outside in. `telemetry.monitor` gives it an id and a log
-line. Then come the check of its head, CORS if origins are allowed, the checks of its key and its
-body, and the handler of unexpected exceptions; `http.guard` has the three checks. All are plain
-ASGI, so streams and disconnects pass through them untouched.
+A call first passes `telemetry.monitor`, which assigns an id and logs a line. Then follow the check
+of its head, CORS if origins are allowed, the checks of its key and its body, and the handler of
+unexpected exceptions. `http.guard` has the three checks. All middlewares are plain ASGI, so streams
+and disconnects pass through them untouched.
 
 `launch`, not the application, starts and ends the engine: the engine must also end when the server
 is stopped by force, after which no application code runs. Imports no torch.
@@ -48,7 +48,7 @@ ENDPOINTS: tuple[Endpoints, ...] = (
     replicas.router,
     metrics.router,
 )
-"""The routers of all endpoints, in their order in the OpenAPI document."""
+"""The routers of all endpoints, in the order of the OpenAPI document."""
 
 SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
 """Headers of every answer. The HTTP server adds them itself, at no cost per call."""
@@ -76,7 +76,7 @@ def create_app(
 
 
 def _suggested(endpoints: Sequence[Endpoints]) -> list[str]:
-    """The paths that a 404 suggests to clients of other servers, those of OpenAI's API first."""
+    """The paths that a 404 suggests, those of OpenAI's API first."""
     found = [path for each in endpoints if each.is_suggested for path in each.paths]
     return sorted((path for path in found if "{" not in path), key=lambda p: "/v1/" not in p)
 
@@ -84,7 +84,7 @@ def _suggested(endpoints: Sequence[Endpoints]) -> list[str]:
 def _add_middlewares(
     app: Starlette, service: Service, access: AccessConfig, endpoints: Sequence[Endpoints]
 ) -> None:
-    """Add the middlewares from the inside out: each encloses those that were added before it."""
+    """Add the middlewares, the innermost first."""
     operator_paths = [path for each in endpoints for path in each.operator_paths]
     named = (path for each in endpoints for path in each.paths if ":path}" in path)
     app.add_middleware(BugReporter)

@@ -1,7 +1,7 @@
 """Every option of the server.
 
-The options are flat, since people write them as flags or in a YAML file. `launch` makes the small
-configurations of the components from them.
+The options are flat, since operators write them as flags or in a YAML file. `launch` converts them
+to the configurations of the components.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class Restarts(Whole):
 
 @dataclass(frozen=True, slots=True)
 class Amount(Kind):
-    """A number above 0 that need not be whole."""
+    """A number above 0, such as 0.5."""
 
     metavar: ClassVar[str | None] = "N"
     number: ClassVar[type[int] | type[float] | None] = float

@@ -22,7 +22,8 @@ from quire.routing.find import find_routing_policy
 from quire.server.config import ServerConfig
 
 ALWAYS = 1 << 30
-"""Number of restarts of an engine on another machine, which may come back after hours."""
+"""Allowed restarts of an engine on another machine: no limit, since the machine may be away for
+hours."""
 
 LONGEST_RETRY_S = 5.0
 
@@ -30,8 +31,8 @@ LONGEST_RETRY_S = 5.0
 async def start_engines(
     options: Mapping[str, object], server: ServerConfig, on_progress: OnProgress
 ) -> EngineClient:
-    """Start one engine or a fleet, as the server's options say. `options` are the options of each
-    engine. If an engine can't be built, raises its error and leaves no process behind."""
+    """Start one engine or a fleet, according to `server`. `options` are the options of each engine.
+    If an engine can't be built, raises the engine's error and leaves no process behind."""
     recovery = RecoveryConfig(
         max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
     )
@@ -97,8 +98,8 @@ def check_fleet(server: ServerConfig) -> None:
 
 
 def _check_needed(server: ServerConfig) -> None:
-    """Refuse options that have no effect because the kind of fleet that they belong to is not in
-    use."""
+    """Refuse options that have no effect because they belong to a kind of fleet that this server
+    does not use."""
     is_fleet = server.is_over_machines or max(server.replicas, server.max_replicas or 1) > 1
     of_ray = server.ray_address is not None
     kinds = {

@@ -2,7 +2,7 @@
 
 The port is bound before the model is loaded, so that an unusable port is reported at once. The
 first Ctrl-C (or SIGTERM) lets open answers finish within a time limit while new calls are refused;
-answers that are open after it end with an error. A second signal ends the server at once. No
+answers that are open after the limit end with an error. A second signal ends the server at once. No
 process is left behind in any case. Imports no torch. Called by the command line.
 """
 
@@ -66,27 +66,26 @@ from quire.version import __version__
 EMBEDDED_MODEL_NAME = "embedded"
 
 IDLE_CONNECTION_S = 75
-"""An idle connection stays open for this time. It is longer than proxies usually keep their side
-open, since a proxy would otherwise send a call on a closed connection."""
+"""Seconds for which an idle connection stays open: longer than proxies usually reuse a connection,
+since a proxy could otherwise send a call on a closed one."""
 
 _ENGINE_SHUTDOWN_S = 5.0
 _FLUSH_S = 3
-"""Time for finished answers to reach their clients. A client that has not read its answer by then
-is taken to be stuck, and its connection is cut."""
+"""Seconds for finished answers to reach their clients, after which the connections are closed."""
 
 _DRAIN_POLL_S = 0.05
 
 _TRIM_PERIOD_S = 10.0
 
 INTERRUPTED = 130
-"""The exit code that shells give a program that Ctrl-C ended."""
+"""The exit code that shells report for a program that Ctrl-C has ended."""
 
 logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """The parts of one server, all checked before the model is loaded."""
+    """The options and files of one server, checked before the model is loaded."""
 
     #: Options of the engine. Their `model` is the folder in which the model was found, or names the
     #: embedded model.
@@ -109,8 +108,8 @@ class _ModelFiles:
 
     model: FoundModel
     tokenizer: Tokenizer
-    #: Compilers for the tokenizer's whole vocabulary, until the engine reports the model's
-    #: vocabulary size. The caller that starts the engine closes them.
+    #: Grammar compilers for the tokenizer's vocabulary, used until the engine reports the model's
+    #: vocabulary size. The function that starts the engine closes them.
     grammars: GrammarCompilers
     chat_template: ChatTemplate
     dialect: ModelDialect
@@ -148,7 +147,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
             "lora_modules names adapters, but they are not served; set enable_lora, or leave it out"
         )
     if options.model is not None and not server.is_over_machines:
-        # The engine then need not find or fetch the model a second time.
+        # Name the model so that the engine need not find or fetch it a second time.
         model, revision = files.model.named_for_others(options.model)
         options = replace(options, model=model, revision=revision)
     return ServerPlan(
@@ -209,7 +208,7 @@ async def _serve(plan: ServerPlan, sock: socket.socket, connections: OpenConnect
 
 async def start_engine(plan: ServerPlan) -> EngineClient:
     """Start the engine, which loads the model, and show the progress on stderr. Raises
-    EngineDeadError, and the error for which the engine can't be built."""
+    EngineDeadError, or the error that kept the engine from being built."""
     plan.files.grammars.begin()
     log_line = logger.info if log.is_json() else None
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
@@ -252,7 +251,7 @@ async def _load_and_serve(
 def _stay_responsive() -> None:
     """Keep Python's garbage collector and thread switching from blocking the event loop for
     long."""
-    # Objects that exist now live as long as the server: the collector need not scan them again.
+    # Objects that exist now live as long as the server, so the collector need not scan them.
     gc.collect()
     gc.freeze()
     # A tokenizing thread gives the lock back to the loop after this many seconds (default: 0.005).
@@ -260,8 +259,8 @@ def _stay_responsive() -> None:
 
 
 async def _return_memory() -> None:
-    """Return free memory to the system at intervals: long calls leave hundreds of megabytes free
-    that the C library would keep. It runs in a thread and releases Python's lock."""
+    """Return free memory to the system at intervals. After long calls, the C library would keep
+    hundreds of megabytes. The function of the C library runs in a thread without Python's lock."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:  # only glibc has it; other C libraries return memory by themselves
         await asyncio.sleep(_TRIM_PERIOD_S)
@@ -269,8 +268,8 @@ async def _return_memory() -> None:
 
 
 def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
-    """Start the workers that compile grammars before the first grammar arrives. If the model
-    generates no text, close them instead."""
+    """Start the grammar workers, so that the first grammar need not wait for it. If the model
+    generates no text, close the compilers instead."""
     compilers = files.grammars
     if limits.generates:
         compilers.limit_to(limits.vocab_size)
@@ -316,8 +315,8 @@ def make_service(plan: ServerPlan, engine: EngineClient, monitor: Monitor) -> Se
 
 
 def _fingerprint(facts: Mapping[str, Any]) -> str:
-    """A name for the settings, other than the model and the request, that influence an answer's
-    numbers."""
+    """OpenAI's `system_fingerprint`: names the settings of the server and engine that influence the
+    answers."""
     known = (facts.get(key) for key in ("kernels", "dtype", "quantization"))
     return "-".join(["quire", __version__, *(str(fact) for fact in known if fact is not None)])
 
@@ -325,8 +324,7 @@ def _fingerprint(facts: Mapping[str, Any]) -> str:
 class _HTTPServer(uvicorn.Server):
     """uvicorn's server. It leaves signals to `Stopper` and prints the address once it serves.
 
-    Invariant: however the serving ends, open answers end or get an error before their connections
-    are closed.
+    Invariant: before connections are closed, each open answer has finished or has got an error.
     """
 
     def __init__(self, service: Service, plan: ServerPlan, sock: socket.socket) -> None:
@@ -394,13 +392,13 @@ class _HTTPServer(uvicorn.Server):
             cut.cancel()
 
     def _cut(self) -> None:
-        """Abort all connections, so that tasks end as on any disconnect. uvicorn would cancel the
-        tasks instead, and print tracebacks."""
+        """Abort all connections, so that each call's task ends as after a disconnect. uvicorn would
+        cancel the tasks instead and print tracebacks."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
     def drain(self) -> None:
-        """Take no new calls, and stop serving once the open ones have ended."""
+        """Refuse new calls, and stop serving once the open calls have ended."""
         self._service.drain.begin()
         self._draining = asyncio.create_task(self._drain())
 
@@ -448,7 +446,7 @@ def _drain_text(num_open: int, limit_s: float) -> str:
 
 
 def _report(text: str) -> None:
-    """Write a line to stderr, as a JSON object where the log is in JSON."""
+    """Write a line to stderr, as a JSON object if the log is in JSON."""
     if log.is_json():
         logger.info(text)
     else:
@@ -456,13 +454,13 @@ def _report(text: str) -> None:
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:
-    """Print to standard output or to `stream`. A full disk or a closed pipe there does not end the
-    server."""
+    """Print to standard output or to `stream`. Errors such as a full disk or a closed pipe don't
+    end the server."""
     stream = sys.stdout if stream is None else stream
     try:
         print(text, file=stream, flush=True)
     except OSError:
-        # The text left in the buffer would fail again at exit and set the exit code.
+        # Otherwise flushing the buffer at exit would fail again and set the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -1,6 +1,6 @@
 """Bounds of a single call, checked before anything is tokenized or looped over.
 
-The operator sets the bounds, except that of log-probabilities, which is the engine's. Values that
+The operator sets the bounds, except that of log-probabilities, which the engine sets. Values that
 are invalid on every server are refused by `core.sampling_params`. Called by `generation` and the
 routes; made by `launch`.
 """
@@ -18,19 +18,19 @@ from quire.text.tokenizer import Tokenizer
 _COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 
 MAX_PROMPT_LOGPROBS = 1_000_000
-"""Most log-probabilities of prompt tokens in one answer, counted for each choice: 90 MB of JSON.
-The engine sends those of one prompt as one message of 14 MB, which takes 0.05 s to write."""
+"""Maximum log-probabilities of prompt tokens in one answer, over all choices: 90 MB of JSON. With
+one prompt, the engine sends them in one message of 14 MB, which takes 0.05 s to write."""
 
 MAX_ANSWER_BYTES = 384 << 20
-"""Most bytes of JSON that the log-probabilities of an unstreamed answer may take at its greatest
-length. The API server holds a seventh to a half of that until the answer is written."""
+"""Maximum bytes of JSON for the log-probabilities of an unstreamed answer of maximum length. Until
+the answer is written, the API server holds a seventh to a half of these bytes."""
 
 MAX_TRUNCATED_CHARACTERS = 1 << 20
-"""Most characters of a text that is to be truncated: to tokenize them all takes a thread 1 to 3
-s."""
+"""Maximum characters of a text that is to be truncated. All of it is tokenized, which takes 1 to 3
+s in a thread."""
 
 MAX_WORD_CHARACTERS = 1000
-"""Most characters of one bad word, which is tokenized in several forms."""
+"""Maximum characters of one of the `bad_words`, each of which is tokenized in several forms."""
 
 
 class Bounded(Protocol):
@@ -116,10 +116,10 @@ def too_many_entries(name: str, value: Any, bound: int) -> InvalidRequestError:
 def check_text(
     text: str, tokenizer: Tokenizer, max_model_len: int, param: str, *, is_truncated: bool = False
 ) -> None:
-    """Refuse a text before it is tokenized if it is too long, whatever its tokens are.
+    """Refuse a text before it is tokenized if it has more characters than max_model_len tokens can.
 
-    With `is_truncated`, a longer text is accepted, since its tokens will be cut to the length of a
-    prompt. Its length is bounded, too, since all of it is tokenized first. Raises
+    With `is_truncated`, a longer text is accepted, since its tokens are cut afterwards. Its length
+    is bounded by MAX_TRUNCATED_CHARACTERS, since all of it is tokenized first. Raises
     PromptTooLongError.
     """
     most = max_model_len * tokenizer.longest_token_bytes
@@ -128,8 +128,8 @@ def check_text(
     if is_truncated:
         raise PromptTooLongError(
             f"the prompt has {len(text)} characters, above the bound of"
-            f" {max(most, MAX_TRUNCATED_CHARACTERS)} for one that is to be truncated: all of it is"
-            " tokenized before; send less of it",
+            f" {max(most, MAX_TRUNCATED_CHARACTERS)} for a prompt that is to be truncated, all of"
+            " which is tokenized first; send a shorter text",
             param,
         )
     raise PromptTooLongError(
@@ -148,8 +148,8 @@ def check_prompt_logprobs(requests: Sequence[Request]) -> None:
     )
     if count > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
-            f"the answer would have {count} log-probabilities of prompt tokens, for each choice"
-            f" its own, above the bound of {MAX_PROMPT_LOGPROBS}; send fewer prompts in one call,"
+            f"the answer would have {count} log-probabilities of prompt tokens, over all choices,"
+            f" above the bound of {MAX_PROMPT_LOGPROBS}; send fewer prompts in one call,"
             " or ask for fewer choices or likeliest tokens",
             "prompt_logprobs",
         )
@@ -158,7 +158,8 @@ def check_prompt_logprobs(requests: Sequence[Request]) -> None:
 def check_whole_answer(
     requests: Sequence[Request], max_model_len: int, *, bytes_per_logprob: int
 ) -> None:
-    """Raises InvalidRequestError where an answer that is not streamed could be too long."""
+    """Raises InvalidRequestError if an unstreamed answer with log-probabilities could be too
+    long."""
     count = 0
     for request in requests:
         params = request.params

@@ -1,6 +1,6 @@
-"""Shows how far loading has come, on a terminal or in the log.
+"""Shows the progress of loading the model, on a terminal or in the log.
 
-Knows no engine. Called by `launch` for each report of the engine.
+Called by `launch` for each progress report of the engine.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ LINE_EVERY_PERCENT = 25
 
 
 class LoadingBar(tqdm):  # type: ignore[type-arg]  # it cannot be subscripted when run
-    """A bar without tqdm's thread, which would outlive it, and without its lock of processes."""
+    """tqdm's bar without its monitor thread, which would outlive the bar, and its process lock."""
 
     monitor_interval = 0
 
@@ -28,9 +28,9 @@ LoadingBar.set_lock(threading.RLock())
 
 
 class LoadingProgress:
-    """Shows progress. Call it with (text, done, total) as loading goes on; a total of 0 is unknown.
+    """Shows progress. Call it with (text, done, total) during loading; a total of 0 is unknown.
 
-    If the stream is closed, full or missing, the text is dropped and loading goes on.
+    If the stream is closed, full or missing, nothing is shown and loading continues.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LoadingProgress:
         clock: Callable[[], float] = time.monotonic,
         log_line: Callable[[str], None] | None = None,
     ) -> None:
-        """With `log_line`, the lines go to it and nothing is written to the stream."""
+        """With `log_line`, lines are passed to this function instead of written to the stream."""
         self._log_line = log_line
         stream = stream if log_line is None else None
         self._stream = stream
@@ -82,7 +82,7 @@ class LoadingProgress:
                 bar_format=BAR_FORMAT if total else "{desc}",
             )
         self._bar.update(done - self._bar.n)
-        if done == total:  # is always drawn
+        if done == total:  # the full bar is always drawn
             self._bar.refresh()
 
     def _write_line(self, done: int, total: int) -> None:

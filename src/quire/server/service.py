@@ -31,12 +31,12 @@ from quire.text.parsers.dialect_choice import find_dialect
 from quire.text.tokenizer import Tokenizer
 
 DRAIN_RETRY_AFTER_S = 5.0
-"""The Retry-After of calls that are refused while the server ends. By then another server, or the
-next one on this address, may answer."""
+"""The Retry-After, in seconds, of calls that are refused while the server shuts down. By then
+another server, or this one after a restart, may answer."""
 
 
 _ANY_MODEL = (None, ANY_MODEL)
-"""Model names that mean the model that is served."""
+"""Values of the field `model` that refer to the served model."""
 
 
 class UnknownModelError(QuireError):
@@ -48,7 +48,7 @@ class UnknownModelError(QuireError):
 
 
 class Drain:
-    """Whether the server is ending, so that open answers go on and new calls are refused.
+    """Records whether the server is shutting down: open answers finish, new calls are refused.
 
     Invariant: once it is on, it stays on.
     """
@@ -74,7 +74,7 @@ class Service:
     chat_template: ChatTemplate
     #: Main name of the model, which logs and metrics use.
     model_name: str
-    #: Draws the seed of each request that comes without a seed.
+    #: Draws a seed for each request without a seed.
     seeds: Seeds = field(default_factory=Seeds)
     created_s: int = field(default_factory=lambda: int(time.time()))
     #: Bounds of one call.
@@ -85,16 +85,15 @@ class Service:
     monitor: Monitor = field(default_factory=Monitor)
     #: Seconds between keep-alive comments in a stream without output.
     keep_alive_s: float = KEEP_ALIVE_S
-    #: Time limit of calls without their own; None means no limit.
+    #: Seconds until calls without `deadline_s` end with an error; None means no limit.
     default_deadline_s: float | None = None
-    #: Whether special tokens that are written out in messages take effect.
+    #: Whether text in messages that spells a special token is encoded as this token.
     allow_special_tokens: bool = False
     #: Handling of unknown fields in a body; None means that each API has its own default.
     unknown_fields: UnknownFields | None = None
     #: Fields of the tokenizer's configuration in the model's folder.
     tokenizer_fields: Mapping[str, Any] = field(default_factory=dict)
-    #: Value of OpenAI's field of this name: it names the settings that influence an answer's
-    #: numbers.
+    #: Value of OpenAI's `system_fingerprint`: names the settings that influence the answers.
     system_fingerprint: str | None = None
     drain: Drain = field(default_factory=Drain)
     #: Runs the slow parts of large calls without blocking the event loop.
@@ -109,13 +108,13 @@ class Service:
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     #: Further names under which the model is served.
     other_names: tuple[str, ...] = ()
-    #: Defaults that the operator sets for every answer.
+    #: The operator's settings that change the answers to all calls.
     answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
     #: Adapters that calls may name as their model.
     adapters: AdapterNames = field(default_factory=AdapterNames)
     #: Connections that clients have open.
     connections: OpenConnections = field(default_factory=OpenConnections)
-    #: Bytes that the bodies of open calls take.
+    #: Bounds the bytes of the bodies of open calls.
     bodies: BodyBudget = field(default_factory=BodyBudget)
     #: Bounds the number of long bodies that are parsed at once.
     parsing: ParseTurns = field(default_factory=ParseTurns)
@@ -131,7 +130,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError if `name` is neither a name of the model nor of an adapter. None
-        stands for the model."""
+        means the model."""
         if name not in _ANY_MODEL and name not in self.model_names and name not in self.adapters:
             names = ", ".join(map(repr, self.model_names))
             raise UnknownModelError(
@@ -140,8 +139,8 @@ class Service:
             )
 
     def report_or_refuse_fields(self, http: HTTPRequest, labels: Collection[str]) -> None:
-        """Report in the answer's header nested fields of the body that have no effect. Raises
-        InvalidRequestError instead if the operator has unknown fields refused."""
+        """Report nested fields of the body that have no effect in a header of the answer. Raises
+        InvalidRequestError instead if the server is configured to refuse unknown fields."""
         if self.unknown_fields == "refuse":
             for name in labels:
                 raise InvalidRequestError(
@@ -150,7 +149,7 @@ class Service:
         report_ignored_fields(http, labels)
 
     def check_accepting(self) -> None:
-        """Raises ServerDrainingError once the server is ending."""
+        """Raises ServerDrainingError once the server is shutting down."""
         if self.drain.is_on:
             raise ServerDrainingError(
                 "the server is ending and takes no new calls; retry, here or at another server",
@@ -164,5 +163,5 @@ def service_of(http: HTTPRequest) -> Service:
 
 
 def report_ignored_fields(http: HTTPRequest, names: Iterable[str]) -> None:
-    """Report these fields of the body in the answer's header, since they have no effect."""
+    """Report these fields of the body, which have no effect, in a header of the answer."""
     http.scope.setdefault("state", {}).setdefault("ignored_fields", []).extend(names)

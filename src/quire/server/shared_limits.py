@@ -1,6 +1,6 @@
-"""Bounds of all calls and connections together, made from the server's options.
+"""Makes the bounds of all calls and connections together from the server's options.
 
-`limits` has the bounds of one call, `tenants` those of a tenant's generations. Called by `launch`.
+`limits` bounds a single call, `tenants` the generations of a tenant. Called by `launch`.
 """
 
 from quire.errors import ConfigurationError
@@ -11,7 +11,7 @@ from quire.server.http.open_connections import OpenConnections
 from quire.server.http.open_files import connections_allowed
 
 TOTAL_BODIES = 16
-"""By default, the bodies of open calls may together be this many times the longest allowed body."""
+"""Default bound of the bodies of all open calls together, as a multiple of the maximum body."""
 
 logger = get_logger(__name__)
 
@@ -24,20 +24,20 @@ def body_budget(server: ServerConfig) -> BodyBudget:
     for name, bound in bounds.items():
         if bound < server.max_body_bytes:
             raise ConfigurationError(
-                f"{name} is {bound}, but must be at least max_body_bytes, {server.max_body_bytes}:"
-                " else no call could have a body of that length"
+                f"{name} is {bound}, but must be at least max_body_bytes, {server.max_body_bytes},"
+                " or no call could have a body of that length"
             )
     return BodyBudget(of_all, of_tenant)
 
 
 def open_connections(server: ServerConfig, num_files: int) -> OpenConnections:
-    """The bounds of a server's connections. Raises ConfigurationError."""
+    """The object that counts and bounds a server's connections. Raises ConfigurationError."""
     num_replicas = max(server.replicas, server.max_replicas or 1, len(server.agents))
     max_open = connections_allowed(server.max_connections, num_files, num_replicas)
     if max_open < server.max_queued_requests:
         logger.warning(
-            "%d connections may be open at once, for the limit of open files is %d: fewer than"
-            " max_queued_requests, %d; more clients wait until others end",
+            "%d connections may be open at once, since the limit of open files is %d. This is less"
+            " than max_queued_requests, %d; more clients wait until others end",
             max_open,
             num_files,
             server.max_queued_requests,

@@ -10,12 +10,12 @@ class Stopper:
     """Handles SIGINT and SIGTERM: the first signal calls `on_first`, the second cancels the
     server's task.
 
-    A signal that comes before `on_first` is set cancels the task, too.
+    A signal before `on_first` is set also cancels the task.
     """
 
     def __init__(self) -> None:
         self.on_first: Callable[[], None] | None = None
-        #: Signal that came before `on_first` was set; None if none did.
+        #: The signal that arrived before `on_first` was set; None if there was none.
         self.ended_loading: signal.Signals | None = None
         self._num_signals = 0
         self._before: dict[signal.Signals, Any] = {}  # earlier handlers, to restore
@@ -41,6 +41,6 @@ class Stopper:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             asyncio.get_running_loop().remove_signal_handler(number)
-            if handler is not None:  # None: it was not installed from Python
+            if handler is not None:  # None: not installed from Python
                 # asyncio removes the handler of SIGTERM, which process 1 would then ignore.
                 signal.signal(number, handler)

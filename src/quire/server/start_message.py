@@ -32,8 +32,8 @@ _NOTES = {"other": "other programs, the driver, kernels' code"}
 
 
 def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
-    """Lines that name the loaded model and how much memory each part takes. `facts` are the values
-    that the engine reported, by name; missing ones are left out."""
+    """Lines with the loaded model and the memory for weights, KV cache and other uses. `facts` are
+    the values that the engine reported, by name; missing values are left out."""
     lines = [f"quire {__version__}: {', '.join(_loaded(model_name, facts))}"]
     parts = ledger_parts(facts)
     width = max((len(_MEMORY[name]) for name in parts), default=0) + 2
@@ -66,8 +66,8 @@ def invitation(
     is_exposed: bool,
     has_operator: bool,
 ) -> str:
-    """The server's address, and a command to paste that calls it. Where a key is needed, the
-    command has a place for it.
+    """The server's address, and a curl command that calls it. If a key is needed, the command has a
+    placeholder for it.
 
     `is_exposed`: other machines may reach the server, and calls need no key. `has_operator`: one of
     the keys is the operator's, who may see the numbers of the whole server.

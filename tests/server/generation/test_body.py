@@ -211,7 +211,7 @@ def test_options_not_for_beam_searches_are_refused_by_name(make, options):
     assert set(options) == set(body.not_for_beams)
     for name, value in options.items():
         asked = {name: value} | ({"logprobs": True} if name == "top_logprobs" else {})
-        with pytest.raises(InvalidRequestError, match="does not go with use_beam_search") as caught:
+        with pytest.raises(InvalidRequestError, match="use_beam_search does not support") as caught:
             make(**BEAMS, **asked).to_params()
         assert caught.value.param in asked
         for harmless in body.not_for_beams[name]:
@@ -262,7 +262,7 @@ def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(make, name):
     assert error.param == name
     newer = {"functions": "tools", "function_call": "tool_choice"}.get(name)
     assert str(error) == (
-        f"{name} is the old form of {newer}, which is understood; send that"
+        f"{name} is the old form of {newer}; send {newer} instead"
         if newer
         else f"{name} is not supported yet; leave it out"
     )

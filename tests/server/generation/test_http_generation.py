@@ -363,7 +363,7 @@ def test_at_its_deadline_a_call_ends_in_the_engine_and_then_for_its_reader(
             await anext(batches)
             await anext(batches)
 
-    with pytest.raises(DeadlineExceededError, match=r"0\.02 s after it came, with \d+ tokens"):
+    with pytest.raises(DeadlineExceededError, match=r"0\.02 s after arrival, with \d+ tokens"):
         run(play())
     assert engine.stream.num_closes == 2  # at the deadline, and on leaving
     assert service.monitor.finished == {("deadline", "alice"): 1}

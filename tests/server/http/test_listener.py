@@ -86,7 +86,7 @@ def test_connections_beyond_the_bound_wait_and_are_answered(caplog):
 
     with caplog.at_level(logging.WARNING):
         run(play())
-    assert len([record for record in caplog.records if "as many as may be" in record.message]) == 1
+    assert len([record for record in caplog.records if "the maximum; idle" in record.message]) == 1
 
 
 def test_idle_connections_give_their_places_to_new_ones(monkeypatch):

@@ -151,7 +151,7 @@ def test_unanswered_requests_do_not_count_in_the_hit_rate(tmp_path):
 def test_a_file_that_is_there_is_left_alone(tmp_path):
     path = tmp_path / "load"
     path.write_text("mine")
-    with pytest.raises(ConfigurationError, match=r"which is there already; .* name another file"):
+    with pytest.raises(ConfigurationError, match=r"which exists; .* name another file"):
         LoadRecorder(path, 64)
     assert path.read_text() == "mine"
     with pytest.raises(ConfigurationError, match="No such file or directory"):
@@ -211,7 +211,7 @@ def test_the_blocks_of_a_recording_are_bounded(tmp_path, caplog, monkeypatch):
     assert [line["line"] for line in lines] == ["recording", "request", "summary"]
     assert lines[-1]["lost"] == 2
     assert caplog.messages[-1] == (
-        f"the recording {load.path} ends here, at its bound of different blocks"
+        f"the recording {load.path} ends here, since it has the maximum number of blocks"
     )
 
 

@@ -1,1 +1,1 @@
-"""`quire batch`: a file of calls in OpenAI's batch format, answered into another file."""
+"""`quire batch`: reads calls in OpenAI's batch format from a file, writes answers to another."""

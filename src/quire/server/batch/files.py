@@ -1,9 +1,9 @@
-"""The two files of a batch: the calls, and the answers so far.
+"""The two files of a batch: one with the calls, one with the answers so far.
 
 Each line of either file is a JSON object, as in OpenAI's Batch API. Answers are in the order of
 arrival, each with the `custom_id` of its call. A batch that is run again continues after a crash:
-calls that have an answer are not made twice, and an incomplete last line is removed. Knows no
-engine.
+calls that have an answer are not made twice, and an incomplete last line is removed. Independent of
+the engine.
 """
 
 import os
@@ -47,15 +47,14 @@ class BatchCall:
 
 
 class BatchInput:
-    """The calls of a file. The constructor checks all calls; `calls` then reads them again one by
-    one.
+    """The calls of a batch file. The constructor checks the whole file; `calls` reads it again.
 
     Invariant: no two calls have the same custom_id.
     """
 
     def __init__(self, path: Path, urls: Collection[str]) -> None:
-        """`urls` are the paths that may be called. Raises ConfigurationError that names the
-        line."""
+        """`urls` are the paths that may be called. Raises ConfigurationError with the number of a
+        faulty line."""
         self.path = path
         self.custom_ids: set[str] = set()
         for number, line in self._lines():
@@ -118,13 +117,13 @@ def _open_private(path: str, flags: int) -> int:
 
 
 class BatchOutput:
-    """The answers of a batch, including those of an earlier run. They are written line by line.
+    """The file of a batch's answers, which may already contain the answers of an earlier run.
 
-    Invariant: the file ends with a whole line, unless a write has failed.
+    Invariant: the file ends with a complete line, unless a write has failed.
     """
 
     def __init__(self, path: Path, custom_ids: Collection[str]) -> None:
-        """`custom_ids` are those of the batch's calls. Raises ConfigurationError for a file that
+        """`custom_ids` are the ids of the batch's calls. Raises ConfigurationError for a file that
         can't be written, or that contains anything but answers to these calls."""
         self.path = path
         self.answered: set[str] = set()
@@ -132,7 +131,7 @@ class BatchOutput:
         try:
             if path.is_file():  # a device or a pipe holds no earlier answers
                 self._resume_output(custom_ids)
-            # Unbuffered, so that no part of a line is left to be written again after an error.
+            # Unbuffered: after a failed write, no rest of a line stays in a buffer to be written.
             self._file = FileIO(path, "ab", opener=_open_private)
         except OSError as error:
             raise ConfigurationError(f"{path} can't be written: {error.strerror}") from error
@@ -152,14 +151,14 @@ class BatchOutput:
         self._file.close()
 
     def write(self, custom_id: str, answer: dict[str, Any]) -> None:
-        """Append the answer as one line, which is in the file when this returns. Raises OSError."""
+        """Append the answer as one line, without buffering. Raises OSError."""
         assert self._file is not None
         line = memoryview(msgspec.json.encode(answer) + b"\n")
         try:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            text = f"{error.strerror}; what was answered stays: run the same command again later"
+            text = f"{error.strerror}; answers so far are kept: run the same command again later"
             raise OSError(error.errno, text, str(self.path)) from error
         self.answered.add(custom_id)
 

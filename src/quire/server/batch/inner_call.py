@@ -19,8 +19,8 @@ class InnerAnswer:
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> InnerAnswer:
-    """The whole answer to one call. Raises exceptions that the application does not turn into an
-    answer."""
+    """Call the application; returns the complete answer. Exceptions that the application does not
+    handle are raised here."""
     answer = InnerAnswer()
     pieces: list[bytes] = []
     is_sent = False

@@ -1,7 +1,7 @@
 """Answers the calls of a batch file in this process, a bounded number at a time.
 
-The engine is a separate process, as in the server: if it dies it is restarted, and open calls go
-on. The calls go through the server's own application, so fields and errors are the same as over
+The engine is a separate process, as in the server: if it dies it is restarted, and open calls
+continue. The calls go through the server's application, so fields and errors are the same as over
 HTTP. Called by the command line.
 """
 
@@ -29,14 +29,14 @@ from quire.server.launch import ServerPlan, make_plan, make_service, start_engin
 from quire.server.telemetry.monitor import Monitor
 
 OPEN_CALLS_PER_ROW = 2
-"""Open calls for each sequence that the engine runs at once, so that it never waits for a call."""
+"""Open calls per sequence that the engine runs at once: enough that no row waits for a call."""
 
 RETRY_S = 0.2
 RETRIED = (429, 503)
 """Statuses of calls that are made again after RETRY_S, since the server may answer them later."""
 
 LINE_EVERY_S = 10.0
-"""Interval of the progress lines that are printed where there is no terminal."""
+"""Seconds between two progress lines, which are printed if stderr is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ def batch_urls() -> list[str]:
 
 
 def run_batch(engine_options: Mapping[str, object], server: ServerConfig, job: BatchJob) -> int:
-    """Make the calls that have no answer yet. Returns exit code 0 once each has an answer or an
-    error.
+    """Make the calls that have no answer yet. Returns exit code 0 once each call has an answer or
+    an error.
 
     `engine_options` has the fields of `EngineOptions` by name. Raises ConfigurationError and its
     subclasses for options, models and files that can't be used, EngineDeadError if the engine fails
-    for good, OSError where the answers can't be written.
+    for good, OSError if the answers can't be written.
     """
     calls = BatchInput(job.input, batch_urls())
     if job.output.exists() and job.output.samefile(job.input):
@@ -94,7 +94,7 @@ async def _run(
 
 @dataclass(slots=True)
 class Tally:
-    """Numbers of the calls and tokens of this run."""
+    """Counts of this run's calls and tokens."""
 
     num_answered: int = 0
     num_failed: int = 0
@@ -108,7 +108,7 @@ class Tally:
         return self.num_generated_tokens / max(1e-9, time.monotonic() - self.began_s)
 
     def summary(self, path: Path) -> str:
-        """A sentence for the end of the run."""
+        """The sentence that is printed at the end of the run."""
         failed = f", {self.num_failed} of them errors" if self.num_failed else ""
         elapsed_s = time.monotonic() - self.began_s
         return (
@@ -131,7 +131,7 @@ class _Batch:
         self._tally = Tally()
 
     async def run(self, num_open: int) -> Tally:
-        """Make all calls, `num_open` at a time. Raises the engine's error once it has failed for
+        """Make all calls, `num_open` at a time. Raises the engine's error if the engine fails for
         good."""
         with closing(_progress(self._num_calls, len(self._output.answered))) as progress:
             try:
@@ -195,7 +195,7 @@ class _StreamField(msgspec.Struct):
 
 
 class _UsageField(msgspec.Struct):
-    """A usage's number of generated tokens, of which each API has one of these fields."""
+    """The number of generated tokens in an answer's `usage`: each API uses one of these fields."""
 
     completion_tokens: int = 0
     output_tokens: int = 0

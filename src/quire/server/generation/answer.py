@@ -47,17 +47,18 @@ BodyT = TypeVar("BodyT", bound=CallBody)
 
 _HOLE = b"\0"
 LATER: Any = msgspec.Raw(_HOLE)
-"""Marks the place in a struct where `filled` puts JSON that is made in pieces. JSON never contains
-this byte."""
+"""A placeholder in a struct, which `filled` replaces by JSON that is made in pieces. JSON never
+contains the placeholder's byte."""
 
 _FEW_LOGPROBS = 16
-"""A batch is written at once if at most this many of its tokens have log-probabilities."""
+"""The events of a batch are written without a pause if they have at most this many entries of
+log-probabilities."""
 
 _encode_json = msgspec.json.Encoder().encode
 
 
 def filled(content: msgspec.Struct, *parts: Iterable[bytes]) -> Generator[bytes, None, None]:
-    """The JSON of `content` in pieces. Each LATER in it is replaced by the JSON of the next of
+    """The JSON of `content` in pieces. The n-th LATER in `content` is replaced by the n-th of
     `parts`."""
     first, *rest = _encode_json(content).split(_HOLE)
     yield first
@@ -77,14 +78,14 @@ def event_of(parts: Iterable[bytes]) -> Generator[bytes, None, None]:
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """OpenAI's details of the prompt's usage."""
+    """OpenAI's `prompt_tokens_details`."""
 
     #: Prompt tokens that were served from the prefix cache.
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """OpenAI's details of the usage of generated tokens."""
+    """OpenAI's `completion_tokens_details`."""
 
     #: Generated tokens of the reasoning before the answer.
     reasoning_tokens: int
@@ -117,7 +118,7 @@ class AnsweredCall(Generic[BodyT]):
     body: BodyT
     prompts: Prompts
     generation: HTTPGeneration
-    #: Form of an error within a stream.
+    #: The API's JSON form of an error inside of a stream.
     error_form: ErrorForm
 
 
@@ -125,8 +126,8 @@ class Answer(ABC, Generic[BodyT]):
     """The answer to one call, made in pieces so that the event loop can serve other calls in
     between.
 
-    Invariant: `_num_generated` counts the tokens in the pieces so far, and `_unbegun` has the
-    choices of which no piece has been made yet.
+    Invariant: `_num_generated` counts the tokens in the pieces so far, and `_unbegun` contains the
+    choices that have no piece yet.
     """
 
     #: Prefix of the answer's id.
@@ -165,7 +166,7 @@ class Answer(ABC, Generic[BodyT]):
 
     async def whole(self, receive: Receive) -> Response:
         """The answer in one piece, once all of it has been generated. Raises InvalidRequestError
-        where it could be too long."""
+        if it could be too long."""
         check_whole_answer(
             self._generation.requests,
             self._service.engine.limits.max_model_len,
@@ -187,7 +188,7 @@ class Answer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def _whole(self, choices: list[Any]) -> msgspec.Struct:
-        """A whole answer, with LATER in the places that `_rest_of_whole` fills."""
+        """The unstreamed answer, with LATER for each item that `_rest_of_whole` returns."""
 
     @abstractmethod
     def _whole_choice(self, choice: int, delta: Delta) -> Iterable[bytes]:
@@ -199,7 +200,7 @@ class Answer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def _events(self, choice: int, delta: Delta) -> Iterable[bytes]:
-        """The new part of a choice, as events."""
+        """The events for new output of a choice."""
 
     def _begin_events(self) -> Iterable[bytes]:
         """The events at the beginning of a stream, sent once the first output has arrived."""
@@ -288,7 +289,7 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
     """
     service = service_of(http)
     service.check_model(body.model)
-    named = service.adapters.get(body.model)  # before any wait, in which the name may be removed
+    named = service.adapters.get(body.model)  # before any await, since the name may be removed then
     body.adopt(service.answer_defaults)
     body.check_amounts(service.limits, service.engine.limits.max_logprobs)
     params = body.to_params()

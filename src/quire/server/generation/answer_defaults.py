@@ -1,6 +1,6 @@
-"""Defaults that the operator sets for every answer, whatever its call asks for.
+"""Settings by which the operator changes the answers to all calls.
 
-Plain data. `launch` makes it from the server's options; bodies and the rendering of prompts read
+Plain data. `launch` makes it from the server's options; request bodies and prompt rendering read
 it.
 """
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AnswerDefaults:
-    """The defaults of one server."""
+    """The settings of one server."""
 
-    #: Each event of a stream of a completion or chat has the usage so far, and the last one has the
-    #: usage of the whole call.
+    #: Whether each event of a completion or chat stream has the usage so far, and the last event
+    #: the usage of the whole call.
     includes_usage: bool = False
-    #: Log-probabilities of completions and chats name tokens by their ids.
+    #: Whether log-probabilities of completions and chats name tokens by their ids.
     names_token_ids: bool = False
-    #: Tools are not shown to the model in a call that allows no tool calls.
+    #: Whether the prompt omits the tools of a call that allows no tool calls.
     hides_unused_tools: bool = False

@@ -3,7 +3,7 @@
 These are OpenAI's `response_format`, also in the form of Hugging Face's TGI, vLLM's
 `structured_outputs`, and the older `guided_*`. `answer_format` turns any of them into
 StructuredOutputsParams; a body with two of them is refused. Hints such as `guided_decoding_backend`
-are accepted and have no effect. Schemas, expressions and grammars are checked where they are
+are accepted and have no effect. Schemas, expressions and grammars are checked when they are
 compiled.
 """
 
@@ -25,7 +25,7 @@ FORMAT_FIELDS = (
     "guided_choice",
     "guided_grammar",
 )
-"""Each of these fields alone determines the form of an answer."""
+"""Fields that constrain the form of the answer. A body may have only one of them."""
 
 _HINTS = (
     "backend",
@@ -119,7 +119,7 @@ class AnswerFormatFields(Body):
     }
 
     response_format: dict[str, Any] | None = _left_out(_RESPONSE_FORMAT)
-    # ours
+    # extensions
     structured_outputs: dict[str, Any] | None = _left_out(_STRUCTURED_OUTPUTS)
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -186,10 +186,10 @@ def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
 def format_of_response(
     given: Mapping[str, Any], name: str = "response_format"
 ) -> StructuredOutputsParams | None:
-    """The constraint that OpenAI's `response_format` asks for; None where it asks for text.
+    """The constraint that OpenAI's `response_format` asks for; None if it asks for plain text.
 
-    Errors call the field `name`. As llama.cpp accepts it, a schema may also stand beside the type,
-    even if that is json_object. `strict` is accepted without effect: a schema is always enforced.
+    Error messages use `name` for the field. As in llama.cpp, the schema may also be next to `type`,
+    even if the type is json_object. `strict` has no effect, since a schema is always enforced.
     Raises InvalidRequestError.
     """
     kind = given.get("type")
@@ -219,19 +219,19 @@ _OTHER_FORMS = ("grammar", "pattern", "properties", "regex")
 
 
 def _refuse_other_forms(given: Mapping[str, Any], name: str) -> None:
-    """Refuse an unknown key that seems to be meant as the form of the answer."""
+    """Refuse an unknown key that was probably meant to constrain the answer."""
     missing = [key for key in ("json_schema", "schema") if given.get(key) is None]
     for key in _unknown(given, _FORMAT_KEYS) if len(missing) == 2 else ():
         if (hint := did_you_mean(key, missing)) or key in _OTHER_FORMS:
             raise InvalidRequestError(
-                f"{name} has {key!r:.80}, which is no name of a form of the answer"
+                f"{name} has {key!r:.80}, which is not a form of the answer"
                 f"{hint or '; give json_schema, or structured_outputs in place of it'}",
                 name,
             )
 
 
 def _format_of_value(given: Mapping[str, Any], name: str) -> StructuredOutputsParams:
-    """The constraint in TGI's form, which has the schema or the expression in `value`."""
+    """The constraint in TGI's form, whose `value` is the schema or the regular expression."""
     kind, value = given.get("type"), given["value"]
     for key in ("schema", "json_schema"):
         if given.get(key) is not None:
@@ -250,7 +250,7 @@ def _format_of_value(given: Mapping[str, Any], name: str) -> StructuredOutputsPa
 
 
 def _schema_of(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The schema in `json_schema`, or beside it."""
+    """The schema inside of `json_schema`, or in `schema` next to it."""
     named = given.get("json_schema")
     if named is None and given.get("schema") is not None:
         return _schema_in(given, name)

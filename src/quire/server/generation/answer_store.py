@@ -1,8 +1,8 @@
 """Stored answers, which a later call can continue.
 
 They are kept in memory, separately for each tenant and bounded in bytes, so that no tenant's
-answers displace another's. The store knows no API: inputs and outputs are JSON values, and an
-answer is JSON. Called by the routes of `responses`; made by `launch`.
+answers displace another's. The store is independent of the API: it holds the answer, its input
+items and its output items as JSON. Called by the routes of `responses`; made by `launch`.
 """
 
 from collections import OrderedDict
@@ -15,20 +15,20 @@ import msgspec
 from quire.errors import InvalidRequestError
 
 _OVERHEAD_BYTES = 1024
-"""Memory of each answer beside its JSON. Counting it bounds the number of answers, too."""
+"""Bytes that each answer takes besides its JSON. Counting them bounds the number of answers."""
 
 
 MAX_HISTORY_BYTES = 16 << 20
-"""Most bytes of JSON of the conversation that a call continues. Without a bound, a call of a few
-bytes could have the whole store read and held as long as it runs."""
+"""Maximum bytes of JSON in a conversation that a call continues. Without a bound, one short call
+could make the server decode the tenant's whole store and hold it in memory."""
 
 
 class Owner(NamedTuple):
-    """The tenant and caller who alone can find an answer."""
+    """The tenant and caller of an answer. Nobody else can find the answer."""
 
     #: The tenant whose byte bound the answer counts against.
     tenant: str
-    #: Digest of the unchecked keys that the call brings to a server without keys; otherwise "".
+    #: Digest of the keys that the call sends to a server that checks no keys; otherwise "".
     caller: str = ""
 
 
@@ -49,7 +49,7 @@ class StoredItems:
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """An answer, with the input and output items of its turn in the conversation."""
+    """An answer, with the items that its call added to the conversation."""
 
     answer_id: str
     #: The answer as JSON.
@@ -58,7 +58,7 @@ class StoredAnswer:
     given: StoredItems
     #: Items that were generated.
     made: StoredItems
-    #: Id of the answer that this one continues, whose items come before; None for the first.
+    #: Id of the previous answer of the conversation; None for the first answer.
     previous_id: str | None = None
 
     @property
@@ -122,7 +122,7 @@ class AnswerStore:
             self.drop(*next(iter(kept)))
 
     def find(self, owner: Owner, answer_id: str) -> StoredAnswer | None:
-        """An owner's answer, which now counts as used; None if no answer has this id."""
+        """An owner's answer, which becomes the most recently used; None if no answer has the id."""
         kept = self._answers.get(owner.tenant, OrderedDict())
         stored = kept.get((owner, answer_id))
         if stored is not None:
@@ -165,7 +165,7 @@ class AnswerStore:
         found: dict[str, dict[str, Any]] = {}
         for answer_id, ids in wanted.items():
             stored = self.find(owner, answer_id)
-            assert stored is not None, "items go with their answer"
+            assert stored is not None, "an answer's items are dropped with it"
             found |= {item["id"]: item for item in stored.items if item["id"] in ids}
         return found
 

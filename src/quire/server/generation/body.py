@@ -1,8 +1,8 @@
-"""The fields of OpenAI's and vLLM's bodies for generated text, and the params that they become.
+"""The fields of OpenAI's and vLLM's bodies for generated text, and their conversion to params.
 
 Types are checked here, values by `SamplingParams` and `BeamSearchParams`, amounts by `limits`. The
-fields below "ours" are those that vLLM and others have added at the top level. `docs/api.md` lists
-every field. A route's own body adds its own fields. Knows no engine.
+fields below the comment "extensions" are those that vLLM and others have added at the top level.
+`docs/api.md` lists every field. The body class of a route adds the route's fields.
 """
 
 from abc import ABC
@@ -88,7 +88,7 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 _MAX_NAMED_KEYS = 8
-"""Most keys of logit_bias that an error names."""
+"""Maximum number of keys of logit_bias in an error message."""
 
 
 class StreamOptions(Body):
@@ -101,10 +101,10 @@ class StreamOptions(Body):
         "continuous_usage_stats": "each event has the usage so far",
     }
 
-    #: The stream ends with a chunk that has the usage of the whole call.
+    #: Whether the stream ends with a chunk that has the usage of the whole call.
     include_usage: bool = False
-    #: Every chunk has the usage so far, unless the caller sets include_usage to false (our own
-    #: field).
+    #: Whether every chunk has the usage so far. Has no effect if include_usage is set to false. Not
+    #: in OpenAI's API.
     continuous_usage_stats: bool = False
 
 
@@ -159,7 +159,7 @@ class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
         additionalProperties={"type": "number", **LOGIT_BIAS_BOUNDS.schema()},
     )
     user: str | None = None
-    # ours
+    # extensions
     random_seed: int | None = bounded("seed")
     include_stop_str_in_output: bool | None = None
     bad_words: Texts | None = left_out(**WORDS)
@@ -171,11 +171,11 @@ class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
     )
     truncate_prompt_tokens: Count | None = bounded("truncate_prompt_tokens")
     truncation_side: Literal["left", "right"] | None = None
-    #: The answer has the token ids of the prompt and of each choice.
+    #: Whether the answer has the token ids of the prompt and of each choice.
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    #: The n choices are the results of a beam search of width n, best first. It obeys temperature,
-    #: max_tokens, ignore_eos and length_penalty, and can't be streamed.
+    #: Whether the n choices are the results of a beam search of width n, best first. The search
+    #: uses temperature, max_tokens, ignore_eos and length_penalty, and can't be streamed.
     use_beam_search: bool = False
     length_penalty: float | None = bounded("length_penalty")
 
@@ -227,13 +227,13 @@ class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
 
     def _make_params(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Params:
         """The params that the fields ask for, with defaults for fields that were left out. `more`
-        has the fields of SamplingParams that differ from the body's. Raises InvalidRequestError."""
+        overrides fields of SamplingParams. Raises InvalidRequestError."""
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError(
                 "prompt_logprobs can't be streamed; set stream to false, or leave it out",
                 "prompt_logprobs",
             )
-        # A beam search takes few options, and refuses the others.
+        # A beam search supports few options. Refuse the others.
         if self.use_beam_search:
             beams = self._beam_search_params(max_tokens)
             kept = {name: getattr(self, name) for name in _TRUNCATION}
@@ -277,7 +277,7 @@ class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
             value = getattr(self, name)
             if value is not None and value not in harmless:
                 raise InvalidRequestError(
-                    f"{name} is {shown(value)}, which does not go with use_beam_search; leave it"
+                    f"{name} is {shown(value)}, which use_beam_search does not support; leave it"
                     " out",
                     name,
                 )
@@ -298,8 +298,8 @@ class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
 
 
 def _token_biases(logit_bias: Mapping[str, Any] | None) -> dict[int, Any] | None:
-    """The token ids of logit_bias, whose keys are strings in JSON; an id may be written in one way
-    only. SamplingParams checks the numbers one by one."""
+    """logit_bias with its keys, which are strings in JSON, converted to token ids. Keys such as
+    "042" are refused. SamplingParams checks the biases."""
     if logit_bias is None:
         return None
     wrong = [key for key in logit_bias if not _is_token_id(key)]

@@ -1,7 +1,7 @@
 """The fields that every body for generated text has, whatever its API.
 
 `answer` reads no other field of a body. `body` has the fields of OpenAI's and vLLM's APIs; a body
-of another API subclasses `CallBody` itself. Knows no engine.
+of another API subclasses `CallBody` directly. Independent of the engine.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from quire.server.generation.chat_call import ChatCall
 from quire.server.http.body import Body
 from quire.server.limits import CallLimits
 
-# These numbers fit the messages between the processes. SamplingParams has the narrower bounds.
+# Integers that fit the messages to the engine process. SamplingParams checks narrower bounds.
 Count = Annotated[int, Field(lt=MAX_TOKENS + 1)]
 #: A limit of generated tokens.
 MaxTokens = Annotated[int, Field(ge=BOUNDS["max_tokens"].low, lt=MAX_TOKENS + 1)]
@@ -52,14 +52,14 @@ WORDS: Mapping[str, Any] = {"items": {"type": "string", "minLength": 1}}
 
 
 def left_out(**schema: Any) -> Any:
-    """A field that is None where it was left out. `schema` describes its values in the OpenAPI
-    document; they are checked elsewhere."""
+    """A field whose default is None. `schema` describes its values in the OpenAPI document but does
+    not check them."""
     return Field(default=None, json_schema_extra=schema)
 
 
 def bounded(name: str) -> Any:
-    """A field that is None where it was left out, else a number that the sampling params check as
-    their parameter `name`. MAX_TOKENS is left out of the schema, since `Count` has that bound."""
+    """A field whose default is None. The schema has the bounds of SamplingParams' parameter `name`,
+    without MAX_TOKENS, since `Count` has that bound."""
     schema = BOUNDS[name].schema()
     return left_out(**{key: bound for key, bound in schema.items() if bound != MAX_TOKENS})
 
@@ -68,7 +68,7 @@ class Params(NamedTuple):
     """The sampling params that a body asks for."""
 
     sampling: SamplingParams
-    #: Params of a beam search, from which `sampling` was made; None where there is no beam search.
+    #: Params of a beam search, from which `sampling` was made; None without a beam search.
     beams: BeamSearchParams | None = None
 
 
@@ -77,7 +77,7 @@ class CallBody(Body, ABC):
 
     model: str | None = None
     stream: bool = False
-    # ours
+    # extensions
     priority: Priority = 0
     cache_salt: str | None = left_out(maxLength=MAX_NAME_LENGTH)
     #: Seconds after the call's arrival at which it ends with an error; None means the server's
@@ -114,7 +114,7 @@ class CallBody(Body, ABC):
         return False
 
     def adopt(self, defaults: AnswerDefaults) -> None:
-        """Apply the server's defaults of every answer."""
+        """Change the fields according to the operator's settings."""
 
     def check_amounts(self, limits: CallLimits, max_logprobs: int) -> None:
         """Check the amounts that the body asks for. `max_logprobs` is the engine's bound. Raises
@@ -128,8 +128,8 @@ class CallBody(Body, ABC):
 class ChatBody(CallBody, ABC):
     """A body that asks for an assistant's message.
 
-    Its `to_params` leaves structured_outputs out. They are derived from the chat call's
-    `answer_format`, since tools and reasoning also shape the whole answer.
+    `to_params` leaves structured_outputs out. They are derived later from the `answer_format` of
+    `to_chat_call`, combined with the form of tool calls and reasoning.
     """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The answer to a chat call: an assistant's message, of text, reasoning and tool calls.
 
 Each choice has its own parser, which splits the text into events. A subclass writes the events in
-its API's form, either as they come or as a whole message.
+its API's form, either as a stream or as one message.
 """
 
 from abc import abstractmethod
@@ -50,7 +50,7 @@ class ChatAnswer(Answer[ChatBodyT]):
     def __init__(self, call: AnsweredCall[ChatBodyT]) -> None:
         super().__init__(call)
         prompts, service = call.prompts, call.service
-        assert isinstance(prompts, ChatPrompt), "as `prompts` has made them"
+        assert isinstance(prompts, ChatPrompt), "made by `prompts` above"
         self._tool_use = prompts.tool_use
         self._readers = [
             _ChoiceReader(
@@ -64,10 +64,10 @@ class ChatAnswer(Answer[ChatBodyT]):
     def _message_events(
         self, choice: int, events: Sequence[MessageEvent], delta: Delta
     ) -> Iterable[bytes]:
-        """The new part of a streamed choice, as events of the API.
+        """The API's stream events for new output of a choice.
 
-        `events` are the parsed events of the delta's text and may be empty; a CallStart has its id.
-        The `finish_reason` of `delta` says whether the choice has ended.
+        `events` are the parsed events of the delta's text and may be empty. Each CallStart has a
+        call id. `delta.finish_reason` is None until the choice has ended.
         """
 
     @abstractmethod
@@ -90,7 +90,7 @@ class ChatAnswer(Answer[ChatBodyT]):
         return self._readers[choice].read(delta)
 
     def _new_call_id(self) -> str:
-        """A new id in the form that the model's template accepts, or else in the API's own form."""
+        """A new id of a tool call, in the form that the model's template needs, or the API's."""
         drawn = self._service.dialect.new_call_id()
         prefix, mark, rest = drawn.partition("_")
         return f"{self.call_id_prefix}{rest}" if (prefix, mark) == ("call", "_") else drawn
@@ -100,8 +100,7 @@ class ChatAnswer(Answer[ChatBodyT]):
         return self._readers[choice].has_calls
 
     def _finish_reason(self, choice: int, delta: Delta) -> str | None:
-        """OpenAI's finish reason: "tool_calls" where a choice with tool calls has ended by
-        itself."""
+        """OpenAI's finish reason: "tool_calls" if a choice with tool calls has ended by itself."""
         if delta.finish_reason == FinishReason.STOP.value and self._has_calls(choice):
             return TOOL_CALLS
         return delta.finish_reason
@@ -116,10 +115,10 @@ class _ChoiceReader:
     """Parses the text of one choice and counts its reasoning tokens.
 
     The parser holds text back and deltas may end anywhere, so reasoning tokens are counted by
-    bytes: they are the first tokens whose bytes cover the reasoning.
+    bytes: the number of first tokens whose bytes cover the reasoning.
 
-    Invariant: the first num_reasoning_tokens tokens have _num_counted_bytes bytes; without the last
-    of them, they are shorter than the reasoning.
+    Invariant: the first num_reasoning_tokens tokens have _num_counted_bytes bytes. With one token
+    less, they would be shorter than the reasoning.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class _ChoiceReader:
         if delta.finish_reason is not None:
             events = [*events, *self._parser.finish()]
         for at, event in enumerate(events):
-            if type(event) not in _UNNOTED:  # skips text, which most events are
+            if type(event) not in _UNNOTED:  # a fast path for text, the usual event
                 events[at] = self._noted(event)
         return events
 

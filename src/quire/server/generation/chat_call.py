@@ -14,7 +14,7 @@ from quire.text.parsers.tool_use import NO_TOOLS, ToolUse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions:
-    """Whether and for how long the model reasons. A field of None is left to the chat template."""
+    """Whether and for how long the model reasons. If a field is None, the template decides."""
 
     #: OpenAI's effort level, such as "low", which is passed to the template.
     effort: str | None = None

@@ -1,8 +1,8 @@
 """Turns a chat call into a prompt, and into the parser of the model's text.
 
-Chat, Responses, Messages and the routes that only count tokens all use it. The model's template
-renders the messages and tools, and the model's dialect says what may be generated and how to read
-it. Errors name the fields of `ChatCall`; `fields_named` turns them into an API's own names.
+Used by Chat, Responses, Messages and the routes that only count tokens. The model's template
+renders the messages and tools. The model's dialect determines which text may be generated and how
+it is parsed. Errors name fields of `ChatCall`; `fields_named` replaces them by the API's names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class ChatPrompt(Prompts):
 
     dialect: Dialect
     tool_use: ToolUse = NO_TOOLS
-    #: The beginning of the answer's message that the prompt already contains.
+    #: The beginning of the assistant's message that the template has put into the prompt.
     beginning: str = ""
     #: Whether an answer without tool calls has to obey a constraint.
     has_answer_format: bool = False
@@ -50,7 +50,7 @@ class ChatPrompt(Prompts):
 
 
 class MakesChatCall(Protocol):
-    """A body that becomes a chat call. Its fields are its attributes."""
+    """A body that can be converted to a chat call. `vars` of the body returns its fields."""
 
     def to_chat_call(self) -> ChatCall: ...
 
@@ -126,8 +126,8 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
 
 
 def _kept_special_token_ids(service: Service, tool_use: ToolUse) -> frozenset[int]:
-    """The special tokens that the parser needs to see. Where no tool may be called, the marks of
-    tool calls are not among them, since they are ordinary text there."""
+    """The special tokens that stay in the text for the parser. If no tool may be called, these
+    exclude the marks of tool calls, which the parser then does not need."""
     return service.tokenizer.special_ids_of(service.dialect.tokens_kept_for(tool_use))
 
 
@@ -135,7 +135,7 @@ def reasoning_variables(
     template: ChatTemplate, reasoning: ReasoningOptions, *, has_tools: bool
 ) -> dict[str, Any]:
     """The reasoning options as template variables, restricted to those that the template reads. An
-    effort of "none" turns reasoning off where the template has a switch but no such effort."""
+    effort of "none" turns reasoning off if the template has a switch but no such effort."""
     is_enabled = reasoning.is_enabled
     if is_enabled is None and reasoning.effort is not None:
         is_enabled = reasoning.effort != "none"
@@ -152,7 +152,7 @@ def reasoning_variables(
 
 
 def _num_characters(value: Any) -> int:
-    """Number of characters of all strings in a JSON value, counted up to the bound of
+    """Number of characters of all strings in a JSON value. Stops counting beyond the bound of
     `call_for_text`."""
     count, rest = 0, [value]
     while rest and count < LONG_TEXT_CHARACTERS:

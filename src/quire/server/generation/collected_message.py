@@ -1,6 +1,6 @@
 """An assistant's message, put together from parsed events.
 
-Its parts are in the order of arrival. Knows no API's form of a message.
+Its parts are in the order of arrival. Independent of any API's form of a message.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class TextPart:
 
 @dataclass(slots=True)
 class ReasoningPart:
-    """Reasoning that precedes the parts that follow."""
+    """A part of the model's reasoning."""
 
     text: str
 
@@ -35,7 +35,7 @@ class CallPart:
 
     call_id: str
     name: str
-    #: The arguments as JSON, or the beginning of it where `is_complete` is false.
+    #: The arguments as JSON, or the beginning of the JSON if `is_complete` is false.
     arguments: str = ""
     is_complete: bool = False
 
@@ -44,9 +44,9 @@ MessagePart: TypeAlias = TextPart | ReasoningPart | CallPart
 
 
 class CollectedMessage:
-    """The message that the events so far make up.
+    """The message from the events so far.
 
-    Invariant: no two parts of text, or of reasoning, are adjacent.
+    Invariant: adjacent pieces of text are merged into one part, and so are pieces of reasoning.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class CollectedMessage:
         return [part for part in self.parts if isinstance(part, CallPart)]
 
     def push(self, event: MessageEvent) -> None:
-        """Add an event. A CallStart must have its id."""
+        """Add an event. A CallStart must have a call id."""
         if isinstance(event, TextPiece | ReasoningPiece):
             self._push_piece(event)
         elif isinstance(event, CallArguments):
@@ -77,7 +77,7 @@ class CollectedMessage:
         elif isinstance(event, CallEnd):
             self._calls[event.index].is_complete = True
         else:
-            assert event.call_id is not None, "the answer has drawn one"
+            assert event.call_id is not None, "`ChatAnswer` has set one"
             call = self._calls[event.index] = CallPart(event.call_id, event.name)
             self.parts.append(call)
 

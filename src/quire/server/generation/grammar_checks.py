@@ -1,11 +1,10 @@
 """The queue in which the grammars of calls are compiled by worker processes.
 
-A grammar that does not compile is answered with a 400; the engine compiles the others once more.
-There are few workers, and calls with grammars wait for their turn; calls without grammars never
-wait. Tenants take turns. So that no tenant keeps another out, none may use all workers, and its
-calls may fill at most half of the places in the queue that other tenants leave. Results are cached
-for each cache domain separately, so that the time of a call reveals nothing about the calls of
-other clients.
+A call whose grammar does not compile gets a 400; the engine compiles the other grammars again.
+There are few workers, so calls with grammars wait in a queue, in which tenants take turns; calls
+without grammars never wait. To keep one tenant from blocking others, no tenant may use all workers
+or fill more than half of the free queue. Results are cached for each cache domain separately, so
+that the time of a call reveals nothing about other clients' calls.
 """
 
 import asyncio
@@ -25,12 +24,12 @@ NUM_WORKERS = 3
 """Number of grammars that are compiled at once."""
 
 MAX_WORKERS_OF_TENANT = NUM_WORKERS - 1
-"""Most grammars of one tenant that are compiled at once, so that a worker is free for another
-tenant."""
+"""Maximum number of one tenant's grammars that are compiled at once. The rest of the workers is for
+other tenants."""
 
 MAX_WAITING = 512
-"""Maximum number of calls whose grammars are being compiled or wait for it. A tenant may have as
-many of these calls as there are free places: half of MAX_WAITING if no other tenant has any."""
+"""Maximum number of calls whose grammars are being compiled or wait for it. A tenant may have at
+most as many of them as places remain free, so a lone tenant gets half of MAX_WAITING."""
 
 _MAX_REMEMBERED = 2_048
 _MAX_REMEMBERED_BYTES = 32 << 20
@@ -51,7 +50,7 @@ class _Outcome:
 
 
 class GrammarChecks:
-    """Compiles the grammars of calls, with tenants taking turns.
+    """Compiles the grammars of calls; tenants take turns.
 
     Invariants: at most NUM_WORKERS grammars are compiled at once, at most MAX_WORKERS_OF_TENANT of
     them for one tenant; no call waits while a worker is free for it. `_turns` has the waiting
@@ -122,8 +121,7 @@ class GrammarChecks:
         num_own = self._num_calls[tenant]
         if num_own >= MAX_WAITING - self._num_calls.total():
             raise OverloadedError(
-                f"{num_own} calls wait for their grammars to be compiled, as many as may; retry"
-                " later"
+                f"{num_own} calls wait for their grammars to be compiled, the maximum; retry later"
             )
         self._num_calls[tenant] += 1
         try:
@@ -148,7 +146,7 @@ class GrammarChecks:
         )
 
     async def _wait_for_worker(self, tenant: str) -> None:
-        """Wait until a worker is free for the tenant. The call owns it until `_pass_on`."""
+        """Wait until a worker is free for the tenant. The call owns the worker until `_pass_on`."""
         if self._has_worker(tenant):
             self._num_running[tenant] += 1
             return
@@ -181,8 +179,8 @@ class GrammarChecks:
 async def _outcome(maker: GrammarCompilers, text: str, origin: str) -> _Outcome:
     """The outcome of compiling a form.
 
-    If the worker is lost, the form is compiled once more, since another process may have ended the
-    worker. The second loss raises WorkerLostError, which is not cached: the form may still be good.
+    If the worker process dies, the form is compiled once more, since its death may have had another
+    cause. A second death raises WorkerLostError, which is not cached: the form may still be valid.
     """
     try:
         try:

@@ -9,7 +9,7 @@ Cached prefixes are shared only within a tenant, between requests with the same 
 all clients are one tenant. The key that a client sends is then not checked, but still separates its
 prefixes and stored answers from those of others, since a gateway may identify clients by it.
 
-Called by `answer`. Knows no JSON.
+Called by `answer`, which writes the JSON.
 """
 
 import asyncio
@@ -66,8 +66,8 @@ class Caller:
 
     @classmethod
     def of(cls, http: HTTPRequest, call_id: str, operation: str) -> Self:
-        """Read the caller from the state that the middlewares have set, where they are
-        installed."""
+        """Read the caller from the state that the middlewares set. Without middlewares, it has
+        defaults."""
         state = http.scope.get("state", {})
         return cls(
             state.get("tenant", NO_TENANT),
@@ -107,7 +107,7 @@ class Placed(Protocol):
 
 
 def tenant_of(http: HTTPRequest) -> Tenant:
-    """The tenant that the guard has found for the call."""
+    """The tenant that `http.guard` has determined from the call's key."""
     return cast(Tenant, getattr(http.state, "tenant", NO_TENANT))
 
 
@@ -128,7 +128,7 @@ def options_of(http: HTTPRequest, body: Placed, default_deadline_s: float | None
 
 
 def unchecked_keys(http: HTTPRequest) -> list[str]:
-    """The keys in a call's headers, where the server has no keys to compare them with."""
+    """The keys in a call's headers if the server has no keys to check them; otherwise empty."""
     if tenant_of(http).name:
         return []
     return [http.headers.get(name, "") for name in ("authorization", "x-api-key")]
@@ -141,7 +141,7 @@ def digest_of(*parts: str) -> str:
 
 
 class HTTPGeneration:
-    """One HTTP call's requests, to use with `async with`: leaving aborts those that still run.
+    """The engine requests of one HTTP call. Leaving `async with` aborts requests that still run.
 
     Invariants: a stop string that ends a branch here ends it in the engine, too; `_news` has each
     choice with unread output, in the order of arrival.
@@ -252,7 +252,7 @@ class HTTPGeneration:
         return _Batches(self)
 
     async def next_batch(self) -> list[tuple[int, Delta]]:
-        """The next of `batches`, as soon as there is any output; empty at the end."""
+        """The next batch, as soon as there is any output; empty at the end."""
         while not self._news:
             if self._error is not None:
                 raise self._error
@@ -264,8 +264,8 @@ class HTTPGeneration:
     async def rest(self) -> Iterator[tuple[int, Delta]]:
         """All unread output once every choice has finished: each choice once, in order.
 
-        The caller sleeps until then. A choice is put together only when it is read, since to do all
-        at once would delay other calls. Raises the same errors as `batches`.
+        The caller sleeps until then. Each choice is assembled only when it is read, since
+        assembling all at once would delay other calls. Raises the same errors as `batches`.
         """
         self._waits_for_end = True
         if self._record is not None:
@@ -281,8 +281,8 @@ class HTTPGeneration:
         )
 
     def on_output(self, output: SequenceOutput) -> None:
-        """Called by the stream with the output of a step. Never raises, since all calls share the
-        connection that brought the output; an error ends this call."""
+        """Called by the stream with the output of a step. Never raises, since the connection to the
+        engine serves all calls; an error ends only this call."""
         if self._error is not None:
             return
         try:
@@ -321,8 +321,8 @@ class HTTPGeneration:
         ]
 
     def _fail(self, error: Exception) -> None:
-        """End the call. Its memory is free before the engine's next step, even if the error is
-        never read."""
+        """End the call with this error. The engine frees the call's blocks before its next step,
+        even if nobody reads the error."""
         self._error = self._error or error
         if self._stream is not None:
             self._stream.close()
@@ -343,7 +343,7 @@ class HTTPGeneration:
             len(choice.token_ids) for result in self.results for choice in result.outputs
         )
         return DeadlineExceededError(
-            f"the call was ended at its deadline, {self.requests[0].deadline_s:g} s after it came,"
+            f"the call was ended at its deadline, {self.requests[0].deadline_s:g} s after arrival,"
             f" with {num_tokens} tokens generated; allow more time with deadline_s, or ask for"
             " fewer tokens"
         )
@@ -361,7 +361,7 @@ class HTTPGeneration:
 
 
 def _error_of(message: str) -> QuireError:
-    """The error that a branch's message stands for."""
+    """The exception for the error message of a branch."""
     if message == NoTokenLeftError.TEXT:
         return NoTokenLeftError(message)
     if message.startswith(GrammarTooComplexError.TEXT):
@@ -372,7 +372,7 @@ def _error_of(message: str) -> QuireError:
 
 
 class _Batches:
-    """Iterates over batches. Unlike a generator it needs no closing when it is left half-way."""
+    """Iterates over batches. Unlike a generator, it needs no `aclose` if iteration stops early."""
 
     def __init__(self, generation: HTTPGeneration) -> None:
         self._generation = generation
@@ -396,9 +396,9 @@ async def prepare(
     adapter: AdapterRef | None = None,
 ) -> HTTPGeneration:
     """Tokenize and check the prompts; the answers are computed with `adapter`. Raises
-    InvalidRequestError, ServerDrainingError, OverloadedError where the server has no room."""
+    InvalidRequestError, ServerDrainingError, OverloadedError if the server has no room."""
     service.check_accepting()
-    # Refuse a call without room before any work is done for it.
+    # If the engine has no room, refuse the call before any work is done for it.
     service.engine.check_room(len(prompts.inputs) * params.sampling.n)
     words = params.sampling.bad_words or ()
     inputs = InputProcessor(service.tokenizer, service.engine.limits)
@@ -471,10 +471,10 @@ class _RequestMaker:
 @contextmanager
 def fields_named(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the fields in errors that are raised inside. `names` maps the names of fields to the
-    API's own.
+    API's names.
 
-    An error about a part of a field ("structured_outputs.json") counts as one about the field, and
-    its message begins with the new name.
+    An error about a part of a field ("structured_outputs.json") becomes an error about the field,
+    and its message begins with the new name.
     """
     try:
         yield
@@ -490,7 +490,7 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def blamed_on(param: str) -> Iterator[None]:
-    """Set the field of errors that are raised inside and name none."""
+    """Set `param` as the field of errors that are raised inside without a field."""
     try:
         yield
     except InvalidRequestError as error:

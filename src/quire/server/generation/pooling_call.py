@@ -34,10 +34,10 @@ from quire.server.limits import check_text, too_many_entries
 from quire.server.service import Service, service_of
 
 HINTS = frozenset({"metadata", "request_id", "safety_identifier", "service_tier", "user"})
-"""Fields that change no number and that callers do not rely on."""
+"""Fields that are accepted although they don't change the result."""
 
 WINDOW = 256
-"""Most inputs of a call that are in the engine at once."""
+"""Maximum number of a call's inputs that are in the engine at once."""
 
 _NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 
@@ -63,14 +63,14 @@ class PoolingBody(Body, ABC):
     #: refused.
     truncate_prompt_tokens: int | None = left_out(minimum=-1)
     truncation_side: Literal["left", "right"] | None = None
-    # ours
+    # extensions
     priority: Priority = 0
     cache_salt: str | None = left_out(maxLength=MAX_NAME_LENGTH)
     deadline_s: Seconds | None = None
 
     @property
     def truncation(self) -> Truncation:
-        """How longer inputs are cut."""
+        """The truncation of inputs that are too long."""
         return Truncation(self.truncate_prompt_tokens, keeps_end=self.truncation_side == "left")
 
 
@@ -85,7 +85,7 @@ class Pooled(NamedTuple):
 
 
 class PoolingUsage(msgspec.Struct):
-    """The number of the inputs' tokens."""
+    """The number of tokens of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
@@ -130,8 +130,8 @@ class PoolingCall:
     ) -> None:
         """Check the inputs before any work is done for them.
 
-        `num_inputs` is the number of inputs that the texts become; None means one each. Raises
-        InvalidRequestError, OverloadedError where the server has no room.
+        `num_inputs` is the number of inputs made from the texts; None means one per text. Raises
+        InvalidRequestError, OverloadedError if the server has no room.
         """
         count = len(texts) if num_inputs is None else num_inputs
         if not count:
@@ -149,8 +149,8 @@ class PoolingCall:
     async def answer(
         self, given: Sequence[PoolingInput], write: Callable[["Pooled"], Awaitable[Response]]
     ) -> Response:
-        """The response that `write` makes of the results; an empty one where the client has
-        disconnected. Raises the same errors as `HTTPGeneration`."""
+        """Run the inputs; returns the response that `write` makes from the results, or an empty
+        response if the client disconnects. Raises the same errors as `HTTPGeneration`."""
         try:
             pooled = await unless_disconnected(self._http.receive, self._run(given))
         except ClientGoneError:
@@ -169,7 +169,7 @@ class PoolingCall:
             ]
             await self._run_window(assemblers)
             results += [each.pooled for each in assemblers if each.pooled is not None]
-        assert len(results) == len(requests), "a request that pools ends with its result"
+        assert len(results) == len(requests), "a pooling request ends with its result"
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         return Pooled(self._caller.call_id, results, num_tokens)
 

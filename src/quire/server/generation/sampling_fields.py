@@ -1,6 +1,6 @@
 """The sampling parameters that bodies of several APIs have under the same names.
 
-Types are checked here, values by `SamplingParams`. Knows no engine.
+Types are checked here, values by `SamplingParams`. Independent of the engine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from quire.server.http.body import Body
 
 
 class ChoiceFields(Body):
-    """How each token is chosen. The APIs of OpenAI, vLLM and Anthropic have these fields."""
+    """The sampling parameters that OpenAI's, vLLM's and Anthropic's APIs share."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "temperature": "0 is greedy; where left out the model's own",
@@ -32,12 +32,12 @@ class ChoiceFields(Body):
     temperature: float | None = bounded("temperature")
     top_p: float | None = bounded("top_p")
     seed: int | None = bounded("seed")
-    # ours
+    # extensions
     top_k: Count | None = bounded("top_k")
     min_p: float | None = bounded("min_p")
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
-        """The values of those of the named fields that were not left out."""
+        """The named fields and their values, without fields that were left out."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -63,7 +63,7 @@ class SamplingFields(ChoiceFields):
     presence_penalty: float | None = bounded("presence_penalty")
     frequency_penalty: float | None = bounded("frequency_penalty")
     stop: str | Texts | None = left_out(minLength=1, **WORDS)
-    # ours
+    # extensions
     repetition_penalty: float | None = bounded("repetition_penalty")
     stop_token_ids: TokenIds | None = left_out(**TOKEN_IDS)
     min_tokens: Count | None = bounded("min_tokens")

@@ -1,7 +1,7 @@
-"""Seeds for the prompts of calls that bring no seed.
+"""Seeds for the prompts of calls without a seed.
 
-Each tenant has its own series of seeds. If all shared one series, a tenant could infer from its own
-answers how many calls others have made. Made by `launch`, used by `http_generation`.
+Each tenant has its own series of seeds. With one common series, a tenant could infer from its
+answers how many calls other tenants have made. Made by `launch`, used by `http_generation`.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ class Seeds:
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        """`seed` is the server's own and gives the same series at every start; None draws random
-        seeds."""
+        """With `seed`, the server's seed, the series are the same after every start; None draws
+        random seeds."""
         self._seed = seed
         self._numbers: dict[str, itertools.count[int]] = {}
 
     def draw(self, tenant: str) -> int:
-        """The next seed of the tenant with this name; "" stands for all callers of a server without
-        keys."""
+        """The next seed of the tenant with this name, which is "" for all callers of a server
+        without keys."""
         if self._seed is None:
             return secrets.randbits(8 * _SEED_BYTES)
         number = next(self._numbers.setdefault(tenant, itertools.count()))

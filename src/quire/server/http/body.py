@@ -22,16 +22,16 @@ HINT = "accepted; it changes no token"
 """The OpenAPI document's description of a field that may have any value."""
 
 MAX_INNER_FIELDS = 100
-"""Most fields of an object in a body: unknown ones are compared with the names they may
-misspell."""
+"""Maximum number of fields of an object in a body. Bounds the search for the known names that
+unknown fields may misspell."""
 
 UnknownFields: TypeAlias = Literal["refuse", "ignore"]
 """How unknown fields are handled."""
 
 
 def _describe(schema: dict[str, Any], body: type[Any]) -> None:
-    """Add to a body's JSON schema the fields and values that `Body` accepts beside the declared
-    ones."""
+    """Add to a body's JSON schema the fields and values that `Body` accepts in addition to the
+    declared ones."""
     if body.unknown_fields == "ignore":
         schema["additionalProperties"] = True
     properties = schema.setdefault("properties", {})
@@ -69,17 +69,17 @@ class Body(BaseModel):
     #: Fields of other APIs that change no token and that callers do not rely on. Any value is
     #: accepted.
     hints: ClassVar[frozenset[str]] = frozenset()
-    #: Whether an object `extra_body` may hold fields, as if they stood beside it.
+    #: Whether the caller may also put the fields into an object `extra_body`.
     takes_extra_body: ClassVar[bool] = False
     #: Descriptions of fields, a line each, for the OpenAPI document and /docs. They are inherited.
     notes: ClassVar[Mapping[str, str]] = {}
     #: Fields with a bounded number of entries, with the name of the bound in CallLimits.
     list_bounds: ClassVar[Mapping[str, str]] = {}
-    #: How unknown fields are handled where the operator has not set it. "ignore" names them in a
-    #: header of the answer.
+    #: How unknown fields are handled if the operator has not configured it. "ignore" lists them in
+    #: a header of the answer.
     unknown_fields: ClassVar[UnknownFields] = "refuse"
-    #: Most JSON values of any kind and depth. They may become text of a prompt, which is written as
-    #: JSON in one go, during which the event loop is blocked.
+    #: Maximum number of JSON values at all depths. Values such as tools become prompt text, and
+    #: writing them as JSON blocks the event loop.
     max_values: ClassVar[int] = 100_000
 
     @classmethod
@@ -94,8 +94,8 @@ class Body(BaseModel):
 
     @classmethod
     def without_unknown_inside(cls, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Do the same in nested bodies that ignore unknown fields. Names that seem to misspell a
-        known field are kept, so that validation refuses them."""
+        """Like `without_unknown`, for nested bodies that ignore unknown fields. Names that seem to
+        misspell a known field are kept, so that validation refuses them."""
         fields = _flattened(fields) if cls.takes_extra_body and "extra_body" in fields else fields
         kept, unknown = dict(fields), []
         for name, kind in _inner_bodies(cls).items():
@@ -123,7 +123,7 @@ class Body(BaseModel):
     ) -> None:
         """Check the lengths of lists and objects before their content is examined.
 
-        `fields` are the JSON's, with values of any kind. `max_model_len` is the engine's.
+        `fields` are parsed JSON, with values of any kind. `max_model_len` is the engine's.
         Subclasses add further bounds. Raises InvalidRequestError that names the field and the
         bound; PromptTooLongError.
         """
@@ -185,8 +185,8 @@ def _whole_number_fields(kind: type[Body]) -> frozenset[str]:
 
 
 def with_whole_numbers(value: Any) -> Any:
-    """`value` with 8 in place of each 8.0. JSON has one kind of numbers, and some clients can't
-    write whole numbers in another way."""
+    """`value` with each float like 8.0 replaced by 8, since some clients write all numbers as
+    floats."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
@@ -195,7 +195,7 @@ def with_whole_numbers(value: Any) -> Any:
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:
-    """The types that a value may have, with those of unions and lists one by one."""
+    """The types that a value may have. Unions and lists are split into their types."""
     if get_origin(annotation) in (Union, UnionType, Annotated, list):
         for inner in get_args(annotation):
             yield from _types_in(inner)
@@ -204,7 +204,7 @@ def _types_in(annotation: Any) -> Iterator[Any]:
 
 
 def _flattened(body: Mapping[str, Any]) -> dict[str, Any]:
-    """`body` with the fields of its extra_body beside its own."""
+    """`body` with the fields of its extra_body moved to the top level."""
     fields = {name: value for name, value in body.items() if name != "extra_body"}
     extra = body["extra_body"]
     if extra is None:

@@ -1,10 +1,9 @@
 """Bounds the bytes of request bodies that a server and each tenant hold at once.
 
-A body counts from its first byte until its call has been answered, since the server holds it for
-that time. While it is parsed it takes up to eight times its length. Where there is no room, uploads
-that have stopped are cut in favor of others. Pure apart from the clock that it is given, except
-`ParseTurns`, which bounds how many long bodies are parsed at once. Called by `guard` and by
-`routes.endpoint`.
+A body counts from its first byte until its call has been answered, since the server holds it that
+long. While it is parsed it takes up to eight times its length. If there is no room, uploads that
+have stalled are aborted to make room for others. `ParseTurns` bounds how many long bodies are
+parsed at once. Called by `guard` and by `routes.endpoint`.
 """
 
 import asyncio
@@ -17,21 +16,21 @@ from quire.errors import TenantBusyError, UploadsFullError
 from quire.server.http.json_body import LONG_BODY_BYTES
 
 FREE_BYTES = LONG_BODY_BYTES
-"""Bytes of each body that are not counted, so that short calls are never refused on account of long
-ones. The number of connections bounds them."""
+"""The first bytes of each body are not counted, so that long bodies never cause short ones to be
+refused. The limit of connections bounds their sum."""
 
 PROGRESS_BYTES = 64 << 10
 SLOW_S = 4.0
-"""An upload with fewer than PROGRESS_BYTES in this time, in seconds, may be cut in favor of
-another. It is slower than `guard.MIN_BYTES_PER_S`."""
+"""An upload that sends less than PROGRESS_BYTES in this time, in seconds, may be aborted to make
+room for another. This rate is below `guard.MIN_BYTES_PER_S`."""
 
 _RETRY_AFTER_S = 1.0
 
 VERY_LONG_BYTES = 1 << 20
 LONG_AT_ONCE = 8
 VERY_LONG_AT_ONCE = 2
-"""Bounds of the long bodies that are parsed at once: LONG_AT_ONCE below VERY_LONG_BYTES, and
-VERY_LONG_AT_ONCE above."""
+"""Maximum number of long bodies that are parsed at once: LONG_AT_ONCE of those below
+VERY_LONG_BYTES, and VERY_LONG_AT_ONCE of longer ones."""
 
 
 class Upload:
@@ -40,9 +39,9 @@ class Upload:
 
     def __init__(self, budget: "BodyBudget", tenant: str, now_s: float) -> None:
         self.tenant = tenant
-        #: Time at which another PROGRESS_BYTES had last arrived, in seconds of the budget's clock.
+        #: Time of the last progress, which is made every PROGRESS_BYTES, by the budget's clock.
         self.progress_s = now_s
-        #: Called if the upload is cut to make room for another one; None once the body is complete.
+        #: Called if the upload is aborted to make room for another; None if the body is complete.
         self.on_cut: Callable[[], None] | None = None
         self.num_counted = 0
         self._budget = budget
@@ -55,13 +54,13 @@ class Upload:
         return self._num_bytes - self._num_at_progress
 
     def expect(self, num_bytes: int) -> None:
-        """Check that a body of an announced length has room now. Raises the errors of
+        """Check that there is room for a body of this announced length. Raises the errors of
         `count_bytes`."""
         self._budget.make_room(self, max(0, num_bytes - FREE_BYTES))
 
     def count_bytes(self, num_bytes: int) -> None:
-        """Count bytes that have arrived. Raises TenantBusyError and UploadsFullError where there is
-        no room for them."""
+        """Count bytes that have arrived. Raises TenantBusyError and UploadsFullError if there is no
+        room for them."""
         self._num_bytes += num_bytes
         if self.num_since_progress >= PROGRESS_BYTES:
             self._num_at_progress = self._num_bytes
@@ -72,7 +71,7 @@ class Upload:
             self._budget.count(self, more)
 
     def end(self) -> None:
-        """Mark the body as complete; from now on it can't be cut."""
+        """Mark the body as complete, after which it can't be aborted."""
         self.on_cut = None
         self._budget.record_whole(self)
 
@@ -97,8 +96,8 @@ class BodyBudget:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_bytes` bounds all bodies, `max_tenant_bytes` those of one tenant where the server
-        has keys; None means no bound. `clock` is in seconds."""
+        """`max_bytes` bounds the bodies of all calls, `max_tenant_bytes` those of each tenant if
+        the server has keys; None means no bound. `clock` is in seconds."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
@@ -107,13 +106,13 @@ class BodyBudget:
         self._coming: dict[Upload, None] = {}
 
     def open(self, tenant: str) -> Upload:
-        """Begin a body of the tenant with this name; "" where the server has no keys."""
+        """Begin the upload of a tenant's body. `tenant` is "" if the server has no keys."""
         upload = Upload(self, tenant, self._clock())
         self._coming[upload] = None
         return upload
 
     def make_room(self, upload: Upload, more: int) -> None:
-        """Cut uploads that have stopped until there is room for `more` bytes of `upload`. Raises
+        """Abort stalled uploads until there is room for `more` bytes of `upload`. Raises
         TenantBusyError, UploadsFullError."""
         tenant, bound = upload.tenant, self._max_tenant_bytes
         if tenant and bound is not None:
@@ -140,7 +139,7 @@ class BodyBudget:
             del self._of_tenant[upload.tenant]
 
     def record_progress(self, upload: Upload) -> None:
-        """Record that the upload is fast enough at this moment."""
+        """Record that the upload has made progress now."""
         upload.progress_s = self._clock()
         self.record_whole(upload)
         self._coming[upload] = None
@@ -150,8 +149,8 @@ class BodyBudget:
         self._coming.pop(upload, None)
 
     def _cut_slow(self, other: Upload, tenant: str | None) -> bool:
-        """Cut the upload that has stopped for the longest time; False if all are fast enough.
-        `other` is never cut. With `tenant`, only this tenant's uploads are."""
+        """Abort the upload that has stalled for the longest time; returns False if none has.
+        `other` is never aborted. With `tenant`, only this tenant's uploads may be."""
         last_s = self._clock() - SLOW_S
         for upload in self._coming:
             if upload.progress_s > last_s:
@@ -165,8 +164,8 @@ class BodyBudget:
 
 
 class ParseTurns:
-    """Bounds how many long bodies are parsed at once. The others wait as raw bytes, which take less
-    memory."""
+    """Bounds how many long bodies are parsed at once. Bodies that wait are raw bytes, which take
+    less memory than parsed JSON."""
 
     def __init__(self) -> None:
         self._long = asyncio.Semaphore(LONG_AT_ONCE)
@@ -174,7 +173,7 @@ class ParseTurns:
 
     @asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until a body of this length may be parsed. A short one never waits."""
+        """Wait until a body of this length may be parsed. Short bodies never wait."""
         if num_bytes <= LONG_BODY_BYTES:
             yield
             return

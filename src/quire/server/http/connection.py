@@ -2,7 +2,7 @@
 
 Without limits, a client that sends no head or does not read its answer would hold a connection, and
 the answer's memory, indefinitely. The time for a body is bounded in the application, by
-`guard.BodyLimit`. Knows no requests. Called by `launch`.
+`guard.BodyLimit`. Called by `launch`.
 
 This file, `h11_protocol` and `httptools_protocol` subclass or drive uvicorn's protocol classes and
 read their attributes (`cycle`, `pipeline`, ...), which uvicorn does not promise to keep. Run the
@@ -28,34 +28,32 @@ from quire.server.http.h11_protocol import H11
 from quire.server.http.open_connections import OpenConnections
 
 SEND_BUFFER_BYTES = 128 << 10
-"""Size of the kernel's buffer for answers. Left alone it would grow to megabytes for each client
-that does not read, and a slow client would seem not to read until a third of it is free."""
+"""Size of the kernel's send buffer. By default it grows to megabytes for each client that does not
+read, and a slow client would seem not to read until a third of the buffer is free."""
 
 READ_BYTES = 32 << 10
-"""Most bytes read from one connection in one turn of the event loop. asyncio's 256 KiB can hold
-43,000 chunks of one byte, with which httptools would block the loop for 13 ms and h11 for 250
-ms."""
+"""Maximum bytes read from one connection in one turn of the event loop. asyncio's default, 256 KiB,
+can hold 43,000 chunks of one byte, which block the loop for 13 ms in httptools, 250 ms in h11."""
 
 MAX_AHEAD_BYTES = 16 << 20
 MAX_AHEAD_REQUESTS = 128
-"""The maximum numbers of bytes and of complete requests that a client may send ahead of an answer.
-The bytes include a head that does not end and a body that is no longer read. h11 has bounds of its
-own; httptools would keep everything."""
+"""The maximum numbers of bytes and of complete requests that a client may send before the current
+answer is complete. The bytes include an incomplete head and a body that is no longer read. h11 has
+similar bounds; httptools has none."""
 
 LINGER_S = 2.0
-"""Time for which a refused client may go on sending. If its connection were closed at once, the
-client might never see the reason."""
+"""Seconds for which a refused client may go on sending. If the connection were closed at once, the
+client might not receive the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The times after which a connection is cut, in seconds."""
+    """The times after which a connection is closed, in seconds."""
 
     #: Time for a request's head, from the connection's beginning or from the first byte after an
     #: answer.
     head_timeout_s: float = 30.0
-    #: Time during which the client reads nothing while more of the answer waits than the buffers
-    #: hold.
+    #: Time for which the client may read nothing while the send buffers are full.
     unread_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -76,7 +74,7 @@ def connection_class(
 
 @cache
 def protocol_class() -> Any:
-    """uvicorn's HTTP on httptools where that is installed, else on h11."""
+    """uvicorn's protocol class: on httptools if it is installed, else on h11."""
     if find_spec("httptools") is None:
         return H11
     # needs an extra that may be missing
@@ -109,7 +107,7 @@ class Connection(asyncio.Protocol):
     """uvicorn's protocol, with timers around it.
 
     Invariant: the head's timer runs while no request is being answered and the next head is
-    incomplete. The reader's timer runs while the transport's buffer is full. `connections` knows
+    incomplete. The reader's timer runs while the transport's buffer is full. `connections` records
     whether the connection waits for its client.
     """
 
@@ -177,7 +175,7 @@ class Connection(asyncio.Protocol):
         self.connections.remove(self)
 
     def close_idle(self) -> None:
-        """Close a connection that waits for its client, to give its place to another."""
+        """Close this connection, which waits for its client, to make room for another."""
         if self._transport is not None:
             self._transport.close()
 
@@ -203,15 +201,15 @@ class Connection(asyncio.Protocol):
         self._transport.write_eof()
 
     def _cut(self) -> None:
-        """Close at once and drop unsent data. The application sees a disconnect."""
+        """Close at once without sending buffered data. The application sees a disconnect."""
         if self._transport is not None:
             self._transport.abort()
 
     def _bound_in_kernel(self, transport: asyncio.BaseTransport) -> None:
         """Bound how much of an unread answer the kernel holds, and for how long.
 
-        No timer of this class covers an answer's end that is only in the kernel. Where the option
-        for that (it is Linux's) is missing, such a connection ends when its client closes it.
+        The timers of this class end when the rest of an answer is in the kernel's buffer. Without
+        Linux's option for the time, such a connection ends when its client closes it.
         """
         sock = transport.get_extra_info("socket")
         if sock is None:
@@ -224,8 +222,8 @@ class Connection(asyncio.Protocol):
 
 
 def answer_to(error: QuireError, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """An error as an HTTP answer that closes the connection. `headers` are those of every
-    answer."""
+    """The bytes of an HTTP response that has this error and closes the connection. `headers` are
+    the headers of every response."""
     body = json.dumps(error_body(error)).encode()
     own = [
         (b"content-type", b"application/json"),

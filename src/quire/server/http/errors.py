@@ -1,7 +1,7 @@
-"""Turns every error into JSON, by default {"error": {message, type, param, code}} as OpenAI's.
+"""Turns every error into JSON, by default {"error": {message, type, param, code}} like OpenAI's.
 
-Installed by `app`; the middlewares and the streams also get their errors from here. A client's
-mistake is named; a failure of the server is logged, and answered without a traceback or a path.
+Installed by `app`; also used by the middlewares and streams. The answer to a client's mistake says
+what is wrong; a failure of the server is logged, and its answer has no traceback and no path.
 """
 
 import errno
@@ -39,10 +39,10 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 """Codes of errors that the HTTP framework raises, by status."""
 
 CLIENT_GONE_STATUS = 499
-"""nginx's status for a client that left before there was a status. No client receives it."""
+"""nginx's status, for the log, of a call whose client disconnected before the answer began."""
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors of the operating system that pass once other work has ended."""
+"""Errors of the operating system that may not recur once other work has ended."""
 
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_PARAM_CHARACTERS = 200
@@ -52,7 +52,7 @@ logger = get_logger(__name__)
 
 
 ErrorForm = Callable[[int, str, str | None, str | None], dict[str, Any]]
-"""(status, message, field at fault, code) -> the JSON of an error, as one API has it."""
+"""(status, message, field at fault, code) -> an error in the JSON form of one API."""
 
 PathForm = tuple[re.Pattern[str], ErrorForm]
 """(pattern of a route's paths, form of their errors)"""
@@ -81,8 +81,8 @@ def error_form(scope: Scope) -> ErrorForm:
 
 
 def error_response(scope: Scope, error: QuireError) -> Response:
-    """The error as an answer to the call of `scope`, whose state gets the code for the access
-    log."""
+    """The error as an answer to the call of `scope`. Also puts the error's code into the call's
+    state, for the access log."""
     shown = _for_clients(error)
     _mark(scope, shown.code)
     body = error_body(shown, error_form(scope))
@@ -92,8 +92,8 @@ def error_response(scope: Scope, error: QuireError) -> Response:
 def error_handlers(
     suggested: Sequence[str] = (),
 ) -> dict[type[Exception], Callable[[HTTPRequest, Any], Awaitable[Response]]]:
-    """The functions of an application that answer each error in the form of its path. The error for
-    an unknown path suggests the paths in `suggested`."""
+    """The exception handlers of the application, which answer in the error form of the call's path.
+    The error for an unknown path suggests the paths in `suggested`."""
 
     async def on_quire_error(request: HTTPRequest, error: QuireError) -> Response:
         return error_response(request.scope, error)
@@ -107,7 +107,7 @@ def error_handlers(
         return JSONResponse(body, error.status_code, error.headers)
 
     async def on_deep_nesting(request: HTTPRequest, error: RecursionError) -> Response:
-        # Normally a client's nested JSON causes this; if it is a bug of ours, the log shows it.
+        # Usually a client's nested JSON causes this. The log shows whether it is a bug of quire.
         logger.warning("a request was too deeply nested", exc_info=error)
         return error_response(request.scope, _too_deep())
 
@@ -123,8 +123,8 @@ def error_handlers(
 
 
 def _for_clients(error: QuireError) -> QuireError:
-    """The error as a client may see it: only the operator is told why an engine can't be started
-    again."""
+    """The error that a client gets: only the server's log has the reason why an engine can't be
+    started again."""
     if isinstance(error, ConfigurationError):
         return EngineDeadError("the engine can't be started again; the server's log says why")
     return error
@@ -160,7 +160,7 @@ def _encodable(text: str) -> str:
 
 
 def bug_response(scope: Scope, error: Exception) -> Response:
-    """The answer to a call at which the server failed, without internals."""
+    """The answer to a call whose handler raised an unexpected exception, without internals."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) in _EXHAUSTED:
         return error_response(
             scope, ExhaustedError("the server has no memory or no file descriptor left; retry")
@@ -187,7 +187,7 @@ def _http_message(request: HTTPRequest, error: HTTPException, suggested: Sequenc
 
 
 def unreadable_body(error: Exception) -> QuireError:
-    """The mistake in a body at whose parsing `error` was raised."""
+    """The error for the client, if parsing its body raised `error`."""
     if isinstance(error, QuireError):
         return error
     if isinstance(error, RecursionError):
@@ -204,8 +204,8 @@ def _too_deep() -> InvalidRequestError:
 
 
 def first_mistake(error: ValidationError, place: Sequence[str] = ()) -> InvalidRequestError:
-    """The first mistake in a body or a query, with all types that the field could have had. The
-    error's param begins with `place`."""
+    """The error for the first mistake in a body or a query, with all types that the field may have.
+    The error's param begins with `place`."""
     mistakes = error.errors(include_url=False)
     first, path = mistakes[0], [*place, *mistakes[0]["loc"]]
     cause = first.get("ctx", {}).get("error")

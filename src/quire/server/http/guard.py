@@ -1,14 +1,14 @@
 """Middlewares that check every HTTP call first: its head, its key, its body's size.
 
-`app` sets up three, here in the order in which a call passes them. `RequestHead` refuses a head
-that could be read in two ways, or that asks for a feature that is missing. The HTTP parsers leave
-some of these checks to their callers. If a proxy read an ambiguous head in another way than this
-server, it could take the end of one request for the beginning of another.
+`app` installs three, listed here in the order of a call. `RequestHead` refuses a head that is
+ambiguous or asks for an unsupported feature; the HTTP parsers don't check all of this. If a proxy
+and this server read an ambiguous head in different ways, they could disagree where a request ends
+(request smuggling).
 
-`AccessGuard` answers a call without a valid key before its body is read or a route is looked up, so
-that without a key all paths but the open ones look alike. It puts the call's tenant into the call's
-state, and whether the call is the operator's. Only the operator may see numbers of the whole
-server, since they change with the calls of other tenants; docs/security.md has the table.
+`AccessGuard` refuses a call without a valid key before its body is read or its route is looked up,
+so existing and unknown paths get the same answer. It puts the call's tenant into the call's state,
+and whether the call is the operator's. Only the operator may see numbers of the whole server, since
+they change with the calls of other tenants; docs/security.md has the table.
 
 `BodyLimit` bounds a body's length, the time of its upload, and the bytes of all bodies together.
 `json_body` bounds the content.
@@ -39,25 +39,25 @@ from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import NO_TENANT, Tenant
 
 MAX_HEAD_BYTES = 32 << 10
-"""Most bytes of a request's target and headers, beyond which the answer is 431."""
+"""Maximum bytes of a request's target and headers together; more are answered with 431."""
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 30.0
 
 MIN_BYTES_PER_S = 16 << 10
-"""A client that sends at least this fast has enough time for a body of any length."""
+"""Minimum upload speed. A client that sends at least this fast never runs out of time."""
 
 _LENGTH_DIGITS = 20
 """A Content-Length with more digits exceeds all bounds, whatever the digits are."""
 
 _BYTES_BESIDE_A_HEADER = 4
-"""The colon, a space, and the end of the line."""
+"""Bytes of a header line besides name and value: the colon, a space, and the end of the line."""
 
 _SLASHES = re.compile("//+")
 
 _ABSOLUTE = re.compile(rb"https?://[^/?#]+", re.IGNORECASE)
-"""The scheme and host before the path in a target for proxies, which every server must
-understand."""
+"""The scheme and host before the path in an absolute target, as clients send it to proxies. HTTP
+requires servers to accept it, too."""
 
 CODES = {
     HTTPStatus.BAD_REQUEST: "bad_request_head",
@@ -82,14 +82,13 @@ class RequestHeadError(QuireError):
 
 
 class RequestHead:
-    """Lets through requests whose head has one meaning, and normalizes their paths.
+    """Refuses requests with an ambiguous head, and normalizes paths.
 
     A target with a scheme and a host is replaced by its path. Repeated slashes in a path become
-    one, since clients join an address that ends with a slash to a path that begins with one.
+    one, since some clients join a base URL that ends with a slash to a path that begins with one.
 
-    The exception is a path that would become an operator's: `//metrics` keeps its slashes, so the
-    answer is 404. Otherwise it could pass a proxy that hides `/metrics` from clients by comparing
-    paths letter by letter.
+    A path that would become an operator's is not changed: `//metrics` keeps its slashes and gets a
+    404. Otherwise it would bypass a proxy that blocks exactly the path `/metrics`.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class RequestHead:
         await self._app(scope, receive, send)
 
     def _joined(self, path: str) -> str:
-        """The path with one slash in place of several."""
+        """The path with each run of slashes replaced by one slash."""
         for prefix, pattern in self._names.items():
             if found := pattern.match(path):
                 # The first slash after the prefix belongs to it, the others to the name.
@@ -161,7 +160,7 @@ def _check_host(hosts: list[bytes], version: str) -> None:
 
 
 def _check_framing(headers: Iterable[tuple[bytes, bytes]], version: str) -> None:
-    """RFC 9112, section 6: only one header may say where the body ends."""
+    """Refuse two headers that determine where the body ends (RFC 9112, section 6)."""
     codings = _values(headers, b"transfer-encoding")
     if not codings:
         return
@@ -188,7 +187,7 @@ def _check_content(encodings: list[bytes]) -> None:
 
 
 def _check_target(scope: Scope) -> None:
-    """RFC 9112, section 3.2: a target is a path, or a path after a scheme and a host."""
+    """Replace an absolute target by its path; refuse other forms (RFC 9112, section 3.2)."""
     path: str = scope["path"]
     if path.startswith("/") or (path == "*" and scope["method"] == "OPTIONS"):
         return
@@ -252,8 +251,8 @@ class AccessConfig:
 
     @property
     def has_operator(self) -> bool:
-        """Whether any call could be the operator's now: the server has no keys, or the tenant
-        `operator` has one."""
+        """Whether a call could be the operator's: the server has no keys, or the tenant `operator`
+        has a key."""
         return self.keys is None or OPERATOR in self.keys.tenants
 
 
@@ -261,11 +260,11 @@ class AccessGuard:
     """Answers 401 to calls without a valid key, and 403 to clients' calls of the operator's paths.
 
     A call is the operator's if its key belongs to the tenant `operator`. On a server without keys,
-    a call is the operator's if it brings no key. Such a server may be behind a gateway that checks
-    the keys of clients and passes them on, so a call with a key is a client's.
+    a call is the operator's if it has no key. A call with a key then counts as a client's, since a
+    gateway in front of the server may check clients' keys and pass them on.
 
-    Sets `is_operator` and `tenant` in the state of the calls that it lets in. A call of an open
-    path that has no key gets no `tenant`.
+    Sets `is_operator` and `tenant` in the state of accepted calls. An accepted call without a key,
+    to an open path, gets no `tenant`.
     """
 
     def __init__(
@@ -275,8 +274,8 @@ class AccessGuard:
         open_paths: Collection[str] = frozenset(),
         operator_paths: Sequence[str] = (),
     ) -> None:
-        """`keys` of None lets every client in, as one tenant. `open_paths` need no key.
-        `operator_paths` and the paths below them are for the operator alone."""
+        """If `keys` is None, no call needs a key, and all clients are one tenant. `open_paths` need
+        no key. Only the operator may call `operator_paths` and the paths below them."""
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
@@ -311,12 +310,12 @@ def is_below(path: str, roots: Iterable[str]) -> bool:
 
 
 def brings_key(headers: Headers) -> bool:
-    """Whether a header for keys has any content, in whatever form."""
+    """Whether a header for keys is not empty, even if its value is malformed."""
     return any(name in KEY_HEADERS and value.strip() for name, value in headers)
 
 
 def presented_keys(headers: Headers) -> Iterator[bytes]:
-    """The keys in `Authorization: Bearer KEY` and `X-Api-Key: KEY`; one of each at most."""
+    """The keys in `Authorization: Bearer KEY` and `X-Api-Key: KEY`; at most one per header."""
     first: dict[bytes, bytes] = {}
     for name, value in headers:
         if name in KEY_HEADERS:
@@ -350,7 +349,7 @@ async def _refuse_key(scope: Scope, receive: Receive, send: Send, *, has_key: bo
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, too slow, or without room beside the other bodies.
+    """Refuses bodies that are too long, too slow, or exceed the budget of all bodies together.
 
     A body is refused before it arrives if its Content-Length is too high, and otherwise while it
     arrives.
@@ -363,9 +362,9 @@ class BodyLimit:
         timeout_s: float = BODY_TIMEOUT_S,
         budget: BodyBudget | None = None,
     ) -> None:
-        """A body must be complete within `timeout_s`, plus one second for every MIN_BYTES_PER_S of
-        its bytes. The same limit applies to each PROGRESS_BYTES of the body, counted from the end
-        of those before. `budget` bounds all bodies together; None means no bound."""
+        """A body must be complete within `timeout_s` plus one second per MIN_BYTES_PER_S bytes. The
+        same time limit applies to each section of PROGRESS_BYTES, from the end of the previous one.
+        `budget` bounds all bodies together; None means no bound."""
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
@@ -410,7 +409,7 @@ class _Body:
         if self._is_whole:
             return await self._receive()
         loop, upload = asyncio.get_running_loop(), self._upload
-        # Both the whole body and its last PROGRESS_BYTES must be fast enough.
+        # Both the whole body and its current section of PROGRESS_BYTES must be fast enough.
         of_all_s = self._began_s + self._num_bytes / MIN_BYTES_PER_S
         of_last_s = upload.progress_s + upload.num_since_progress / MIN_BYTES_PER_S
         until_s = min(of_all_s, of_last_s) + self._timeout_s
@@ -444,7 +443,7 @@ def _expire(timeout: asyncio.Timeout) -> None:
 
 
 def _announced_bytes(scope: Scope) -> int:
-    """The Content-Length; 0 where there is none, as for a body in chunks."""
+    """The Content-Length; 0 if there is none, as in chunked encoding."""
     for name, value in scope["headers"]:
         if name == b"content-length":
             # Parsers accept any number of leading zeros, but Python's int() at most 4,300 digits.

@@ -1,8 +1,8 @@
-"""uvicorn's HTTP on h11, with errors of ours where a request can't be read.
+"""uvicorn's HTTP protocol on h11, with quire's errors for malformed requests.
 
-An unreadable request gets an error in the form and with the status of all other errors, and never
-in the middle of another answer. `connection` makes one protocol for each connection and sets its
-`refuse`. `httptools_protocol` replaces it where httptools is installed.
+A malformed request gets an error in quire's JSON form, and never in the middle of another answer.
+`connection` makes one protocol for each connection and sets its `refuse`. If httptools is
+installed, `httptools_protocol` is used instead.
 """
 
 import sys
@@ -22,8 +22,8 @@ NOT_HTTP = "the request is not valid HTTP/1.1"
 
 
 class H11(H11Protocol):
-    """uvicorn's protocol on h11, the parser in Python. Set `refuse` and `on_answered` before it is
-    given data."""
+    """uvicorn's protocol on h11, the parser in Python. Its owner sets `refuse` and `on_answered`
+    before the first data."""
 
     refuse: Refuse
     on_answered: Callable[[], None]
@@ -37,8 +37,8 @@ class H11(H11Protocol):
         self.on_answered()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse the request. uvicorn calls this while it handles h11's exception, which has the
-        status."""
+        """Refuse the request. uvicorn calls this while it handles h11's exception, whose status is
+        used."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun
             return

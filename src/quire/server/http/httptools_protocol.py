@@ -1,10 +1,10 @@
-"""uvicorn's HTTP on httptools, with fixes for cases that its h11 protocol handles.
+"""uvicorn's HTTP protocol on httptools, with fixes for cases that its h11 protocol handles.
 
-uvicorn's own class has no bound on a head, puts trailers among the headers, and loses the body of a
-request that offers an upgrade (as Java's client always does). It answers unreadable input in the
-middle of another answer. It sends chunks to clients of HTTP/1.0, which take them for text. Of
+uvicorn's class has no bound on a head, adds trailers to the headers, and loses the body of a
+request that offers an upgrade (as Java's client always does). It answers malformed input in the
+middle of another answer. It sends chunked encoding to HTTP/1.0 clients, which don't decode it. Of
 several requests on one connection it marks only the last as disconnected. Imported by `connection`
-where httptools is installed.
+if httptools is installed.
 """
 
 from collections import deque
@@ -21,11 +21,11 @@ from quire.server.http.h11_protocol import NOT_HTTP, Refuse
 
 
 class HttpTools(HttpToolsProtocol):
-    """uvicorn's protocol on httptools, the parser in C. Set `refuse` and `on_answered` before it is
-    given data.
+    """uvicorn's protocol on httptools, the parser in C. Its owner sets `refuse` and `on_answered`
+    before the first data.
 
-    Invariants: input after an unreadable request is not read; `_unanswered` has the requests whose
-    heads are complete and whose answers are not.
+    Invariants: input after a malformed request is not read; `_unanswered` has the requests with a
+    complete head and an incomplete answer.
     """
 
     refuse: Refuse
@@ -96,8 +96,8 @@ class HttpTools(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _feed(self, data: bytes) -> None:
-        """Parse the data. Raises HttpParserError. An offered upgrade is ignored, which httptools
-        does not do by itself: the head is parsed again without the offer."""
+        """Parse the data. Raises HttpParserError. httptools can't ignore an offered upgrade, so the
+        head of such a request is parsed again without the offer."""
         while True:
             try:
                 self.parser.feed_data(data)
@@ -124,7 +124,7 @@ class HttpTools(HttpToolsProtocol):
         return [*lines, b"\r\n"]
 
     def _fail(self, error: RequestHeadError) -> None:
-        """Refuse unreadable input, once the answers before it are complete."""
+        """Refuse malformed input, once the answers to earlier requests are complete."""
         self._error = error
         requests = self._unanswered
         if not requests:

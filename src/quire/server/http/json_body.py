@@ -1,14 +1,14 @@
-"""Parses the JSON of a request body: strictly, and in pieces where it is long.
+"""Parses the JSON of a request body: strictly, and in pieces if it is long.
 
-Of several fields with one name Python keeps the last, where a proxy that checks calls may have read
-the first. Python also accepts unpaired surrogates, which are no characters and occur in no prompt
-or answer. Both are refused by name, at any depth.
+Of several fields with one name, Python keeps the last, while a proxy that checks calls may read the
+first. Python also accepts unpaired surrogates, which are no valid characters. Duplicate names and
+unpaired surrogates are refused, at any depth, by an error that names the field.
 
 `json.loads` is one call in C that blocks the process: a tenth of a second for 8 MiB of numbers or
 small lists, and longer for long integers. So long bodies are parsed in pieces, with bounds that are
-checked before anything is built. Patterns find runs of simple values (numbers, short texts, small
-flat lists and objects), which `json` parses run by run; nesting and long texts are read step by
-step. Knows no fields.
+checked before values are built. Patterns find runs of simple values (numbers, short texts, small
+flat lists and objects), and `json` parses one run per call; nesting and long texts are read step by
+step.
 """
 
 import json
@@ -21,41 +21,41 @@ from typing import Any
 from quire.errors import InvalidRequestError, check_characters
 
 LONG_BODY_BYTES = 64 << 10
-"""Longer bodies are parsed in pieces, between which other calls go on."""
+"""Longer bodies are parsed in pieces; between two pieces the event loop serves other calls."""
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""Half of a surrogate pair as JSON escapes it. Without an escape there is none, since the body is
-UTF-8."""
+"""The JSON escape of half a surrogate pair. Surrogates only occur as escapes, since the body is
+valid UTF-8."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _BYTE_ORDER_MARK = "\ufeff"
 
 _VALUES_AT_ONCE = 1000
-"""Values that are examined between two pauses, which takes some hundredths of a millisecond."""
+"""Number of values that are checked between two pauses, in some hundredths of a millisecond."""
 
 Path = tuple["Path", str | int] | None
-"""The place of a value: the path of the list or object that holds it, and its name or position
-there."""
+"""The place of a value: the path of the list or object that contains it, and its name or index
+in it. The outermost value has the path None."""
 
 MAX_VALUES = 2_000_000
 MAX_PARTS = 200_000
 """The bounds of a body: MAX_VALUES values of any kind, and MAX_PARTS lists, objects and fields of
-objects. Bodies without lists of token ids have a lower bound of values."""
+objects together. Bodies without lists of token ids have a lower bound than MAX_VALUES."""
 
 MAX_NUMBER_CHARACTERS = 400
-"""Longer than the largest double when it is written out. The time to parse an integer grows with
-the square of its digits."""
+"""Maximum length of a number, enough for the largest double without exponent. The time to parse an
+integer grows with the square of its length."""
 
 MAX_DEPTH = 900
-"""Deepest nesting of lists and objects. Python's own functions for JSON recurse about as deep."""
+"""Maximum nesting of lists and objects, about that of Python's recursive `json` functions."""
 
 _LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_NUMBER_CHARACTERS + 1}}}")
 
 _SPACE = r"[ \t\n\r]{0,64}+"
 _NUMBER_TEXT = r"[0-9]{1,40}+(?:\.[0-9]{1,40}+)?+(?:[eE][-+]?[0-9]{1,40}+)?+"
 _SCALAR = rf"(?:-?(?:{_NUMBER_TEXT}|Infinity)|NaN|true|false|null)"
-"""Infinity and NaN are no JSON, but Python reads them; the validation of a field refuses them."""
+"""Infinity and NaN are not JSON, but Python accepts them; field validation refuses them later."""
 
 _PLAIN = r'[^"\\\x00-\x1f]{0,256}+'
 _TEXT = rf'"{_PLAIN}(?:\\.{_PLAIN}){{0,16}}+"'
@@ -87,7 +87,7 @@ def parse(body: bytes, max_values: int = MAX_VALUES) -> Generator[None, None, An
     """Parse the JSON value in `body`; may pause at every yield. A short body is parsed without
     pauses.
 
-    `max_values` bounds the values of a long body; those of short bodies are not counted. Raises
+    `max_values` bounds the values of a long body; the values of short bodies aren't counted. Raises
     json.JSONDecodeError, UnicodeDecodeError for bytes that are not UTF-8, and InvalidRequestError
     for two fields of one name in one object, for an unpaired surrogate, and beyond the bounds
     above.
@@ -105,7 +105,7 @@ def parse(body: bytes, max_values: int = MAX_VALUES) -> Generator[None, None, An
 def parse_in_pieces(text: str, max_values: int = MAX_VALUES) -> Generator[None, None, Any]:
     """The JSON value in `text`; may pause at every yield, some microseconds apart.
 
-    A long text is read in one step, at a millisecond per MB. Raises json.JSONDecodeError, and
+    A long string is read in one step, at a millisecond per MB. Raises json.JSONDecodeError, and
     InvalidRequestError beyond the bounds and for two fields of one name in one object.
     """
     reader = _Reader(text, max_values)
@@ -185,8 +185,8 @@ class _Reader:
         return True
 
     def _read_run(self) -> bool:
-        """Parse a run of simple values at `_at`, each with its comma; returns whether there was
-        any."""
+        """Parse a run of simple values at `_at`, each followed by a comma; returns whether there
+        was such a value."""
         inner, start = self._inner, self._at
         if isinstance(inner, list):
             scalars = _SCALARS.match(self._text, start)

@@ -1,9 +1,9 @@
-"""Accepts connections, as many as may be open, and pauses while there are too many.
+"""Accepts connections up to a limit and pauses while the limit is reached.
 
-It replaces asyncio's own server, which accepts a whole backlog in one turn of the event loop, and
-logs a line for each connection for which there is no file descriptor. Connections that are not
-accepted wait in the kernel's queue, and are served once others end. Called by `launch`;
-`open_connections` decides which connections are admitted.
+It replaces asyncio's server, which accepts a whole backlog in one turn of the event loop and, when
+file descriptors run out, logs a line per connection. Connections that are not accepted wait in the
+kernel's queue until others end. Called by `launch`; `open_connections` decides which connections
+are admitted.
 """
 
 import asyncio
@@ -19,17 +19,18 @@ from quire.server.http.connection import Connection, answer_to
 from quire.server.http.open_connections import OpenConnections
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted, enough for many clients that start at once."""
+"""Number of connections that may wait to be accepted: enough for many clients that start at
+once."""
 
 ACCEPTED_AT_ONCE = 64
-"""Most connections accepted in one turn of the event loop, so that open streams go on between
-turns."""
+"""Maximum number of connections accepted in one turn of the event loop, so that open streams
+continue between turns."""
 
 PAUSE_S = 0.25
-"""Pause of accepting while all places are taken; it ends earlier when a connection ends."""
+"""Seconds between attempts to accept while the limit is reached; a connection's end ends them."""
 
 FAILURE_PAUSE_S = 1.0
-"""Pause of accepting after the system had no descriptor or no memory for a connection."""
+"""Seconds without accepting after the system had no descriptor or memory for a connection."""
 
 LOG_INTERVAL_S = 60.0
 
@@ -87,8 +88,8 @@ class Listener:
                 if not self._connections.make_room():
                     self._stop_for(PAUSE_S)
                 self._complain(
-                    "%d connections are open, as many as may be; those that are idle are closed,"
-                    " and new ones wait until others end"
+                    "%d connections are open, the maximum; idle connections are closed,"
+                    " and new connections wait until others end"
                 )
                 return
             try:

@@ -1,9 +1,9 @@
-"""Does long work beside other calls: in pieces on the event loop, or in a thread.
+"""Does long work without delaying other calls: in pieces on the event loop, or in threads.
 
-Work in pieces is a generator that yields wherever it may pause, at least once in a millisecond.
-Threads would not help with most of it: Python has one lock for all threads, and a call in C keeps
-it to its end. Used for all work that grows with what a client sends or asks for: bodies, requests,
-answers. Knows none of them.
+Work in pieces is a generator that yields wherever it may pause, at least once per millisecond.
+Threads would not help with most of this work: Python has one lock for all threads, which a call in
+C keeps to its end. Used for all work that grows with a call's size: parsing bodies, making
+requests, writing answers.
 """
 
 import asyncio
@@ -17,21 +17,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LONG_TEXT_CHARACTERS = 8192
-"""Longer texts are tokenized in a thread, so that other streams go on during these milliseconds."""
+"""Longer texts are tokenized in a thread, so that other streams continue meanwhile."""
 
 FIRST_PIECE_S = 0.002
-"""Work that takes less time than this never waits for a turn, however much long work is open."""
+"""Work that takes less time than this runs at once, even while other long work waits."""
 
 PIECE_S = 0.005
 
 
 class WorkPieces:
-    """Does the long work of many calls in pieces: one piece of one work in each turn of the event
-    loop.
+    """Does the long work of many calls in pieces: one piece of one call's work in each turn of the
+    event loop.
 
-    Calls take turns in the order in which they asked. Invariant: between two turns of the loop, all
-    work together takes PIECE_S, plus FIRST_PIECE_S for each work that begins and is not known to be
-    long.
+    Calls take turns, first come, first served. Invariant: in one turn of the loop, all work
+    together takes at most PIECE_S, plus FIRST_PIECE_S for each work that begins without `is_long`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -42,8 +41,8 @@ class WorkPieces:
     async def run(self, work: Generator[None, None, T], *, is_long: bool = False) -> T:
         """Run `work` to its end and return its result. Cancelling this closes `work`.
 
-        With `is_long`, even the first piece waits for its turn, since many long works may begin at
-        once.
+        With `is_long`, even the first piece waits for its turn, since many calls with long work may
+        arrive at once.
         """
         results: list[T] = []
 
@@ -57,8 +56,8 @@ class WorkPieces:
         return results[0]
 
     async def join(self, work: Generator[bytes, None, None]) -> AsyncGenerator[bytes, None]:
-        """Join the parts that `work` yields into fewer and longer ones, none of them empty. `work`
-        is advanced only when the previous part has been taken."""
+        """Join the parts that `work` yields into fewer, longer parts, none of them empty. `work` is
+        advanced only when the consumer asks for the next part."""
         with closing(work):
             made: list[bytes] = []
             has_more = self._advance(work, FIRST_PIECE_S, made)
@@ -77,7 +76,7 @@ class WorkPieces:
         return has_more
 
     def _advance(self, work: Iterable[Any], seconds: float, made: list[Any]) -> bool:
-        """Advance `work` for this many seconds, or to its end; returns whether there is more."""
+        """Advance `work` for this many seconds, or to its end; returns whether work is left."""
         end_s = self._clock() + seconds
         for part in work:
             if part is not None:
@@ -90,7 +89,7 @@ class WorkPieces:
 async def call_for_text(
     num_characters: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Call a function whose time grows with the text; for a long text in a thread."""
+    """Call a function whose time grows with the length of a text: in a thread if it is long."""
     if num_characters < LONG_TEXT_CHARACTERS:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)

@@ -1,9 +1,9 @@
 """The open connections of a server: how many, from which addresses, and which are idle.
 
-Bounds their number, since each takes a file descriptor, and the number per address. At a bound,
-idle connections are closed before a new one is refused: first those of the address with the most
-idle ones, and of these the one that has waited longest. Pure apart from the clock that it is given.
-`listener` asks it before it accepts, `connection` reports the state of each connection.
+Bounds the number of connections, since each takes a file descriptor, and the number per address. At
+a bound, idle connections are closed to make room: of the address with the most idle connections,
+the one that has waited longest first. `listener` asks this module before it accepts a connection;
+`connection` reports the state of each connection.
 """
 
 import ipaddress
@@ -14,15 +14,16 @@ from itertools import islice
 from typing import Protocol
 
 LEAST_WAIT_S = 1.0
-"""Time that a connection must have waited before it may be closed for another, since a client that
-has just connected is about to send its request."""
+"""Seconds that a connection must have been idle before it may be closed to make room: a client that
+has just connected will send its request soon."""
 
 CLOSED_AT_ONCE = 16
-"""Most idle connections closed in one turn of the event loop; their descriptors are free in the
-next."""
+"""Maximum number of idle connections closed in one turn of the event loop. Their file descriptors
+are free in the next turn."""
 
 _IPV6_PREFIX = 64
-"""Prefix length of an IPv6 network that counts as one address, since one customer has all of it."""
+"""Prefix length of an IPv6 network that counts as one address. Providers assign such a network to
+one customer."""
 
 
 class Closable(Protocol):
@@ -33,10 +34,10 @@ class Closable(Protocol):
 
 
 class OpenConnections:
-    """Counts the connections of one server and finds those that may be closed for others.
+    """Counts the connections of one server and closes idle connections to make room for others.
 
-    Invariant: `_waiting` and `_uploading` have some of the connections of `_address_of`, by
-    address. No connection is in both. In each, the connection that has waited longest is first.
+    Invariant: `_waiting` and `_uploading` are disjoint subsets of the connections in `_address_of`,
+    by address. In each, the connection that has waited longest is first.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class OpenConnections:
     ) -> None:
         """`max_open` and `max_per_address` of None mean no bound. `clock` is in seconds."""
         self.max_open = max_open
-        #: Number of connections that were closed at once because their address had too many.
+        #: Number of connections that were closed on arrival because their address had too many.
         self.num_refused = 0
         #: Number of connections that were closed while they waited for their clients, to make room
         #: for others.
@@ -76,15 +77,15 @@ class OpenConnections:
         there were any. Connections that wait for a request are closed before those whose uploads
         have stopped."""
         for kind in (self._waiting, self._uploading):
-            # Skip addresses all of whose connections have only just begun to wait.
+            # Try the next address if no connection of this one has waited long enough.
             for address in sorted(kind, key=lambda each: len(kind[each]), reverse=True):
                 if self._close_idle(kind, address, CLOSED_AT_ONCE):
                     return True
         return False
 
     def admit(self, connection: Closable, address: str) -> bool:
-        """Count a new connection; False if its address has too many and none is idle. `address` is
-        the socket's; "" for a socket without one."""
+        """Count a new connection; returns False if its address has too many and none is idle.
+        `address` is the client's address; "" for a socket without addresses."""
         group, is_bounded = _group(address)
         bound = self._max_per_address if is_bounded else None
         if bound is not None and self._num_of[group] >= bound:
@@ -97,7 +98,7 @@ class OpenConnections:
         return True
 
     def remove(self, connection: Closable) -> None:
-        """Forget a connection that has ended. May be called for one that was not admitted."""
+        """Remove a connection that has ended. Ignores connections that were not admitted."""
         address = self._address_of.get(connection)
         if address is None:
             return
@@ -110,8 +111,8 @@ class OpenConnections:
             self.on_room()
 
     def record_waiting(self, connection: Closable) -> None:
-        """Record that the connection waits for a complete request. Its waiting time does not start
-        again with bytes of a head that does not end."""
+        """Record that the connection waits for a complete request. If it already waits, bytes of an
+        incomplete head don't restart its waiting time."""
         address = self._address_of.get(connection)
         if address is None or connection in self._waiting.get(address, ()):
             return
@@ -119,8 +120,7 @@ class OpenConnections:
         self._waiting.setdefault(address, {})[connection] = self._clock()
 
     def record_uploading(self, connection: Closable) -> None:
-        """Record that a piece of a body has arrived, but not its end. The waiting time starts
-        again."""
+        """Record that a piece of an incomplete body has arrived. The waiting time starts again."""
         address = self._address_of.get(connection)
         if address is not None:
             self.record_answering(connection)
@@ -153,8 +153,8 @@ class OpenConnections:
 
 
 def _group(address: str) -> tuple[str, bool]:
-    """The group in which an address is counted, and whether the group's connections are bounded.
-    Connections from this machine are not bounded, since a reverse proxy may run here."""
+    """The address or network under which `address` is counted, and whether its connections are
+    bounded. Those of this machine are not, since a reverse proxy may run here."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,26 +1,26 @@
-"""The operating system's limit of open files, and how many connections it leaves room for."""
+"""Raises the limit of open files and computes how many connections it allows."""
 
 import resource
 
 from quire.errors import ConfigurationError
 
 MAX_CONNECTIONS = 8192
-"""Default for the most connections open at once; an idle one takes about 8 KiB."""
+"""Default maximum number of open connections. An idle connection takes about 8 KiB."""
 
 RESERVED_FILES = 128
-"""Descriptors kept for other uses: the engine's sockets, logs, folders of adapters, /proc. With one
-engine the server itself has about 15 open."""
+"""File descriptors reserved for other uses: the engine's sockets, logs, folders of adapters, /proc.
+A server with one engine uses about 15."""
 
 RESERVED_FILES_PER_REPLICA = 8
 
 _MOST_FILES = 1 << 16
-"""The limit is not raised above this: some systems report a limit that stands for infinity, but do
-not let a process set it."""
+"""The limit is not raised above this, since some systems report an infinite limit but don't let a
+process set it."""
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit of open files to the hard one; returns the limit that then holds.
-    Processes that are started later inherit it."""
+    """Raise the soft limit of open files to the hard limit; returns the new soft limit. Processes
+    that are started later inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= most:
@@ -32,9 +32,9 @@ def raise_open_files() -> int:
 def connections_allowed(max_connections: int | None, num_files: int, num_replicas: int = 1) -> int:
     """The number of connections that may be open at once.
 
-    `max_connections` is the operator's number; None means MAX_CONNECTIONS, or fewer if the files do
-    not suffice. `num_files` is the limit of open files. Raises ConfigurationError if that is too
-    small.
+    `max_connections` is the operator's setting; None means MAX_CONNECTIONS, or fewer if the limit
+    of open files, `num_files`, is too low. Raises ConfigurationError if `num_files` leaves no room
+    for the setting.
     """
     reserved = RESERVED_FILES + RESERVED_FILES_PER_REPLICA * num_replicas
     most = num_files - reserved

@@ -1,6 +1,7 @@
 """Server-sent events and JSON answers whose work is cancelled when the client disconnects.
 
-Called by `generation` and the routes. Knows no engine: cancelling the work aborts a request.
+Called by `generation` and the routes. Independent of the engine: cancelled work aborts its requests
+itself.
 """
 
 import asyncio
@@ -21,11 +22,11 @@ T = TypeVar("T")
 
 SSE = "text/event-stream"
 NDJSON = "application/x-ndjson"
-"""Media types of streams: server-sent events, and lines of JSON."""
+"""Media types of streams: SSE for server-sent events, NDJSON for lines of JSON."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients skip. It shows proxies that the stream is alive."""
+"""A comment of a stream. Clients skip it; proxies keep the connection open because of it."""
 
 #: Answers up to this length are sent in one piece, with a Content-Length.
 SHORT_ANSWER_BYTES = 256 << 10
@@ -38,7 +39,7 @@ class ClientGoneError(Exception):
 
 
 def json_response(content: msgspec.Struct | Mapping[str, Any]) -> Response:
-    """A short answer in JSON."""
+    """A short JSON answer with status 200."""
     return Response(_encode_json(content), media_type="application/json")
 
 
@@ -64,9 +65,8 @@ async def unless_disconnected(
 ) -> T:
     """The result of `work`, or ClientGoneError if the client disconnects, which cancels `work`.
 
-    `receive` must be that of a request whose body has been read. `tick` is called at once, and
-    again after the number of seconds that it returned. `work` has ended when this returns or
-    raises.
+    `receive` must belong to a request whose body has been read. `tick` is called at once, and again
+    after the number of seconds that it returned. `work` has ended when this returns or raises.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
@@ -92,7 +92,7 @@ async def _disconnect(receive: Receive) -> None:
 async def answer(
     receive: Receive, work: Coroutine[Any, Any, None], pieces: AsyncGenerator[bytes, None]
 ) -> Response:
-    """Run `work`, then answer with `pieces`; an empty response where the client has
+    """Run `work`, then answer with `pieces`; returns an empty response if the client has
     disconnected."""
     try:
         await unless_disconnected(receive, work)
@@ -103,15 +103,15 @@ async def answer(
 
 
 class PieceByPiece(Response):
-    """A whole JSON answer that is made while it is sent, as fast as its client reads it.
+    """An unstreamed JSON answer, made piece by piece at the speed at which the client reads.
 
-    A short one has a Content-Length and is sent at once.
+    A short answer has a Content-Length and is sent at once.
     """
 
     media_type = "application/json"
 
     def __init__(self, pieces: AsyncGenerator[bytes, None]) -> None:
-        """`pieces` is closed in any case."""
+        """`pieces` is closed even if sending fails."""
         self.status_code = 200
         self.background = None
         self.init_headers()
@@ -162,11 +162,10 @@ async def _send_body(send: Send, body: bytes, *, more_body: bool = True) -> None
 class EventStream(Response):
     """A response of server-sent events.
 
-    The status line waits for the first event, so that a refusal can still have its own status. It
-    waits no longer than keep_alive_s, since a request may wait in the queue or for an engine that
-    restarts. From then on an error becomes an event. A client that disconnects closes the iterator.
-    While a client does not read, the iterator is not advanced, until the time limit in `connection`
-    cuts the client off.
+    The status line is sent with the first event, so that a refusal can still have its own status,
+    but at the latest after keep_alive_s, since a request may wait in the queue. After the status
+    line, an error becomes an event. A disconnect closes the iterator. While a client does not read,
+    the iterator is not advanced, until the time limit in `connection` ends the connection.
     """
 
     def __init__(
@@ -186,7 +185,7 @@ class EventStream(Response):
         self.status_code = 200
         self.media_type = media_type
         self.background = None
-        # The second header keeps proxies such as nginx from collecting a stream.
+        # The second header keeps proxies such as nginx from buffering the stream.
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
         self._keep_alive_s = keep_alive_s
@@ -246,7 +245,7 @@ class _Outlet:
 
     async def keep_alive(self) -> float:
         """Send a keep-alive if it is time; returns the seconds until the next check."""
-        if self._lock.locked():  # something is on its way
+        if self._lock.locked():  # a message is being sent
             return self._keep_alive_s
         left_s = self._last_s + self._keep_alive_s - time.monotonic()
         if left_s > 0:

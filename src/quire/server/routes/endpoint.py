@@ -1,8 +1,8 @@
-"""Declares endpoints: a router for each route file, which also says who may call its paths.
+"""Declares endpoints: each route file has a router with its routes and their access rules.
 
-A route file makes one `Endpoints` and puts its routes there. `app` lists the routers and reads from
-them who may call, which errors have another form, and which paths to suggest. A body's class
-declares its fields, refused fields, notes and bounds (`http.body`).
+A route file makes one `Endpoints` and adds its routes. `app` lists these routers and reads from
+them who may call each path, which JSON form its errors have, and which paths a 404 suggests. A
+body's class declares its fields, refused fields, notes and bounds (`http.body`).
 """
 
 import inspect
@@ -35,12 +35,12 @@ from quire.server.routes.unsupported import METHODS, refuse
 from quire.server.service import report_ignored_fields, service_of
 
 MAX_FIELDS = 1000
-"""Most fields of a body's object, and of its extra_body: unknown ones are named one by one."""
+"""Maximum number of fields of a body, and of its extra_body. Each unknown one is reported."""
 
 IGNORED_HEADER = "x-ignored-fields"
 MAX_IGNORED_CHARACTERS = 1000
 MAX_NAME_CHARACTERS = 80
-"""The bounds of the header and of one name in it."""
+"""The maximum characters of the header of ignored fields, and of one name in the header."""
 
 Handler: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
 """A function that answers calls with a Response, or with a mapping that becomes JSON."""
@@ -68,7 +68,7 @@ async def read_json(http: HTTPRequest, content: bytes, body_class: type[Body] | 
             value = await service.work.run(parse(content, max_values), is_long=is_long)
     except (ValueError, RecursionError) as error:
         raise unreadable_body(error) from error
-    # Check its sizes, and take out unknown fields that are to be ignored.
+    # Check its sizes, and remove unknown fields that are to be ignored.
     if body_class is not None:
         check_parsed(value, body_class, service.limits, service.engine.limits.max_model_len)
         rule = service.unknown_fields or body_class.unknown_fields
@@ -92,23 +92,23 @@ def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len
                 f"the body has {most} fields, above the bound of {MAX_FIELDS}; leave out unknown"
                 " ones"
             )
-        # A field that is in both is refused later, when the body is validated.
+        # A field that is both in the body and in extra_body is refused later, by validation.
         fields = value | inner
         kind.check_fields(fields, limits, max_model_len)
 
 
 def _as_header(names: Iterable[str]) -> str:
-    """A client's names as the value of a header, without characters that it must not contain."""
+    """A client's names as the value of a header, without characters that headers must not have."""
     few = islice(names, MAX_IGNORED_CHARACTERS)  # the header has no room for more
     known = dict.fromkeys(_NOT_PRINTABLE.sub("?", name)[:MAX_NAME_CHARACTERS] for name in few)
     return ", ".join(known)[:MAX_IGNORED_CHARACTERS]
 
 
 class JSONRoute(Route):
-    """A route whose handler gets the arguments that its parameters name.
+    """A route whose handler gets its arguments from the call, by the parameters' names.
 
-    `body` is the validated JSON of the call's body, and a parameter of type Request is the call. A
-    name in the path is that part of the path, and every other name is a field of the query.
+    The parameter `body` gets the validated JSON of the call's body, and a parameter of type Request
+    the call. A name in the path gets that part of the path; any other name, a field of the query.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class JSONRoute(Route):
         self.result_type = signature.return_annotation
         #: Validator of the body. None if the route takes no body.
         self.body: TypeAdapter[Any] | None = None
-        #: Class of the body. None if the route takes no body, or one of several classes.
+        #: Class of the body. None if the route takes no body, or bodies of several classes.
         self.body_class: type[Body] | None = None
         self._call_names: list[str] = []
         self._path_names: list[str] = []
@@ -147,7 +147,7 @@ class JSONRoute(Route):
                 self._path_names.append(name)
             else:
                 query[name] = (kind, ... if default is parameter.empty else default)
-        #: Model of the query's fields. None if the handler takes none.
+        #: pydantic model of the query's fields. None if the handler takes none.
         self.query_class = create_model("Query", **query) if query else None
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -204,7 +204,7 @@ def _validated(validate: Callable[..., Any], value: Any, *place: str) -> Any:
 class Endpoints:
     """The routes of one file.
 
-    Where the server has keys, every path needs one unless it is declared open here.
+    If the server has keys, a call of a path needs a key unless the path is declared open here.
     """
 
     #: Class of the routes.
@@ -221,10 +221,10 @@ class Endpoints:
         generating_paths: Iterable[str] = (),
         responses: Responses | None = None,
     ) -> None:
-        """`responses` describes, in the OpenAPI document, answers of all these routes. Each route
-        may add to them.
+        """`responses` describes answers of all these routes for the OpenAPI document. Each route
+        may add more.
 
-        Raises ValueError for an open or an operator's path with a parameter, since access is
+        Raises ValueError for an open path or an operator's path with a parameter, since access is
         decided by the call's path before its route is known.
         """
         #: Routes in the order in which a call's path is compared with theirs.
@@ -236,14 +236,14 @@ class Endpoints:
         self.operator_paths = tuple(operator_paths)
         for path in (*self.open_paths, *self.operator_paths):
             if "{" in path:
-                raise ValueError(f"{path} has a parameter; say who may call by a path without one")
-        #: Paths that machines call every few seconds; their log lines have the level debug.
+                raise ValueError(f"{path} has a parameter; declare access by a path without one")
+        #: Paths that monitoring calls every few seconds; their log lines have the level debug.
         self.probes = frozenset(probes)
-        #: Whether the error for an unknown path names these paths.
+        #: Whether the error for an unknown path suggests these paths.
         self.is_suggested = is_suggested
         #: Function that makes the JSON of these paths' errors.
         self.error_form = error_form
-        #: Paths that generate text; a recording includes their refused calls.
+        #: Paths that generate text; a recording of the load includes their refused calls.
         self.generating_paths = frozenset(generating_paths)
 
     def route(
@@ -266,7 +266,7 @@ class Endpoints:
         return add
 
     def get(self, path: str, responses: Responses | None = None) -> Callable[[H], H]:
-        """Decorate the function that answers GET, but not HEAD."""
+        """Decorate the function that answers GET calls, but not HEAD calls."""
         return self.route(path, "GET", responses=responses)
 
     def post(self, path: str, responses: Responses | None = None) -> Callable[[H], H]:
@@ -278,7 +278,7 @@ class Endpoints:
         return self.route(path, "DELETE", responses=responses)
 
     def refuse(self, path: str) -> None:
-        """Answer every call to `path`, which other servers' APIs have, with NotSupportedError."""
+        """Answer calls to `path`, which other servers support, with NotSupportedError."""
         self.route(path, *METHODS, include_in_schema=False)(refuse)
 
     @property

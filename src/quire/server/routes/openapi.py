@@ -1,7 +1,7 @@
-"""The OpenAPI document, /openapi.json, and the schemas of answers that routes give to it.
+"""Makes the OpenAPI document, /openapi.json, and the schemas by which routes describe answers.
 
-pydantic describes the bodies and queries, and msgspec the answers that it encodes. Called by the
-files that define routes, and by `docs_page`. Knows no single route.
+pydantic makes the schemas of bodies and queries, msgspec those of answers. Called by the files that
+define routes, and by `docs_page`.
 """
 
 import inspect
@@ -65,8 +65,8 @@ def answers(
     stream_type: str = SSE,
     errors: Mapping[int | str, Any] = ERROR_RESPONSES,
 ) -> dict[int | str, Any]:
-    """The `responses` of a route that answers with `kind` or, on request, with a stream of
-    events."""
+    """The `responses` of a route that answers with `kind`. With `streams`, a stream of events is
+    the alternative."""
     content: dict[str, Any] = {"application/json": {"schema": json_schema(kind)}}
     if streams:
         content[stream_type] = {"schema": {"type": "string"}}
@@ -74,7 +74,7 @@ def answers(
 
 
 def json_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The JSON schema of a struct in one piece, without references. Structs must not be
+    """The JSON schema of a struct, with references replaced by their schemas. Structs must not be
     recursive."""
     (schema,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
     resolved = _resolved(schema, parts)
@@ -93,7 +93,7 @@ def _resolved(value: Any, parts: Mapping[str, Any]) -> Any:
 
 
 def api_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
-    """The OpenAPI document of all routes that belong into it."""
+    """The OpenAPI document of all routes that are not excluded from it."""
     shown = [route for route in routes if isinstance(route, JSONRoute) and route.include_in_schema]
     bodies, shared = TypeAdapter.json_schemas(
         [
@@ -137,7 +137,7 @@ def _call(route: JSONRoute, method: str, body: Mapping[str, Any] | None) -> dict
 
 
 def _parameters(route: JSONRoute) -> list[dict[str, Any]]:
-    """The names in a route's path, then the fields of its query."""
+    """The parameters in a route's path, then the fields of its query."""
     found: list[dict[str, Any]] = [
         {
             "name": name,

@@ -1,7 +1,7 @@
-"""Endpoints of other servers that quire does not have: refused by name.
+"""Endpoints of other servers that quire does not support: the error says so.
 
-Without these routes a call would get the error for an unknown path, although its path exists in
-other servers. The OpenAPI document does not have them. Included last by `app`.
+Without these routes, such a call would get the error for an unknown path. The OpenAPI document does
+not list them. Included last by `app`.
 """
 
 from collections.abc import Collection
@@ -41,7 +41,7 @@ FAMILIES = (
     "webhook_endpoints",
     "webhook_event_types",
 )
-"""First parts of paths below /v1/ that OpenAI's own clients call, or that vLLM adds."""
+"""First segments, below /v1/, of paths that OpenAI's clients call or that vLLM adds."""
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
@@ -62,7 +62,7 @@ async def refuse(http: HTTPRequest) -> NoReturn:
 
 
 def refused_paths(served: Collection[str]) -> list[str]:
-    """The paths of every family (such as /v1/files) of which no path is in `served`."""
+    """The path patterns of each family, such as /v1/files, that has no path in `served`."""
     found = []
     for family in FAMILIES:
         path = f"/v1/{family}"

@@ -1,1 +1,1 @@
-"""Records of the server's calls: ids, log lines, counts, times, spans."""
+"""Records the server's calls: ids, log lines, counts, times, spans."""

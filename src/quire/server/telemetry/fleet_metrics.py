@@ -1,4 +1,4 @@
-"""The metric families of a fleet, by replica.
+"""The Prometheus metric families of a fleet, by replica.
 
 Their names and units follow the rules of `metric_families`.
 """
@@ -60,8 +60,8 @@ def fleet_families(
 
 
 def by_replica(found: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-    """Merge the families of several engines, adding the label `replica` to their samples. An engine
-    without a name is the only one; its samples stay as they are."""
+    """Merge the families of several engines, adding the label `replica` to their samples. If there
+    is only one engine, its name is empty and its samples get no label."""
     merged: dict[str, Metric] = {}
     for replica, families in found.items():
         for family in families:

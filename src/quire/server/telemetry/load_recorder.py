@@ -1,7 +1,7 @@
 """Records the load of the server, without texts: `quire serve --record FILE`.
 
 The event loop only collects the tokens of each answer. When a request has ended, a thread replaces
-its tokens, block by block, by numbers and writes a line. Only the thread and `close` wait for the
+each block of its tokens by a number and writes a line. Only the thread and `close` wait for the
 disk; if the thread falls behind, requests are left out and counted. A failure in the thread is
 logged once and ends the recording, but not the server.
 """
@@ -36,18 +36,18 @@ from quire.traces.recording import (
 )
 
 MAX_WAITING = 8192
-"""Most ended requests that wait to be written."""
+"""Maximum number of ended requests that wait to be written."""
 MAX_WAITING_TOKENS = 8_000_000
-"""Most tokens of waiting requests, which take some 300 MB."""
+"""Maximum number of tokens of the waiting requests: about 300 MB of memory."""
 
 WRITE_PERIOD_S = 1.0
-"""Interval at which the thread wakes up. Waking up for each request would cost several times as
-much."""
+"""Seconds between two wake-ups of the thread. Waking up for each request would cost several times
+as much processor time."""
 
 CLOSE_TIMEOUT_S = 10.0
 
 LEAST_REQUESTS = 128
-"""No hit rate is given for fewer requests."""
+"""Minimum number of requests for the summary to have a cache hit rate."""
 
 logger = get_logger(__name__)
 
@@ -60,10 +60,10 @@ class _EndedRequest:
     request: Request
     #: Generated tokens of each branch.
     outputs: list[list[int]]
-    #: Reason of the end of each branch.
+    #: Finish reason of each branch.
     ends: list[str]
     began_s: float
-    #: Time of the first token; None if none came.
+    #: Time of the first token; None if there was no token.
     first_s: float | None
     ended_s: float
     is_streamed: bool
@@ -71,7 +71,7 @@ class _EndedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Number of the request's tokens, all held in memory."""
+        """Number of tokens that the waiting request holds in memory."""
         return len(self.request.prompt_token_ids) + sum(map(len, self.outputs))
 
 
@@ -85,7 +85,7 @@ class _RefusedCall:
 
 
 class RecordedCall:
-    """One call's requests while they run. Belongs to the event loop."""
+    """One call's requests while they run. Used only by the event loop."""
 
     __slots__ = ("_open", "_recorder", "is_streamed")
 
@@ -125,10 +125,10 @@ class RecordedCall:
 
 
 class LoadRecorder:
-    """Writes one recording. Its methods belong to the event loop, except `close`.
+    """Writes one recording. Only the event loop calls its public methods, except `close`.
 
-    Invariant: after the first failure nothing more is written; every request that was put is
-    written, or counted as lost.
+    Invariant: after the first failure nothing more is written; every submitted request is written
+    or counted as lost.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class LoadRecorder:
         time_ms: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the file, readable by its owner alone.
+        """Create the file, readable only by its owner.
 
         Prompts and answers are compared in blocks of `block_tokens` tokens. Times are rounded to
         multiples of `time_ms`. `clock` is the clock that measured the calls' times. Raises
@@ -210,8 +210,8 @@ class LoadRecorder:
         self._num_lost += 1
 
     def close(self) -> None:
-        """Write the waiting requests and the summary; waits for that, some seconds at most. A
-        recording that never began leaves no file."""
+        """Write the waiting requests and the summary, which may take some seconds. If the recording
+        has not begun, deletes the file."""
         if self._thread is None:
             self._file.close()
             self._path.unlink(missing_ok=True)
@@ -240,7 +240,7 @@ class LoadRecorder:
                 self._num_lost += len(self._waiting)
                 self._waiting.clear()
                 logger.warning(
-                    "the recording %s ends here, at its bound of different blocks",
+                    "the recording %s ends here, since it has the maximum number of blocks",
                     self._path,
                 )
             self._write(self._summary())
@@ -312,7 +312,7 @@ class LoadRecorder:
         )
 
     def _adapter_number(self, digest: str) -> int:
-        """The adapter's number, from 1 on in order of appearance; 0 for none."""
+        """The adapter's number, from 1 in order of first use; 0 without an adapter."""
         return self._adapters.setdefault(digest, len(self._adapters) + 1) if digest else 0
 
     def _summary(self) -> RecordingSummary:
@@ -334,7 +334,7 @@ class LoadRecorder:
 
 
 def make_recorder(server: ServerConfig) -> LoadRecorder | None:
-    """The recorder of the server's options; None if nothing is to be recorded. Raises
+    """The recorder that the server's options ask for; None if they ask for none. Raises
     ConfigurationError."""
     if server.record is None:
         for name in ("record_block_tokens", "record_time_ms"):
@@ -353,14 +353,14 @@ def _create(path: Path) -> IO[bytes]:
         return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except FileExistsError as error:
         raise ConfigurationError(
-            f"record names {path}, which is there already; a recording has a key of its own, so"
-            " none can be added to: name another file, or remove this one"
+            f"record names {path}, which exists; each recording hashes with its own key, so nothing"
+            " can be appended: name another file, or remove this one"
         ) from error
     except OSError as error:
         raise ConfigurationError(f"record names {path}, but {error.strerror}") from error
 
 
 def _close_quietly(file: IO[bytes]) -> None:
-    """Close a file after a failed write: the rest of its buffer would only fail again."""
+    """Close a file after a failed write, ignoring the error of flushing its buffer."""
     with contextlib.suppress(OSError):
         file.close()

@@ -1,8 +1,8 @@
 """The Prometheus metric families of /metrics: every name, label and unit.
 
-Names end in their unit, counters in `_total`. docs/observability.md explains each of them, and a
-test keeps it complete. Labels are few and bounded: no client can invent a label's value. `metrics`
-calls these functions with the numbers.
+Names end in their unit, names of counters in `_total`. docs/observability.md explains each family,
+and a test keeps the page complete. Clients can't create label values, so labels stay few.
+`routes.admin.metrics` calls these functions with the numbers.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from quire.server.telemetry.monitor import FINISH_REASONS, MAX_TENANTS, OTHER_TE
 from quire.version import __version__
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
-"""(values of the labels, value)"""
+"""Pairs of (label values, sample value)."""
 
 _TENANT_COUNTERS = (
     ("num_generations", "quire_generations_total", "Generations (prompts times n) taken in."),
@@ -219,7 +219,7 @@ _ENGINE_TIMES = (
 
 
 def connection_families(connections: OpenConnections, num_body_bytes: int) -> Iterator[Metric]:
-    """The connections of clients, and the bytes of open bodies as `BodyBudget` counts them."""
+    """The metrics of client connections, and of the body bytes that `BodyBudget` counts."""
     yield GaugeMetricFamily(
         "quire_http_body_bytes",
         "Bytes of the bodies of open calls, beyond the first 64 KiB of each.",
@@ -246,8 +246,7 @@ def connection_families(connections: OpenConnections, num_body_bytes: int) -> It
 
 
 def api_server_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Iterator[Metric]:
-    """The API server's own numbers. `open_by_tenant` has the generations of
-    `TenantBook.num_open`."""
+    """The API server's metrics. `open_by_tenant` is `TenantBook.num_open`."""
     info = {"version": __version__, "model": monitor.model_name}
     yield InfoMetricFamily("quire_build", "What runs here.", value=info)
     yield GaugeMetricFamily(
@@ -272,7 +271,7 @@ def api_server_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> 
         (((str(status), code), count) for (status, code), count in monitor.http_errors.items()),
     )
     yield GaugeMetricFamily(
-        # Generations, and tokens and times of these.
+        # Generations, and their tokens and times.
         "quire_generations_open",
         "Generations under way.",
         monitor.num_open_generations,
@@ -303,7 +302,7 @@ def api_server_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> 
 def engine_state_families(
     state: str, states: Iterable[str], num_restarts: int, last_step_age_s: float
 ) -> Iterator[Metric]:
-    """The engine's state, which the API server knows without asking the engine. `states` lists all
+    """The metrics of the engine's state, which need no reply from the engine. `states` lists all
     possible states."""
     yield GaugeMetricFamily(
         "quire_engine_up", "1 while the engine takes steps.", float(state == "ready")
@@ -325,7 +324,7 @@ def engine_state_families(
 
 
 def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    """The engine's own numbers, from `EngineStats` by name; missing ones are left out."""
+    """The engine's metrics, from the fields of `EngineStats` by name; missing ones are left out."""
     for key, name, text in _ENGINE_GAUGES:
         if key in stats:
             yield GaugeMetricFamily(name, text, stats[key])
@@ -347,7 +346,7 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
             ("reason",),
             (((reason.value,), found.get(reason.value, 0)) for reason in COUNTED_REASONS),
         )
-    # Parts that the engine has only with the options for them.
+    # Features that the engine has only with their options.
     if stats.get("tiers"):
         yield from _move_families(stats["tiers"])
     if adapters := stats.get("adapters"):
@@ -363,7 +362,7 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _utilization_families(found: Mapping[str, Any]) -> Iterator[Metric]:
-    """How busy the device is, from `Utilization.as_dict`; unmeasured numbers are left out."""
+    """The device's utilization, from `Utilization.as_dict`; unmeasured numbers are left out."""
     yield _counter(
         "quire_engine_time_seconds_total",
         "The engine's time, by use: a step is under way, requests wait without one, idle.",
@@ -382,7 +381,7 @@ def _utilization_families(found: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _move_families(moves: Mapping[str, Any]) -> Iterator[Metric]:
-    """The moves between the KV memory and its tiers, from `BlockMoves.counts`."""
+    """The metrics of moves between the KV memory and its tiers, from `BlockMoves.counts`."""
     for key, name, text in _MOVE_COUNTERS:
         yield CounterMetricFamily(name, text, moves[key])
     yield _counter(
@@ -433,8 +432,8 @@ def _by_tier_and(
 
 
 def memory_families(memory: Mapping[str, Any], num_blocks: int | None) -> Iterator[Metric]:
-    """The ledger of the KV memory, from `MemoryReport.as_dict`. `num_blocks` is the number of
-    blocks in the pool."""
+    """The use of the KV memory, from `MemoryReport.as_dict`. `num_blocks` is the number of blocks
+    in the pool."""
     yield _gauge(
         "quire_kv_memory_bytes",
         "The KV memory by use; the parts add up to all of it.",
@@ -483,14 +482,14 @@ def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> G
 
 
 def _histogram(name: str, text: str, counted: Mapping[str, Any]) -> HistogramMetricFamily:
-    """A histogram from `Histogram.as_dict`. Prometheus counts all values up to each bound."""
+    """A histogram from `Histogram.as_dict`, converted to Prometheus's cumulative buckets."""
     bounds = [*map(floatToGoString, counted["bounds"]), "+Inf"]
     buckets = list(zip(bounds, accumulate(counted["counts"]), strict=True))
     return HistogramMetricFamily(name, text, buckets=buckets, sum_value=counted["sum"])
 
 
 def _bounded(by_tenant: Mapping[str, int]) -> Counter[str]:
-    """The counts by tenant, with the tenants beyond MAX_TENANTS added up under one name."""
+    """The counts by tenant. Tenants beyond MAX_TENANTS are added up under one name."""
     found: Counter[str] = Counter()
     for index, (name, count) in enumerate(by_tenant.items()):
         found[name if index < MAX_TENANTS else OTHER_TENANTS] += count

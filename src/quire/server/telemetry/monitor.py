@@ -1,10 +1,10 @@
 """Records the server's HTTP calls: request ids, log lines, counts, times.
 
-`RequestIdMiddleware` wraps every HTTP call. A client's own X-Request-ID is kept if it is safe to
-print, else an id is made. Every answer has it, errors included, and so has every log line of the
-call. `Monitor` counts: `http_generation` reports every generation to it, and `metrics` reads it.
-Numbers of the engine are not here; `metrics` asks the engine for them. Nothing here waits, raises
-on account of a client, or grows with the number of calls.
+`RequestIdMiddleware` wraps every HTTP call. It uses the client's X-Request-ID if that is safe to
+print, or else makes an id. Every answer and every log line of the call has this id. `Monitor`
+counts: `http_generation` reports every generation to it, and `metrics` reads it. The engine's
+numbers are not here; `metrics` asks the engine for them. Nothing here waits, raises because of a
+client's input, or grows with the number of calls.
 
     a call is opened ──first token──> ... ──next token──> ... ──> ended
                    TTFT             ITL                        E2E
@@ -38,12 +38,12 @@ from quire.server.telemetry.span_attributes import (
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 DEADLINE, DISCONNECT = "deadline", "disconnect"
 FINISH_REASONS = (STOP, LENGTH, ABORT, ERROR, DEADLINE, DISCONNECT)
-"""Reasons of a generation's end: the engine's, and those that only the API server knows."""
+"""Reasons why a generation ends: the engine's finish reasons, DEADLINE and DISCONNECT."""
 
 MAX_TENANTS = 200
 OTHER_TENANTS = "other"
-"""Tenants beyond MAX_TENANTS are counted under this name: keys may change without end, labels
-not."""
+"""Tenants beyond MAX_TENANTS are counted under this name, since the keys of a long-running server
+may change without bound."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class TenantCounts:
 
 
 class Monitor:
-    """Counts since the server began. Belongs to one event loop; read it between two calls."""
+    """Counts since the server started. Only the event loop may read or change it."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Monitor:
         clock: Callable[[], float] = time.monotonic,
         recorder: LoadRecorder | None = None,
     ) -> None:
-        """`spans` of None makes no spans. `clock` is in seconds, and also the recorder's."""
+        """If `spans` is None, no spans are made. `clock` is in seconds and the recorder's, too."""
         self.model_name = model_name
         self.clock = clock
         #: Recorder of the load; None if nothing is recorded.
@@ -93,8 +93,8 @@ class Monitor:
         self.num_open_http_calls += 1
 
     def end_http(self, method: str, route: str, status: int, error_code: str | None) -> None:
-        """Count an HTTP call that was answered. `route` is a path of the application, not the
-        client's. `error_code` is None without an error."""
+        """Count an HTTP call that was answered. `route` is the route's path pattern, not the path
+        that the client sent. `error_code` is None without an error."""
         self.num_open_http_calls -= 1
         self.http_calls[method, route, status] += 1
         if error_code is not None:
@@ -107,10 +107,10 @@ class Monitor:
         request_id: str,
         attributes: Mapping[str, object] | None = None,
     ) -> "CallRecord":
-        """Begin a call whose generations, one for each branch, the engine has accepted.
+        """Begin to record a call after the engine has accepted its generations, one per branch.
 
-        `request_id` is that of the HTTP call. `attributes` of the span are added to the requests'
-        own.
+        `request_id` is the HTTP call's. `attributes` are added to the attributes that the span gets
+        from the requests.
         """
         span = None
         if self._spans is not None:
@@ -125,7 +125,7 @@ class Monitor:
         return CallRecord(self, requests, label, counts, span)
 
     def close(self) -> None:
-        """Send the last spans and end the recording; waits for both, some seconds at most."""
+        """Send the last spans and end the recording, which may take some seconds."""
         if self.recorder is not None:
             self.recorder.close()
         if self._spans is not None:
@@ -199,11 +199,11 @@ class CallRecord:
             call.num_prompt_tokens = self.num_prompt_tokens
 
     def on_output(self, output: SequenceOutput) -> None:
-        """Count an output that the engine has just brought."""
+        """Count an output that has just arrived from the engine."""
         branches = self._open.get(output.request_id)
         branch = None if branches is None else branches.get(output.branch_index)
         if branch is None:
-            return  # a stop string has ended the branch here already
+            return  # a stop string has already ended the branch
         num_tokens = len(output.token_ids)
         if num_tokens:
             now_s = self._clock()
@@ -222,16 +222,16 @@ class CallRecord:
             self._end(output.request_id, output.branch_index, output.finish_reason.value)
 
     def on_stop(self, request_id: str, branch_index: int) -> None:
-        """Count a branch that a stop string has ended in this process, before the engine knows."""
+        """Count a branch that a stop string has ended here, before the engine is notified."""
         self._end(request_id, branch_index, STOP)
 
     def on_wait_for_end(self) -> None:
-        """Record that the call's answer is sent whole, not as a stream."""
+        """Record that the call's answer is not streamed."""
         if self._recorded is not None:
             self._recorded.is_streamed = False
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the call; generations that still run have ended with `error`. May be called twice."""
+        """End the record; `error` has ended the generations that are open. May be called twice."""
         reason = _reason_for(error)
         for request_id, branches in list(self._open.items()):
             for branch_index in list(branches):
@@ -291,7 +291,7 @@ MAX_PATH_LENGTH = 200
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 OTHER = "other"
-"""Replaces unknown methods and paths, of which clients can invent any number."""
+"""Replaces unknown methods and paths in counts, since clients can send any number of them."""
 
 CLIENT_GONE = "client_gone"
 
@@ -300,10 +300,10 @@ _bug_logger = get_logger(__name__)
 
 
 class RequestIdMiddleware:
-    """Gives every call its id, counts it and logs it.
+    """Assigns an id to every call, counts it and logs it.
 
-    Sets request_id and arrival_s (by the monotonic clock) in scope["state"]. Reads from it what
-    inner layers have set: tenant (with a `name`), and error_code of an error answer.
+    Sets request_id and arrival_s (by the monotonic clock) in scope["state"]. Reads the values that
+    inner layers set there: tenant (with a `name`), and error_code of an error answer.
     """
 
     def __init__(
@@ -313,8 +313,8 @@ class RequestIdMiddleware:
         probes: Collection[str] = frozenset(),
         generating: Collection[str] = frozenset(),
     ) -> None:
-        """`probes` are paths that machines call every few seconds; their log lines have the level
-        debug. `generating` are the paths whose refused calls are recorded, if calls are."""
+        """`probes` are paths that monitoring calls every few seconds; their log lines have the
+        level debug. `generating` are the paths whose refused calls a load recording includes."""
         self._app = app
         self._monitor = monitor
         self._probes = probes
@@ -339,7 +339,7 @@ class RequestIdMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            status = status or 500  # starlette's outermost layer answers it
+            status = status or 500  # starlette's outermost layer answers with 500
             raise
         finally:
             self._end(scope, call, status or CLIENT_GONE_STATUS)
@@ -411,7 +411,7 @@ def _log_access(
 
 
 def _safe_client_id(given: bytes) -> str:
-    """A client's id if it may stand in a header and in a log line; otherwise ""."""
+    """A client's id if it is safe in a header and in a log line; otherwise ""."""
     if len(given) > MAX_ID_LENGTH or not all(0x21 <= byte <= 0x7E for byte in given):
         return ""
     return given.decode("ascii")
@@ -424,9 +424,9 @@ def _printable(text: str) -> str:
 
 
 class BugReporter:
-    """Logs exceptions that no handler knows, and answers 500.
+    """Logs exceptions that have no handler, and answers with status 500.
 
-    This is our innermost middleware, so that its answers pass through all other middlewares.
+    It is the innermost of quire's middlewares, so its answers pass through all the others.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -444,6 +444,6 @@ class BugReporter:
             await self._app(scope, receive, send_some)
         except Exception as error:
             if has_begun or scope["type"] != "http":
-                raise  # the HTTP server logs it and cuts the connection
+                raise  # the HTTP server logs it and closes the connection
             _bug_logger.error("a bug at %s %r", scope["method"], scope["path"], exc_info=error)
             await bug_response(scope, error)(scope, receive, send)

@@ -1,7 +1,7 @@
-"""A call's parameters and results under OpenTelemetry's names.
+"""Converts a call's parameters and results to attributes of OpenTelemetry spans.
 
-The names are from the semantic conventions for generative AI (`gen_ai.*`, version 1.37); others
-begin with `quire.`. Neither prompts nor texts are among the values. Used by `monitor`.
+The names are from the semantic conventions for generative AI (`gen_ai.*`, version 1.37) or begin
+with `quire.`. The values contain neither prompts nor generated text. Used by `monitor`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ FIRST_TOKEN = "gen_ai.first_token"
 def request_attributes(
     model_name: str, tenant: str, request_id: str, requests: Sequence[Request]
 ) -> dict[str, object]:
-    """The attributes that are known when a call begins. Its requests differ only in their
+    """The attributes that are known when a call begins. The call's requests differ only in their
     prompts."""
     first = requests[0]
     params = first.params
@@ -41,8 +41,8 @@ def request_attributes(
 def result_attributes(
     num_prompt_tokens: int, num_generated_tokens: int, reasons: Mapping[str, int]
 ) -> dict[str, object]:
-    """The attributes that are known when a call has ended. `reasons` counts generations by their
-    end."""
+    """The attributes that are known when a call has ended. `reasons` has the number of generations
+    by finish reason."""
     return {
         "gen_ai.usage.input_tokens": num_prompt_tokens,
         "gen_ai.usage.output_tokens": num_generated_tokens,

@@ -1,9 +1,9 @@
-"""The API keys that open the server, and the tenant that each belongs to.
+"""The server's API keys, and the tenant that each key belongs to.
 
-A key is "name:key", or "key" alone, which is then named after its hash. Keys with the same name
-belong to the same tenant, so that a key can be replaced without a pause. Keys come from the command
-line and from a file, which is read again when it has changed. Knows no HTTP. Made by `launch`,
-called by `http.guard`.
+A key is written as "name:key", or as "key", which gets a name from its hash. Keys with the same
+name belong to one tenant, so a tenant's key can be replaced without interruption. Keys come from
+the command line and from a file, which is read again when it has changed. Made by `launch`, called
+by `http.guard`.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ RELOAD_INTERVAL_S = 1.0
 MIN_KEY_CHARACTERS = 8
 MAX_KEY_CHARACTERS = 512
 MAX_KEYS = 4096
-"""Most keys. A look-up compares with each of them, which takes about 0.1 us per key."""
+"""Maximum number of keys. A look-up compares with each key, which takes about 0.1 us per key."""
 MAX_FILE_BYTES = 1 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -37,8 +37,8 @@ _Digests = dict[bytes, Tenant]
 class ApiKeys:
     """All keys of a server. Finds the tenant that a key belongs to.
 
-    Invariant: no key is stored, only digests under a secret of this process. A look-up compares
-    with all of them in constant time, so its duration says nothing about a key.
+    Invariant: only digests of keys are stored, made with a secret of this process. A look-up
+    compares with all of them in constant time, so its duration reveals nothing about a key.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class ApiKeys:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigurationError, which never contains a key, for an invalid key or file, and
-        where there is no key at all."""
+        """Raises ConfigurationError, which never contains a key, for an invalid key or file, and if
+        there is no key at all."""
         self._secret = secrets.token_bytes(32)
         self._clock = clock
         self._file = file
@@ -69,7 +69,7 @@ class ApiKeys:
         return set(self._all.values())
 
     def tenant_of(self, presented: Iterable[bytes]) -> Tenant | None:
-        """The tenant of the first valid one of the presented keys; None if none is valid."""
+        """The tenant of the first valid key among `presented`; None if no key is valid."""
         self._reload_file()
         for key in presented:
             digest, found = self._digest(key), None
@@ -83,8 +83,8 @@ class ApiKeys:
     def _reload_file(self) -> None:
         """Read the file again, at most once a second. A file that can't be read changes nothing.
 
-        Its content is compared rather than its modification time, which two writes within one tick
-        of the kernel's clock share.
+        Compares the content, not the modification time, since two writes within one tick of the
+        kernel's clock have the same modification time.
         """
         now_s = self._clock()
         if self._file is None or now_s < self._next_look_s:
@@ -134,8 +134,8 @@ class ApiKeys:
     def _digests_of(
         self, entries: Iterable[tuple[str, str]], others: _Digests | None = None
     ) -> _Digests:
-        """The digests of `others` and of the entries, which are pairs of a place for errors and a
-        key."""
+        """The digests of `others` and of `entries`. An entry has the place of a key, for errors,
+        and the key."""
         found = dict(others or {})
         for where, entry in entries:
             name, key = _parse(where, entry)
@@ -155,8 +155,8 @@ class ApiKeys:
 
 
 def load_keys(entries: Sequence[str], file: str | None) -> ApiKeys | None:
-    """The keys of the server's options; None where there are none and every client is let in.
-    Raises ConfigurationError."""
+    """The keys in the server's options; None means that calls need no key. Raises
+    ConfigurationError."""
     if not entries and file is None:
         return None
     return ApiKeys(entries, None if file is None else Path(file))
@@ -186,8 +186,8 @@ def _parse(where: str, entry: str) -> tuple[str, str]:
 
 
 def _name_of(key: str) -> str:
-    """A name for a key without one. It is the same at every start, since it determines the cache
-    domain."""
+    """A name for a key without a name. It must be equal after every start, since it determines the
+    cache domain."""
     digest = hashlib.blake2b(key.encode(), digest_size=6, person=b"quire-key-name")
     return f"key-{digest.hexdigest()}"
 

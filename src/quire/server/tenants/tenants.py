@@ -1,7 +1,7 @@
 """Bounds of each tenant: generations open at once, and tokens per minute.
 
-Pure apart from the clock that it is given. Knows no HTTP and no keys: `http.guard` has found the
-tenant. Called by `http_generation`, once per HTTP call.
+`http.guard` determines a call's tenant from its key. Called by `http_generation`, once per HTTP
+call.
 """
 
 import math
@@ -17,8 +17,8 @@ from quire.errors import (
 )
 
 BUSY_RETRY_AFTER_S = 1.0
-"""The Retry-After of a busy tenant: it is unknown when a generation ends, but one may have by
-then."""
+"""The Retry-After, in seconds, for a busy tenant: a guess, since it is unknown when one of its
+generations will end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class _Usage:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One call's share of its tenant's bounds, from `TenantBook.open` until `close`."""
+    """The generations and tokens of one call that count against its tenant's bounds. Opened by
+    `TenantBook.open`, ended by `close`."""
 
     _book: "TenantBook"
     _account: _Usage
@@ -56,7 +57,7 @@ class Lease:
     _is_open: bool = field(default=True, init=False)
 
     def count(self, num_tokens: int) -> None:
-        """Count generated tokens. Never refuses: they may turn the tenant's level negative."""
+        """Count generated tokens. Never raises: the tenant's level may become negative."""
         self._book._spend(self._account, num_tokens)
 
     def cancel(self) -> None:
@@ -77,8 +78,8 @@ class TenantBook:
 
     Each tenant has a token bucket, which holds a minute's tokens and is refilled evenly. A prompt's
     tokens, cached or not, are taken from it when the call arrives, generated tokens as they arrive.
-    A prompt longer than a minute's tokens waits for a full bucket and leaves a debt. An aborted
-    call pays for its prompt and for the tokens that it has generated.
+    A prompt longer than a minute's tokens needs a full bucket and makes its level negative. An
+    aborted call pays for its prompt and for the tokens that it has generated.
 
     Invariant: a tenant's num_open is the sum over its open leases. Every operation is O(1), and
     there is at most one account for each tenant that the operator has defined.
@@ -113,7 +114,7 @@ class TenantBook:
         """Begin a call with this many generations (prompts times n) and prompt tokens.
 
         Raises TenantBusyError, TokenRateError (both are OverloadedError), and InvalidRequestError
-        where the call alone exceeds the tenant's bound. Then nothing has changed.
+        if the call alone exceeds the tenant's bound. After an error nothing has changed.
         """
         account = self._account(tenant)
         self._check_room(tenant, account, num_generations)
@@ -143,7 +144,7 @@ class TenantBook:
                 f"{_name(tenant)} may have {bound} open at once; ask for fewer",
                 "n",
             )
-        # Where all clients are one tenant, the number would reveal the calls of other clients.
+        # If all clients are one tenant, the number would reveal the calls of other clients.
         num_open = account.num_open if tenant.name else "too many"
         raise TenantBusyError(
             f"{_name(tenant)} has {num_open} generations open and asks for {num_generations} more, "

@@ -179,7 +179,7 @@ def test_a_beam_search_answers_as_well(client):
 
 
 def test_a_streamed_beam_search_is_refused_by_name(client):
-    with pytest.raises(openai.BadRequestError, match="does not go with use_beam_search") as caught:
+    with pytest.raises(openai.BadRequestError, match="use_beam_search does not support") as caught:
         client.chat.completions.create(
             model="embedded", messages=QUESTION, stream=True, extra_body={"use_beam_search": True}
         )

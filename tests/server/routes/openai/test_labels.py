@@ -117,7 +117,7 @@ def test_completions_and_tokenize_leave_labels_out_too(service):
         (
             {"response_format": {"type": "json_object", "properties": {}}},
             "response_format",
-            "'properties', which is no name of a form",
+            "'properties', which is not a form",
         ),
         (
             {"response_format": {"type": "regex", "value": "a", "schema": SCHEMA}},

@@ -1,7 +1,7 @@
-"""GET /openapi.json and /docs: the API's OpenAPI document, also as one HTML page.
+"""GET /openapi.json and /docs: the API's OpenAPI document, as JSON and as one HTML page.
 
-The page is self-contained, without scripts or pictures, and its own policy lets a browser load
-nothing. It is made from the plain document; knows no route. Served by `app`.
+The page is self-contained, without scripts or pictures, and its Content-Security-Policy lets a
+browser load nothing. It is made from the document alone. Served by `app`.
 """
 
 import hashlib
@@ -81,13 +81,13 @@ class Row(NamedTuple):
 
 @router.route("/openapi.json", "GET", "HEAD", include_in_schema=False)
 async def openapi(http: HTTPRequest) -> Response:
-    """The document of the application, made at the first request."""
+    """The OpenAPI document, made at the first request."""
     return json_response(_document(http))
 
 
 @router.route(PATH, "GET", "HEAD", include_in_schema=False)
 async def docs_page(http: HTTPRequest) -> HTMLResponse:
-    """The page of the application's document, made at the first request."""
+    """The HTML page of the OpenAPI document, made at the first request."""
     state = http.app.state
     if not hasattr(state, "docs_page"):
         state.docs_page = api_page(_document(http))
@@ -162,7 +162,7 @@ def _section(path: str, method: str, call: Schema, parts: Schema) -> str:
 
 
 def _body(schema: Schema, parts: Schema) -> str:
-    """The fields that a body takes. The fields that are refused are folded away."""
+    """The HTML of a body's fields. Refused fields are listed in a section that can be opened."""
     taken, refused = [], []
     required = schema.get("required", ())
     fields = schema.get("properties", {})
@@ -207,7 +207,7 @@ _KINDS_OF_MEDIA = {
 
 
 def _answer_rows(prefix: str, schema: Schema, parts: Schema) -> Iterator[Row]:
-    """Each field of an answer. Nested fields are named by their path."""
+    """A row for each field of an answer. Nested fields are named by their path."""
     for name, field in schema.get("properties", {}).items():
         path = f"{prefix}{name}"
         inner = _followed(_not_null(field), parts)
@@ -239,8 +239,8 @@ def _errors() -> str:
 
 
 def _kinds_of_errors() -> Iterator[type[QuireError]]:
-    """The errors that clients can get, one class per code. Errors that only occur while a server
-    starts are left out."""
+    """The classes of the errors that clients can get, one per code. Errors that only occur while a
+    server starts are left out."""
     found: dict[str, type[QuireError]] = {}
     waiting: list[type[QuireError]] = [QuireError]
     while waiting:
@@ -279,7 +279,7 @@ def _name(method: str, path: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """The text as HTML, with the text between backticks as code."""
+    """The text as HTML. Text between backticks becomes code."""
     pieces = escape(text, quote=False).split("`")
     if len(pieces) % 2 == 0:  # an odd number of backticks
         return "`".join(pieces)
@@ -289,12 +289,12 @@ def _prose(text: str) -> str:
 
 
 def _followed(schema: Schema, parts: Schema) -> Schema:
-    """The schema that a reference stands for; any other schema unchanged."""
+    """The schema that a reference refers to; any other schema unchanged."""
     return parts[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
 def _not_null(schema: Schema) -> Schema:
-    """The alternative that is not null, if there is exactly one; other schemas unchanged."""
+    """The schema's alternative besides null, if there is exactly one; or else the schema."""
     kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
     return kinds[0] if len(kinds) == 1 else schema
 
@@ -304,7 +304,7 @@ def _is_refused(field: Schema) -> bool:
 
 
 def _kind(schema: Schema, parts: Schema) -> str:
-    """A type in a few words; null, which any field may be, is left out."""
+    """A schema's type in a few words. null is left out, since every field accepts it."""
     schema = _followed(schema, parts)
     if "anyOf" in schema:
         kinds = (_kind(kind, parts) for kind in schema["anyOf"] if kind != {"type": "null"})
@@ -347,7 +347,7 @@ def _range(schema: Schema) -> str:
 
 
 def _number(value: float) -> str:
-    """The number as text. Large powers of two, and those less 1, are written as such."""
+    """The number as text; large powers of two, and such powers minus 1, as 2^n or 2^n-1."""
     size = abs(int(value))
     if size >= 1 << 31:
         if size.bit_count() == 1:

@@ -1,9 +1,9 @@
-"""GET /health and /ready: whether to keep this server, and whether to send it requests.
+"""GET /health and /ready: the liveness and readiness of this server.
 
-/health is for a supervisor that restarts servers: 200 while the API server lives and the engine can
-answer, now or after it has recovered by itself. For a load balancer, /ready is 200 only while the
-engine takes steps and new requests are accepted. Both give all callers the same answer, except that
-/health adds numbers of the whole server for the operator; only these wait for the engine.
+A supervisor that restarts servers calls /health: 200 while the API server lives and the engine
+works or can recover by itself. A load balancer calls /ready: 200 only while the engine takes steps
+and new requests are accepted. All callers get the same answers, except that /health adds numbers of
+the whole server for the operator; only these numbers wait for the engine.
 """
 
 from typing import Any
@@ -25,10 +25,10 @@ router = Endpoints(
 )
 
 ENGINE_TIMEOUT_S = 10.0
-"""Longest wait of other endpoints for the engine's answer, which comes between two steps."""
+"""Maximum seconds for which other endpoints wait for the engine, which answers between steps."""
 
 DETAILS_TIMEOUT_S = 2.0
-"""Longest wait for the details, which are left out after it: a liveness check must be quick."""
+"""Maximum seconds for which /health waits for the engine's numbers; then it omits them."""
 
 _NOT_READY = {
     EngineState.STARTING: "the model is being loaded",
@@ -90,9 +90,9 @@ def why_not_ready(service: Service) -> str | None:
 
 
 async def _details(engine: EngineHandle) -> dict[str, Any] | None:
-    """EngineStats by name, without the histograms, which are for /metrics."""
+    """The fields of EngineStats by name, without the histograms, which are for /metrics."""
     try:
         stats = await engine.stats(DETAILS_TIMEOUT_S)
     except QuireError:
-        return None  # the engine recovers or a step takes long; the status tells which
+        return None  # the engine recovers, or its step takes long
     return {name: value for name, value in stats.items() if name != "times"}

@@ -1,4 +1,4 @@
-"""GET /memory and /memory/blocks: the ledger of the KV memory, for the operator alone.
+"""GET /memory and /memory/blocks: the use of the KV memory, for the operator only.
 
 The answers name requests and tenants and show the memory that each holds, so `http.guard` refuses
 other callers.
@@ -21,7 +21,7 @@ from quire.server.service import service_of
 router = Endpoints(is_suggested=False, operator_paths=("/memory",), responses=ERROR_RESPONSES)
 
 MAX_NUM_BLOCKS = 10_000
-"""Most blocks in one answer: about 1 MiB of JSON where no block has several owners."""
+"""Maximum number of blocks in one answer: about 1 MiB of JSON if no block has several owners."""
 
 DEFAULT_NUM_BLOCKS = 1000
 
@@ -33,9 +33,9 @@ async def memory(http: HTTPRequest, replica: str | None = None) -> dict[str, Any
     """Bytes of the KV cache by their use (see `core.memory.memory_report`).
 
     `tiers` has the counts of loads from and stores to the tiers behind the cache (see
-    `BlockMoves.counts`), empty without tiers. `device` has the parts of the device's memory (see
-    `engine_client.device_ledger`). `replica` names one of a fleet; without it the first that is
-    ready answers. Raises EngineDeadError, which is 503, and InvalidRequestError for an unknown
+    `BlockMoves.counts`), empty without tiers. `device` has the uses of the device's memory (see
+    `engine_client.device_ledger`). `replica` names a replica of a fleet; by default the first ready
+    one answers. Raises EngineDeadError, which is 503, and InvalidRequestError for an unknown
     replica.
     """
     _check_query(http, ("replica",))
@@ -52,9 +52,9 @@ async def memory_blocks(
     num_blocks: str = str(DEFAULT_NUM_BLOCKS),
     replica: str | None = None,
 ) -> dict[str, Any]:
-    """The uses of `num_blocks` blocks from `first_block` on (see `block_map`), page by page.
+    """The uses of `num_blocks` blocks from `first_block` on (see `block_map`), as one page.
 
-    `next_block` is where the next page begins, null at the end of the pool. Raises
+    `next_block` is the first block of the next page, null at the end of the pool. Raises
     InvalidRequestError for a page beyond the pool, EngineDeadError.
     """
     _check_query(http, ("first_block", "num_blocks", "replica"))

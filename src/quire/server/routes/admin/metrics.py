@@ -1,8 +1,8 @@
 """GET /metrics: all counters in Prometheus's format, for the operator.
 
-The API server's own numbers are always there. The engine's numbers are left out, rather than
-repeated, while it does not answer: during a restart or a step longer than SCRAPE_TIMEOUT_S.
-`quire_engine_up` is 0 in a restart and 1 in a long step. Nothing is registered globally.
+The API server's metrics are always present. The engine's metrics are left out, instead of repeated,
+while the engine does not answer: during a restart or a step longer than SCRAPE_TIMEOUT_S.
+`quire_engine_up` is 0 in a restart and 1 in a long step. Uses no global registry.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ router = Endpoints(
 )
 
 SCRAPE_TIMEOUT_S = 2.0
-"""Longest wait for each of the two questions to the engine; Prometheus's own timeout is ten
+"""Maximum seconds to wait for each of the engine's two replies. Prometheus's timeout is ten
 seconds."""
 
 STATES = tuple(state.value for state in EngineState)
@@ -61,7 +61,7 @@ class _Snapshot(Collector):
 async def metrics(http: HTTPRequest) -> Response:
     """The metrics in the text format, or in OpenMetrics for clients that accept it.
 
-    Where there are several engines, the metrics of each have the label `replica`.
+    If there are several engines, the metrics of each have the label `replica`.
     """
     service = service_of(http)
     engine = service.engine
@@ -102,8 +102,8 @@ async def _engine_families(engine: EngineHandle) -> list[Metric]:
 
 
 async def _ask(engine: EngineHandle) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The engine's stats and the ledger of its memory, each by name; either is None if it does not
-    come in time."""
+    """The engine's stats and its memory report, as dicts by name. A reply that does not arrive in
+    time is None."""
     stats = None
     try:
         stats = await engine.stats(SCRAPE_TIMEOUT_S)

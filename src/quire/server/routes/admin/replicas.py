@@ -1,7 +1,7 @@
 """GET /replicas, POST /replicas/restart and /replicas/scale: the fleet, for the operator.
 
-Restarting and scaling end no stream: streams of a replica that ends continue in another one, with
-the same tokens, after a pause.
+Restarting and scaling end no stream: the streams of a replica that ends continue in another
+replica, with the same tokens, after a pause.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class ScaleReplicasRequest(Body):
 
 @router.get("/replicas")
 async def replicas(http: HTTPRequest) -> dict[str, Any]:
-    """Each replica's state, process, restarts, and the work that the router knows of.
+    """Each replica's state, process, restarts, and open work according to the router.
 
     Raises InvalidRequestError if the server has a single engine.
     """
@@ -56,7 +56,7 @@ async def replicas(http: HTTPRequest) -> dict[str, Any]:
 
 @router.post(RESTART)
 async def restart_replicas(body: RestartReplicasRequest, http: HTTPRequest) -> dict[str, Any]:
-    """Restart one replica, or all in turn; answers when they are ready."""
+    """Restart the named replica, or else all in sequence; answers when the replicas are ready."""
     fleet = _fleet(http)
     if not 0 <= body.timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequestError(
@@ -85,7 +85,7 @@ def _why_not_restarted(fleet: EngineFleet, name: str) -> str | None:
 
 @router.post(SCALE)
 async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[str, Any]:
-    """Start more replicas, or end some; answers when the requested number runs."""
+    """Start or end replicas; answers when the requested number runs."""
     fleet = _fleet(http)
     if not 1 <= body.num_replicas <= MAX_REPLICAS:
         raise InvalidRequestError(
@@ -101,8 +101,8 @@ async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[
 
 @contextlib.contextmanager
 def _explained_to_operator() -> Iterator[None]:
-    """Turn errors whose reason clients are not told into errors that tell it, since only the
-    operator calls these endpoints."""
+    """Add the reason to errors that hide it from clients, since only the operator calls these
+    endpoints."""
     try:
         yield
     except ConfigurationError as error:

@@ -21,7 +21,7 @@ _TYPES = {
 def anthropic_error(
     status: int, message: str, param: str | None, code: str | None
 ) -> dict[str, Any]:
-    """The form of Anthropic's API. `param` and `code` are ours, beside Anthropic's own fields."""
+    """The form of Anthropic's API, extended by `param` and `code`."""
     default = "invalid_request_error" if status < 500 else "api_error"
     call = current_call()
     return {

@@ -1,6 +1,6 @@
-"""Writes the parsed events of a text as Anthropic's content blocks: whole, or as stream events.
+"""Writes parsed events of the model's text as Anthropic's content blocks: whole, or as a stream.
 
-The joined stream events are equal to the whole blocks. Called by `messages`. Knows no engine.
+The joined stream events are equal to the whole blocks. Called by `messages`.
 """
 
 import base64
@@ -44,7 +44,7 @@ _DIGEST_BYTES = 48
 class BlockWriter:
     """Writes the stream events of one message's blocks.
 
-    Invariant: at most one block is open, which has the index _num_blocks - 1 and the kind _kind.
+    Invariant: at most one block is open. It has the index _num_blocks - 1 and the kind _kind.
     """
 
     def __init__(self, *, shows_thinking: bool = True) -> None:
@@ -66,7 +66,7 @@ class BlockWriter:
                 if self._shows_thinking:
                     yield self._delta(ThinkingBlockDelta(event.text))
             elif isinstance(event, CallStart):
-                assert event.call_id is not None, "the answer has given it one"
+                assert event.call_id is not None, "`ChatAnswer` has set one"
                 yield from self.close()
                 yield from self._open(CallStart, ToolUseBlock(event.call_id, event.name, {}))
             elif isinstance(event, CallArguments):
@@ -75,7 +75,7 @@ class BlockWriter:
                 yield from self.close()
 
     def close(self) -> Iterator[bytes]:
-        """End the open block, even one that was cut off."""
+        """End the open block, if any, even if its content is incomplete."""
         if self._kind is None:
             return
         if self._kind is ReasoningPiece:
@@ -87,7 +87,7 @@ class BlockWriter:
     def _open(
         self, kind: type[MessageEvent], block: TextBlock | ThinkingBlock | ToolUseBlock
     ) -> Iterator[bytes]:
-        """Begin a block, unless one of that kind is open."""
+        """Begin a block, unless a block of this kind is open."""
         if self._kind is kind:
             return
         yield from self.close()
@@ -120,8 +120,8 @@ def _block(part: MessagePart, *, shows_thinking: bool) -> TextBlock | ThinkingBl
 
 
 def input_of(call: CallPart) -> dict[str, Any]:
-    """The arguments so far as an object, equal to what clients make of the joined events. Text that
-    is no JSON object, or is nested too deeply to be parsed, is given under the name `arguments`."""
+    """The call's arguments so far as an object. Text that is no JSON object, or is nested too
+    deeply to be parsed, is returned as {"arguments": text}."""
     text = call.arguments
     if not text:
         return {}
@@ -137,6 +137,6 @@ def _new_digest() -> "hashlib.blake2b":
 
 
 def _signature(digest: "hashlib.blake2b") -> str:
-    """A digest that stands for the thinking, since clients want a text. Nothing is signed or
-    checked."""
+    """A digest of the thinking as the signature, since clients require a string. Nothing is signed
+    or checked."""
     return base64.b64encode(digest.digest()).decode()

@@ -1,10 +1,9 @@
-"""Turns Anthropic's system and messages, made of blocks, into the messages of a chat call.
+"""Turns Anthropic's system prompt and messages, made of blocks, into the messages of a chat call.
 
-Consecutive messages of one role are one turn. The assistant's turn becomes one message with its
-text, reasoning and calls. The user's turn becomes one message of role `tool` for each result, then
-one with the text. Messages of role system join the system prompt where nothing precedes them, and
-otherwise the user's turn, since few templates take them there. Knows no model. Called by
-`messages_body`.
+Consecutive messages of one role are one turn. The assistant's turn becomes one message with text,
+reasoning and calls. The user's turn becomes one message of role `tool` for each result, followed by
+a message with the text. Leading messages of role system join the system prompt; later ones join the
+user's turn, since few templates accept a later system message. Called by `messages_body`.
 """
 
 import json
@@ -27,12 +26,12 @@ NOT_SERVED = (
     "server_tool_use",
     "mcp_tool_use",
 )
-"""Types of Anthropic's blocks that no model here reads. Results of server tools are others."""
+"""Types of Anthropic's blocks that quire's models can't read, besides results of server tools."""
 
 _CALL_LINES = re.compile(r"(?:x-anthropic-[a-z0-9-]++:[^\n]*+(?:\n|$)){0,64}+", re.IGNORECASE)
-"""Lines that Claude Code puts first into its system prompt, with other numbers at every call. In
-the prompt they would keep the text after them out of the prefix cache. It sends one or two. They
-are matched in one go, since removing line after line takes time quadratic in their number."""
+"""Lines at the start of Claude Code's system prompt, usually one or two, whose numbers change with
+every call. In the prompt, they would make prefix cache hits impossible. One match covers all, since
+removing line after line takes time quadratic in their number."""
 
 _ROLES = ("user", "assistant", "system")
 
@@ -76,10 +75,10 @@ class _Turn:
 
 def chat_messages(system: Any, messages: Any, left_out: LeftOut | None = None) -> list[ChatMessage]:
     """The messages in the form of OpenAI's chat API. Raises InvalidRequestError that names the
-    place.
+    faulty block.
 
-    `system` is a text or text blocks, or None; `messages` are the body's. The names of the parts of
-    tool results that no model can read are added to `left_out`.
+    `system` is a text or text blocks, or None; `messages` is the body's field. Adds the names of
+    tool result parts that no model can read to `left_out`.
     """
     rules = [text for text in system_texts(system) if text]
     turns = list(_turns(messages))
@@ -115,7 +114,7 @@ def system_texts(system: Any) -> list[str]:
 
 
 def _turns(messages: Any) -> Iterator[_Turn]:
-    """The messages, with consecutive ones of one role joined."""
+    """The turns of the conversation, each made of consecutive messages of one role."""
     if not isinstance(messages, list):
         raise _wrong(f"messages is {shown(messages)}, but must be a list of objects")
     turn: _Turn | None = None
@@ -174,8 +173,8 @@ def _refusal(place: str, kind: str, owner: str, known: Sequence[str]) -> str:
 
 
 def _check_results(turns: Sequence[_Turn]) -> None:
-    """Check the results: each call has its result in the user's next turn, and each result its call
-    in the assistant's last turn, as Anthropic requires it."""
+    """Check, like Anthropic, that each call has a result in the user's next turn, and each result
+    has a call in the assistant's previous turn."""
     open_ids: dict[str, str] = {}
     for turn in turns:
         results = {block.text("tool_use_id"): block for block in turn.of_kind("tool_result")}
@@ -226,7 +225,7 @@ def _call(block: _Block, call_names: dict[str, str]) -> dict[str, Any]:
 def _user_messages(
     turn: _Turn, call_names: Mapping[str, str], left_out: LeftOut
 ) -> list[ChatMessage]:
-    """The messages of a user's turn: results first, since they must directly follow their calls."""
+    """The messages of a user's turn: tool results first, since they must follow their calls."""
     found: list[ChatMessage] = []
     for block in turn.of_kind("tool_result"):
         call_id = block.text("tool_use_id")
@@ -248,7 +247,7 @@ def _user_messages(
 
 
 def _result_text(block: _Block, left_out: LeftOut) -> str:
-    """The text of a tool's result; empty where there is no content."""
+    """The text of a tool's result; empty if it has no content."""
     content = block.fields.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -274,8 +273,8 @@ def _result_part(part: Any, place: str, left_out: LeftOut) -> str:
 
 
 def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """The content of a message: one text as it is, several as parts, which the template joins by
-    its own rule."""
+    """The content of a message: a string for one text, and parts for several texts, which the
+    template joins."""
     if len(texts) == 1:
         return texts[0]
     return [{"type": "text", "text": text} for text in texts]

@@ -1,6 +1,6 @@
 """Turns Anthropic's tools, tool_choice, thinking and output_config into fields of a chat call.
 
-Called by `messages_body`. Knows no model.
+Called by `messages_body`.
 """
 
 import re
@@ -28,8 +28,8 @@ _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 def tool_use_of(tools: Any, tool_choice: Any) -> ToolUse:
     """The tools that the model is offered. Raises InvalidRequestError.
 
-    A tool that tool_choice names is called once. Otherwise there may be several calls, unless
-    disable_parallel_tool_use is set.
+    If tool_choice names a tool, the model calls it once. Otherwise there may be several calls,
+    unless disable_parallel_tool_use is set.
     """
     offered = tuple(_tool(at, tool) for at, tool in _objects(tools) if _is_custom(tool))
     names = set[str]()
@@ -63,7 +63,7 @@ def tool_use_of(tools: Any, tool_choice: Any) -> ToolUse:
 
 
 def ignored_tools(tools: Any) -> list[str]:
-    """Tools that Anthropic's server or clients define, which are not offered; by field and type."""
+    """Names (field and type) of tools that Anthropic defines, which the model is not offered."""
     return [
         f"tools.{at} ({shown(tool['type']).strip(chr(39))})"
         for at, tool in _objects(tools)
@@ -74,8 +74,8 @@ def ignored_tools(tools: Any) -> list[str]:
 def reasoning_of(thinking: Any, output_config: Any) -> ReasoningOptions:
     """Whether and for how long the model reasons. Raises InvalidRequestError.
 
-    Without `thinking`, reasoning is off where the template can turn it off: callers who did not ask
-    for reasoning expect the text in the first block.
+    Without `thinking`, reasoning is off if the template can turn it off, since callers who did not
+    ask for reasoning expect the text in the first block.
     """
     effort = output_config.get("effort") if isinstance(output_config, dict) else None
     if effort is not None and effort not in _EFFORTS:
@@ -106,8 +106,8 @@ def shows_thinking(thinking: Any) -> bool:
 
 
 def answer_format_of(output_config: Any, output_format: Any) -> StructuredOutputsParams | None:
-    """The JSON schema that the text obeys, under its newer or its older name; None without one.
-    Raises InvalidRequestError."""
+    """The JSON schema of the text, from output_config or the older output_format; None without a
+    schema. Raises InvalidRequestError."""
     if output_config is not None and not isinstance(output_config, dict):
         raise InvalidRequestError(
             f"output_config is {shown(output_config)}, but must be an object", "output_config"

@@ -1,4 +1,4 @@
-"""Anthropic's message, its blocks, and the events that it is streamed as.
+"""The structs of Anthropic's message, its content blocks, and its stream events.
 
 Each struct is tagged with its `type`. Plain data, written by msgspec.
 """
@@ -16,7 +16,7 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Reasoning that precedes the blocks that follow."""
+    """A part of the model's reasoning."""
 
     thinking: str
     #: A digest of the text; equal texts have equal signatures.
@@ -24,7 +24,7 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A tool that the caller is to run."""
+    """A call of a tool, which the client runs."""
 
     id: str
     name: str
@@ -39,14 +39,14 @@ class ThinkingTokens(msgspec.Struct):
 
 
 class MessageUsage(msgspec.Struct):
-    """Tokens of one call. The prompt has input_tokens and cache_read_input_tokens together."""
+    """Token counts of one call. The prompt's length is input_tokens + cache_read_input_tokens."""
 
     input_tokens: int
     output_tokens: int
     #: Prompt tokens that came from the prefix cache.
     cache_read_input_tokens: int
     output_tokens_details: ThinkingTokens
-    #: Always 0: writing to the cache costs nothing, and is not counted.
+    #: Always 0, since writing to the cache is not billed and not counted.
     cache_creation_input_tokens: Literal[0] = 0
     service_tier: Literal["standard"] = "standard"
 
@@ -59,13 +59,13 @@ class Message(msgspec.Struct, tag_field="type", tag="message"):
     content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     usage: MessageUsage
     stop_reason: str | None = None
-    #: The caller's stop sequence that ended the answer; None if none did.
+    #: The caller's stop sequence that ended the answer; None if the answer ended otherwise.
     stop_sequence: str | None = None
     role: Literal["assistant"] = "assistant"
 
 
 class TokenCount(msgspec.Struct):
-    """The number of a prompt's tokens, whether or not the prefix cache has them."""
+    """The number of a prompt's tokens, cached or not."""
 
     input_tokens: int
 
@@ -128,7 +128,7 @@ class MessageEnd(msgspec.Struct):
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    """The event after the blocks, with the usage of the whole call. It comes once."""
+    """The single event after the blocks, with the usage of the whole call."""
 
     delta: MessageEnd
     usage: MessageUsage

@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens of Anthropic's API.
 
-A stream has Anthropic's events: the message's start; each block's start, pieces and stop; the
-reason of the end; the message's stop. Joined, they are equal to the whole answer.
+A stream has Anthropic's events: the message's start; each block's start, pieces and stop; the stop
+reason; the message's stop. The joined events are equal to the unstreamed answer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ async def create_message(body: MessagesRequest, http: HTTPRequest) -> Response:
 
 @router.post("/v1/messages/count_tokens", responses=answers(TokenCount, errors=ERROR_RESPONSES))
 async def count_tokens(body: CountTokensRequest, http: HTTPRequest) -> Response:
-    """The number of tokens of a prompt, equal to the usage of a call with these fields."""
+    """The number of tokens of a prompt, equal to the input usage of a call with these fields."""
     service = service_of(http)
     service.check_model(body.model)
     report_ignored_fields(http, body.ignored_tools)

@@ -1,7 +1,7 @@
-"""The bodies of Anthropic's Messages API, and the chat call and params that they become.
+"""The bodies of Anthropic's Messages API, and their conversion to a chat call and params.
 
 Unknown fields are ignored and named in a header of the answer, since Anthropic's clients change
-weekly and send fields that only Anthropic's servers support. Knows no engine.
+weekly and send fields that only Anthropic's servers support.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ FIELD_NAMES = {
     "response_format": "output_config",
     "stop": "stop_sequences",
 }
-"""Maps a field that errors of a chat call name to the field here that it was made from."""
+"""Maps a field name in errors about the chat call to the body's field that it was made from."""
 
 _OBJECT = {"type": "object"}
 _TEXT_BLOCK = {
@@ -101,7 +101,7 @@ _THINKING = {
 
 
 class PromptFields(Body):
-    """The fields that make the prompt, shared by answers and counts of tokens."""
+    """The fields that determine the prompt, shared by both bodies."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
@@ -130,7 +130,7 @@ class PromptFields(Body):
     thinking: Any = left_out(**_THINKING)
     output_config: Any = left_out(**_OBJECT)
     output_format: Any = left_out(**_OBJECT)
-    # ours
+    # extensions
     chat_template_kwargs: dict[str, Any] | None = None
 
     @classmethod
@@ -181,8 +181,8 @@ class MessagesRequest(PromptFields, ChoiceFields, ChatBody):
         "deadline_s": "seconds after which the call ends with an error",
     }
 
-    #: An upper bound, which may exceed the room in the context. 0 computes and caches the prompt
-    #: without an answer, for which the engine still generates one token.
+    #: Maximum number of generated tokens, which may exceed the room in the context. 0 means that
+    #: the prompt is computed and cached without an answer. The engine then still generates a token.
     max_tokens: Count = Field(json_schema_extra={"minimum": 0})
     stop_sequences: Texts | None = left_out(**WORDS)
 
@@ -193,7 +193,7 @@ class MessagesRequest(PromptFields, ChoiceFields, ChatBody):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether thinking blocks have their text."""
+        """Whether thinking blocks contain the text of the reasoning."""
         return shows_thinking(self.thinking)
 
     def to_params(self) -> Params:

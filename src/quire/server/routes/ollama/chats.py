@@ -1,6 +1,6 @@
 """POST /api/chat and /api/generate of Ollama's API.
 
-A stream is a line of JSON for each piece. A tool call comes whole, in one line.
+A stream has a line of JSON for each piece. A tool call is never split: it is sent in one line.
 """
 
 import time
@@ -60,7 +60,7 @@ class OllamaMessage(msgspec.Struct):
 
 
 class OllamaLine(msgspec.Struct, kw_only=True):
-    """A line of an answer, or all of it. The fields after `done` are in the last line.
+    """A line of a stream, or an unstreamed answer. The fields after `done` are in the last line.
 
     Durations are in nanoseconds: prompt_eval_duration until the first token, including the wait;
     eval_duration from there to the end; load_duration is 0, since the model is already loaded.
@@ -79,13 +79,13 @@ class OllamaLine(msgspec.Struct, kw_only=True):
 
 
 class OllamaChat(OllamaLine, kw_only=True):
-    """A line of a chat's answer, or all of it."""
+    """A line of a chat's stream, or the unstreamed answer."""
 
     message: OllamaMessage
 
 
 class OllamaText(OllamaLine, kw_only=True):
-    """A line of a completion's answer, or all of it."""
+    """A line of a completion's stream, or the unstreamed answer."""
 
     response: str
     thinking: str | UnsetType = UNSET
@@ -143,7 +143,7 @@ class _OllamaLines(ChatAnswer[OllamaBodyT]):
         return msgspec.json.encode(error_body(error, self._error_form)) + b"\n"
 
     def _whole(self, choices: list[Any]) -> Any:
-        return LATER  # the whole answer is its only choice
+        return LATER  # the JSON of the only choice is the whole answer
 
     def _whole_message(
         self, choice: int, message: CollectedMessage, delta: Delta

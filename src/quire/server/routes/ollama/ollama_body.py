@@ -1,7 +1,7 @@
-"""The bodies of Ollama's API, and the chat call and params that they become.
+"""The bodies of Ollama's API, and their conversion to a chat call and params.
 
 Options for running a model (`num_ctx`, `num_gpu`) and `keep_alive` are accepted without effect.
-Other unknown fields are ignored and named in a header of the answer. Knows no engine.
+Other unknown fields are ignored and named in a header of the answer.
 """
 
 import json
@@ -41,7 +41,7 @@ _PARAMS = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
-"""Maps options to the fields of SamplingParams."""
+"""Maps names in Ollama's `options` to fields of SamplingParams."""
 
 _WHOLE = ("top_k", "seed", "num_predict")
 
@@ -66,7 +66,7 @@ _MESSAGE_FIELDS = (*_MESSAGE["properties"], "name", "images")
 
 
 def without_tag(name: str | None) -> str | None:
-    """A model's name without Ollama's default tag."""
+    """A model's name without Ollama's default tag, `:latest`."""
     return None if name is None else name.removesuffix(_TAG)
 
 
@@ -210,7 +210,7 @@ class OllamaGenerateRequest(OllamaBody):
 
 
 def _labels(messages: Any) -> list[str]:
-    """Names of the fields in messages that have no effect, each once."""
+    """Names of the fields in messages that have no effect, without duplicates."""
     found: dict[str, None] = {}
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):

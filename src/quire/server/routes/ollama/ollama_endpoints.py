@@ -1,4 +1,4 @@
-"""How Ollama's endpoints are declared: bodies are JSON whatever their Content-Type."""
+"""The route and router classes of Ollama's endpoints, which ignore the Content-Type."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,16 +9,16 @@ from quire.server.routes.endpoint import Endpoints, JSONRoute
 
 
 def ollama_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """The form of Ollama's API, which has only a message."""
+    """An error in Ollama's form, which has only a message."""
     return {"error": message}
 
 
 class OllamaRoute(JSONRoute):
     """A route that reads every body as JSON, as Ollama does.
 
-    `curl -d` and some clients send another Content-Type or none. A browser sends an Origin with
-    every POST of a page, and such calls must declare JSON: any web page can send other types to a
-    server without keys, without being allowed to.
+    `curl -d` and some clients send another Content-Type or none. Calls with an Origin, which
+    browsers add to each POST of a web page, must declare JSON: browsers let every page send other
+    types, without CORS permission, to a server without keys.
     """
 
     def has_json(self, http: HTTPRequest) -> bool:

@@ -27,11 +27,11 @@ ERROR_RESPONSES = error_responses(
 router = OllamaEndpoints()
 
 ARCHITECTURE = "quire"
-"""Prefix of the names in `model_info`: clients look for `<architecture>.context_length`."""
+"""Prefix of the names in `model_info`, since clients read `<architecture>.context_length`."""
 
 
 class OllamaDetails(msgspec.Struct):
-    """Ollama's details of a model's file. Most are empty here, where a model is a folder."""
+    """Ollama's details of a model file. Most are empty, since quire's models are folders."""
 
     parent_model: str = ""
     format: str = ""
@@ -72,7 +72,7 @@ class OllamaShow(msgspec.Struct):
     #: The chat template, in Jinja.
     template: str
     details: OllamaDetails = msgspec.field(default_factory=OllamaDetails)
-    #: Ollama's own files of a model, of which there are none.
+    #: Contents of Ollama's own model files; always empty.
     parameters: str = ""
     modelfile: str = ""
 
@@ -111,7 +111,7 @@ async def ollama_tags(http: HTTPRequest) -> Response:
 
 @router.post("/api/show", responses=answers(OllamaShow, errors=ERROR_RESPONSES))
 async def ollama_show(body: ShowRequest, http: HTTPRequest) -> Response:
-    """The known facts about a model."""
+    """The details of a model."""
     service = service_of(http)
     service.check_model(body.name if body.model is None else body.model)
     limits = service.engine.limits

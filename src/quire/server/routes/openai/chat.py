@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages in, the assistant's next message out.
 
-As in OpenAI's API, a stream has for each choice a chunk with the role, chunks with text, and one
-with the reason of its end. Joined, they are equal to the whole answer.
+As in OpenAI's API, a stream has for each choice a chunk with the role, chunks with text, and a
+chunk with the finish reason. The joined chunks are equal to the unstreamed answer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,14 +48,15 @@ router = Endpoints(generating_paths=("/v1/chat/completions",))
 router.refuse("/v1/chat/completions/{rest:path}")  # chat answers are not stored
 
 BYTES_PER_LOGPROB = 96
-"""Approximate bytes in the answer: a token's text, its bytes, its number, and their names."""
+"""Approximate bytes of JSON per log-probability: the token's text, its bytes, the number, and the
+names of these fields."""
 
 
 class CalledFunction(msgspec.Struct):
     """The function of a tool call."""
 
     name: str
-    #: Arguments as JSON text; the beginning of it for a call that was cut off.
+    #: Arguments as JSON text; only the beginning of the JSON if the call was cut off.
     arguments: str
 
 
@@ -69,7 +70,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The assistant's answer. Its content is null only where it consists of tool calls."""
+    """The assistant's answer. Its content is null only if it consists of tool calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -87,13 +88,13 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    #: Stop string or stop token that ended the choice; null if none did.
+    #: Stop string or stop token that ended the choice; null if it ended otherwise.
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct):
-    """The whole answer. Fields that were not asked for are null, as clients of vLLM expect."""
+    """The unstreamed answer. Fields that were not asked for are null, as clients of vLLM expect."""
 
     id: str
     created: int
@@ -117,8 +118,8 @@ class FunctionDelta(msgspec.Struct):
 
 
 class ToolCallDelta(msgspec.Struct):
-    """The part that a chunk adds to the call at `index`. Only its first chunk has the id and the
-    type."""
+    """The part that a chunk adds to the call at `index`. Only the call's first chunk has the id and
+    the type."""
 
     index: int
     function: FunctionDelta
@@ -129,8 +130,8 @@ class ToolCallDelta(msgspec.Struct):
 class ChatDelta(msgspec.Struct):
     """The part that a chunk adds to the message.
 
-    A choice's first chunk has the role. Its content is null where tools may be called, since the
-    answer may have no content. If it has no call either, the last chunk adds an empty text.
+    A choice's first chunk has the role. Its content is null if tools may be called, since the
+    answer may have no content. If the answer has no call either, the last chunk adds an empty text.
     """
 
     role: str | UnsetType = UNSET
@@ -146,8 +147,8 @@ class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    #: Reason of the end, in the choice's last chunk, which may also have text. The same holds for
-    #: stop_reason.
+    #: The finish reason, only in the choice's last chunk, which may also have text. `stop_reason`
+    #: is only in the last chunk, too.
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -182,8 +183,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
 
     def __init__(self, call: AnsweredCall[ChatCompletionRequest]) -> None:
         super().__init__(call)
-        #: Choices of a stream whose content began with null and that have had no text and no call
-        #: since.
+        #: Streamed choices whose content began with null and that have no text and no call yet.
         self._unsaid: set[int] = set()
 
     def _whole(self, choices: list[Any]) -> ChatCompletion:
@@ -233,8 +233,8 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
 
     @property
     def _echoed(self) -> str:
-        """The text of the assistant's message that the answer continues, where it is to be
-        echoed."""
+        """The text of the assistant's message that the answer continues, if the caller asked to
+        echo it; otherwise empty."""
         last = self._body.messages[-1]
         if not self._body.echo or last.get("role") != "assistant":
             return ""
@@ -244,7 +244,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
         return text_of(content)
 
     def _finish_reason(self, choice: int, delta: Delta) -> str | None:
-        """OpenAI's reason: a call of a function that the caller named ends with "stop"."""
+        """OpenAI's finish reason, which is "stop" if the caller named the called function."""
         return (
             delta.finish_reason
             if self._body.names_a_tool
@@ -269,7 +269,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
         has_more = delta.logprobs or (self._body.return_token_ids and delta.token_ids)
         if not pieces and (has_more or delta.finish_reason is not None):
             pieces.append(ChatDelta())
-        # Then a chunk for each piece: the first has the delta's tokens, the last the end.
+        # Then a chunk for each piece. The first has the delta's tokens, the last the finish reason.
         for at, piece in enumerate(pieces):
             chunk = ChatChunkChoice(choice, piece)
             if delta.finish_reason is not None and at == len(pieces) - 1:
@@ -294,7 +294,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
                 return None
             return ChatDelta(reasoning_content=event.text, reasoning=event.text)
         if isinstance(event, CallStart):
-            assert event.call_id is not None, "the answer has drawn one"
+            assert event.call_id is not None, "`ChatAnswer` has set one"
             begun = FunctionDelta("", event.name)
             return ChatDelta(
                 tool_calls=[ToolCallDelta(event.index, begun, event.call_id, "function")]
@@ -328,7 +328,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
         num_pending: int = 0,
         prompt_token_ids: list[int] | None = None,
     ) -> ChatCompletionChunk:
-        """A chunk of these choices. `num_pending` tokens are counted but belong to later chunks."""
+        """A chunk of these choices. Its usage omits `num_pending` tokens of later chunks."""
         return ChatCompletionChunk(
             self._call_id,
             self._created_s,

@@ -1,6 +1,6 @@
 """The body of POST /v1/chat/completions, and the fields that it shares with /tokenize.
 
-Knows no engine; a body becomes params and a `ChatCall`.
+A body is converted to sampling params and a `ChatCall`. Independent of the engine.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from quire.text.json_values import has_more_values
 _OLD_NAMES = {"functions": "tools", "function_call": "tool_choice"}
 
 MAX_TEMPLATE_VALUES = 10_000
-"""Most JSON values in chat_template_kwargs."""
+"""Maximum number of JSON values in chat_template_kwargs, at all depths."""
 
 
 _TOOL = {
@@ -84,7 +84,7 @@ Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, json_schema_extra=
 
 
 class ReasoningFields(Body):
-    """How the model reasons before it answers, in the form of some gateways."""
+    """The object `reasoning`, by which clients of some gateways control the reasoning."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     notes: ClassVar[Mapping[str, str]] = {
@@ -101,7 +101,7 @@ class ReasoningFields(Body):
 
 
 class TemplateOptions(Body):
-    """How messages become a prompt."""
+    """The fields that control how the template renders messages to a prompt."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "chat_template_kwargs": "further variables of the model's chat template",
@@ -124,7 +124,7 @@ class TemplateOptions(Body):
 
 
 class ChatPromptFields(TemplateOptions):
-    """The fields of chat and /tokenize that make the prompt, beside the messages."""
+    """The fields of chat and /tokenize, besides the messages, that determine the prompt."""
 
     list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
     notes: ClassVar[Mapping[str, str]] = {
@@ -137,13 +137,13 @@ class ChatPromptFields(TemplateOptions):
 
     tools: Tools | None = None
     reasoning_effort: Effort | None = None
-    # ours
+    # extensions
     reasoning: ReasoningFields | None = None
     enable_thinking: bool | None = None
 
     def reasoning_options(self, budget_tokens: int | None = None) -> ReasoningOptions:
-        """How the model reasons. `budget_tokens` comes from a field of its own. Raises
-        InvalidRequestError."""
+        """The reasoning options in the fields. `budget_tokens` is the value of a further field for
+        the budget. Raises InvalidRequestError."""
         given = self.reasoning or ReasoningFields()
         return ReasoningOptions(
             effort=_one_of(
@@ -230,12 +230,12 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
     top_logprobs: int | None = bounded("logprobs")
     tool_choice: str | dict[str, Any] | None = left_out(**_TOOL_CHOICE)
     parallel_tool_calls: bool | None = None
-    # ours
+    # extensions
     echo: bool = False
     include_reasoning: bool = True
     thinking_token_budget: Budget | None = None
-    #: Whether the rendered messages get the special tokens that the tokenizer puts around a text.
-    #: Most templates write these themselves.
+    #: Whether the tokenizer adds its special tokens around the rendered messages. Most templates
+    #: write these tokens themselves.
     add_special_tokens: bool = False
 
     @property
@@ -258,7 +258,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
     @classmethod
     def _refusal(cls, name: str) -> str:
         if name in _OLD_NAMES:
-            return f"{name} is the old form of {_OLD_NAMES[name]}, which is understood; send that"
+            return f"{name} is the old form of {_OLD_NAMES[name]}; send {_OLD_NAMES[name]} instead"
         return super()._refusal(name)
 
     def to_params(self) -> Params:
@@ -310,7 +310,7 @@ def check_template_arguments(value: Any) -> None:
     """Check the number of values in chat_template_kwargs. Raises InvalidRequestError."""
     if has_more_values(value, MAX_TEMPLATE_VALUES):
         raise InvalidRequestError(
-            "chat_template_kwargs has more values, those inside of others included, than the bound"
+            "chat_template_kwargs has more values, at all depths together, than the bound"
             f" of {MAX_TEMPLATE_VALUES}; send fewer",
             "chat_template_kwargs",
         )

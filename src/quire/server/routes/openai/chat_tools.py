@@ -16,7 +16,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 _TOOL_FIELDS = ("type", "function", "cache_control")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "cache_control")
 
-# Other names of `parameters`, in the form of `_letters`. A tool with one of these instead would be
+# Wrong names for `parameters`, in the form of `_letters`. If they were ignored, the tool would be
 # called without arguments.
 _OTHER_SCHEMAS = frozenset(
     {
@@ -32,16 +32,16 @@ _OTHER_SCHEMAS = frozenset(
         *("parametersschema", "paramters", "paramaters", "parametres"),
     }
 )
-# Fields of a function that some clients write beside it.
+# Fields of a function that some clients put into the tool, next to the function.
 _MISPLACED = ("parameters", "description", "strict")
 
 MAX_LABELS = 100
-"""At most this many names are reported, since a header has no room for more."""
+"""Maximum number of ignored names that are reported, since a header has no room for more."""
 
 
 def labels_of_tools(tools: Any) -> list[str]:
-    """Names of the fields in a chat's tools that have no effect, each once. `tools` is the body's
-    value, of any type."""
+    """Names of the fields in a chat's tools that have no effect, without duplicates. `tools` is the
+    body's value, of any type."""
     found: dict[str, None] = {}
     for tool in tools if isinstance(tools, Sequence) else ():
         if isinstance(tool, Mapping):
@@ -55,7 +55,7 @@ def labels_of_tools(tools: Any) -> list[str]:
 
 
 def _labels(given: Mapping[str, Any], known: Sequence[str], where: str) -> Iterator[str]:
-    """Unknown names of fields that are not empty, up to a bound."""
+    """The names of unknown fields that have a value, up to a bound."""
     unknown = (name for name in given if name not in known)
     for name in islice(unknown, MAX_LABELS):
         if given[name] not in (None, False, "", [], {}):
@@ -116,7 +116,7 @@ def function_tool(function: Mapping[str, Any], place: str) -> Tool:
 
 
 def _check_schema(function: Mapping[str, Any], place: str) -> None:
-    """Refuse a function, or a tool, with its schema under another name, which would be ignored."""
+    """Refuse a function or tool whose schema has a wrong name, which would be ignored."""
     if function.get("parameters") is not None:
         return
     for name in islice(function, MAX_LABELS):
@@ -128,7 +128,7 @@ def _check_schema(function: Mapping[str, Any], place: str) -> None:
 
 
 def _letters(name: str) -> str:
-    """A name's letters, equal for snake_case, camelCase and the like."""
+    """A name in lower case without separators, equal for snake_case and camelCase."""
     return name[:40].replace("_", "").replace("-", "").lower()
 
 
@@ -139,11 +139,11 @@ def make_tool_use(
     *,
     is_parallel: bool = True,
 ) -> ToolUse:
-    """How tools may be used.
+    """The tools of a call, and which of them may or must be called.
 
-    A `mode` of None means that the model decides, if there are tools. `callable_names` of None
-    means all tools. Raises InvalidRequestError for two tools of one name, for names that no tool
-    has, and for a required call where there is no tool.
+    If `mode` is None, the model decides whether to call a tool. If `callable_names` is None, all
+    tools may be called. Raises InvalidRequestError for two tools with one name, for names that no
+    tool has, and for a required call without any tool.
     """
     names = {tool.name: tool for tool in tools}
     for tool in tools:
@@ -164,8 +164,8 @@ def make_tool_use(
 
 
 def read_tool_choice(choice: Any) -> tuple[ToolMode | None, list[str] | None]:
-    """The mode and the names of a chat's tool_choice: a word, a named function, allowed tools.
-    Raises InvalidRequestError."""
+    """The mode and the tool names of a chat's tool_choice, which is a word, a function, or allowed
+    tools. A mode or names that tool_choice leaves open are None. Raises InvalidRequestError."""
     if choice is None:
         return None, None
     if choice == "any":  # Mistral's word
@@ -200,7 +200,7 @@ def _read_allowed(allowed: Any) -> tuple[ToolMode, list[str]]:
 
 
 def _chosen_name(choice: Any) -> str:
-    """The name in chat's form, {"function": {"name": ...}}, or Responses' form, {"name": ...}."""
+    """The tool's name, from chat's form {"function": {"name": ...}} or Responses' {"name": ...}."""
     named = choice.get("function", choice) if isinstance(choice, Mapping) else None
     name = named.get("name") if isinstance(named, Mapping) else None
     if not isinstance(name, str):

@@ -1,6 +1,6 @@
 """POST /v1/completions: text or token ids in, text out.
 
-Streamed and whole answers are made of the same pieces, so their content is equal.
+Streamed and unstreamed answers are made from the same pieces, so their content is equal.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +49,7 @@ from quire.server.service import Service
 router = Endpoints(generating_paths=("/v1/completions",))
 
 BYTES_PER_LOGPROB = 32
-"""Approximate bytes in the answer: a token's text in quotation marks, and up to 20 digits."""
+"""Approximate bytes of JSON per log-probability: the token's text, and up to 20 digits."""
 
 
 class CompletionRequest(GenerationBody):
@@ -72,15 +72,15 @@ class CompletionRequest(GenerationBody):
 
     #: A prompt as text or as token ids, or a list of either. Each prompt gets n choices.
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
-    #: Whether the text and the logprobs begin with the prompt. With it max_tokens may be 0, so that
-    #: the prompt is only scored.
+    #: Whether the text and the logprobs begin with the prompt. If so, max_tokens may be 0, so that
+    #: only the prompt is scored.
     echo: bool = False
     #: Number of likeliest tokens to report at each position.
     logprobs: int | None = bounded("logprobs")
     #: Must equal n: choosing the n best of more candidates is not supported yet.
     best_of: int | None = bounded("n")
-    # ours
-    #: Whether a text prompt gets the special tokens that the tokenizer puts around a text.
+    # extensions
+    #: Whether the tokenizer adds its special tokens, such as BOS, to a text prompt.
     add_special_tokens: bool = True
 
     @property
@@ -113,7 +113,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def scores_only(self) -> bool:
-        """Whether the prompt is echoed without an answer. The engine still generates one token."""
+        """Whether the answer is only the echoed prompt. The engine still generates one token."""
         return self.echo and self.max_tokens == 0 and not self.use_beam_search
 
     def to_params(self) -> Params:
@@ -138,9 +138,9 @@ class CompletionRequest(GenerationBody):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A choice, or a piece of one.
+    """A choice, or a piece of a choice in a stream's chunk.
 
-    Fields that were not asked for are null in a whole answer, as clients of vLLM expect, and
+    Fields that were not asked for are null in an unstreamed answer, as clients of vLLM expect, and
     missing in a chunk.
     """
 
@@ -148,7 +148,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    #: Stop string or stop token that ended the choice; null if none did.
+    #: Stop string or stop token that ended the choice; null if it ended otherwise.
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     #: Token ids of the prompt, in a choice's first piece.
@@ -158,7 +158,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """The whole answer, or one chunk of it."""
+    """The unstreamed answer, or one chunk of a stream."""
 
     id: str
     created: int
@@ -188,8 +188,8 @@ def _without_special_tokens(service: Service, body: CompletionRequest) -> list[A
 
 
 class _CompletionAnswer(Answer[CompletionRequest]):
-    """The answer in OpenAI's form. Invariant: if an echo is asked for, a choice's first piece
-    begins with it."""
+    """The answer in OpenAI's form. Invariant: if the caller asked for an echo, the first piece of
+    each choice begins with the prompt."""
 
     id_prefix = "cmpl"
     operation = "text_completion"
@@ -250,15 +250,15 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         return [event(self._answer([], self._usage()))] if self._body.include_usage else ()
 
     def _counted(self, delta: Delta) -> Delta:
-        """Count a delta's tokens and return the part of the delta that the client gets."""
+        """Count a delta's tokens; returns the delta that the client gets."""
         if self._body.scores_only:
             return Delta(finish_reason=None if delta.finish_reason is None else "length")
         self._num_generated += len(delta.token_ids)
         return delta
 
     def _has_news(self, delta: Delta) -> bool:
-        """Whether a delta has anything for the client. Its text may be held back as part of a stop
-        string."""
+        """Whether a delta has anything for the client. It may be empty while text is held back that
+        may begin a stop string."""
         return bool(
             delta.text
             or delta.logprobs
@@ -306,7 +306,7 @@ class _CompletionAnswer(Answer[CompletionRequest]):
             yield writer.write(chunk, are_listed=are_listed)
 
     def _make_writers(self, num_top: int | None) -> list[CompletionLogprobsWriter]:
-        """A writer for each choice; none where no logprobs are wanted."""
+        """A writer for each choice; empty if no logprobs are wanted."""
         if num_top is None:
             return []
         name: TokenNamer = partial(token_name, self._service.tokenizer)

@@ -52,9 +52,9 @@ class EmbeddingRequest(PoolingBody):
     encoding_format: Literal["float", "base64"] = "float"
     #: Number of leading elements of each vector to return; None means all.
     dimensions: int | None = left_out(minimum=1)
-    # ours
-    #: Whether vectors have length 1; None means what the model's folder says, or true if it says
-    #: nothing.
+    # extensions
+    #: Whether vectors are scaled to length 1; None means as configured in the model's folder, or
+    #: true without such a setting.
     normalize: bool | None = None
 
     @property
@@ -134,7 +134,7 @@ def _inputs(call: PoolingCall, body: EmbeddingRequest) -> list[PoolingInput]:
 def _written(
     call: PoolingCall, body: EmbeddingRequest, pooled: Pooled
 ) -> Generator[bytes, None, None]:
-    """The answer's JSON, vector by vector, since they may be many and long."""
+    """The answer's JSON, vector by vector, since vectors may be many and long."""
     whole = Embeddings(
         pooled.call_id, call.service.model_name, [LATER], usage_of(pooled), call.created_s
     )

@@ -1,6 +1,6 @@
-"""Log-probabilities in the two shapes of OpenAI's API.
+"""Writes log-probabilities in the two forms of OpenAI's API: of completions and of chats.
 
-Knows no requests. Called by `completions`, `chat` and `responses`.
+Called by `completions`, `chat` and `responses`.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ from quire.text.tokenizer import Tokenizer
 _encode_json = msgspec.json.Encoder().encode
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks; OpenAI uses the same value."""
+"""Replaces minus infinity, which JSON can't express; OpenAI uses the same value."""
 
 
 PromptLogprobs = list[dict[str, Any] | None]
-"""For each prompt token a dict by token id; None for the first token."""
+"""For each prompt token, a dict of log-probabilities by token id; None for the first token."""
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -39,7 +39,7 @@ class TopLogprob(msgspec.Struct):
 
     token: str
     logprob: float
-    #: The token's part of the text's UTF-8.
+    #: The UTF-8 bytes that the token adds to the text.
     bytes: list[int]
 
 
@@ -64,7 +64,7 @@ TokenNamer = Callable[[int], str]
 
 
 def id_name(token_id: int) -> str:
-    """vLLM's name of a token under return_tokens_as_token_ids."""
+    """The token's name in vLLM's form for `return_tokens_as_token_ids`."""
     return f"token_id:{token_id}"
 
 
@@ -83,8 +83,8 @@ class CompletionLogprobsWriter:
         skip_special_tokens: bool,
         name: "TokenNamer",
     ) -> None:
-        """`prompt_token_ids` precede the generated tokens. A `num_top` of -1 means all tokens that
-        there are."""
+        """`prompt_token_ids` precede the generated tokens. A `num_top` of -1 means the whole
+        vocabulary."""
         self._name = name
         self._num_top = None if num_top == -1 else num_top
         self._tokenizer = tokenizer
@@ -100,8 +100,8 @@ class CompletionLogprobsWriter:
         """The logprobs of an echoed prompt, whose first token has no probability.
 
         `entries` are the logprobs of the other tokens; `text` is the echoed text. With `is_given`,
-        `text` is what the caller sent, so special tokens that the tokenizer added are missing in
-        it; otherwise it was decoded from the tokens.
+        `text` is the caller's prompt, which lacks special tokens that the tokenizer added;
+        otherwise it was decoded from the tokens.
         """
         behind, self._detokenizer = self._detokenizer, self._detokenizer_behind(())
         self._echoed = text if is_given else None
@@ -115,13 +115,13 @@ class CompletionLogprobsWriter:
     def write(
         self, entries: Iterable[TokenLogprobs], *, are_listed: bool = False
     ) -> CompletionLogprobs:
-        """The logprobs of the next tokens, echoed or generated. With `are_listed`, the entries have
-        the tokens that the request lists instead of the likeliest ones."""
+        """The logprobs of the next tokens, echoed or generated. With `are_listed`, the entries
+        contain the tokens in the request's list instead of the likeliest tokens."""
         num_top = None if are_listed else self._num_top
         written = CompletionLogprobs([], [], [], [])
         for entry in entries:
             likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-            # The token itself comes first, where clients of vLLM expect it.
+            # The token itself comes first, as clients of vLLM expect.
             top = {entry.token_id: entry.logprob} | dict(islice(likeliest, num_top))
             self._write(written, entry.token_id, entry.logprob, top)
         return written
@@ -158,7 +158,7 @@ class CompletionLogprobsWriter:
 
 
 def completion_logprobs_json(parts: Iterable[CompletionLogprobs]) -> Generator[bytes, None, None]:
-    """The JSON of all parts joined into one, in pieces; may pause at each yield."""
+    """The JSON of one CompletionLogprobs that joins `parts`, in pieces; may pause at each yield."""
     names = CompletionLogprobs.__struct_fields__
     lists: list[list[bytes]] = [[] for _ in names]
     for part in parts:
@@ -175,11 +175,11 @@ def completion_logprobs_json(parts: Iterable[CompletionLogprobs]) -> Generator[b
 def prompt_logprobs_json(
     tokenizer: Tokenizer, entries: LogprobEntries, num_top: int
 ) -> Generator[bytes, None, None]:
-    """For each prompt token, by token id, the likeliest tokens and the token itself; null for the
-    first.
-
-    A `num_top` of -1 means all tokens that there are. The JSON comes in pieces; may pause at each
+    """The JSON, in pieces, of a list with the logprobs of each prompt token; may pause at each
     yield.
+
+    Each entry has the likeliest tokens and the token itself by token id; the first entry is null. A
+    `num_top` of -1 means the whole vocabulary.
     """
     most = None if num_top == -1 else num_top
     yield b"[null"
@@ -213,10 +213,10 @@ def chat_logprobs(
     *,
     are_listed: bool = False,
 ) -> ChatLogprobs:
-    """The logprobs of generated tokens, each with as many likeliest ones as the request asked for.
+    """The logprobs of generated tokens, each with the likeliest tokens that the request asked for.
 
-    `name` names tokens; None uses their texts. With `are_listed`, the entries have the tokens that
-    the request lists instead of the likeliest ones, and the token itself is added to them.
+    `name` names tokens; None uses their texts. With `are_listed`, the entries contain the tokens in
+    the request's list instead of the likeliest tokens, and the token itself is added.
     """
     name = name or tokenizer.token_text
     return ChatLogprobs([_chat_entry(tokenizer, entry, name, are_listed) for entry in entries])
@@ -245,7 +245,7 @@ def token_logprobs_json(
     *,
     are_listed: bool = False,
 ) -> Generator[bytes, None, None]:
-    """The JSON of each token's ChatTokenLogprob, some of them at a time, with commas between."""
+    """The JSON of each token's ChatTokenLogprob, separated by commas, several per yield."""
     for chunk in entries.chunks():
         yield _items_json(chat_logprobs(tokenizer, chunk, name, are_listed=are_listed).content)
 
@@ -253,8 +253,8 @@ def token_logprobs_json(
 def last_entries(
     tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], text: str
 ) -> list[TokenLogprobs]:
-    """The last entries, as many as it takes for their tokens to make up `text`. Special tokens
-    count as empty text."""
+    """The last entries whose tokens together make up `text`. Special tokens count as empty
+    text."""
     num_bytes, found = len(text.encode()), []
     for entry in reversed(list(entries)):
         if num_bytes <= 0:
@@ -293,7 +293,7 @@ def _chat_entry(
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """The token's text, or its bytes in OpenAI's notation where they are not whole characters."""
+    """The token's text, or its bytes in OpenAI's notation if they are not complete characters."""
     share = tokenizer.token_bytes(token_id)
     try:
         return share.decode()

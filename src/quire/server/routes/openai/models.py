@@ -26,11 +26,11 @@ class ModelCard(msgspec.Struct):
 
     id: str
     created: int
-    #: Most tokens of a prompt and its answer together.
+    #: Maximum number of tokens of a prompt and its answer together.
     max_model_len: int
-    #: Folder of an adapter; name of the model itself.
+    #: The folder, for an adapter; the name, for the model itself.
     root: str
-    #: Name of an adapter's model; null for the model itself.
+    #: Name of the model that an adapter modifies; null for the model itself.
     parent: str | None = None
     object: str = "model"
     owned_by: str = "quire"
@@ -49,9 +49,9 @@ class AnthropicModel(msgspec.Struct, tag_field="type", tag="model"):
     id: str
     display_name: str
     created_at: str
-    #: Most tokens of a prompt and its answer together.
+    #: Maximum number of tokens of a prompt and its answer together.
     max_input_tokens: int
-    #: Most tokens of an answer.
+    #: Maximum number of tokens of an answer.
     max_tokens: int
     lifecycle: Literal["active"] = "active"
 

@@ -1,6 +1,6 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: changes adapters while serving.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adds and removes adapters at run time.
 
-The endpoints are vLLM's and for the operator, since they read folders of the server's machine.
+The API is vLLM's. Only the operator may call it, since it reads folders on the server's machine.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class LoadAdapterRequest(Body):
 
     lora_name: str
     lora_path: str
-    #: Whether the adapter replaces another of the same name.
+    #: Whether the adapter may replace another adapter with the same name.
     load_inplace: bool = False
 
 

@@ -1,7 +1,7 @@
-"""POST /score and /rerank: how well texts match, in the form of vLLM, Jina and Cohere.
+"""POST /score and /rerank: scores how well texts match; forms of vLLM, Jina, Cohere.
 
-A model with a scoring head, or one that answers with one of two tokens, reads each pair as a whole.
-Any other model compares the embeddings of both texts.
+Cross-encoders, which have a scoring head or answer with one of two tokens, read both texts of a
+pair as one input. With any other model, the score compares the embeddings of both texts.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -39,7 +39,7 @@ Write = Callable[[list[float], Pooled], Response]
 class ScoringBody(PoolingBody):
     """The fields that the bodies of /score and /rerank share."""
 
-    #: Name of the field with the judged texts, for errors.
+    #: Name of the field with the texts that are scored, for errors.
     texts_field: ClassVar[str] = "text_2"
 
     notes: ClassVar[Mapping[str, str]] = {
@@ -51,7 +51,7 @@ class ScoringBody(PoolingBody):
 
 
 class ScoreRequest(ScoringBody):
-    """The body of POST /score: one text with each of several, or several with as many.
+    """The body of POST /score: one text to pair with each of a list, or two lists to pair up.
 
     The texts are text_1 and text_2; vLLM also calls them queries and documents, or data_1 and
     data_2.
@@ -78,8 +78,8 @@ class ScoreRequest(ScoringBody):
 
     @property
     def pairs(self) -> list[Pair]:
-        """The pairs of texts. Raises InvalidRequestError unless exactly one form is used, with its
-        texts."""
+        """The pairs of texts. Raises InvalidRequestError unless both fields of exactly one of the
+        three names are set."""
         forms = (
             ("text_1", self.text_1, self.text_2),
             ("queries", self.queries, self.documents),
@@ -94,7 +94,7 @@ class ScoreRequest(ScoringBody):
             first = first * len(second)
         if len(first) != len(second) or not first:
             raise InvalidRequestError(
-                f"{name} has {len(first)} texts for {len(second)}; give one, or as many", name
+                f"{name} has {len(first)} texts for {len(second)}; give 1 or {len(second)}", name
             )
         return list(zip(first, second, strict=True))
 
@@ -124,9 +124,9 @@ class RerankRequest(ScoringBody):
 
     query: str
     documents: Documents
-    #: Number of best documents to answer; 0 or None means all.
+    #: Number of best documents to return; 0 or None means all.
     top_n: int | None = left_out(minimum=0)
-    #: Whether the answer has the texts.
+    #: Whether the answer has the documents' texts.
     return_documents: bool = True
 
     @property
@@ -170,7 +170,7 @@ class RerankResult(msgspec.Struct):
 
 
 class RerankAnswer(msgspec.Struct):
-    """The answer of /rerank, best document first. Equal ones keep their order in the call."""
+    """The answer of /rerank, best document first. Documents with equal scores keep their order."""
 
     id: str
     model: str
@@ -181,7 +181,7 @@ class RerankAnswer(msgspec.Struct):
 @router.post("/score", responses=answers(Scores))
 @router.post("/v1/score", responses=answers(Scores))
 async def create_scores(body: ScoreRequest, http: HTTPRequest) -> Response:
-    """How well the two texts of each pair match."""
+    """The score of each pair of texts."""
     call = PoolingCall(http, body, "score", "score")
     pairs = body.pairs
 
@@ -220,7 +220,7 @@ async def create_rerank(body: RerankRequest, http: HTTPRequest) -> Response:
 async def _score(
     call: PoolingCall, body: ScoringBody, pairs: Sequence[Pair], write: Write
 ) -> Response:
-    """Score the pairs and write the answer. Raises InvalidRequestError with the body's name of the
+    """Score the pairs and write the answer. An InvalidRequestError names the body's field of the
     texts."""
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     call.check_texts(texts, body.texts_field, num_inputs=len(pairs))
@@ -256,7 +256,7 @@ def _text_inputs(call: PoolingCall, body: ScoringBody, texts: Sequence[str]) -> 
 def _similarities(
     texts: Sequence[str], pairs: Sequence[Pair], pooled: Pooled
 ) -> Generator[None, None, list[float]]:
-    """The similarity of each pair. May pause at every yield, since vectors are many and long."""
+    """The similarity of each pair. May pause at every yield, since there may be many vectors."""
     results = dict(zip(texts, pooled.results, strict=True))
     scores = []
     for first, second in pairs:

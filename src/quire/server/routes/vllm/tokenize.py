@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize of vLLM's API.
 
-Of the engine it knows only the longest context and the vocabulary. Long inputs are processed in a
-thread.
+The engine is only asked for the maximum context length and the vocabulary size. Long inputs are
+processed in a thread.
 """
 
 from collections.abc import Mapping
@@ -30,16 +30,16 @@ from quire.server.service import Service, service_of
 router = Endpoints()
 
 MAX_CHARACTERS = 2 << 20
-"""Most characters of one text: seconds of work, during which other calls go on."""
+"""Maximum characters of one text, which take seconds to tokenize in a thread."""
 
 MAX_TOKENS = 1 << 20
-"""Most tokens in one list."""
+"""Maximum number of tokens in one list."""
 
 _TEMPLATE_FIELDS = tuple(ChatPromptFields.model_fields)
 
 
 class TokenizeRequest(ChatPromptFields):
-    """The body of POST /tokenize: a prompt, or messages with the options of their template."""
+    """The body of POST /tokenize: a prompt, or messages with options of the chat template."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "model": "the name in `/v1/models`",
@@ -53,14 +53,14 @@ class TokenizeRequest(ChatPromptFields):
     prompt: str | None = Field(default=None, json_schema_extra={"maxLength": MAX_CHARACTERS})
     messages: Messages | None = None
     #: Whether to add the tokenizer's special tokens around the text. None means true for a prompt
-    #: and false for messages, whose template writes its own.
+    #: and false for messages, since chat templates write special tokens themselves.
     add_special_tokens: bool | None = None
     #: Whether the answer also has the text of each token.
     return_token_strs: bool = False
 
     def check(self) -> None:
-        """Raises InvalidRequestError unless there is either a prompt or messages, with fitting
-        options."""
+        """Raises InvalidRequestError unless there is either a prompt or messages, and for options
+        of messages that are set with a prompt."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either prompt or messages", "prompt")
         if self.prompt is None:
@@ -108,11 +108,11 @@ class Tokenized(msgspec.Struct):
 
     #: Number of tokens.
     count: int
-    #: Most tokens that the engine takes, including generated ones.
+    #: Maximum number of tokens of a prompt and its answer together.
     max_model_len: int
     tokens: list[int]
-    #: Text of each token, or its bytes if it is a part of a character; null if it was not asked
-    #: for.
+    #: Text of each token, or its bytes if they are not complete characters; null if the caller did
+    #: not ask for it.
     token_strs: list[str] | None = None
 
 
@@ -146,8 +146,7 @@ async def tokenize(body: TokenizeRequest, http: HTTPRequest) -> Response:
 
 @router.post("/detokenize", responses=answers(Detokenized))
 async def detokenize(body: DetokenizeRequest, http: HTTPRequest) -> Response:
-    """The text of token ids. The token ids of /tokenize give back the text that they were made
-    from."""
+    """The text of token ids. For the token ids from /tokenize, it is the tokenized text."""
     service = service_of(http)
     service.check_model(body.model)
     if len(body.tokens) > MAX_TOKENS:

@@ -1,4 +1,4 @@
-"""GET /tokenizer_info: the tokenizer's fields in the model's folder, in vLLM's form."""
+"""GET /tokenizer_info: the tokenizer's configuration in the model's folder, in vLLM's form."""
 
 from typing import Any
 

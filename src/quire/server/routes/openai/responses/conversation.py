@@ -1,6 +1,6 @@
-"""The stored conversation that a Responses call continues, and the storing of its answer.
+"""Finds the stored conversation that a Responses call continues, and stores the call's answer.
 
-Knows no body. Called by the routes.
+Called by the routes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,14 +40,14 @@ _KEPT = {
     "custom_tool_call": ("call_id", "name", "namespace", "input"),
     "custom_tool_call_output": ("call_id", "output"),
 }
-"""Fields of an item that are stored beside its id, type and status: those that `input_items` reads.
-Other fields that a client sends would only take memory."""
+"""Fields of an item that are stored besides its id, type and status, since `input_items` reads
+them. Other fields that a client sends are dropped to save memory."""
 
 _KEPT_OF_PARTS = ("type", "text", "refusal")
 
 
 def answer_owner(http: HTTPRequest) -> Owner:
-    """The owner of the answers that a call stores, who alone finds them."""
+    """The owner of the answers that a call stores. Only calls of this owner find them."""
     unchecked = unchecked_keys(http)
     return Owner(tenant_of(http).name, digest_of(*unchecked) if any(unchecked) else "")
 
@@ -58,7 +58,7 @@ class Conversation:
 
     store: AnswerStore = field(default_factory=AnswerStore)
     owner: Owner = field(default_factory=lambda: Owner(""))
-    #: Items before the input.
+    #: Items that precede the call's input.
     history: Sequence[Any] = ()
     #: Id of the response that the history ends with; None for a new conversation.
     previous_id: str | None = None
@@ -84,7 +84,7 @@ class Conversation:
 
     def resolved(self, items: Iterable[Any]) -> list[Any]:
         """The items, with references replaced by the stored items. Raises InvalidRequestError for
-        two references to one item, since each takes a few bytes and may stand for a long item."""
+        two references to one item: many short references could expand to a huge input."""
         items = list(items)
         references = [item_id for item in items if (item_id := _reference(item)) is not None]
         if len(set(references)) < len(references):
@@ -97,10 +97,10 @@ class Conversation:
         ]
 
     def listed(self, given: Iterable[Any]) -> StoredItems:
-        """The items of an input, checked and resolved, in the form in which they are stored.
+        """The items of an input, which are checked and resolved, in their stored form.
 
-        They may be many, so this is called where the body is read, beside the event loop. Without a
-        store it returns no items.
+        There may be many, so this is called in the thread that reads the body, not in the event
+        loop. If the server stores no answers, returns no items.
         """
         if not self.store.is_on:
             return StoredItems()
@@ -118,7 +118,7 @@ class Conversation:
 
 
 def _reference(item: Any) -> str | None:
-    """The id that an item refers to; None if it is no reference."""
+    """The id that an item refers to; None if the item is no reference."""
     if not isinstance(item, dict) or kind_of(item) != "item_reference":
         return None
     item_id = item.get("id")
@@ -126,7 +126,7 @@ def _reference(item: Any) -> str | None:
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of the input as it is listed later: with a type, an id, a list of parts."""
+    """An item of the input as `input_items` lists it: with a type, an id, a list of parts."""
     kind = kind_of(item)
     item_id = item.get("id") or new_item_id(_ID_PREFIXES[kind])
     listed: dict[str, Any] = {"type": kind, "id": item_id, "status": _status(item)}
@@ -145,7 +145,7 @@ def _status(item: dict[str, Any]) -> str:
 
 
 def _kept(value: Any) -> Any:
-    """A field's value as it is stored: a list's parts with only their known fields, any other value
+    """A field's value as it is stored. The parts in a list keep only known fields; other values are
     unchanged."""
     if not isinstance(value, list):
         return value

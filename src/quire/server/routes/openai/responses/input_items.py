@@ -1,7 +1,7 @@
 """Turns the input of a Responses body, item by item, into the messages of a chat.
 
-The assistant's turn comes as several items: its reasoning, its text, its calls. They are joined to
-one message again, so that a chat template writes them as the model did. Knows no body.
+An assistant's turn is several items: reasoning, text, calls. This module joins the items to one
+message, so that the chat template renders the turn as the model wrote it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ _INSTRUCTING = ("system", "developer")
 
 
 def kind_of(item: Mapping[str, Any]) -> Any:
-    """The type of an item, which a message with a role may leave out."""
+    """The type of an item. An item with a role but no type is a message."""
     kind = item.get("type")
     if kind is None:
         return "message" if "role" in item else "item_reference"
@@ -35,9 +35,9 @@ def messages_of(
 ) -> list[dict[str, Any]]:
     """The messages of a chat, in OpenAI's form. Raises InvalidRequestError that names the item.
 
-    `instructions` come first. They are joined with the leading messages of system and developer,
-    since most templates accept a single one. The items of `history` were checked before. `left_out`
-    gets the names of the parts of tools' outputs that no model can read.
+    `instructions` come first. They are joined with leading system and developer messages, since
+    most templates accept only one. The items of `history` were checked before. Adds the names of
+    tool output parts that no model can read to `left_out`.
     """
     chat = _Chat({} if left_out is None else left_out)
     if instructions:
@@ -52,12 +52,12 @@ def messages_of(
 class _Chat:
     """The messages so far.
 
-    Invariant: items of the assistant join the last message, if that is the assistant's and they
-    follow in the order reasoning, text, calls.
+    Invariant: an assistant's item joins the last message if that is the assistant's and the order
+    of its items remains reasoning, text, calls.
     """
 
     def __init__(self, left_out: LeftOut) -> None:
-        """`left_out` gets the names of the parts of tools' outputs that no model can read."""
+        """Names of tool output parts that no model can read are added to `left_out`."""
         self.messages: list[dict[str, Any]] = []
         self.left_out = left_out
         self._adders: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {

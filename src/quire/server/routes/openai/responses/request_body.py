@@ -1,7 +1,7 @@
-"""The body of a Responses call, and the chat call that it becomes.
+"""The body of a Responses call, and its conversion to a chat call.
 
-Features of OpenAI's servers other than generating (search, background work, stored conversations)
-are refused by name. Unknown fields are ignored and named in a header.
+Features of OpenAI's servers other than generation (search, background work, stored conversations)
+are refused by name. Unknown fields are ignored and named in a header of the answer.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ LOGPROBS = "message.output_text.logprobs"
 """The value in `include` that asks for log-probabilities."""
 
 WHOLE_CONTEXT = -1
-"""The value of truncate_prompt_tokens that leaves room for one more token."""
+"""The value of truncate_prompt_tokens that cuts a prompt to the context less one token."""
 
 FIELD_NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -48,7 +48,7 @@ FIELD_NAMES: Mapping[str, str] = {
     "reasoning_effort": "reasoning",
     "max_tokens": "max_output_tokens",
 }
-"""Maps the names of a chat call's fields in errors to their names here."""
+"""Maps field names in errors about the chat call to the names of the body's fields."""
 
 _ECHOED = (
     "instructions",
@@ -64,7 +64,7 @@ _ECHOED = (
 _OWN_HINTS = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store"}
 )
-"""Hints that are declared as fields here, since the answer repeats them or they have a meaning."""
+"""Fields that other bodies ignore, but that have a meaning here or are repeated in the answer."""
 
 _ECHOED_REASONING = ("effort", "summary", "generate_summary")
 _TEXT = {"type": "string"}
@@ -122,7 +122,7 @@ Definitions = Annotated[list[Any], Field(fail_fast=True, json_schema_extra={"ite
 
 
 class ContextBody(TemplateOptions):
-    """The fields that make a prompt, shared by a call and a count of its tokens."""
+    """The fields that determine the prompt, shared by both bodies."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
@@ -259,7 +259,7 @@ class ResponsesRequest(AnswerFormatFields, SamplingFields, ContextBody, ChatBody
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     max_tool_calls: Count | None = None
-    # ours
+    # extensions
     enable_response_messages: bool = False
 
     _listed_items: StoredItems = PrivateAttr(default_factory=StoredItems)
@@ -307,14 +307,14 @@ class ResponsesRequest(AnswerFormatFields, SamplingFields, ContextBody, ChatBody
         form, other = super()._form(), self.answer_format()
         if form is not None and other is not None:
             raise InvalidRequestError(
-                "text.format and another field that says the answer's form are both set; give one",
+                "text.format and another field for the answer's form are both set; give one",
                 "text.format",
             )
         return other if form is None else form
 
     def echo(self, defaults: SamplingDefaults, *, is_stored: bool) -> Echo:
-        """The fields of the body that the answer repeats, with the values that were used for
-        missing ones. `defaults` are the model's. `is_stored`: whether the answer will be stored."""
+        """The fields of the body that the answer repeats. Missing fields have the values that were
+        used: `defaults` are the model's. `is_stored`: whether the answer will be stored."""
         return Echo(
             **{name: getattr(self, name) for name in _ECHOED},
             temperature=defaults.temperature if self.temperature is None else self.temperature,
@@ -333,8 +333,7 @@ class ResponsesRequest(AnswerFormatFields, SamplingFields, ContextBody, ChatBody
 
 
 class InputTokensRequest(ContextBody):
-    """The body of POST /v1/responses/input_tokens: the fields of a call that its input depends
-    on."""
+    """The body of POST /v1/responses/input_tokens: the fields that determine the prompt."""
 
 
 def _format_of_text(form: Any) -> StructuredOutputsParams | None:

@@ -1,4 +1,4 @@
-"""The shape of a Responses answer: the response, its output items, its usage."""
+"""The structs of a Responses answer: the response, its output items, its usage."""
 
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
     text: str
     annotations: list[Any] = msgspec.field(default_factory=list)
-    #: Log-probabilities of the text's tokens, where they were asked for.
+    #: Log-probabilities of the text's tokens, if the caller asked for them.
     logprobs: list[ChatTokenLogprob] = msgspec.field(default_factory=list)
 
 
@@ -24,7 +24,7 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
     id: str
     status: ItemStatus
-    #: One text, once it has begun.
+    #: Empty until the text begins; then one OutputText.
     content: list[OutputText]
     role: Literal["assistant"] = "assistant"
 
@@ -36,7 +36,7 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """Reasoning that precedes the items that follow.
+    """A part of the model's reasoning.
 
     It is neither summarized nor encrypted. A client may send it back unchanged in the next input.
     """
@@ -55,9 +55,9 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
     status: ItemStatus
     call_id: str
     name: str
-    #: Arguments as JSON; the beginning of it while the status is not completed.
+    #: Arguments as JSON; only the beginning of the JSON while the status is not completed.
     arguments: str
-    #: Namespace of the function, where it has one.
+    #: Namespace of the function; unset if it has none.
     namespace: str | UnsetType = UNSET
 
 
@@ -81,7 +81,7 @@ class InputTokensDetails(msgspec.Struct):
 
     #: Tokens that were served from the prefix cache.
     cached_tokens: int
-    #: Tokens whose caching is billed, of which there are none here.
+    #: Tokens whose caching is billed; always 0.
     cache_write_tokens: int = 0
 
 
@@ -117,9 +117,9 @@ class ResponseError(msgspec.Struct):
 
 
 class Echo(msgspec.Struct, kw_only=True):
-    """The body's own fields as the answer repeats them.
+    """The fields of the body that the answer repeats.
 
-    Numbers and tools are complete, as clients that check an answer's schema expect.
+    Missing numbers and tool fields have their defaults, as clients that check the schema expect.
     """
 
     instructions: str | None = None
@@ -157,7 +157,7 @@ class RawMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="raw_messag
 
 
 class ResponseObject(Echo, kw_only=True):
-    """The whole answer. Fields that are known only at the end follow the output."""
+    """The response. Fields that are known only at the end come after the output."""
 
     id: str
     object: Literal["response"] = "response"

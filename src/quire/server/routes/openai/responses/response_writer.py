@@ -1,7 +1,7 @@
 """Turns the parsed events of a model's text into output items and their stream events.
 
-One item is open at a time; an event of another kind ends it. Knows no HTTP and no engine. Called by
-`responses`, for streams and for whole answers.
+One item is open at a time; an event of another kind ends the item. Called by `responses`, for
+streamed and unstreamed answers.
 """
 
 import secrets
@@ -71,7 +71,7 @@ class _OpenItem(ABC):
 
     @abstractmethod
     def item(self, status: ItemStatus) -> OutputItem:
-        """The item with this status. An item "in_progress" has no content, as at its beginning."""
+        """The item with this status. With the status "in_progress", it has no content yet."""
 
     def begin(self) -> Iterator[StreamEvent]:
         yield ItemAdded(output_index=self.at, item=self.item("in_progress"))
@@ -82,8 +82,7 @@ class _OpenItem(ABC):
 
     @abstractmethod
     def end(self, status: ItemStatus) -> Iterator[StreamEvent]:
-        """The events that end the item's content. The event that the item itself is done follows
-        them."""
+        """The events that end the item's content. The caller adds the event that ends the item."""
 
 
 class _OpenMessage(_OpenItem):
@@ -208,8 +207,8 @@ class ResponseWriter:
     """
 
     def __init__(self, names: ToolNames, new_id: Callable[[str], str] = new_item_id) -> None:
-        """`names` are those of the tools that may be called. `new_id` makes an item's id from its
-        prefix."""
+        """`names` are the names of the tools that may be called. `new_id` makes an item's id with a
+        given prefix."""
         self.items: list[OutputItem] = []
         self._names = names
         self._new_id = new_id
@@ -223,15 +222,15 @@ class ResponseWriter:
             yield event
 
     def push(self, event: MessageEvent, logprobs: bytes = b"") -> Iterator[StreamEvent]:
-        """The stream events of one more event of the message; must be iterated to the end.
-        `logprobs` are those of a text's tokens, as JSON without brackets."""
+        """The stream events for one more event of the message; must be iterated to the end.
+        `logprobs` belong to a text's tokens and are a JSON list without brackets."""
         return self.numbered(self._push(event, logprobs))
 
     def finish(self, *, is_complete: bool) -> Iterator[StreamEvent]:
-        """The stream events that end the output. `is_complete`: the model came to an end by itself.
+        """The stream events that end the output. `is_complete`: whether the model ended by itself.
 
-        A complete answer has a message or a call, if necessary an empty message, since clients take
-        an answer without either for an unfinished turn.
+        A complete answer has a message or a call, if necessary an empty message, since clients
+        treat an answer without either as an unfinished turn.
         """
         return self.numbered(self._finish(is_complete))
 
@@ -283,6 +282,6 @@ class ResponseWriter:
 
 
 def _json_list(parts: Iterable[bytes]) -> Any:
-    """A list made from parts of JSON, each of which is one or more of its items."""
+    """A JSON list made of `parts`, each of which is the JSON of one or more items."""
     joined = b",".join(part for part in parts if part)
     return msgspec.Raw(b"[" + joined + b"]") if joined else []

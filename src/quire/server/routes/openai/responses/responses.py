@@ -1,7 +1,6 @@
-"""POST /v1/responses: items in, the items that the assistant adds to them out.
+"""POST /v1/responses: answers a list of items with the assistant's items.
 
-A streamed answer has the same items as events, in OpenAI's order. The last event repeats the whole
-answer.
+A stream sends these items as events, in OpenAI's order. The last event repeats the whole answer.
 """
 
 import time
@@ -73,8 +72,8 @@ async def create_response(body: ResponsesRequest, http: HTTPRequest) -> Response
 
 
 class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
-    """The answer in the Responses form. Invariant: `_writer` has all items that were answered so
-    far."""
+    """The answer in the form of the Responses API. Invariant: `_writer` has all items of the answer
+    so far."""
 
     id_prefix = "resp"
     field_names: ClassVar[Mapping[str, str]] = FIELD_NAMES
@@ -85,8 +84,8 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
         self._writer = ResponseWriter(self._body.tool_names)
         self._status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
         self._error: ResponseError | None = None
-        #: Log-probabilities of tokens whose text the parser still holds back, as JSON without
-        #: brackets.
+        #: Log-probabilities of tokens whose text the parser still holds back, as a JSON list
+        #: without brackets.
         self._held_logprobs = b""
 
     def _begin_events(self) -> Iterable[bytes]:
@@ -135,8 +134,8 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
     def _events_of(
         self, events: Sequence[MessageEvent], delta: Delta
     ) -> Generator[bytes, None, list[StreamEvent]]:
-        """The new stream events of a delta, as the return value. Yields nothing; may pause at each
-        yield."""
+        """Returns the stream events of a delta. Yields only to let the event loop run; the yielded
+        values are empty."""
         logprobs = yield from self._text_logprobs(events, delta)
         made: list[StreamEvent] = []
         for event in events:
@@ -156,8 +155,8 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
     def _text_logprobs(
         self, events: Sequence[MessageEvent], delta: Delta
     ) -> Generator[bytes, None, bytes]:
-        """The log-probabilities of the events' text, including those held back from earlier
-        deltas."""
+        """The log-probabilities of the events' text, including tokens that were held back from
+        earlier deltas. May pause at each yield."""
         entries = delta.logprobs
         if not entries:
             return b""
@@ -225,7 +224,7 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
 
 
 def _events_of(message: CollectedMessage) -> Iterator[MessageEvent]:
-    """Parser events that would make up this message."""
+    """Parser events from which this message could have been collected."""
     for index, part in enumerate(message.parts):
         if isinstance(part, TextPart):
             yield TextPiece(part.text)
@@ -240,7 +239,7 @@ def _events_of(message: CollectedMessage) -> Iterator[MessageEvent]:
 
 
 def _error_code(error: QuireError) -> str:
-    """The code of a failed response, one of those that OpenAI's clients know."""
+    """The code of a failed response: one of OpenAI's codes."""
     if error.http_status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if error.http_status == 400 else "server_error"

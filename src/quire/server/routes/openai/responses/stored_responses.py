@@ -1,4 +1,4 @@
-"""/v1/responses/...: stored responses, and the number of an input's tokens."""
+"""/v1/responses/...: reads and deletes stored responses, and counts an input's tokens."""
 
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ class UnknownResponseError(QuireError):
 
 
 class InputTokens(msgspec.Struct):
-    """The number of tokens of an input, equal to the usage of a call with it."""
+    """The number of tokens of an input, equal to the input usage of a call with it."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
@@ -92,7 +92,7 @@ async def get_response(response_id: str, http: HTTPRequest, stream: str = "false
 
 @router.delete("/v1/responses/{response_id}", responses=answers(DeletedResponse))
 async def delete_response(response_id: str, http: HTTPRequest) -> Response:
-    """Delete a response. Responses that continue the deleted one can't be continued any more."""
+    """Delete a response. Afterwards, responses that followed it can't be continued either."""
     _stored(http, response_id)
     service_of(http).answers.drop(answer_owner(http), response_id)
     return json_response(DeletedResponse(response_id))
@@ -106,7 +106,7 @@ async def list_input_items(
     limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """The items before a response, the last one first."""
+    """The items before a response, in the order `order`: by default the last item first."""
     items = await _conversation(http, response_id)
     if order == "desc":
         items.reverse()
@@ -135,7 +135,7 @@ def _stored(http: HTTPRequest, response_id: str) -> StoredAnswer:
 
 
 async def _conversation(http: HTTPRequest, response_id: str) -> list[dict[str, Any]]:
-    """The items before a response, as far back as they are stored."""
+    """The stored items before a response, without conversation parts that are no longer stored."""
     stored = _stored(http, response_id)
     before = stored.previous_id
     history = () if before is None else (await Conversation.of(http, before)).history

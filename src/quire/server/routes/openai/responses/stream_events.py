@@ -19,7 +19,7 @@ ContentPart: TypeAlias = OutputText | ReasoningText
 class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
     """An event of the stream."""
 
-    #: Position in the stream, from 0 on.
+    #: Position in the stream, starting at 0.
     sequence_number: int = -1
 
 
@@ -40,7 +40,7 @@ class Completed(_OfResponse, kw_only=True, tag="response.completed"):
 
 
 class Incomplete(_OfResponse, kw_only=True, tag="response.incomplete"):
-    """The last event of an answer for which max_output_tokens or the context was too short."""
+    """The last event of an answer that was cut off by max_output_tokens or a full context."""
 
 
 class ResponseFailed(_OfResponse, kw_only=True, tag="response.failed"):

@@ -1,4 +1,4 @@
-"""Decodes the single text in a custom tool's JSON arguments while they arrive."""
+"""Decodes the text in a custom tool's JSON arguments {"input": "..."} piece by piece."""
 
 import json
 import re
@@ -15,8 +15,8 @@ _WHOLE = re.compile(
         )*""",
     re.VERBOSE,
 )
-"""Characters and escapes that later text can't change. The first half of a surrogate pair waits for
-its second half."""
+"""Complete characters and escapes. The escape of a surrogate pair's first half is incomplete until
+the next characters show whether the second half follows."""
 
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -24,8 +24,8 @@ _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 class TextArgument:
     r"""Decodes the text in {"input": "..."}, piece by piece.
 
-    Invariant: `_rest` is the undecoded input: the opening until the text begins, and then less than
-    one character.
+    Invariant: `_rest` is the input that is not decoded yet: all of it until the text begins, then
+    an incomplete character at most.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Turns a Responses body's tools into functions for the model, and calls back into tools.
+"""Converts a Responses body's tools to functions for the model, and function names back to tools.
 
 A namespace's functions become separate functions, named `NAMESPACE__NAME`. A custom tool, whose
-input is free text, becomes a function with one string. `ToolNames` maps a call of the model to the
-tool that the client knows. Tools that only OpenAI's servers run are left out and reported by name.
+input is free text, becomes a function with one string argument. `ToolNames` maps the model's calls
+to the client's tools. Tools that only OpenAI's servers run are left out and reported by name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,10 +14,10 @@ from quire.server.routes.openai.chat_tools import function_tool, make_tool_use
 from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse
 
 MAX_TOOLS = 1024
-"""Most tools of one body, including those in namespaces."""
+"""Maximum number of tools of one body, including those in namespaces."""
 
 CUSTOM_ARGUMENT = "input"
-"""The one argument of a custom tool's function."""
+"""Name of the only argument of a custom tool's function."""
 
 _CUSTOM_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
@@ -32,7 +32,7 @@ _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 @dataclass(frozen=True, slots=True)
 class ToolName:
-    """A client's name of a tool."""
+    """The name of a tool as the client defines it."""
 
     name: str
     #: Namespace of the tool; None for a tool outside of namespaces.
@@ -46,27 +46,27 @@ class ToolNames:
 
     #: Maps the name of a tool's function to the client's name of the tool.
     by_function: Mapping[str, ToolName] = field(default_factory=dict)
-    #: Names of tools that are not served, for a header of the answer.
+    #: Names of tools that only OpenAI's servers run, for a header of the answer.
     left_out: tuple[str, ...] = ()
-    #: The definitions of the other tools as they came. Functions' missing fields are set to null.
+    #: The client's definitions of the other tools. Missing fields of functions are set to null.
     served: tuple[dict[str, Any], ...] = ()
 
     def of(self, function: str) -> ToolName:
-        """The tool that a function stands for. A function that no tool defines stands for a tool of
-        its name."""
+        """The tool from which a function was made. For an unknown function, returns a tool with the
+        function's name."""
         return self.by_function.get(function) or ToolName(function)
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """The name under which a model knows a tool."""
+    """The name of a tool's function for the model."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def read_tools(definitions: Sequence[Any]) -> tuple[tuple[Tool, ...], ToolNames]:
-    """Convert tool definitions into functions for the model, and note the tool of each function.
+    """Convert tool definitions to functions for the model, and record the tool of each function.
 
     Raises InvalidRequestError for an invalid definition, for two functions with one name, and if
-    all are tools that only OpenAI's servers run.
+    only OpenAI's servers run all of the tools.
     """
     tools: list[Tool] = []
     by_function: dict[str, ToolName] = {}
@@ -98,7 +98,7 @@ def read_tools(definitions: Sequence[Any]) -> tuple[tuple[Tool, ...], ToolNames]
 def tool_use(
     tools: tuple[Tool, ...], names: ToolNames, choice: Any, *, is_parallel: bool
 ) -> ToolUse:
-    """Which of the tools may or must be called, by the body's tool_choice. Raises
+    """The tools, with those that may or must be called according to the body's tool_choice. Raises
     InvalidRequestError."""
     mode, callable_names = _read_choice(choice, names)
     if not tools and mode is not ToolMode.REQUIRED:
@@ -137,7 +137,7 @@ def _function(
             "strict": True,
             "description": _with_format(fields["description"], definition.get("format")),
         }
-    # The other fields are passed on so that a schema under a wrong name is refused.
+    # Pass on all fields of a function, so that a schema under a wrong name is refused.
     tool = function_tool(fields if known.is_custom else {**definition, **fields}, where)
     return known, replace(tool, name=function_name(tool.name, namespace))
 
@@ -201,7 +201,7 @@ def _named_function(value: Any, names: ToolNames, where: str) -> str:
 
 
 def _text(value: Any, name: str, where: str, param: str = "tools") -> str:
-    """A field that must be a string and not empty."""
+    """The value of a field that must be a string and not empty."""
     if not isinstance(value, dict):
         raise _wrong(f"{where} is {shown(value)}, but must be an object", param)
     found = value.get(name)
