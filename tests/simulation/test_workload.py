@@ -167,7 +167,7 @@ def test_kinds_say_the_groups() -> None:
     ],
 )
 def test_unknown_kinds_are_refused(kinds: str, word: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"but {word} is none of full, latent"):
+    with pytest.raises(ConfigurationError, match=f"but {word} is not one of full, latent"):
         SimulationConfig(kinds=kinds)
 
 

@@ -1,7 +1,7 @@
 """`python -m quire.simulation --seed N --num-steps N ...`: run one simulation, print its report.
 
-If an invariant is broken, it exits with 1 and prints the command that replays the simulation. With
-`fleet TRACE ...` it simulates replicas behind a router instead: see
+If an invariant is broken, it exits with status 1 and prints the command that repeats the
+simulation. With `fleet TRACE ...` it simulates replicas behind a router instead: see
 `python -m quire.simulation fleet --help`.
 """
 
@@ -26,7 +26,7 @@ from quire.simulation.worlds import draw_hybrid_world, draw_world, draw_worlds
 
 DrawWorld = Callable[[int, int, int, int], SimulationConfig]
 DEFAULT = SimulationConfig()
-DEFAULT_NUM_STEPS = 20_000  # of --everything and --hybrids
+DEFAULT_NUM_STEPS = 20_000  # with --everything or --hybrids
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_everything(config: SimulationConfig, draw: DrawWorld) -> SimulationReport:
-    """Run random simulations (worlds) of all features one after the other, and print a line for
-    each."""
+    """Run random simulations (worlds) of all features, and print a line for each. Returns the sum
+    of their reports."""
     num_steps = DEFAULT_NUM_STEPS if config.num_steps is None else config.num_steps
     for option in dataclasses.fields(SimulationConfig):
         is_default = getattr(config, option.name) == getattr(DEFAULT, option.name)
@@ -83,8 +83,8 @@ def replay_command(config: SimulationConfig) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld | None]:
-    """Parse the options. The function draws random simulations (worlds); if it is None, only the
-    one of the options is run."""
+    """The simulation that the options describe, and a function that draws random simulations
+    (worlds), with --everything or --hybrids. Without them it is None."""
     parser = argparse.ArgumentParser(
         prog="python -m quire.simulation",
         description=f"{__doc__}\n{SimulationConfig.__doc__}",
@@ -115,7 +115,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
 
 
 def field_comments(owner: type) -> dict[str, str]:
-    """The `#:` comment above each field of a class, as the help of the field's option."""
+    """The `#:` comment above each field of a class, by field name: the help of the options."""
     found: dict[str, str] = {}
     lines: list[str] = []
     for line in map(str.strip, inspect.getsource(owner).splitlines()):

@@ -1,4 +1,4 @@
-"""Baselines for comparison: preemption of whole sequences, and admission without a forecast."""
+"""Simpler policies to compare with: preemption of whole sequences, admission without forecast."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from quire.core.sequence import Sequence
 
 
 class WholePreemption(KVCacheManager):
-    """Frees all blocks of a preempted sequence, not only the needed ones."""
+    """Frees all blocks of a preempted sequence, instead of only the needed number of blocks."""
 
     def release_tail(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
         """See `KVCacheManager`."""

@@ -1,7 +1,7 @@
 """Simulated clients, which check the outputs of their requests.
 
-Each branch must get the same tokens, log-probabilities and finish reason as when it runs alone, and
-nothing after its end. The simulator uses this module, which knows no scheduler.
+Each branch must get the same tokens, log-probabilities and finish reason as without other requests,
+and nothing after its end. Used by the simulator; independent of the scheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class Client:
-    """One branch of a request from the client's side."""
+    """The client of one branch of a request."""
 
     request: Request
     branch_index: int
@@ -31,7 +31,7 @@ class Client:
     sequence: Sequence
     #: The output that the branch must get.
     expected: ExpectedOutput
-    #: The time at which the request was made.
+    #: The time at which the request was made, in seconds of the virtual clock.
     asked_s: float
     #: The expected log-probability of all tokens of a beam; None for other branches.
     cumulative_logprob: float | None = None
@@ -40,12 +40,12 @@ class Client:
 
     @property
     def can_fork(self) -> bool:
-        """Whether its sequence can be forked: it neither pools nor searches beams."""
+        """Whether the sequence can be forked: it neither pools nor belongs to a beam search."""
         return not self.sequence.is_beam and self.request.params.pooling is None
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The branch's generated tokens, including the ones from before its fork.
+        """The branch's generated tokens, including the tokens that a fork got from its parent.
 
         A beam search has no tokens before its end.
         """
@@ -97,7 +97,7 @@ class Clients:
                 self._end(key, FinishReason.ABORT)
 
     def cut_off(self, now_s: float) -> list[tuple[Request, list[Client]]]:
-        """The requests to resume in a new engine after a crash, each with its waiting clients."""
+        """The requests that a new engine must resume after a crash, and their waiting clients."""
         by_request: dict[int, list[Client]] = {}
         for client in self._waiting.values():
             by_request.setdefault(id(client.request), []).append(client)
@@ -122,7 +122,7 @@ class Clients:
         assert not unanswered, f"never answered: {unanswered}"
 
     def receive(self, outputs: list[SequenceOutput], now_s: float) -> None:
-        """Take outputs. Raises AssertionError if they differ from the expected ones."""
+        """Receive outputs. Raises AssertionError if they differ from the expected outputs."""
         for output in outputs:
             key = output.request_id, output.branch_index
             client = self._waiting.get(key)
@@ -224,7 +224,7 @@ def _check_extras(output: SequenceOutput, client: Client, first: int, last: int)
 
 
 def _stop_reason(params: DecodingParams, output: SequenceOutput) -> int | None:
-    """The client's own stop token, if it ended the output."""
+    """The stop token of the request that ended the output; None if the output ended otherwise."""
     if params.pooling is not None:
         return None
     last = output.token_ids[-1]

@@ -1,9 +1,9 @@
 """Runs a simulation through the real engine and its loop.
 
-`simulator` calls scheduler and runner itself. Here `Engine.step` calls them, and clients use
-`Engine.add`, `fork` and `abort`. The device runs its steps asynchronously: a step begins when it is
-launched and the previous one has ended, and waiting for its result sets the clock to its end. A
-step may be interrupted anywhere, as by Ctrl-C.
+`simulator` calls the scheduler and the runner directly. Here `Engine.step` calls them, and clients
+use `Engine.add`, `fork` and `abort`. The simulated device is asynchronous: a step begins when it is
+launched and the previous step has ended, and waiting for its result sets the clock to its end.
+KeyboardInterrupt may interrupt a step before and after each call of the runner.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _T = TypeVar("_T")
 
 
 def run_world(config: SimulationConfig) -> SimulationReport:
-    """Run a simulation, through the engine if the config has through_engine."""
+    """Run a simulation: through the engine if `config.through_engine` is set."""
     return run_simulator(EngineSimulator(config) if config.through_engine else Simulator(config))
 
 
 class EngineSimulator(Simulator):
-    """One run through the engine. It has no crashes, since a new engine can't resume forks."""
+    """One run through the engine. No crashes are simulated, since a new engine can't resume
+    forks."""
 
     def __init__(self, config: SimulationConfig) -> None:
         self._interrupt_rng = random.Random(f"interrupts of {config.seed}")
@@ -42,7 +43,7 @@ class EngineSimulator(Simulator):
 
     def _start_engine(self) -> None:
         super()._start_engine()
-        # The tokens that inject failures are beyond the vocabulary.
+        # Include the token ids that inject failures, which follow the vocabulary.
         limits = ModelLimits(self.config.nan_token_id + 1, self.config.max_model_len)
         self.engine = Engine(
             self.scheduler,
@@ -82,7 +83,7 @@ class EngineSimulator(Simulator):
         super()._finish()
 
     def _check_times(self) -> None:
-        """Check that the engine counts each moment as exactly one of busy, gap and idle."""
+        """Check that the engine's busy, gap and idle times add up to the time since its start."""
         found = self.engine.stats().utilization
         times_s = [found[name] for name in ("busy_s", "gap_s", "idle_s")]
         passed_s = self.now_s - self._started_s

@@ -1,14 +1,14 @@
 """Simulates a fleet's failover on unreliable links: `python -m quire.simulation.failover`.
 
-The API server's own `FleetDispatcher` stands between simulated clients and engines on a virtual
-clock. Messages take random times. Messages of a link that is cut get lost, or come late, in any
-order, once or twice. Frames are numbered as on real connections, so a connection drops repeated
-frames and breaks if one is missing. Links are cut and mended; engines are killed, crash, restart
-and are drained. A share of the requests kills every engine that computes them.
+The real `FleetDispatcher` connects simulated clients and engines on a virtual clock. Messages take
+random times. While a link is cut, its messages get lost, or arrive late, in any order, once or
+twice. Frames are numbered as on real connections, so a connection drops repeated frames and breaks
+if a frame is missing. Links are cut and mended; engines are killed, crash, restart and are drained.
+Some requests kill each engine that computes their tokens.
 
-It checks that each request is answered once, with the tokens that it gets alone. A request that
-kills engines must end with an error, and no other request may be blamed. Every draw comes from one
-seed, so a failure replays exactly.
+The simulation checks that each request is answered once, with the tokens that it gets without
+faults. A request that kills engines must end with an error, and no other request may be blamed. All
+random numbers come from one seed, so a failure can be repeated exactly.
 """
 
 import argparse
@@ -44,24 +44,24 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverConfig:
-    """One simulation."""
+    """The options of one simulation."""
 
     seed: int = 0
     num_engines: int = 5
-    #: The approximate number of steps, messages and faults after which no further request comes.
+    #: The approximate number of steps, messages and faults after which no request arrives.
     num_events: int = 20_000
     requests_per_s: float = 150.0
     #: The share of requests that kill the engines that compute them.
     kill_rate: float = 0.01
     #: The share of requests whose clients leave.
     abort_rate: float = 0.1
-    #: Kills by the operating system, per engine and second.
+    #: The rate of kills by the operating system, per engine and second.
     killed: float = 0.2
-    #: Crashes that no request causes, per engine and second.
+    #: The rate of crashes that no request causes, per engine and second.
     crashed: float = 0.1
-    #: Cuts of links, per engine and second.
+    #: The rate at which links are cut, per engine and second.
     cut: float = 0.4
-    #: Drains, per engine and second.
+    #: The rate of drains, per engine and second.
     drained: float = 0.2
 
 
@@ -76,7 +76,7 @@ class FailoverReport:
 
 
 class FailoverError(AssertionError):
-    """A request got no answer, a wrong one, or the blame for a death that it did not cause."""
+    """A request got no answer or a wrong answer, or was blamed for a death it did not cause."""
 
 
 class _LeastOpen:
@@ -88,10 +88,10 @@ class _LeastOpen:
         self.loads: Counter[str] = Counter()
 
     def forget_prefixes(self, replica: str) -> None:
-        """See `Placement`. This one knows no prefixes."""
+        """See `Placement`. Has no effect, since prefixes are not tracked."""
 
     def set_slowness(self, replica: str, measured: float) -> None:
-        """See `Placement`. All replicas are equally fast here."""
+        """See `Placement`. Has no effect, since all replicas are equally fast."""
 
     def add(self, replica: str, limits: Any, facts: Any) -> None:
         self.accepts[replica] = True
@@ -127,11 +127,11 @@ class _LeastOpen:
 
 
 class _Client:
-    """Receives the outputs of a request, and compares them with those of an undisturbed run."""
+    """Receives the outputs of a request, and compares them with the outputs without faults."""
 
     def __init__(self, world: "FailoverWorld", request: Request, kills_at: int) -> None:
         self.request = request
-        #: Tokens after which the request kills its engine; MAX_TOKENS if it never does.
+        #: Number of generated tokens after which the request kills its engine; MAX_TOKENS: never.
         self.kills_at = kills_at
         self.has_left = False
         self.num_ends = 0
@@ -158,9 +158,9 @@ class _Client:
             raise FailoverError(f"{name} was answered twice")
         if error is None and not self.has_left:
             if self.kills_at < MAX_TOKENS:
-                raise FailoverError(f"{name} kills what computes it, but was answered")
+                raise FailoverError(f"{name} kills every engine, but was answered")
             if any(len(each) != self.request.params.max_tokens for each in self._tokens.values()):
-                raise FailoverError(f"{name} ended before it was whole")
+                raise FailoverError(f"{name} ended before its answer was complete")
             self._world.report.counts["answered"] += 1
         elif error is not None:
             if not (self.kills_at < MAX_TOKENS and isinstance(error, RequestKillsEngineError)):
@@ -171,7 +171,7 @@ class _Client:
 
 
 class _Engine:
-    """An engine process, which generates a token for each of its branches in turn."""
+    """An engine process. Each step generates a token for up to ROWS branches."""
 
     def __init__(self, world: "FailoverWorld", name: str) -> None:
         self.name = name
@@ -198,11 +198,12 @@ class _Engine:
                     del self._branches[key]
 
     def forget_all(self) -> None:
-        """Drop all branches, since its agent has lost the API server."""
+        """Drop all branches, since the engine's agent has lost the connection to the API server."""
         self._branches.clear()
 
     def step(self) -> None:
-        """Generate a token for the first ROWS branches, or die if one of them kills."""
+        """Generate a token for each of the first ROWS branches, or die if one of their requests
+        kills engines."""
         if not self.is_running:
             return
         rows = list(self._branches)[:ROWS]
@@ -227,7 +228,7 @@ class _Engine:
         return SequenceOutput(*key, (token,), finish_reason=reason)
 
     def busy_with(self) -> frozenset[str]:
-        """The requests of the next step."""
+        """The ids of the requests in the next step."""
         return frozenset(name for name, _ in list(self._branches)[:ROWS])
 
 
@@ -235,7 +236,7 @@ class _Wire:
     """One connection between the API server and an engine, in both directions."""
 
     def __init__(self, world: "FailoverWorld", engine: _Engine) -> None:
-        self.is_cut = False  # messages get lost, and neither end knows it
+        self.is_cut = False  # messages get lost, unnoticed by both ends
         self.is_broken = False  # both ends have closed it
         self._world = world
         self._engine = engine
@@ -248,7 +249,8 @@ class _Wire:
             self._later(0, lambda: self._deliver(frame))
 
     def call_between_steps(self, call: Callable[[], None]) -> None:
-        """See `Wire`. The call goes to the engine and back, in order with other messages."""
+        """See `Wire`. The call is sent to the engine and back, in order with other messages, and
+        then made."""
 
         def answer() -> None:
             if self._engine.wire is self:
@@ -258,7 +260,7 @@ class _Wire:
             self._later(0, answer)
 
     def send_to_server(self, message: Outputs | Callable[[], None]) -> None:
-        """Bring outputs, or a call that is due, from the engine to the API server."""
+        """Send outputs, or a call to make on arrival, from the engine to the API server."""
         world, number = self._world, self._num_sent
         self._num_sent += 1
         if not self.is_cut:
@@ -298,7 +300,7 @@ class _Wire:
 
 
 class FailoverWorld:
-    """One run: the dispatcher, its clients and engines, and the events to come."""
+    """One simulation: the dispatcher, its clients and engines, and a queue of future events."""
 
     def __init__(self, config: FailoverConfig) -> None:
         self.config = config
@@ -313,7 +315,7 @@ class FailoverWorld:
         self._is_ending = False
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` after some seconds of the virtual clock."""
+        """Schedule `call` for the given number of seconds from now, by the virtual clock."""
         heapq.heappush(self._events, (self.now_s + seconds, next(self._order), call))
 
     def run(self) -> FailoverReport:
@@ -348,7 +350,7 @@ class FailoverWorld:
         return mix(fingerprint ^ branch_salt(request.params.seed, branch)) % LIMITS.vocab_size
 
     def kills(self, request_id: str, num_tokens: int) -> bool:
-        """Whether a request with this many tokens kills the engine that computes the next one."""
+        """Whether a request with this many tokens kills the engine that computes its next token."""
         return num_tokens >= self._clients[request_id].kills_at
 
     # ---- clients ----------------------------------------------------------------------------
@@ -390,7 +392,8 @@ class FailoverWorld:
         self.dispatcher.on_ready(engine.name, engine.wire, LIMITS, {})
 
     def die(self, engine: _Engine, death: Death) -> None:
-        """End a process. Its agent tells the API server, unless the link is cut."""
+        """End an engine process. Its agent reports the death to the API server, unless the link is
+        cut."""
         engine.is_running = False
         wire = engine.wire
         if wire is not None and not wire.is_cut:
@@ -429,10 +432,10 @@ class FailoverWorld:
         self.die(engine, Death(activity, -int(signal.SIGKILL), num_oom_kills=0))
 
     def _crash(self, engine: _Engine) -> None:
-        """Crash an engine in a step for a reason that no request causes.
+        """Crash an engine in a step without any request being the cause.
 
-        A request that is being tried alone is spared: a second crash with it would rightly be
-        blamed on it.
+        An engine that retries a suspected request alone is not crashed: the dispatcher would blame
+        the request for a second crash.
         """
         trial = self.dispatcher.trials.attribution.trial
         if trial is not None and trial.request_id in engine.busy_with():
@@ -449,7 +452,7 @@ class FailoverWorld:
         self.later(HEARTBEAT_S, lambda: self.close_connection(engine, wire))
 
     def close_connection(self, engine: _Engine, wire: _Wire) -> None:
-        """Close a connection at both ends, after a missed heartbeat or a missing frame."""
+        """Close a connection at both ends. Called after a missed heartbeat or a missing frame."""
         if wire.is_broken:
             return
         wire.is_broken = True
@@ -476,7 +479,7 @@ class FailoverWorld:
 
 
 def run(config: FailoverConfig) -> FailoverReport:
-    """Simulate. Raises FailoverError with the seed if a request is not answered as it must be."""
+    """Run one simulation. Raises FailoverError, with the seed, if a check fails."""
     try:
         return FailoverWorld(config).run()
     except AssertionError as error:
@@ -490,7 +493,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-events", type=int, default=1_000_000, help="in all")
     parser.add_argument("--num-engines", type=int, default=0, help="0: from 1 to 8")
     arguments = parser.parse_args(words)
-    configure("error")  # each fault would be a line
+    configure("error")  # without a line for each fault
     total: Counter[str] = Counter()
     seed = arguments.seed
     while total["events"] < arguments.num_events:

@@ -23,11 +23,11 @@ class SimulationReport:
     num_requests: int = 0
     #: Branches of accepted requests, including forks and beams.
     num_sequences: int = 0
-    #: Requests and forks that do not fit even when they run alone.
+    #: Requests and forks that are refused because they do not fit into the empty pool.
     num_refused: int = 0
     #: Forks by clients.
     num_forks: int = 0
-    #: Rows that sampled from the logits of another row.
+    #: Forks whose first token was sampled from the logits of their source row.
     num_joined_forks: int = 0
     #: Beam searches.
     num_beams: int = 0
@@ -46,20 +46,20 @@ class SimulationReport:
     first_token_s: float = 0.0
     #: The longest of first_token_waits_s.
     max_first_token_s: float = 0.0
-    #: For each answered branch, the time from its arrival to its first token.
+    #: For each answered branch, the seconds from its arrival to its first token.
     first_token_waits_s: list[float] = field(default_factory=list)
-    #: For each branch that ended at a stop or its length limit, the time from arrival to end.
+    #: For each branch that ended at a stop or its length limit, the seconds from arrival to end.
     latencies_s: list[float] = field(default_factory=list)
-    #: Number of times that a sequence had to give blocks back.
+    #: Number of times that a sequence was preempted, losing blocks.
     num_preemptions: int = 0
     #: Computed tokens of the preempted sequences.
     num_preempted_tokens: int = 0
     #: Preempted tokens that were computed again.
     num_recomputed_tokens: int = 0
     num_copied_blocks: int = 0
-    #: Blocks that were copied because one of several running holders was about to write to them.
+    #: Blocks that were copied because a sequence was about to write to a block that others use.
     num_cow_blocks: int = 0
-    #: Admissions that continued from a copy of a partly filled block.
+    #: Admissions that reused a copy of a partly filled block.
     num_partial_hits: int = 0
     #: Prompt tokens looked up in the prefix cache.
     num_query_tokens: int = 0
@@ -90,9 +90,9 @@ class SimulationReport:
     num_resumed: int = 0
     max_num_waiting: int = 0
     max_num_running: int = 0
-    #: The time at which the last answer ended.
+    #: The time at which the last branch ended.
     virtual_s: float = 0.0
-    #: A digest of all plans and results in order.
+    #: A digest of all plans and results, to compare runs.
     digest: str = ""
     #: Steps per second of the wall clock.
     steps_per_s: float = field(default=0.0, compare=False)
@@ -114,7 +114,7 @@ class SimulationReport:
         )
 
     def add_counts(self, scheduler: Scheduler) -> None:
-        """Add the counts of a scheduler and its memory; called once, after their last step."""
+        """Add the counts of a scheduler and its KV memory; called once, after their last step."""
         memory, preemptions = scheduler.memory, scheduler.running_set.stats
         self.num_preemptions += preemptions.num_preemptions
         self.num_preempted_tokens += preemptions.num_preempted_tokens
@@ -154,7 +154,7 @@ def printed_lines(report: SimulationReport) -> list[str]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least `share` percent do not exceed; nan without values."""
+    """The percentile of the values at `share`, from 0 to 100; nan without values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
@@ -164,9 +164,9 @@ LARGEST = {"max_num_waiting", "max_num_running", "max_first_token_s"}
 
 
 def add_up(reports: list[SimulationReport], seed: int) -> SimulationReport:
-    """One report for several runs, with sums of counts and the largest of maxima.
+    """One report for several runs: counts are added up, and maxima are the largest of all.
 
-    It has no digest, and the caller sets steps_per_s.
+    The report has no digest, and the caller sets steps_per_s.
     """
     total = SimulationReport(seed)
     for entry in fields(SimulationReport):

@@ -1,8 +1,8 @@
 """Runs the scheduler and memory on a virtual clock and checks all their invariants.
 
-Each request must get exactly the tokens that it gets alone, whatever arrives, is aborted, preempted
-or fails beside it. Every block must be accounted for, and no block may be held at the end. A seed
-replays exactly: the report has a digest of all plans and results.
+Each request must get the same tokens as without other requests, even if some are aborted, are
+preempted or fail. Every block must be accounted for, and no block may be held at the end. Runs with
+the same seed are equal: the report has a digest of all plans and results.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from quire.simulation.step_time import StepTime
 from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork
 
 MAX_STEPS_WITHOUT_OUTPUT = 1000
-MAX_IDLE_TURNS = 100_000  # each takes 10 ms if it waits for a tier
+MAX_IDLE_TURNS = 100_000  # each is 10 ms if it waits for a tier
 NEVER_S = 1e6  # longer than any move takes
 
 
 class SimulationError(AssertionError):
-    """An invariant was broken, as the error's cause says."""
+    """An invariant was broken. The exception's cause tells which."""
 
     def __init__(self, message: str, config: SimulationConfig, step_id: int) -> None:
         super().__init__(message)
@@ -53,12 +53,12 @@ class SimulationError(AssertionError):
 
 
 def run(config: SimulationConfig) -> SimulationReport:
-    """Simulate. Raises SimulationError with its cause if an invariant is broken."""
+    """Run a simulation. Raises SimulationError if an invariant is broken."""
     return run_simulator(Simulator(config))
 
 
 def run_simulator(simulator: Simulator) -> SimulationReport:
-    """See `run`."""
+    """Run a simulation that has been prepared; see `run`."""
     config = simulator.config
     started_s = time.perf_counter()
     try:
@@ -73,7 +73,7 @@ def run_simulator(simulator: Simulator) -> SimulationReport:
 
 
 class Simulator:
-    """One run. Tests change its public parts before they call `run`."""
+    """One simulation. Tests may replace its public attributes before they call `run`."""
 
     def __init__(self, config: SimulationConfig) -> None:
         self.config = config
@@ -96,7 +96,7 @@ class Simulator:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def _start_engine(self) -> None:
-        """Make a new scheduler, memory and runner, also after a crash."""
+        """Make a new scheduler, memory and runner, at the start and after each crash."""
         config = self.config
         self.runner = _make_runner(config, self.report.num_crashes)
         make_memory = WholePreemption if config.preempts_whole else KVCacheManager
@@ -156,7 +156,7 @@ class Simulator:
     # ---- calls that `EngineSimulator` passes to an engine -----------------------------------
 
     def _enter(self, request: Request, branches: list[Sequence]) -> list[Sequence]:
-        """Add a request; returns its sequences, which are `branches` or equal ones."""
+        """Add a request; returns its sequences: `branches`, or the engine's equal sequences."""
         for group in self.grammars.begin(self.scheduler, [branches], self.now_s):
             self.scheduler.add(group, self.now_s)
         return branches
@@ -173,9 +173,9 @@ class Simulator:
     # ---- one turn ---------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """Plan and execute a step, and apply the oldest result unless it may stay in flight.
+        """Plan and execute a step, and apply the oldest result unless its step may stay in flight.
 
-        Returns whether a step was planned and none failed.
+        Returns whether a step was planned and no step failed.
         """
         for digest, message in self.adapters.pop_failed().items():
             self._receive(fail_adapter(self.scheduler, digest, message))
@@ -261,7 +261,7 @@ class Simulator:
         return make_sequences(request, self.config.max_model_len, root, self.now_s)
 
     def _crash_now_and_then(self) -> None:
-        """Crash at random: make a new engine, and add the requests that clients still wait for."""
+        """Crash at random: replace the engine, and add the requests that clients wait for again."""
         if self._crash_rng.random() >= self.config.crash_rate:
             return
         self.report.add_counts(self.scheduler)
@@ -283,7 +283,7 @@ class Simulator:
         Returns whether it was accepted.
         """
         width = max(1, sequence.params.beam_width)
-        # The K and V of the last token are never written.
+        # The last token needs no room, since its K and V are never written.
         needed = width * self.memory.growth.most_to_hold(
             sequence.max_num_tokens - 1, in_one_step=sequence.is_in_one_step
         )
@@ -298,7 +298,7 @@ class Simulator:
         return True
 
     def _fork_now_and_then(self) -> None:
-        """Fork a random client's sequence in any state, while requests still arrive."""
+        """At random, fork the sequence of a random client, while requests still arrive."""
         if self._next_arrival is None or self._rng.random() >= self.config.fork_rate:
             return
         client = self.clients.choose_to_fork(self._rng)
@@ -325,7 +325,8 @@ class Simulator:
             heapq.heappush(self._aborts, (*due, arrival.request.request_id, branch_index))
 
     def _abort_due(self, is_between: bool) -> None:
-        """Abort the requests that are due between planning and result, or before planning."""
+        """Make the aborts that are due now. `is_between`: now is between planning and result, not
+        before planning."""
         while self._aborts and self._aborts[0][:2] <= (self._turn, is_between):
             client = self.clients.find(heapq.heappop(self._aborts)[2:])
             if client is None:
@@ -375,7 +376,7 @@ def _make_runner(config: SimulationConfig, num_crashes: int) -> FakeRunner:
 
 
 def _make_tiers(simulator: Simulator, kept: KeptContents) -> FakeTiers | None:
-    """The simulated tiers over the blocks of the simulator's runner; None without tiers."""
+    """The simulated tiers for the blocks of the simulator's runner; None without tiers."""
     config = simulator.config
     if not config.tier:
         return None
@@ -393,7 +394,7 @@ def _make_adapters(simulator: Simulator) -> FakeAdapters:
 
 
 def _waiting(simulator: Simulator) -> Callable[[float], None]:
-    """A function that moves a simulator's clock to a time, unless it is later already."""
+    """A function that moves a simulator's clock forward to a time, but never back."""
 
     def wait_until(at_s: float) -> None:
         simulator.now_s = max(simulator.now_s, at_s)
@@ -402,8 +403,8 @@ def _waiting(simulator: Simulator) -> Callable[[float], None]:
 
 
 def _check_room(config: SimulationConfig, memory: KVCacheManager) -> None:
-    """Raises ConfigurationError if even the shortest request would be refused, since then the
-    simulation could never reach its number of steps."""
+    """Raises ConfigurationError if even the shortest request would be refused. The simulation would
+    then never reach its number of steps."""
     shortest = config.prompt_tokens[0] + config.output_tokens[0] - 1
     least = memory.growth.most_to_hold(shortest)
     if least > config.num_blocks:
@@ -414,12 +415,13 @@ def _check_room(config: SimulationConfig, memory: KVCacheManager) -> None:
 
 
 def result_bytes(result: StepResult) -> bytes:
-    """The bytes of a result for the digest, without log-probabilities, which follow from it."""
+    """The bytes of a result for the digest. Log-probabilities are left out, since they depend on
+    the tokens only."""
     return repr((result.step_id, result.rows, result.token_ids)).encode()
 
 
 def _plan_bytes(plan: StepPlan) -> bytes:
-    """The bytes of a plan for the digest, which are the same in each process."""
+    """The bytes of a plan for the digest. They are equal in different processes."""
     admissions = [(*admission[:5], admission.branch_index) for admission in plan.admit]
     forks = [(fork.row, fork.source_row, fork.branch_index, fork.joins_step) for fork in plan.forks]
     token_edits = [tuple(edit) for edit in plan.token_edits]

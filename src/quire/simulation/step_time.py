@@ -1,4 +1,4 @@
-"""The duration of steps on the virtual clock, and cost models for it."""
+"""Draws the durations of steps on the virtual clock, and fits cost models to them."""
 
 import random
 
@@ -10,7 +10,7 @@ SLOW_FACTOR = 5.0
 
 
 class StepTime:
-    """Draws step durations: a base plus a time per token; random steps are slower."""
+    """Draws step durations: a base time plus a time per token; random steps are slower."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class StepTime:
         base_s: float = STEP_BASE_S,
         token_s: float = STEP_TOKEN_S,
     ) -> None:
-        """A share `slow_rate` of all steps takes SLOW_FACTOR times as long."""
+        """`slow_rate` is the share of steps that take SLOW_FACTOR times as long."""
         self._base_s = base_s
         self._token_s = token_s
         self._slow_rate = slow_rate

@@ -1,7 +1,7 @@
 """The configuration of a simulation, and the requests that its seed draws.
 
-It knows no scheduler. All draws come from generators that are seeded by the seed, in a fixed order,
-so that a seed replays exactly.
+All random numbers come from generators that are seeded by the config's seed, in a fixed order, so
+that equal seeds give equal simulations. Independent of the scheduler.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ LONGEST_DEADLINE_S = 20.0
 DEFAULT_NUM_REQUESTS = 100
 STOP_TOKEN_ID = 1
 PAGE_BYTES = 64
-#: The default size of each kind of group: tokens of a window, or pages of a state. Kinds with 0
-#: have no size.
+#: The default size of each kind of KV group: tokens of a window, or pages of a recurrent state. 0
+#: means that the kind has no size.
 SIZES = {"full": 0, "latent": 0, "window": 10, "state": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """One simulation. All rates are shares between 0 and 1."""
+    """The options of one simulation. All rates except requests_per_s are shares from 0 to 1."""
 
     seed: int = 0
-    #: The number of requests that arrive; None is no limit, or 100 if num_steps is None too.
+    #: The number of requests that arrive; None means no limit, or 100 if num_steps is None, too.
     num_requests: int | None = None
-    #: The number of steps after which no request arrives; None is no limit.
+    #: The number of steps after which no request arrives; None means no limit.
     num_steps: int | None = None
     num_blocks: int = 48
     block_size: int = 4
-    #: The number of KV groups, which keep all tokens unless `kinds` is given.
+    #: The number of KV groups with full attention, unless `kinds` is given.
     num_groups: int = 1
-    #: The kinds of the KV groups, with commas between: `full`, `latent`, `window` or `state`. The
-    #: group `window:9` sees 9 tokens (else 10), and `state:3` takes 3 pages (else 2).
+    #: The kinds of the KV groups, separated by commas: `full`, `latent`, `window` or `state`. The
+    #: group `window:9` has a window of 9 tokens (default 10); `state:3` has 3 pages (default 2).
     kinds: str = ""
-    #: The tokens between two periodic snapshots of a state, in whole blocks; 0 is the memory's
-    #: default.
+    #: The tokens between two periodic snapshots of a recurrent state, a multiple of the block size;
+    #: 0 means the KV memory's default.
     snapshot_tokens: int = 0
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
     num_lookahead_blocks: int = 1
-    #: Whether a preempted sequence loses all its blocks instead of only the needed ones.
+    #: Whether a preempted sequence loses all its blocks, not only as many as are needed.
     preempts_whole: bool = False
     #: Whether admission predicts the lengths of outputs.
     forecasts: bool = True
@@ -81,76 +81,76 @@ class SimulationConfig:
     prompt_tokens: tuple[int, int] = (1, 40)
     #: The fewest and the most output tokens, drawn uniformly.
     output_tokens: tuple[int, int] = (1, 30)
-    #: Prompts that begin with one of 4 shared prefixes.
+    #: The share of prompts that begin with one of 4 shared prefixes.
     shared_prefix_rate: float = 0.5
-    #: Prompts that begin with tokens of an earlier prompt, up to a random token.
+    #: The share of prompts that begin with a random number of an earlier prompt's tokens.
     near_rate: float = 0.0
-    #: Requests that arrive together with the previous one and have the same prompt.
+    #: The share of requests that arrive together with the previous request, with its prompt.
     repeat_rate: float = 0.0
     #: The fewest and the most branches of a request.
     num_branches: tuple[int, int] = (1, 2)
-    #: Requests that search beams instead of sampling.
+    #: The share of requests with a beam search.
     beam_rate: float = 0.0
     #: The fewest and the most beams of a search.
     beam_width: tuple[int, int] = (2, 4)
-    #: Steps before which a client forks a sequence in any state, while requests still arrive.
+    #: The share of steps before which a client forks a sequence, while requests still arrive.
     fork_rate: float = 0.0
     num_cache_domains: int = 2
-    #: Requests in the cache domain that all tenants may read.
+    #: The share of requests in the cache domain that all tenants may read.
     public_rate: float = 0.0
     num_priorities: int = 3
     num_tenants: int = 3
-    #: Requests with a deadline of 0 to 20 s.
+    #: The share of requests with a deadline of 0 to 20 s.
     deadline_rate: float = 0.0
-    #: Requests that are aborted at a random time.
+    #: The share of requests that are aborted at a random time.
     abort_rate: float = 0.1
-    #: The most steps from a request's arrival to its abort.
+    #: The maximum number of steps from a request's arrival to its abort.
     max_abort_age_steps: int = 30
-    #: Requests that also stop at token 1.
+    #: The share of requests with token 1 as a stop token.
     stop_rate: float = 0.1
-    #: Generated tokens that are the end token.
+    #: The share of generated tokens that are the model's end token.
     end_rate: float = 0.02
-    #: Requests that pool instead of generating tokens.
+    #: The share of requests that pool instead of generating tokens.
     pooling_rate: float = 0.0
-    #: Requests with log-probabilities of the output; those of the prompt are drawn independently.
+    #: The share of requests for log-probabilities of the output, and, independently, of the prompt.
     logprobs_rate: float = 0.1
-    #: Requests whose tokens must match a grammar; beam searches have none.
+    #: The share of requests, except beam searches, whose tokens must match a grammar.
     grammar_rate: float = 0.0
-    #: Steps before which the scheduler crashes; a new one resumes from the tokens of clients.
+    #: The share of steps before which the scheduler crashes. A new scheduler resumes all requests.
     crash_rate: float = 0.0
-    #: Steps that fail as a whole.
+    #: The share of steps that fail as a whole.
     step_failure_rate: float = 0.0
-    #: Requests that make each step fail in which they compute.
+    #: The share of requests that make every step fail that computes them.
     poison_rate: float = 0.0
-    #: Requests that fail alone.
+    #: The share of requests that fail without failing the step.
     nan_rate: float = 0.0
-    #: See `pacing.PacingConfig`; 0 is no pacing.
+    #: See `pacing.PacingConfig`; 0 means no pacing.
     max_itl_ratio: float = 0.0
     #: The initial ratio of the pacer's predicted time of prompt tokens to their true time.
     predicted_ratio: float = 1.0
-    #: The seconds of each step on the virtual clock, in addition to those of its tokens.
+    #: The seconds that each step takes on the virtual clock, besides the time of its tokens.
     step_base_s: float = STEP_BASE_S
-    #: The seconds of each token of a step on the virtual clock.
+    #: The seconds that each token of a step takes on the virtual clock.
     step_token_s: float = STEP_TOKEN_S
-    #: Steps that take five times as long, as beside a busy neighbour.
+    #: The share of steps that take five times as long, as if other programs used the machine.
     slow_rate: float = 0.0
-    #: Requests with an adapter.
+    #: The share of requests with an adapter.
     adapter_rate: float = 0.0
     #: The number of adapters, drawn by Zipf's law; the last one can't be read.
     num_adapters: int = 6
-    #: Slots for adapters.
+    #: The number of slots for adapters.
     max_loras: int = 2
     #: Fields of the `SimulatedTier` behind the pool; empty if there is no tier.
     tier: tuple[tuple[str, float], ...] = ()
-    #: The steps planned before the last result is known, 0 or 1.
+    #: The number of steps that are planned before the previous result is known: 0 or 1.
     overlap: int = 0
-    #: Whether the real engine's loop runs the simulation; then there are no crashes.
+    #: Whether the real engine's loop runs the simulation, without crashes.
     through_engine: bool = False
-    #: With through_engine: the share of times before and after calls of the runner at which the
-    #: step is interrupted, as by Ctrl-C.
+    #: With through_engine: the probability, before and after each call of the runner, that Ctrl-C
+    #: interrupts the step.
     interrupt_rate: float = 0.0
     vocab_size: int = 1000
-    #: The steps between two checks of all invariants.
+    #: The number of steps between two checks of all invariants.
     check_every: int = 1
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ class SimulationConfig:
             raise ConfigurationError("arrivals is 'at_once', which needs num_requests")
         if self.through_engine and self.crash_rate:
             raise ConfigurationError(
-                f"crash_rate is {self.crash_rate}, but must be 0 where through_engine is True"
+                f"crash_rate is {self.crash_rate}, but must be 0 if through_engine is True"
             )
         if self.interrupt_rate and not self.through_engine:
             raise ConfigurationError(
@@ -220,7 +220,7 @@ def read_groups(kinds: str) -> tuple[KVGroup, ...]:
         is_known = name in SIZES and (not number or (number.isdecimal() and int(number) > 0))
         if not is_known or (number and not SIZES[name]):
             raise ConfigurationError(
-                f"kinds is {kinds!r}, but {word!r} is none of full, latent, window, state,"
+                f"kinds is {kinds!r}, but {word!r} is not one of full, latent, window, state,"
                 " window:TOKENS and state:PAGES"
             )
         size = int(number) if number else SIZES[name]
@@ -233,18 +233,18 @@ def read_groups(kinds: str) -> tuple[KVGroup, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that arrives at a time, and may be aborted later."""
+    """A request, with its time of arrival and of its abort, if any."""
 
     request: Request
     at_s: float
     #: The steps from its arrival to its abort; None if it is not aborted.
     abort_age_steps: int | None
-    #: Whether the abort comes between the planning and the result of a step; else before planning.
+    #: Whether the abort is made between a step's planning and its result, not before planning.
     is_between: bool
 
 
 def draw_arrivals(config: SimulationConfig) -> Iterator[Arrival]:
-    """Yields the requests in order of arrival, without end if their number is not limited."""
+    """Yields the requests in order of arrival, infinitely many if their number is not limited."""
     rng = random.Random(config.seed)
     length = max(1, config.prompt_tokens[1] * 3 // 4)
     prefixes = [_tokens(rng, config, length) for _ in range(NUM_SHARED_PREFIXES)]
@@ -273,7 +273,7 @@ def draw_arrivals(config: SimulationConfig) -> Iterator[Arrival]:
 
 
 def _with_adapter(config: SimulationConfig, index: int, request: Request) -> Request:
-    """The request, at random with an adapter."""
+    """The request, to which an adapter is added at random."""
     rng = random.Random(f"adapter {index} of {config.seed}") if config.adapter_rate else None
     if rng is None or rng.random() >= config.adapter_rate:
         return request
@@ -294,7 +294,7 @@ def _as_pooling(config: SimulationConfig, index: int, request: Request) -> Reque
 
 
 def _in_steps_that_fit(config: SimulationConfig, request: Request) -> Request:
-    """The request; if its prompt may not fit into one step, it may pool in several."""
+    """The request. If its prompt may not fit into one step, it is allowed to pool in several."""
     pooling = request.params.pooling
     is_paced = bool(config.max_itl_ratio)
     if pooling is None or (
@@ -308,7 +308,7 @@ def _in_steps_that_fit(config: SimulationConfig, request: Request) -> Request:
 def draw_fork(rng: random.Random, params: DecodingParams, num_output_tokens: int) -> DecodingParams:
     """The parameters of a fork from a sequence with num_output_tokens tokens.
 
-    They have room for at least one more token, and at random another seed.
+    They allow at least one more token. The seed is changed at random.
     """
     return replace(
         params,
@@ -402,7 +402,7 @@ def _draw_params(rng: random.Random, config: SimulationConfig, beam_width: int) 
 def _draw_grammar(config: SimulationConfig, params: DecodingParams) -> str | None:
     """A grammar in the form of `fake_grammar`, or None.
 
-    Grammars have a generator of their own, which leaves the other draws unchanged.
+    Grammars have a separate random generator, so that they don't change other random numbers.
     """
     rng = random.Random(f"grammar of {params.seed}")
     if rng.random() >= config.grammar_rate:

@@ -1,7 +1,7 @@
-"""Draws small simulations that mix forks, beams, shared prefixes, domains and faults.
+"""Draws small simulations that mix forks, beams, shared prefixes, cache domains and faults.
 
-Each world is a `SimulationConfig` drawn from (seed, index). So a command with its options replays a
-failure in one world without the earlier worlds.
+Each such simulation (world) is a `SimulationConfig` drawn from (seed, index). So a command with its
+options repeats a failure in one world without running the earlier worlds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.simulation.workload import SimulationConfig, read_groups
 
 STEPS_PER_WORLD = 5000
 
-# The kinds of groups of each model; the sizes of windows and states are drawn.
+# The kinds of KV groups of each model. The sizes of windows and states are random.
 HYBRIDS = (
     "full,window",
     "full,state",
@@ -36,13 +36,13 @@ HYBRIDS = (
 def draw_world(
     seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
 ) -> SimulationConfig:
-    """A world with all features. Overlap, the engine's loop and policies alternate with the index,
-    so that all combinations occur."""
+    """A world with all features. Overlap, the engine's loop and policies depend on the index, so
+    that all combinations occur."""
     through_engine = index % 3 == 2
     rng = random.Random(f"world {index} of {seed}")
     block_size = rng.choice((1, 2, 4, 8, 16))
     num_groups = rng.choice((1, 1, 2, 3))
-    # The pool has room for half of the longest sequence up to six of the longest sequences.
+    # The pool's size is between half of the longest sequence and six of the longest sequences.
     longest = -(-120 // block_size) * num_groups
     most = rng.choice((1, 2, 3, 6))
     return SimulationConfig(
@@ -121,7 +121,7 @@ def _draw_tier(rng: random.Random) -> tuple[tuple[str, float], ...]:
 def draw_hybrid_world(
     seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
 ) -> SimulationConfig:
-    """The world of `draw_world` with other kinds of KV groups, and a pool that suits them."""
+    """The world of `draw_world` with other kinds of KV groups, and a pool large enough for them."""
     world = draw_world(seed, index, num_steps, check_every)
     rng = random.Random(f"hybrid world {index} of {seed}")
     size = world.block_size
@@ -134,7 +134,7 @@ def draw_hybrid_world(
     kinds = ",".join(words)
     growth = Growth(read_groups(kinds), size)
     longest = growth.most_to_hold(world.max_model_len - 1)
-    # A state takes as many blocks for a short sequence as for a long one; the pool must hold it.
+    # The pool must hold a state, which takes as many blocks for a short sequence as for a long one.
     fewest = max(longest // 2, growth.most_to_hold(world.max_model_len // 3))
     most = rng.choice((1, 2, 3, 6))
     return replace(
@@ -152,7 +152,7 @@ def draw_worlds(
     check_every: int = 10,
     draw: Callable[[int, int, int, int], SimulationConfig] = draw_world,
 ) -> Iterator[SimulationConfig]:
-    """Yields worlds of STEPS_PER_WORLD steps each, and of num_steps in all."""
+    """Yields worlds of STEPS_PER_WORLD steps each, which have num_steps steps in total."""
     for index in range(-(-num_steps // STEPS_PER_WORLD)):
         left = num_steps - index * STEPS_PER_WORLD
         yield draw(seed, index, min(left, STEPS_PER_WORLD), check_every)

@@ -1,8 +1,8 @@
-"""A fake source of adapters, which reads them slowly and fails for some.
+"""A fake source of LoRA adapters: reading takes time, and fails for broken adapters.
 
-Reading an adapter takes a random time of the virtual clock, after which a broken one fails. Loading
-an adapter before it is ready violates the contract of
-`core.scheduling.adapter_residency.AdapterSource`, and raises.
+Reading an adapter takes a random time of the virtual clock, after which a broken adapter fails. If
+an adapter is loaded before it is ready, which `core.scheduling.adapter_residency.AdapterSource`
+forbids, `pop_ready` raises.
 """
 
 import random
@@ -13,7 +13,7 @@ from quire.core.adapters import AdapterRef
 
 MAX_READ_S = 0.5
 
-#: Adapters whose digest begins with this can't be read.
+#: Prefix of the digests of broken adapters, which can't be read.
 BROKEN = "broken"
 
 
@@ -23,7 +23,7 @@ class FakeAdapters:
     def __init__(
         self, rng: random.Random, clock: Callable[[], float], wait_until: Callable[[float], None]
     ) -> None:
-        """`clock` gives the seconds of the virtual clock, and `wait_until` moves it."""
+        """`clock` returns the virtual clock's seconds, and `wait_until` sets the clock."""
         self.num_reads = 0
         self._rng = rng
         self._clock = clock
@@ -50,12 +50,12 @@ class FakeAdapters:
         self._ready.discard(digest)
 
     def pop_ready(self, digest: str) -> None:
-        """Note that the runner loads an adapter, which must be ready."""
+        """Check that an adapter, which the runner now loads, is ready."""
         assert digest in self._ready, f"adapter {digest} is loaded, but was not ready"
         self._ready.discard(digest)
 
     def pop_failed(self) -> dict[str, str]:
-        """The adapters that failed since the last call, with the reasons."""
+        """The reason for each adapter's failure since the last call, by digest."""
         now_s = self._clock()
         failed = [
             digest
@@ -67,7 +67,7 @@ class FakeAdapters:
         return {digest: f"adapter {digest} can't be read" for digest in failed}
 
     def find(self, name: str, path: str, *, anew: bool = False) -> Future[AdapterRef]:
-        """Refuses: clients of a simulation name adapters by digest."""
+        """Not supported, since clients of a simulation name adapters by digest."""
         raise NotImplementedError("a simulated adapter has no files")
 
     def remember_source(self, ref: AdapterRef) -> None:
@@ -78,6 +78,6 @@ class FakeAdapters:
         return {"num_reads": self.num_reads}
 
     def wait(self) -> None:
-        """Move the clock to the end of the next reading, if there is one."""
+        """Move the clock to the time when the next adapter is read, if one is being read."""
         if self._due_s:
             self._wait_until(min(self._due_s.values()))

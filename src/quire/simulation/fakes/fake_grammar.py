@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class InlineExecutor(Executor):
-    """Does work at once in the calling thread, so that results depend on no other thread."""
+    """Runs each function at once in the calling thread, so that results are deterministic."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         done: Future[T] = Future()
@@ -35,12 +35,12 @@ class InlineExecutor(Executor):
 
 @dataclass(frozen=True, slots=True)
 class FakeGrammar:
-    """A grammar as the module's docstring explains it, for a model whose end token is 0."""
+    """A grammar in the form that the module's docstring explains. The model's end token is 0."""
 
     modulus: int
-    #: The fewest tokens of an output.
+    #: The minimum number of tokens of an output.
     fewest: int
-    #: The most tokens of an output.
+    #: The maximum number of tokens of an output.
     most: int
     vocab_size: int
 
@@ -49,7 +49,7 @@ class FakeGrammar:
 
 
 class FakeGrammarState:
-    """An `engine.token_masks.FollowedGrammar`."""
+    """The state of a grammar after some tokens: an `engine.token_masks.FollowedGrammar`."""
 
     def __init__(self, grammar: FakeGrammar, total: int = 0, count: int = 0) -> None:
         self._grammar = grammar
@@ -87,7 +87,7 @@ class FakeGrammarState:
 
 
 class FakeGrammars:
-    """An `engine.grammar_work.GrammarSource`."""
+    """Compiles fake grammars: an `engine.grammar_work.GrammarSource`."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -103,7 +103,7 @@ class FakeGrammars:
 
 
 def fake_grammar_work(vocab_size: int, **options: Any) -> GrammarWork:
-    """The grammar work of an engine with the fake model, done at once in the calling thread."""
+    """The `GrammarWork` of an engine with the fake model, which compiles in the calling thread."""
     return GrammarWork(FakeGrammars(vocab_size), (0,), threads=InlineExecutor(), **options)
 
 

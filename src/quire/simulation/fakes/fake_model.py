@@ -1,8 +1,8 @@
 """A fake model, in which each token is a pure function of the earlier ones.
 
 Each prefix has a fingerprint, which is a rolling hash of all its tokens. The next token is a
-function of (fingerprint, seed, branch). So the expected output of a request is known without a
-scheduler, a batch or a KV cache. `fake_runner` and the simulator use it; it knows no rows or steps.
+function of (fingerprint, seed, branch). So the expected output of a request can be computed without
+a scheduler, a batch or a KV cache. Used by `fake_runner` and the simulator.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _powers(base: int, count: int) -> Fingerprints:
 
 
 def branch_salt(seed: int, branch_index: int) -> int:
-    """The salt of a branch's draws, by which branches and seeds get different tokens."""
+    """The salt of a branch, which makes its tokens differ from those of other branches or seeds."""
     return mix((seed + mix(branch_index + 1)) & MASK)
 
 
@@ -59,13 +59,13 @@ def extend(fingerprint: int, token_id: int) -> int:
 
 
 def extend_array(fingerprints: Fingerprints, token_ids: npt.NDArray[np.int64]) -> Fingerprints:
-    """`extend` of each pair."""
+    """`extend` for each pair of a fingerprint and a token id."""
     return fingerprints * np.uint64(BASE) + mix_array(token_ids.astype(np.uint64) + np.uint64(1))
 
 
 def adapter_start(digest: str) -> int:
-    """The fingerprint of the empty prefix under an adapter, by which all its prefixes differ from
-    those of the base model."""
+    """The fingerprint of the empty prefix under an adapter. It makes the fingerprints of all
+    prefixes differ from the base model's."""
     return mix(crc32(digest.encode()) + 1) if digest else 0
 
 
@@ -82,7 +82,7 @@ def fingerprints_of(token_ids: Sequence[int], start: int = 0) -> Fingerprints:
 
 
 def fake_logprobs(fingerprint: int, token_id: int, num_top: int) -> TokenLogprobs:
-    """Made-up, reproducible log-probabilities at the position after a prefix."""
+    """Reproducible fake log-probabilities at the position after a prefix."""
     draws = [mix((fingerprint + index) & MASK) for index in range(num_top + 1)]
     return TokenLogprobs(
         token_id,
@@ -95,7 +95,7 @@ def fake_logprobs(fingerprint: int, token_id: int, num_top: int) -> TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutput:
-    """The output of a request that runs alone."""
+    """The output that a branch must get, whatever other requests run."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
@@ -108,13 +108,13 @@ class ExpectedOutput:
 
 
 def fake_pooled(fingerprint: SupportsInt) -> bytes:
-    """The result of a request that pools, from the fingerprint of its whole prompt."""
+    """The result of a pooling request, computed from the fingerprint of its whole prompt."""
     return int(fingerprint).to_bytes(8, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """Gives the next token after any prefix."""
+    """Computes the next token after any prefix."""
 
     vocab_size: int = 1000
     #: The probability that the next token is end_token_id; all others are equally likely.
@@ -127,7 +127,7 @@ class FakeModel:
     def next_token(self, fingerprint: int, salt: int, mask: bytes | None = None) -> int:
         """The token after a prefix, for the branch with this salt.
 
-        `mask` has a bit for each allowed token, at least one; None allows all.
+        `mask` has a bit for each allowed token and allows at least one; None allows all tokens.
         """
         draw = mix(fingerprint ^ salt)
         if mask is not None:
@@ -138,7 +138,7 @@ class FakeModel:
         return 1 + (draw & 0xFFFFFFFF) % (self.vocab_size - 1)
 
     def next_tokens(self, fingerprints: Fingerprints, salts: Fingerprints) -> npt.NDArray[np.int64]:
-        """`next_token` of each pair."""
+        """`next_token` for each pair of a fingerprint and a salt."""
         draws = mix_array(fingerprints ^ salts)
         is_end = (draws >> np.uint64(64 - END_RATE_BITS)) < np.uint64(self._end_limit())
         others = 1 + (draws & np.uint64(0xFFFFFFFF)).astype(np.int64) % (self.vocab_size - 1)
@@ -147,8 +147,8 @@ class FakeModel:
     def beam_candidates(self, fingerprint: int, count: int) -> list[Candidate]:
         """The `count` best continuations of a prefix by one token, best first.
 
-        Tokens are distinct, and at most vocab_size - 1. They and their log-probabilities depend
-        only on the prefix.
+        The tokens are distinct, so there are at most vocab_size - 1. Tokens and log-probabilities
+        depend only on the prefix.
         """
         count = min(count, self.vocab_size - 1)
         draw = mix(fingerprint ^ BEAM_SALT)
@@ -203,10 +203,10 @@ class FakeModel:
     ) -> ExpectedOutput:
         """The expected output of one branch of a request, computed without a scheduler.
 
-        A fork has the output `forked_token_ids` before it begins, and gets the tokens after them.
-        These obey `constraint`, which has taken the forked tokens.
+        A fork begins with the output `forked_token_ids`; the returned tokens follow these. They
+        obey `constraint`, whose state is after the forked tokens.
         """
-        # A request that pools gets a result instead of tokens.
+        # A pooling request gets a result instead of tokens.
         params = request.params
         if params.pooling is not None:
             prefixes = fingerprints_of(request.prompt_token_ids, _start_of(request))

@@ -1,7 +1,7 @@
 """The fake runner's rows and block tables, which refuse impossible plans.
 
-This module says which slots a step reads and writes; `fake_runner` runs the forward pass. A refusal
-is an AssertionError that lists the row's changes in the last plans.
+This module maps tokens to the slots that a step reads and writes; `fake_runner` runs the forward
+pass. A refusal is an AssertionError that lists the row's changes in the last plans.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class PlanHistory:
-    """The last plans, which are listed in the messages of refusals."""
+    """The last plans, which the error messages of refusals list."""
 
     def __init__(self) -> None:
         self._plans: deque[StepPlan] = deque(maxlen=NUM_REMEMBERED_PLANS)
@@ -99,20 +99,19 @@ class FakeRows:
         self.num_blocks = num_blocks
         self.max_num_tokens = max_num_tokens
         self.live = np.zeros(max_num_rows, dtype=np.bool_)
-        #: Changes whenever the row gets a new owner, so that late tokens of the earlier one are
-        #: recognized.
+        #: Incremented when a row gets a new sequence, to recognize late tokens of the previous one.
         self.epoch: Ints = np.zeros(max_num_rows, dtype=np.int64)
         #: The row's tokens, including those that steps in flight will append.
         self.num_tokens: Ints = np.zeros(max_num_rows, dtype=np.int64)
         self.num_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
-        #: The most computed tokens that the row has had since its admission.
+        #: The maximum of `num_computed` since the row's admission.
         self.num_ever_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
-        #: Rows of forks that join the step: each samples from the logits of its source row, the
-        #: value. Their tables are counted once the step's accesses are known, since the source
-        #: writes for them.
+        #: Maps the row of each fork that joins the step to its source row, from whose logits it
+        #: samples. The fork's tables are counted after the step's accesses are known, since the
+        #: source row writes the blocks for it.
         self.joining: dict[int, int] = {}
-        self._new: list[tuple[int, int]] = []  # (block, row) of blocks that this plan gives out
-        #: Tokens for which a row's table in a group has slots.
+        self._new: list[tuple[int, int]] = []  # (block, row) of blocks that this plan assigns
+        #: At [group, row], the number of tokens for which the row's table has slots.
         self.num_table_tokens: Ints = np.zeros((num_groups, max_num_rows), dtype=np.int64)
         #: The `branch_salt` of each row.
         self.salts = np.zeros(max_num_rows, dtype=np.uint64)
@@ -149,7 +148,7 @@ class FakeRows:
             self.num_table_tokens[group, row] = 0
 
     def pop_new_blocks(self) -> list[int]:
-        """The new, empty blocks that rows got since the last call.
+        """The new, empty blocks that rows have got since the last call.
 
         After all edits of a plan, each of these blocks must be in exactly one row's table.
         """
@@ -163,7 +162,7 @@ class FakeRows:
         return [block for block, _ in new]
 
     def admit(self, admission: RowAdmission) -> None:
-        """Fill a free row. Its tables have the computed blocks first and new ones after them."""
+        """Fill a free row. In its tables, new blocks follow the blocks of computed tokens."""
         # First, refuse an impossible admission.
         row, refuse = admission.row, self.history.refuse
         num_tokens, computed = len(admission.token_ids), admission.num_computed_tokens
@@ -307,7 +306,7 @@ class FakeRows:
     def _write_ids(
         self, row: int, group: int, first: int, ids: list[int] | tuple[int, ...]
     ) -> None:
-        """Write ids into a table from its logical block `first` on; HOLE_BLOCK has no slots."""
+        """Write block ids into a table, starting at index `first`. HOLE_BLOCK has no slots."""
         if not ids:
             return
         size, description = self.block_size, self.groups[group]
@@ -332,7 +331,8 @@ class FakeRows:
     def check_unshared(self, writers: Ints, blocks: Ints) -> None:
         """Refuse a step that writes into a shared block. Row `writers[i]` writes into `blocks[i]`.
 
-        A block is shared if another row's table names it, or the same row names it twice.
+        A block is shared if it occurs in another row's table, or more than once in the row's
+        tables.
         """
         shared = self.table_count[blocks] != 1
         if shared.any():
@@ -344,7 +344,7 @@ class FakeRows:
             )
 
     def holders(self, block: int) -> str:
-        """The (row, group) pairs whose tables name a block, for messages."""
+        """Text for error messages: the (row, group) pairs whose tables contain a block."""
         found = [
             (row, group)
             for group, tables in enumerate(self.tables)

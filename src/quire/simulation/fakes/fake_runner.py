@@ -1,13 +1,13 @@
 """A fake runner without a model, which catches misuse of the KV cache.
 
-Each slot stores the fingerprint of the prefix that wrote it (`fake_store`). In each step a row's
+Each slot stores the fingerprint of the prefix that wrote it (`fake_store`). In each step, a row's
 whole context is read back through its block tables and compared. So a block that was freed early,
-shared wrongly or mapped wrongly raises at once. In a group with a window, all tokens that its
-queries see are read, so that a hole made early raises. A state must be the one after exactly the
-row's computed tokens. Tokens are sampled from `FakeModel`, so every output is known beforehand.
+shared wrongly or mapped wrongly raises an error at once. In a group with a window, all tokens in
+the window are read, so that freeing a block too early raises. A recurrent state must be the state
+after exactly the row's computed tokens. Tokens come from `FakeModel`, so outputs can be predicted.
 
-To show the hazards of overlap, the forward pass of a step runs only at its `result`. The blocks
-that a later plan gives out are overwritten as soon as that plan is executed.
+To reveal errors of overlapped steps, the forward pass of a step runs as late as its `result`, but
+the blocks that a later plan assigns are overwritten as soon as that plan is executed.
 """
 
 from collections import deque
@@ -50,7 +50,7 @@ class InjectedFailureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The failures to inject. They depend only on step ids and tokens."""
+    """The failures to inject, which depend only on step ids and tokens."""
 
     #: Ids of steps whose `execute` raises.
     execute_fails_at: frozenset[int] = frozenset()
@@ -117,7 +117,7 @@ class FakeRunner:
     # ---- the contract -----------------------------------------------------------------------
 
     def execute(self, plan: StepPlan) -> None:
-        """Apply the plan's changes to the rows and note the accesses of its forward pass."""
+        """Apply the plan's changes to the rows and record the accesses of its forward pass."""
         self.history.add(plan)
         self._check_order(plan)
         # First, change the rows. Adapters come before admissions, whose fingerprints depend on
@@ -140,7 +140,7 @@ class FakeRunner:
             rows.edit_tokens(token_edit)
         for edit in plan.table_edits:
             rows.edit(edit)
-        # Then, overwrite the blocks that the plan gives out.
+        # Then, overwrite the blocks that the plan assigns.
         self._overwrite_new(self._check_copies(plan.copies, rows.pop_new_blocks()))
         if rows.num_live != plan.num_rows:
             self.history.refuse(f"{rows.num_live} rows live, the plan says {plan.num_rows}")
@@ -153,7 +153,7 @@ class FakeRunner:
             self._resolve(step)
 
     def sample(self, masks: TokenMasks | None = None) -> None:
-        """Note that the step just executed will be sampled."""
+        """Mark the last executed step as sampled."""
         if self._is_sampled:
             self.history.refuse("sample without a step that was executed and not yet sampled")
         self._is_sampled = True
@@ -180,8 +180,8 @@ class FakeRunner:
     def reset(self) -> None:
         """Drop all rows and steps.
 
-        Blocks keep their content. Only the blocks that dropped steps would have written are
-        overwritten, since such a step may have run in part.
+        Blocks keep their content, except that blocks which a dropped step would have written are
+        overwritten, since the step may have run in part.
         """
         for step in self._steps:
             self.store.scribble_writes(step)
@@ -205,16 +205,16 @@ class FakeRunner:
         self._last_step_id = plan.step_id
 
     def _check_known(self, row: int, what: str) -> None:
-        """Refuse a change that needs all tokens of a row while a step in flight will sample
-        another."""
+        """Refuse a change that needs all tokens of a row while a step in flight will add a token to
+        the row."""
         for step in self._steps:
             is_its = (step.sampling == row) & (step.epochs == self.rows.epoch[row])
             if is_its.any():
                 self.history.refuse(f"{what} of row {row}, whose last token is in flight", row)
 
     def _check_copies(self, copies: tuple[BlockCopy, ...], new_blocks: list[int]) -> list[int]:
-        """Check a plan's block copies. Returns the blocks that it gives out: new ones and copy
-        targets."""
+        """Check a plan's block copies. Returns the blocks that the plan assigns: the new blocks and
+        the targets of copies."""
         if not copies:
             return new_blocks
         sources, targets = {copy.source for copy in copies}, {copy.target for copy in copies}
@@ -231,7 +231,8 @@ class FakeRunner:
         return [*new_blocks, *targets]
 
     def _launch(self, plan: StepPlan) -> FakeStep:
-        """Find the tokens of the step: those of its chunks, and one for each other live row."""
+        """Make the step of a plan, which computes the plan's chunks and one token of each other
+        live row."""
         rows, refuse = self.rows, self.history.refuse
         is_implicit = rows.live.copy()
         is_implicit[list(rows.joining)] = False
@@ -270,7 +271,7 @@ class FakeRunner:
             row = int(computing[wrong][0])
             refuse(f"a chunk of row {row} ends beyond its {rows.num_tokens[row]} tokens", row)
         offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
-        # Then, find the rows that sample: those without uncomputed tokens, and forks that join.
+        # Then, find the rows that sample: rows without uncomputed tokens, and forks that join.
         closing = np.flatnonzero(ends == rows.num_tokens[computing])
         sources = np.array([*closing, *self._sources_of_joins(computing, closing)], dtype=np.int64)
         sampling = np.array([*computing[closing], *rows.joining], dtype=np.int64)
@@ -289,7 +290,7 @@ class FakeRunner:
             windows=self._windows,
         )
         self._check_pooling(step)
-        # Then, note the slots or pages that the step accesses in each group.
+        # Then, record the slots or pages that the step accesses in each group.
         longest = step.longest
         for group, tables in enumerate(rows.tables):
             if rows.groups[group].kind is KVKind.STATE:
@@ -314,8 +315,8 @@ class FakeRunner:
         return step
 
     def _check_pooling(self, step: FakeStep) -> None:
-        """Refuse rows that pool without computing all tokens that they read, or in several steps
-        if they must do it in one."""
+        """Refuse pooling rows that don't compute all tokens that they pool, or that need one step
+        but compute in several."""
         for index, sample, admission in step.special:
             pooling, row = admission.params.pooling, admission.row
             if pooling is None:
@@ -326,7 +327,7 @@ class FakeRunner:
                 self.history.refuse(f"row {row} computes its prompt in several steps", row)
 
     def _sources_of_joins(self, computing: Ints, closing: Ints) -> list[int]:
-        """For each fork that joins the step, the index of its source among the computing rows."""
+        """For each fork that joins the step, the index of its source row in `computing`."""
         found = {int(computing[index]): int(index) for index in closing}
         for row, source in self.rows.joining.items():
             if source not in found:
@@ -340,12 +341,12 @@ class FakeRunner:
         self.rows.check_unshared(step.write_rows, slots // self.block_size)
 
     def _resolve(self, step: FakeStep) -> None:
-        """Note the fingerprints of a step's tokens, all of which are now known."""
+        """Compute the fingerprints of a step's tokens, since all of the tokens are now known."""
         step.fingerprints = self.rows.fingerprints[step.rows, : step.longest]
         step.written = self.rows.fingerprints[step.write_rows, step.write_positions]
 
     def _overwrite_new(self, blocks: list[int]) -> None:
-        """Overwrite new blocks. Refuses blocks that a step in flight accesses."""
+        """Overwrite newly assigned blocks. Refuses blocks that a step in flight accesses."""
         if not blocks:
             return
         for step in self._steps:
@@ -450,7 +451,7 @@ class FakeRunner:
             self._fail(step, "execute")
 
     def _fail(self, step: FakeStep, where: str) -> NoReturn:
-        """Fail a step, with partly written blocks as if it had died in the middle."""
+        """Raise the failure of a step. Its blocks are overwritten, as if it had failed halfway."""
         self.store.scribble_writes(step)
         self._has_failed = True
         raise InjectedFailureError(f"{where} of step {step.plan.step_id} fails, as was asked")

@@ -1,6 +1,6 @@
 """A step of the fake runner, from its plan to its result.
 
-It knows rows only by number. Only `fake_runner` uses it.
+Only `fake_runner` uses it.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from quire.simulation.fakes.fake_rows import Ints
 class FakeStep:
     """A step whose forward pass has not run yet.
 
-    Shapes use R for rows that compute, W for tokens that are written, and S for rows that sample.
+    In shapes, R is the number of computing rows, W of written tokens, and S of sampling rows.
     """
 
     plan: StepPlan
@@ -33,16 +33,17 @@ class FakeStep:
     write_positions: Ints
     #: Rows that sample, [S].
     sampling: Ints
-    #: Indices into `rows` of the rows whose logits are sampled, [S]. A fork that joins samples the
-    #: logits of its source, and any other row its own.
+    #: For each sampling row, the index in `rows` of the row whose logits it samples, [S]. This is
+    #: the source row for a fork that joins, and the row itself otherwise.
     sources: Ints
     #: The `branch_salt` of each sampling row, [S].
     salts: Fingerprints
-    #: The epoch of each sampling row, [S]; a token is late if its row has another epoch.
+    #: The epoch of each sampling row, [S]. If the row has another epoch at the result, its token is
+    #: dropped.
     epochs: Ints
-    #: Rows that get more than a token (such as log-probabilities) or fail, as (index into `rows`,
-    #: index into `sampling` or -1, admission). A fork that joins has the index of its source, but
-    #: computes no prompt.
+    #: Rows that fail, or whose result is more than a token, such as log-probabilities. Entries are
+    #: (index in `rows`, index in `sampling` or -1, admission). A fork that joins has the index of
+    #: its source row, but computes no prompt.
     special: list[tuple[int, int, RowAdmission]]
     #: For each group with slots, the slot of each written token, [W].
     write_slots: dict[int, Ints] = field(default_factory=dict)
@@ -52,17 +53,17 @@ class FakeStep:
     pages: dict[int, Ints] = field(default_factory=dict)
     #: For each group with a window, the tokens of the window.
     windows: dict[int, int] = field(default_factory=dict)
-    #: For each row with a mask, a bit for each token that may be sampled.
+    #: For each row with a mask, a bitmask of the tokens that may be sampled.
     masks: dict[int, bytes] = field(default_factory=dict)
     #: The fingerprint after each token, [R, longest]; None until the previous step's tokens are
     #: known.
     fingerprints: Fingerprints | None = None
-    #: The fingerprint after each written token, [W]; None as long as `fingerprints` is None.
+    #: The fingerprint after each written token, [W]; None while `fingerprints` is None.
     written: Fingerprints | None = None
 
     @property
     def longest(self) -> int:
-        """The most computed tokens of a row after the step."""
+        """The maximum number of a row's computed tokens after the step."""
         return int(self.ends.max())
 
     def last_fingerprints(self) -> Fingerprints:
@@ -91,8 +92,8 @@ class FakeStep:
 def logprobs_of(
     model: FakeModel, admission: RowAdmission, prefix: int, token_id: int
 ) -> TokenLogprobs | None:
-    """The log-probabilities of a sampled token: the candidates of a beam, or those that the request
-    asks for."""
+    """The log-probabilities with a sampled token: of a beam's candidates, or as the request asks.
+    None if it asks for none."""
     params = admission.params
     if params.beam_width:
         candidates = model.beam_candidates(prefix, params.num_beam_candidates)
@@ -106,7 +107,7 @@ def logprobs_of(
 def prompt_logprobs_of(
     step: FakeStep, index: int, admission: RowAdmission
 ) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of the prompt tokens that follow the positions which the step computes."""
+    """The log-probabilities of the prompt tokens that the step's computed positions predict."""
     count = admission.params.prompt_logprobs
     if count is None or admission.row != step.rows[index]:
         return ()
@@ -121,7 +122,7 @@ def prompt_logprobs_of(
 
 
 def pooled_rows(step: FakeStep) -> dict[int, bytes]:
-    """The results of the rows that pool and have computed their whole prompt."""
+    """The results of pooling rows that have computed their whole prompt, by row."""
     last = step.last_fingerprints()
     return {
         admission.row: fake_pooled(last[sample])
@@ -131,7 +132,7 @@ def pooled_rows(step: FakeStep) -> dict[int, bytes]:
 
 
 def failed_rows(step: FakeStep, nan_token_id: int | None) -> dict[int, str]:
-    """The rows that fail alone instead of sampling."""
+    """The error of each row that fails alone instead of sampling, by row."""
     return {
         admission.row: f"NaN in the logits of row {admission.row}"
         for _, sample, admission in step.special

@@ -1,8 +1,8 @@
 """The fake runner's KV cache, with a fingerprint in each slot.
 
-A slot holds the fingerprint of the prefix that wrote it, salted by its KV group. A page of a state
-holds the fingerprint and the number of all tokens that the state stands for, salted by the page's
-place in the state. This module knows rows only by number. Only `fake_runner` uses it.
+A slot contains the fingerprint of the prefix that wrote it, salted by its KV group. A page of a
+recurrent state contains the number of tokens that the state summarizes and their fingerprint,
+salted by the page's index in the state. Only `fake_runner` uses it.
 """
 
 from typing import NamedTuple
@@ -25,14 +25,14 @@ class BlockBytes(NamedTuple):
 
 
 SCRIBBLE = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
-MAX_NUM_ROWS = 1 << 16  # row numbers are below it, so that step and row fit into one number
+MAX_NUM_ROWS = 1 << 16  # row numbers are lower, so that step and row fit into one number
 
 
 class FakeStore:
     """The slots of all blocks, and their last writers as step_id * MAX_NUM_ROWS + row.
 
     All slots of a state's page have the same fingerprint. The number of tokens that the state
-    stands for is stored for the page's block.
+    summarizes is stored for the page's block.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class FakeStore:
         self._group_salts = [np.uint64(mix(group + 1)) for group in range(num_groups)]
 
     def scribble(self, blocks: list[int]) -> None:
-        """Overwrite blocks whose content no sequence may need."""
+        """Overwrite blocks whose content is no longer needed if scheduler and memory are right."""
         self._slots.reshape(-1, self._block_size)[blocks] = SCRIBBLE
         self._num_state_tokens[blocks] = -1
 
     def scribble_writes(self, step: FakeStep) -> None:
-        """Overwrite all slots and blocks that a step would have written, since it died in the
-        middle."""
+        """Overwrite all slots and blocks that a failed step would have written, since it may have
+        written some."""
         self.scribble([copy.target for copy in step.plan.copies])
         for slots in step.write_slots.values():
             self._slots[slots] = SCRIBBLE
@@ -107,8 +107,8 @@ class FakeStore:
     def advance_states(self, step: FakeStep) -> None:
         """Check and replace the states of all rows, in place.
 
-        A row reads the state after its computed tokens, if it has any, and writes the state after
-        those that it computes.
+        A row reads the state after its previously computed tokens, if any, and writes the state
+        after the tokens of this step.
         """
         assert step.fingerprints is not None
         store = self._slots.reshape(-1, self._block_size)

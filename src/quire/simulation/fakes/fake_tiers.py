@@ -1,8 +1,9 @@
 """A fake tier behind the fake runner's KV cache, on the virtual clock.
 
-Moves take random times and end in any order. Some fail, some take far too long, and stored contents
-may be lost at any time. A block that is being loaded holds garbage until its move ends. A block
-that is being stored must not change. Stored contents outlive a crash.
+A move is the load or store of one block. Moves take random times and end in any order. Some fail,
+some take far too long, and stored contents may be lost at any time. A block that is being loaded
+contains garbage until its move ends. A block that is being stored must not change. Stored contents
+survive a crash.
 """
 
 import heapq
@@ -15,29 +16,29 @@ from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tai
 from quire.errors import ConfigurationError
 from quire.simulation.fakes.fake_store import BlockBytes, FakeStore
 
-#: The share of cancelled moves that are not carried out.
+#: The share of cancelled moves that are really cancelled; the others are carried out.
 CANCELLED_RATE = 0.7
-#: The share of the moves not carried out that end at once; the others end at their usual time.
+#: The share of really cancelled moves that end at once; the others end at their usual time.
 AT_ONCE_RATE = 0.5
-#: A slow move takes this many times as long.
+#: The factor by which a slow move takes longer.
 SLOW_FACTOR = 50.0
-#: A move that hangs takes this many seconds more.
+#: The seconds by which a hanging move takes longer.
 HANG_S = 100.0
-#: The seconds of a pause, in which the tier takes no stores.
+#: The seconds for which a pausing tier accepts no stores.
 PAUSE_S = 0.5
 
 
 @dataclass(slots=True)
 class KeptContents:
-    """The stored contents of a tier, which outlive the engine as files do."""
+    """The stored contents of a tier. Like files, they remain when the engine ends."""
 
-    #: The contents by group and name.
+    #: The contents of full blocks by KV group and name.
     contents: dict[tuple[int, bytes], BlockBytes] = field(default_factory=dict)
-    #: Partly filled blocks, by the digest of the prefix before them and then by name.
+    #: Partly filled blocks, by the digest of the prefix that precedes them and then by name.
     tails: dict[bytes, dict[bytes, Tail]] = field(default_factory=dict)
 
     def store(self, order: StoreOrder, found: BlockBytes) -> None:
-        """Store `found`, the content of the block that `order` names."""
+        """Store `found`, the content of the order's block."""
         self.contents[order.group, order.name] = found
         if order.tokens:
             tails = self.tails.setdefault(order.parent, {})
@@ -54,21 +55,21 @@ class SimulatedTier:
     block_s: float = 0.0
     #: The share of moves that fail.
     failure_rate: float = 0.0
-    #: The share of moves that take 50 times as long.
+    #: The share of moves that take 50 times their usual time.
     slow_rate: float = 0.0
     #: The share of moves at whose end one stored content is lost.
     loss_rate: float = 0.0
-    #: The share of contents that are stored, as if there was no room for the others.
+    #: The share of contents that are stored. Others are refused, as if the tier were full.
     stored_share: float = 1.0
-    #: The seconds by which the memory delays the stores of contents that may soon be of no use.
+    #: The seconds by which the KV memory delays stores of contents that may soon be useless.
     settle_s: float = 0.0
-    #: The share of moves that take 100 seconds more.
+    #: The share of moves that take 100 seconds longer.
     hang_rate: float = 0.0
     #: The share of moves after which the tier refuses stores for half a second.
     pause_rate: float = 0.0
     #: The share of moves at whose end all stored contents are lost.
     clear_rate: float = 0.0
-    #: The largest factor by which predicted load times deviate from the true ones.
+    #: The maximum ratio between a predicted and a true load time, in either direction.
     misjudged: float = 1.0
 
 
@@ -84,12 +85,13 @@ class TierFaults:
     num_clears: int = 0
     num_cancelled: int = 0
     num_done_though_cancelled: int = 0
-    #: Contents that were lost between the order to load them and the end of the load.
+    #: Number of contents that were lost while they were being loaded.
     num_vanished: int = 0
 
 
 def simulated_tier(options: Sequence[tuple[str, float]]) -> SimulatedTier:
-    """The tier with fields given by name. Raises ConfigurationError for unknown names."""
+    """The tier whose fields have these names and values. Raises ConfigurationError for unknown
+    names."""
     known = [each.name for each in fields(SimulatedTier)]
     for name, _ in options:
         if name not in known:
@@ -109,7 +111,7 @@ class FakeTiers:
         now: Callable[[], float],
         wait_until: Callable[[float], None],
     ) -> None:
-        """`now` reads the virtual clock, and `wait_until` moves it."""
+        """`now` returns the virtual clock's seconds, and `wait_until` sets the clock."""
         self.num_loaded = 0
         self.faults = TierFaults()
         self._kept = kept
@@ -198,7 +200,7 @@ class FakeTiers:
         self._kept.tails.clear()
 
     def close(self) -> None:
-        """See `Tiers`. There are no threads to end."""
+        """See `Tiers`. Has no effect, since the fake has no threads."""
 
     def _end(self, order: StoreOrder | LoadOrder, before: BlockBytes, *, is_done: bool) -> bool:
         kept, rng = self._kept, self._rng

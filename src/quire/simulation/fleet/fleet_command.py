@@ -58,9 +58,9 @@ def step_costs(
 ) -> StepCostModel:
     """The cost model of an engine that computes tokens_per_s prompt tokens in steps of step_tokens.
 
-    Each step takes step_s, and in addition row_s for each generating sequence and context_token_s
-    for each token that such a sequence attends to. Raises ConfigurationError if steps at that rate
-    are shorter than step_s, or a time is negative.
+    Each step takes step_s, plus row_s for each generating sequence and context_token_s for each
+    token that a generating sequence attends to. Raises ConfigurationError if a step at that rate
+    would be shorter than step_s, or a time is negative.
     """
     if not tokens_per_s > 0:
         raise ConfigurationError(f"prefill_rate is {tokens_per_s:g}, but must be above 0")
@@ -94,7 +94,7 @@ def _shape(options: argparse.Namespace, block_tokens: int) -> ReplicaShape:
 
 
 def _named(text: str) -> tuple[str, dict[str, float]]:
-    """Split NAME or NAME:OPTION=NUMBER,... into a policy's name and its options."""
+    """The name and the options of a policy given as NAME or NAME:OPTION=NUMBER,..."""
     name, _, listed = text.partition(":")
     try:
         pairs = [pair.split("=") for pair in listed.split(",") if pair]

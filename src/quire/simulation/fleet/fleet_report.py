@@ -1,4 +1,4 @@
-"""The results of a simulated fleet, as numbers and as a line of a table."""
+"""The results of a simulated fleet, as numbers and as a row of a Markdown table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADER = (
 
 @dataclass(slots=True)
 class FleetReport:
-    """The results of a policy. Times are on the virtual clock, except for decisions_s."""
+    """The results of a routing policy. Times are on the virtual clock, except for decisions_s."""
 
     policy: str
     num_prompt_tokens: int = 0
@@ -21,15 +21,15 @@ class FleetReport:
     num_hit_tokens: int = 0
     #: Prompt tokens that the router expected to be cached when it placed the requests.
     num_expected_tokens: int = 0
-    #: For each request, the time to its first token.
+    #: For each request, the time to its first token, in seconds.
     ttfts_s: array[float] = field(default_factory=lambda: array("d"))
-    #: For each further token, the time since the previous one.
+    #: For each further token, the seconds since the request's previous token.
     itls_s: array[float] = field(default_factory=lambda: array("d"))
-    #: For each replica, the time spent in steps.
+    #: For each replica, the seconds spent in steps.
     busy_s: list[float] = field(default_factory=list)
-    #: For each request, the real time that the router took to place it.
+    #: For each request, the seconds of real time in which the router chose its replica.
     decisions_s: array[float] = field(default_factory=lambda: array("d"))
-    #: The time at which the last request ended.
+    #: The time at which the last request ended, in seconds.
     end_s: float = 0.0
 
     @property
@@ -38,7 +38,7 @@ class FleetReport:
 
     @property
     def hit_rate(self) -> float:
-        """The share of prompt tokens that the replicas' caches had."""
+        """The share of prompt tokens that were found in the replicas' prefix caches."""
         return self.num_hit_tokens / max(1, self.num_prompt_tokens)
 
     @property
@@ -68,6 +68,6 @@ class FleetReport:
 
 
 def quantile(values: array[float], share: float) -> float:
-    """The smallest value that a share of the values does not exceed; 0 without values."""
+    """The quantile of the values at `share`, from 0 to 1; 0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -17,9 +17,9 @@ from quire.traces.trace import Trace
 
 SECRET = b"simulated fleet"
 
-#: The seconds between two reports of a replica on its slowness, as in a real fleet.
+#: The seconds between two reports of a replica's slowness to the router, as in a real fleet.
 TELL_EVERY_S = 5.0
-#: A replica whose steps since its last report took fewer seconds in all makes no report.
+#: The minimum predicted seconds of a replica's steps since its last report for a new report.
 LEAST_TOLD_S = 0.25
 
 
@@ -36,19 +36,16 @@ class _Asked:
 def simulate_fleet(
     trace: Trace, shapes: list[ReplicaShape], policy: RoutingPolicy, name: str = ""
 ) -> FleetReport:
-    """Run a trace with a policy on one replica for each of `shapes`, which have one block size.
+    """Run a trace with a routing policy on one replica per shape. All shapes have one block size.
 
-    `name` names the policy in the report. Raises RequestNeverFitsError for a request that is longer
-    than a replica's pool.
+    `name` is the policy's name in the report. Raises RequestNeverFitsError for a request that is
+    longer than a replica's pool.
     """
     return FleetSimulator(trace, shapes, policy, name).run()
 
 
 class FleetSimulator:
-    """Runs a trace to its end.
-
-    The network takes no time, since its time would be equal for all policies.
-    """
+    """Runs a trace to its end, without network delays, which would be equal for all policies."""
 
     def __init__(
         self, trace: Trace, shapes: list[ReplicaShape], policy: RoutingPolicy, name: str = ""
@@ -83,8 +80,8 @@ class FleetSimulator:
                     self._report_slowness(now_s)
                 self._end_step(self.replicas[name], now_s)
                 continue
-            # All requests with the same arrival time are added before any of their replicas begins
-            # a step.
+            # Add all requests with the same arrival time before any of their replicas begins a
+            # step.
             woken: dict[str, None] = {}
             while at < len(requests) and requests[at].at_s <= next_s:
                 if requests[at].end != "refused":
@@ -121,8 +118,8 @@ class FleetSimulator:
         return name
 
     def prompt(self, number: int) -> list[int]:
-        """Make up a request's token ids: one repeated token for each shared block, then unique
-        ones."""
+        """Invent a request's token ids: each block of the trace repeats one token, then come unique
+        tokens."""
         request, size = self.trace.requests[number], self.trace.block_tokens
         tokens: list[int] = []
         for prefix_id in request.prefix_ids:

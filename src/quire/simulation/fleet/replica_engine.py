@@ -1,8 +1,8 @@
 """A simulated replica: the real scheduler and memory, with step times from a cost model.
 
-Nothing is computed. Every sampled token is 0, and a sequence ends at its length in the trace.
-Unlike `simulation.simulator`, this module checks no invariants, so that it simulates a fleet with
-thousands of requests in minutes.
+No model is computed. Every sampled token is 0, and a sequence ends at its length in the trace.
+Unlike `simulation.simulator`, this module checks no invariants, so that simulating a fleet with
+thousands of requests takes only minutes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class ReplicaShape:
 
     num_blocks: int
     block_size: int
-    #: The cost model of steps that the replica reports to the router.
+    #: The step cost model that the replica reports to the router.
     costs: StepCostModel
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
-    #: The bound of its pacing; 0 is no pacing.
+    #: The bound of the replica's pacing (`PacingConfig.max_itl_ratio`); 0 means no pacing.
     max_itl_ratio: float = 0.0
     #: The eviction order of its prefix cache.
     eviction: str = DEFAULT_ORDER
-    #: The ratio of its real step times to those of `costs`.
+    #: The ratio of the replica's real step times to those that `costs` predicts.
     slowness: float = 1.0
 
     @property
@@ -52,7 +52,8 @@ class ReplicaShape:
 
 
 class SimulatedReplica:
-    """A replica whose steps `begin_step` plans and `end_step` applies. At most one is in flight."""
+    """A replica whose steps `begin_step` plans and `end_step` applies. At most one step is in
+    flight."""
 
     def __init__(self, name: str, shape: ReplicaShape, secret: bytes) -> None:
         self.name = name
@@ -69,10 +70,10 @@ class SimulatedReplica:
         config = SchedulerConfig(shape.max_num_seqs, shape.max_num_batched_tokens)
         self.scheduler = Scheduler(config, self.memory)
         if shape.max_itl_ratio:
-            # The pacer's model learns, while the router keeps the reported one.
+            # The pacer's model learns, while the router's remains as reported.
             learning = StepCostModel(shape.costs.coefficients)
             self.scheduler.pacer = StepPacer(PacingConfig(shape.max_itl_ratio), learning)
-        # The seconds spent in steps, and those that the cost model predicts for them.
+        # The real seconds of all steps, and the seconds that the cost model predicts for them.
         self.busy_s = self.told_s = 0.0
         self._slowness = shape.slowness
         self.num_computed_tokens = self.num_generated_tokens = 0
@@ -94,7 +95,7 @@ class SimulatedReplica:
         self.scheduler.add([Sequence(request_id, token_ids, params, chain_root=root)], now_s)
 
     def begin_step(self, now_s: float) -> float | None:
-        """Plan the next step; returns its end, or None if no step is planned."""
+        """Plan the next step; returns the time at which it ends, or None if no step is planned."""
         plan = self.scheduler.schedule(now_s) if self.scheduler.has_unfinished else None
         if plan is None:
             return None
@@ -129,7 +130,7 @@ class _Rows:
         self._computed = [0] * num_rows
         self._missing = [0] * num_rows
         self._live: dict[int, None] = {}
-        self._num_pairs = 0  # computed tokens of all live rows
+        self._num_pairs = 0  # sum of the computed tokens of all live rows
         self._sampling: list[int] = []
 
     def execute(self, plan: StepPlan) -> StepLoad:
