@@ -252,7 +252,7 @@ def test_kernels_that_can_not_be_had_are_refused(monkeypatch: pytest.MonkeyPatch
         raise NativeUnavailableError("not built")
 
     monkeypatch.setattr("quire.kernels.cpu.selection.load_library", missing)
-    with pytest.raises(ConfigurationError, match="kernels='avx2' can't be had: not built"):
+    with pytest.raises(ConfigurationError, match="kernels='avx2' can't be used: not built"):
         build_engine(SMALL | {"kernels": "avx2"})
     engine = build_engine(SMALL | {"kernels": "auto"})
     assert len(greedy_tokens(engine)) == 6

@@ -126,7 +126,7 @@ def test_a_page_is_one_vector_a_token():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (make_spec(4, 2, 40, value_dim=32), "num_kv_heads=2 of a latent layer"),
+        (make_spec(4, 2, 40, value_dim=32), "num_kv_heads=2 is not 1, but a latent layer"),
         (make_latent(value_dim=41), "value_dim=41 is not from 1 to head_dim=40"),
         (make_latent(value_dim=0), "value_dim=0 is not from 1 to head_dim=40"),
     ],

@@ -131,7 +131,7 @@ def test_a_model_turns_its_own_latents():
 @pytest.mark.parametrize(
     ("spec", "dtype", "message"),
     [
-        (make_latent(4, 584, 520), torch.bfloat16, "up to 512 elements of the value"),
+        (make_latent(4, 584, 520), torch.bfloat16, "value_dim <= 512"),
         (make_latent(4, 104, 32), torch.bfloat16, "and 64 behind it"),
         (make_latent(4, 36, 32), torch.bfloat16, "a multiple of 8"),
         (make_latent(4), torch.int8, "no pages of int8 for latent layers; choose kv_cache_dtype"),

@@ -132,10 +132,13 @@ def test_a_bias_changes_the_choice_and_no_weight() -> None:
     [
         ({"num_experts": 4, "top_k": 5}, "top_k is 5, but must be 1 to 4"),
         ({"num_experts": 4, "top_k": 1, "num_groups": 3}, "num_groups is 3, but must divide"),
-        ({"num_experts": 4, "top_k": 3, "num_groups": 2}, "top_k is 3, more than 1 groups have"),
+        (
+            {"num_experts": 4, "top_k": 3, "num_groups": 2},
+            "top_k is 3, but top_groups=1 groups have fewer experts",
+        ),
         (
             {"num_experts": 4, "top_k": 1, "num_groups": 4, "sums_best": True},
-            "num_groups is 4, but each group must have 2 of the 4 experts",
+            "num_groups is 4, but with sums_best each group needs at least 2 of the 4 experts",
         ),
     ],
 )

@@ -27,7 +27,7 @@ _c10d: Any = distributed  # torch's stubs lack most of the names used here
 class ProcessGroup:
     """One rank's connection to the group of N ranks, over torch.distributed.
 
-    It must exist as long as steps run.
+    The object must exist until the last step has ended.
 
     On the CPU, and with fixed_order, sums add the ranks' tensors in rank order. A backend's own sum
     may choose the order by the number of elements, so a token could depend on the batch size. With

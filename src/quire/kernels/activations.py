@@ -84,8 +84,9 @@ def gated(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
         up = up + gating.up_offset
     if gating.alpha != 1.0:
         return gate * activate(gate * gating.alpha, ActivationFunction.SIGMOID) * up
-    # Halves of rows are not contiguous, so torch computes them row by row, and a row's result
-    # depends on no other. This does not hold for GELU, nor after a limit, whose results are dense.
+    # Halves of rows are not contiguous, so torch computes them row by row, and a row's result does
+    # not depend on other rows. This does not hold for GELU, or after clamping, which returns
+    # contiguous tensors.
     by_rows = gating.limit is None and gating.activation is not ActivationFunction.GELU
     function = _activated if by_rows else activate
     return function(gate, gating.activation).mul_(up)
@@ -95,8 +96,8 @@ def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> t
     """x [..., D], `by` [..., D] or [..., 1] -> x * act(`by`), [..., D]."""
     if by.shape[:-1] != x.shape[:-1] or by.shape[-1] not in (1, x.shape[-1]):
         raise ValueError(
-            f"by is {tuple(by.shape)}, but x, {tuple(x.shape)}, needs the same, or a last dimension"
-            " of 1"
+            f"by is {tuple(by.shape)}, but must have x's shape, {tuple(x.shape)}, or a last"
+            " dimension of 1"
         )
     return x * activate(by, activation)
 

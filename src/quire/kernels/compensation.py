@@ -1,11 +1,11 @@
 """Rounds rotated weights to int8 so that errors cancel for typical inputs of their linear.
 
-A weight that is rounded moves each output by its error times the input. Inputs of a block are
-correlated, so the later weights of the block can take up most of that: after input j is rounded,
-its error times `feedback[j, k]` is subtracted from each later input k. The factors come from the
-Gram matrix of typical inputs, as in GPTQ (arXiv:2210.17323, section 3), but within blocks only, so
-that no linear needs the matrix of all its inputs. Scales, layouts and products stay those of
-`quantize_int8_weight`. `cpu/csrc/rounding/compensate_int8.cpp` stores the same bytes.
+Rounding a weight changes its output by the rounding error times the input. Inputs of a block are
+correlated, so the later weights of the block can compensate most of the change: after input j is
+rounded, its error times `feedback[j, k]` is subtracted from each later input k. The factors come
+from the Gram matrix of typical inputs, as in GPTQ (arXiv:2210.17323, section 3), but within blocks
+only, so that no linear needs the matrix of all its inputs. Scales, layouts and products are the
+same as with `quantize_int8_weight`. `cpu/csrc/rounding/compensate_int8.cpp` stores the same bytes.
 
 Shapes: T tokens, N rows of a weight, K inputs, B blocks of 64 inputs.
 """
@@ -15,16 +15,17 @@ import torch
 from quire.kernels.quantize import INT8_LEVELS, int8_factors, rotate_blocks, rotation_size
 
 BLOCK = 64
-"""The number of inputs that are rounded together, which is also that of the rotation."""
+"""The number of inputs that are rounded together, which is also the size of a rotated block."""
 
 DAMPING = 0.5
-"""The share of the Gram matrix's mean diagonal that is added to its diagonal. Few tokens show few
-directions of the inputs, and rounding should not trust the rest to be zero. On layers of
-SmolLM2-135M, shares of 0.1 to 2 differed by less than 6% in the error of other texts."""
+"""The share of the Gram matrix's mean diagonal that is added to its diagonal. A sample of few
+tokens spans few directions of the inputs, and rounding should not assume zeros in the other
+directions. On layers of SmolLM2-135M, shares of 0.1 to 2 differed by less than 6% in the error of
+other texts."""
 
 
 def can_compensate(num_inputs: int) -> bool:
-    """Whether weights with this number of inputs have whole blocks."""
+    """Whether this number of inputs is divided into whole blocks of 64."""
     return rotation_size(num_inputs) == BLOCK
 
 
@@ -32,8 +33,8 @@ def error_feedback(x: torch.Tensor) -> torch.Tensor:
     """x [T, K], typical inputs of a linear -> feedback [B, 64, 64] fp32.
 
     With the damped Gram matrix H of a block's rotated inputs and the upper Cholesky factor U of its
-    inverse, it is U with each row divided by its diagonal element. A block whose inputs are all
-    zero, or not finite, has the identity, which leaves plain rounding.
+    inverse, the feedback is U with each row divided by its diagonal element. A block whose inputs
+    are all zero, or not finite, has the identity, which leaves plain rounding.
     """
     rotation = rotate_blocks(torch.eye(BLOCK, device=x.device), BLOCK).double()
     rotated = x.double().view(len(x), -1, BLOCK).transpose(0, 1) @ rotation
@@ -54,7 +55,8 @@ def compensate_int8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rows [N, K] of a weight -> (levels [N, K] int8, scales [N] fp32).
 
-    As `quantize_int8_weight`, whose scales these are, but with `feedback` [B, 64, 64].
+    Like `quantize_int8_weight`, with the same scales, but errors are compensated by `feedback` [B,
+    64, 64].
     """
     rotated = rotate_blocks(rows, BLOCK) * (1.0 / BLOCK)
     factors, scales = int8_factors(rotated)

@@ -24,7 +24,7 @@ def delta_gates(
     if not a.shape[1:] == b.shape[1:] == a_log.shape == dt_bias.shape:
         raise ValueError(
             f"a is {tuple(a.shape)}, b {tuple(b.shape)}, a_log {tuple(a_log.shape)} and dt_bias "
-            f"{tuple(dt_bias.shape)}, but all must have as many heads"
+            f"{tuple(dt_bias.shape)}, but all must have the same number of heads"
         )
     g = -a_log.float().exp() * in_whole_vectors(functional.softplus, a.float() + dt_bias.float())
     return g, in_whole_vectors(torch.sigmoid, b).float()

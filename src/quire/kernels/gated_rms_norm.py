@@ -26,7 +26,7 @@ def gated_rms_norm(
     if gate.shape != x.shape or weight.shape[-1:] != x.shape[-1:]:
         raise ValueError(
             f"gate is {tuple(gate.shape)} and weight {tuple(weight.shape)}, but x is "
-            f"{tuple(x.shape)}: they must have its shape, and its last dimension"
+            f"{tuple(x.shape)}: gate must have x's shape, and weight x's last dimension"
         )
     wide, factor = x.float(), in_whole_vectors(functional.silu, gate.float())
     if gates_first:

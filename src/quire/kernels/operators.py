@@ -25,7 +25,8 @@ from quire.kernels.routing import RouterSpec, Routing, route
 
 
 class RowTable(Protocol):
-    """A table of vectors in another form than a tensor, such as a linear's packed weights."""
+    """A table of V vectors of H elements that is not a tensor, such as a linear's packed
+    weights."""
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
         """Read rows: `outputs` [T] int64, each below V -> [T, H] in the model's dtype."""

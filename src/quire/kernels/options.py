@@ -1,7 +1,7 @@
 """The options that choose the kernels of an engine and their threads.
 
-It does not import torch, so that the command line can check the options quickly. `assembly` applies
-them by `cpu/selection.py`.
+This module does not import torch, so that the command line can check the options quickly.
+`assembly` applies them with `cpu/selection.py`.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
 """Rounds weights and activations to int8 and int4, in torch.
 
 This is the reference of the native kernels' packing, and replaces it if there are no native
-kernels. `linear_int8.h` and `linear_int4.h` in `cpu/csrc/linear` define the layouts. The numbers
-are bit-identical to the native ones, so every operation is in fp32 and in a fixed order. Quotients
-with a constant have a tensor in place of the constant. With a Python number, torch would multiply
-by the divisor's reciprocal, which rounds twice: on a GPU if the constant is the divisor, and on any
-device if it is the dividend.
+kernels. `linear_int8.h` and `linear_int4.h` in `cpu/csrc/linear` define the layouts. The results
+are bit-identical to the native ones, so every operation is in fp32 and in a fixed order. A constant
+in a quotient is a tensor. With a Python number instead, torch would multiply by the divisor's
+reciprocal, which rounds twice: on a GPU if the constant is the divisor, and on any device if it is
+the dividend.
 
 In every token of real models, some inputs are a hundred times as large as the rest. Three measures
 keep the precision of the rest. First, activations have a scale for each group of inputs, not one
@@ -34,10 +34,10 @@ NUM_WIDE = 12
 LEAST_INPUTS_WITH_WIDE = 256
 """A vocabulary projection with fewer inputs has no wide ones."""
 
-# The largest block that int8 rotates. With one scale a token, KL divergences of SmolLM2 were
+# The largest block that int8 rotates. With one scale per token, KL divergences of SmolLM2 were
 # 0.0072 with blocks of 16, and 0.0050 with 64 and with 512.
 _LARGEST_ROTATION = 64
-# For smaller values 1 / scale would overflow. Compared to a model's numbers this is zero.
+# Rows whose largest value is smaller count as zeros, because 1 / scale would overflow.
 _SMALLEST = 1e-30
 
 INT4_LEVELS = 15.0
@@ -70,9 +70,9 @@ def int8_factors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_groups(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] ~ q * scale: q [M, g, size] int8 numbers as fp32, and a scale [M, g] fp32 a group.
+    """x [M, K] ~ q * scale: q [M, g, size] integers as fp32, and scale [M, g] fp32.
 
-    Each group is quantized as a row of `quantize_int8`. K is padded with zeros to whole groups.
+    Each group is quantized like a row in `quantize_int8`. K is padded with zeros to whole groups.
     """
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
     q, scales = quantize_int8(padded.reshape(-1, size))
@@ -92,10 +92,10 @@ def rotation_size(num_inputs: int) -> int:
 
 
 def rotate_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """x [..., K] of any floating dtype -> fp32: each `size` elements, a power of two that divides
-    K, times a Hadamard matrix of ones and minus ones.
+    """x [..., K] of any floating dtype -> fp32: each block of `size` elements times a Hadamard
+    matrix of ones and minus ones. `size` is a power of two that divides K.
 
-    Applied twice, it gives `size` times x. Each pass adds pairs of elements at a distance of 1, 2,
+    Applied twice, it gives `size` times x. Passes combine pairs of elements at distances of 1, 2,
     4, .. in this order, so that all kernels get the same bits.
     """
     wide = x.float()
@@ -131,7 +131,7 @@ def widest_inputs(sample: torch.Tensor) -> torch.Tensor:
 
 
 def split_wide(x: torch.Tensor, wide_inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [N, K] -> its wide inputs [N, W], and x with these set to zero."""
+    """x [N, K] -> (its wide inputs [N, W], x with the wide inputs set to zero)."""
     places = wide_inputs.long()
     return x[:, places], x.index_fill(1, places, 0.0)
 
@@ -228,7 +228,8 @@ def _fit_groups(w: torch.Tensor) -> _Fit:
 
 
 def _fit(w: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, sums: _Sums) -> _Fit:
-    """Round w to q by the given scale and offset. Returns the best scale and offset >= 0 for q."""
+    """Round w to integers q with the given scale and offset. Returns the best scale and offset >= 0
+    for q."""
     q = _round_to_levels(w, scale, offset)
     size = float(w.shape[-1])
     sum_q, sum_qq, sum_qw = _sum_by_lanes(q), _sum_by_lanes(q * q), _sum_by_lanes(q * w)

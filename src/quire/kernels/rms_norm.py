@@ -7,7 +7,7 @@ Source: arXiv:1910.07467.
 The mean and the division are in fp32. The rest is as in the model's class in transformers:
 
     offset None     the quotient is rounded to x's dtype, then multiplied by the weight (Llama)
-    offset a number the quotient times weight + offset in fp32 is rounded: 0 for OLMo 2, 1 for Gemma
+    offset a number quotient * (weight + offset) in fp32 is rounded: 0 for OLMo 2, 1 for Gemma
 
 Called by `layers.norm`.
 

@@ -11,8 +11,8 @@ by `rotate` or fused with the write of K and V. `layers.rotary` makes the table 
 for each rope type.
 
 Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R rotated elements of a head
-(even, at most D; D in most models). cos and sin hold each of their R/2 values twice: [c, c]. All
-tensors have one dtype; q and k may be strided views.
+(even, at most D; D in most models). Cosines and sines hold each of their R/2 values twice: [c, c].
+All tensors have one dtype; q and k may be strided views.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def rotate(
 
 
 def rotate_queries(q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """As `rotate`, for q only."""
+    """Like `rotate`, for q only."""
     return rotate(q, q[:, :0], rotation)[0]
 
 

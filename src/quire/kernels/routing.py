@@ -1,15 +1,15 @@
 """Chooses each token's experts and their weights, in torch.
 
-Called by `kernels.operators`, and the reference of the native kernel. A token has a logit for each
-expert. The scores of experts are
+Called by `kernels.operators`. This is the reference of the native kernel. A token has a logit for
+each expert. The scores of experts are
 
     SOFTMAX            softmax of all logits
     SIGMOID            sigmoid of each logit
     SOFTMAX_OF_CHOSEN  the logits; the weights are their softmax over the chosen experts
 
-The `top_k` experts with the largest scores are chosen. Of equal scores, the lower id comes first.
-The choice may add a bias to scores (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), and may be
-limited to the best groups of experts (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+The `top_k` experts with the largest scores are chosen. Of equal scores, the lower id comes first. A
+bias may be added to scores for the choice (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), and the
+choice may be limited to the best groups of experts (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
 
 Shapes: T tokens, E experts, K experts of a token.
 """
@@ -22,7 +22,7 @@ import torch
 from quire.kernels.whole_vectors import in_whole_vectors
 
 RENORMALIZATION_EPS = 1e-20
-"""Added to the sum by which weights of SIGMOID are divided, as DeepSeek-V3 does."""
+"""Added to the sum that a token's SIGMOID weights are divided by, as in DeepSeek-V3."""
 
 
 class Scoring(Enum):
@@ -68,11 +68,13 @@ class RouterSpec:
                 "num_groups"
             )
         if self.top_k > self.top_groups * (self.num_experts // self.num_groups):
-            raise ValueError(f"top_k is {self.top_k}, more than {self.top_groups} groups have")
+            raise ValueError(
+                f"top_k is {self.top_k}, but top_groups={self.top_groups} groups have fewer experts"
+            )
         if self.sums_best and self.num_experts // self.num_groups < 2:
             raise ValueError(
-                f"num_groups is {self.num_groups}, but each group must have 2 of the "
-                f"{self.num_experts} experts, the sum of which says how good it is"
+                f"num_groups is {self.num_groups}, but with sums_best each group needs at least "
+                f"2 of the {self.num_experts} experts"
             )
         assert not (self.has_bias and self.has_scales)
 

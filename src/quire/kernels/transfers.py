@@ -2,8 +2,8 @@
 
 Only `Download.wait` waits for a copy. On the CPU, uploads and downloads are plain copies. On a GPU
 they go through page-locked memory, which torch's allocator reuses only when the stream has finished
-the copy. Uploads run beside earlier work on the device, and later work waits for them. Downloads
-run in the order of the current stream.
+the copy. Uploads run in parallel with earlier work on the device, and later work waits for them.
+Downloads run in the order of the current stream.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -48,7 +48,7 @@ def _upload_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class DeviceLink:
-    """The two directions between the host and `device`."""
+    """Copies in both directions between the host and `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,7 +67,7 @@ class DeviceLink:
         return sent
 
     def upload_into(self, target: torch.Tensor, values: npt.NDArray[Any]) -> None:
-        """As `upload`, into an existing tensor, after all queued work that may read it."""
+        """Like `upload`, but overwrites `target`, after all queued work that may read it."""
         target.copy_(self.upload(values))
 
     def synchronize(self) -> None:

@@ -49,7 +49,7 @@ def test_an_instruction_set_can_be_named(library: NativeLibrary) -> None:
 def test_torch_can_be_asked_for(caplog: Log) -> None:
     with caplog.at_level(logging.INFO, "quire"):
         assert select_kernels("torch", 2, torch.float32) is None
-    assert caplog.messages == ["kernels: torch, as asked for"]
+    assert caplog.messages == ["kernels: torch, as requested"]
 
 
 def test_without_a_library_torch_serves_and_the_log_says_why(no_library: None, caplog: Log) -> None:
@@ -59,7 +59,7 @@ def test_without_a_library_torch_serves_and_the_log_says_why(no_library: None, c
 
 
 def test_without_a_library_named_kernels_are_refused(no_library: None) -> None:
-    with pytest.raises(ConfigurationError, match="kernels='avx2' can't be had: it was not built"):
+    with pytest.raises(ConfigurationError, match="kernels='avx2' can't be used: it was not built"):
         select_kernels("avx2", None, torch.float32)
 
 

@@ -93,7 +93,7 @@ def test_shapes_that_do_not_fit_are_named():
     x = torch.zeros(2, 5)
     with pytest.raises(ValueError, match=r"gate_up is \(2, 5\), but its last dimension must be"):
         gated(x, Gating())
-    with pytest.raises(ValueError, match=r"by is \(2, 3\), but x, \(2, 5\), needs the same"):
+    with pytest.raises(ValueError, match=r"by is \(2, 3\), but must have x's shape, \(2, 5\)"):
         gate(x, x[:, :3], ActivationFunction.SILU)
     with pytest.raises(ValueError, match=r"by is torch\.float64"):
         gate(x, x.double(), ActivationFunction.SILU)

@@ -64,8 +64,8 @@ class BlockQuantizedMethods:
         self._methods: dict[BlockFormat, LinearMethod | None] = {}
 
     def of(self, block_format: BlockFormat) -> LinearMethod | None:
-        """The method for `block_format`. None if no layout supports it, so that its weights must be
-        dequantized."""
+        """The method for `block_format`. None if no layout supports this format; weights must then
+        be dequantized."""
         if block_format not in self._methods:
             self._methods[block_format] = self._make(block_format)
         return self._methods[block_format]

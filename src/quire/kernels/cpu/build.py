@@ -5,9 +5,10 @@ Neither torch nor headers of other packages are needed.
     python -m quire.kernels.cpu.build [--output FILE] [--objects FOLDER] [--compiler NAME]
     python -m quire.kernels.cpu.build --digest
 
-Files with kernels are compiled once for each instruction set of the processor family and all go
-into one library, which chooses when it is loaded. Also called by the packaging hook, which knows
-this file by its path: standard library only, no import of quire, no look at the environment.
+Files with kernels are compiled once for each instruction set of the processor family. All variants
+are linked into one library, which selects an instruction set when it is loaded. The packaging hook
+runs this file by its path, so the file imports only the standard library, and reads no environment
+variables.
 """
 
 import argparse

@@ -58,7 +58,7 @@ def scale(
     factor: float,
     added_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [..., D] -> factor * x, or, if `added_to` [..., D] is given, its sum with the product.
+    """x [..., D] -> factor * x, or added_to + factor * x if `added_to` [..., D] is given.
 
     The sum overwrites `added_to`. Raises ValueError.
     """

@@ -3,7 +3,7 @@
 A `NativeKernels` is an instruction set and a thread pool.
 
 `csrc/library/kernels.h` explains the calls and their shapes. The wrappers beside this file check
-arguments; this file does not. Calls release the GIL, and a `NativeKernels` runs one at a time.
+arguments; this file does not. Calls release the GIL, and a `NativeKernels` runs one call at a time.
 """
 
 import ctypes
@@ -153,7 +153,7 @@ class NativeLibrary:
         self._loaded = loaded
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A C function at its first use; later uses find the attribute that is set here."""
+        """Find a C function at its first use, and set it as an attribute for later uses."""
         function: Callable[..., Any] = getattr(self._loaded, f"quire_{name}")
         setattr(self, name, function)
         return function
@@ -165,7 +165,8 @@ class NativeLibrary:
 
     @cached_property
     def best_isa(self) -> int:
-        """The index of the first of `isas`, for functions whose results are the same in all."""
+        """The index of the first of `isas`, for functions whose results don't depend on the
+        instruction set."""
         return next(iter(self.isas().values()))
 
 
@@ -183,10 +184,9 @@ class NativeKernels:
         """`isa` is a name from `NativeLibrary.isas`, by default the best. `num_threads` is by
         default the number of processors that this process may use.
 
-        If the system can't start as many, `takes_fewer` allows fewer threads, down to the caller's
-        own. The attribute `num_threads` is the actual number.
-        Raises NativeUnavailableError if the processor lacks the instruction set, and
-        ConfigurationError if threads can't be started.
+        If the system can't start that many, `takes_fewer` allows fewer threads, at least the
+        caller's. The attribute `num_threads` is the actual number. Raises NativeUnavailableError if
+        the processor lacks the instruction set, and ConfigurationError if threads can't be started.
         """
         known = library.isas()
         self.isa = isa or next(iter(known))
@@ -202,7 +202,7 @@ class NativeKernels:
             self.num_threads //= 2
             self.context = library.create(known[self.isa], self.num_threads)
         if self.context is None:
-            # Not NativeUnavailableError: torch, which would serve instead, needs as many threads.
+            # Not NativeUnavailableError: torch, which would be used instead, needs as many threads.
             raise ConfigurationError(
                 f"num_threads is {self.num_threads}, but the system can't start that many threads"
                 " (a limit of address space or of processes); give a lower num_threads"

@@ -19,7 +19,7 @@ from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters
 from quire.kernels.cpu.library import NativeKernels, load_library
 from quire.kernels.cpu.memory import allocate
 
-_LANES = 64  # the packing pads outputs to 32; the arrays beside it are as long, or longer
+_LANES = 64  # packing pads outputs to multiples of 32; scales and bias have at least as many
 _DENSE_DTYPES = {
     WeightLayout.DENSE_F32: (torch.float32,),
     WeightLayout.DENSE_BF16: (torch.bfloat16,),
@@ -118,9 +118,10 @@ class PackedLinear:
         )
 
     def pack_compensated(self, rows: torch.Tensor, first: int, feedback: torch.Tensor) -> None:
-        """As `pack`, for an INT8 packing with a `group_size`, by `compensation.compensate_int8`.
+        """Like `pack`, but round with `compensation.compensate_int8`; only for INT8 with a
+        `group_size`.
 
-        `feedback` is that of `compensation.error_feedback` for this number of inputs. Raises
+        `feedback` is a result of `compensation.error_feedback` for this number of inputs. Raises
         ValueError.
         """
         shape = (self.num_inputs // BLOCK, BLOCK, BLOCK)
@@ -152,7 +153,7 @@ class PackedLinear:
         return rows if rows.stride(1) == 1 else rows.contiguous()
 
     def pack_int8(self, rows: torch.Tensor, scales: torch.Tensor, first: int) -> None:
-        """As `pack`, for an INT8 packing: weights are rows [R, K] int8 times scales [R] fp32."""
+        """Like `pack`, for INT8: the weights are rows [R, K] int8 times scales [R] fp32."""
         if self.format is not WeightLayout.INT8 or rows.dtype != torch.int8:
             raise ValueError(
                 f"rows are {rows.dtype} for {self.format.name}, but must be int8 for INT8"
@@ -181,7 +182,7 @@ class PackedLinear:
                 f"inputs are {inputs.tolist()}, but must be {self.struct.num_wide} in rising order"
             )
         if len(inputs) and not 0 <= int(inputs[0]) <= int(inputs[-1]) < self.num_inputs:
-            raise ValueError(f"inputs are {inputs.tolist()}, but there are {self.num_inputs}")
+            raise ValueError(f"inputs are {inputs.tolist()}, but must be below {self.num_inputs}")
         self._wide_inputs.copy_(inputs)
 
     def set_bias(self, bias: torch.Tensor) -> None:
@@ -194,7 +195,7 @@ class PackedLinear:
         self._bias[_packed_positions(self.num_outputs, self.interleave)] = bias.float()
 
     def finish(self) -> None:
-        """Called when all rows are packed. This packing has nothing left to do."""
+        """Called when all rows are packed. Does nothing for this packing."""
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
         """Rows [len(outputs), K] of a dense packing, for outputs [any] int64 in the checkpoint's

@@ -22,8 +22,8 @@ HUGE_PAGE_BYTES = 2 << 20
 
 _LINE_BYTES = 64
 TOUCHED_BYTES = 4 << 20
-"""The number of bytes that `FirstTouch` prefaults by one call, few enough to end soon after
-`stop`."""
+"""The number of bytes that `FirstTouch` prefaults by one call, so few that `stop` waits only
+briefly."""
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, which Python does not name. It makes pages writable and keeps their content.
 Linux has it since 5.14."""
@@ -39,7 +39,8 @@ def allocate(num_bytes: int) -> torch.Tensor:
     use huge pages, except for the last part if it fills no whole page, and may ignore the advice.
     """
     if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        # The C library's zeros take no memory. torch would write zeros, by one thread.
+        # numpy's zeros take no memory until they are written. torch would write them, by one
+        # thread.
         room = torch.from_numpy(np.zeros(num_bytes + _LINE_BYTES, dtype=np.uint8))
         start = -room.data_ptr() % _LINE_BYTES
         return room[start : start + num_bytes]

@@ -38,8 +38,8 @@ class PackedExperts:
         first_up, first_down = gate_up[0], down[0]
         if len(gate_up) != len(down) or not first_up.interleave:
             raise ValueError(
-                f"there are {len(gate_up)} gate_up and {len(down)} down, but must be as many, and "
-                "gate_up must interleave gate and up"
+                f"there are {len(gate_up)} gate_up and {len(down)} down, but must be equally many,"
+                " and gate_up must interleave gate and up"
             )
         if first_down.num_inputs != first_up.interleave:
             raise ValueError(
@@ -79,7 +79,8 @@ def linear_array(linears: Sequence[PackedLinear]) -> "ctypes.Array[ctypes.c_void
 def router_struct(
     spec: RouterSpec, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> experts_abi.RouterLayer:
-    """The structure of a router. The caller keeps `bias` [E] fp32 alive. `dtype` is the model's."""
+    """The structure of a router. The caller keeps `bias` [E] fp32 alive. `dtype` is the model's
+    dtype."""
     address = None if bias is None else bias.data_ptr()
     return experts_abi.RouterLayer(
         num_experts=spec.num_experts,
@@ -130,7 +131,7 @@ def route(
 def mix_experts(
     kernels: NativeKernels, layer: PackedExperts, x: torch.Tensor, routing: Routing
 ) -> torch.Tensor:
-    """x [T, H] -> [T, H], as `kernels.experts.mix_experts`. Raises ValueError."""
+    """x [T, H] -> [T, H], like `kernels.experts.mix_experts`. Raises ValueError."""
     if x.dtype is not layer.dtype or x.ndim != 2 or x.shape[1] != layer.num_inputs:
         raise ValueError(
             f"x is {tuple(x.shape)} {x.dtype}, but must be [any, {layer.num_inputs}] {layer.dtype}"

@@ -73,8 +73,9 @@ class OperatorRecorder(Recording, Operators):
         return self.rms_norm(total, weight, eps, offset), total
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """The sum overwrites the residual if the residual is a whole value. If the last operation
-        is the linear that computed x, that linear adds its result to the residual itself."""
+        """The sum overwrites the residual if the residual is the complete result of an operation.
+        If the last operation is the linear that computed x, that linear adds its result to the
+        residual."""
         operand, addend = self._pair(x, residual)
         if x.shape != residual.shape:
             raise UnrecordableError("an addend has another shape")
@@ -164,7 +165,7 @@ class OperatorRecorder(Recording, Operators):
         out = self._values.new(Memory("routing", 2 * spec.top_k, torch.float32))
         fields = {"experts": address_of(struct)}
         self._add(OpKind.ROUTE, operand, out, fields, (struct, bias))
-        # The float placeholder of ids holds their bits.
+        # The placeholder of ids is float; the memory behind it holds the bits of the ids.
         return Routing(out.rows[:, : spec.top_k], out.rows[:, spec.top_k :])
 
 

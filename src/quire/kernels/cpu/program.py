@@ -32,7 +32,7 @@ class Program:
     output: torch.Tensor
     #: The objects to which operations point, kept alive.
     kept: object
-    #: The step's rows for adapters of linears, set before each run; None if there are no adapters.
+    #: The adapter slot of each row of a step, set before each run; None if there are no adapters.
     adapter_rows: PackedRows | None = None
 
     def run(self, step: abi.Step) -> torch.Tensor:
@@ -91,7 +91,8 @@ class RowsProgram:
 class Memory:
     """The memory of a value, and of values computed in place of it."""
 
-    #: The use of the value. Values of one role, width and dtype may take turns in the same rows.
+    #: The use of the value. Values of equal role, width and dtype may use the same rows, one after
+    #: the other.
     role: str
     width: int
     dtype: torch.dtype
@@ -105,8 +106,8 @@ class Memory:
     def allocate(self, num_rows: int) -> torch.Tensor:
         """New rows, padded if their addresses would be equal modulo ALIASED_BYTES.
 
-        Without padding such rows would share few lines of the cache: a linear would read them at
-        70% of the speed, and so would copy them first.
+        Without padding, such rows would compete for few lines of the cache. A linear would read
+        them at 70% of the speed, and would therefore copy them first.
         """
         is_aliased = self.width * self.dtype.itemsize % ALIASED_BYTES == 0
         padding = PADDING_BYTES // self.dtype.itemsize if is_aliased and not self.dense else 0

@@ -66,13 +66,14 @@ class Values:
         return self.new(Memory(role, math.prod(shape[1:]), x.dtype)).rows.view(shape)
 
     def over_or_like(self, x: torch.Tensor, role: str) -> torch.Tensor:
-        """As `over` if x is a whole value, which may not be read afterwards; else as `like`."""
+        """The result of `over` if x is a complete value, which may not be read afterwards; else of
+        `like`."""
         return self.over(x) if self.is_replaceable(x) else self.like(x, role)
 
     def operand(self, tensor: torch.Tensor) -> Operand:
         """The operand for a placeholder or a view of one.
 
-        A view may be columns [T, width], or groups of columns [T, ..., width] at one distance.
+        A view may be columns [T, width], or groups of columns [T, ..., width] at equal distances.
         """
         value = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if value is None:
@@ -87,7 +88,7 @@ class Values:
         width, num_heads, head_stride = tensor.shape[-1], 1, 0
         if width > 1 and tensor.stride(-1) != 1:
             raise UnrecordableError("an operator's columns are not contiguous")
-        # From the last dimension to the first, the groups of columns must have one distance.
+        # From the last dimension to the first, the groups of columns must have equal distances.
         for size, stride in reversed(
             list(zip(tensor.shape[1:-1], tensor.stride()[1:-1], strict=True))
         ):

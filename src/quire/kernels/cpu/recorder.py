@@ -4,7 +4,7 @@ A `Recorder` replaces a model's operators, linears and attention. It computes no
 each call with the values that it reads and writes. A call without a native operation raises
 `UnrecordableError`, and the model's modules are run instead. So a model is written once, and a new
 family can be served before there are native operations for it. `runtime.forward` puts a recorder
-into a model by `recorded_by` of `layers/operator_module.py`.
+into a model with `recorded_by` of `layers/operator_module.py`.
 
 Shapes: T tokens of a step, K inputs and N outputs of a linear.
 """
@@ -55,8 +55,8 @@ class Recorder(StateRecorder):
         attention_layers: ctypes.Array[abi.AttentionLayer],
         states: NativeStates | None = None,
     ) -> None:
-        """`max_num_tokens` is the most tokens of a step. `attention_layers` are bound, in the
-        model's order. `states` is None if there are no recurrent layers."""
+        """`max_num_tokens` is the most tokens of a step. `attention_layers` are the bound layers,
+        in the model's order. `states` is None if there are no recurrent layers."""
         super().__init__(dtype, states)
         self._kernels = kernels
         self._max_num_tokens = max_num_tokens
@@ -107,7 +107,7 @@ class Recorder(StateRecorder):
         operand = self._values.operand(x)
         assert epilogue is not Epilogue.ADD_RESIDUAL
         if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
-            raise UnrecordableError("a linear is given heads, or another dtype than the model's")
+            raise UnrecordableError("a linear's input has heads, or another dtype than the model")
         assert operand.width == linear.num_inputs
         is_gated = epilogue is Epilogue.SILU_MUL
         width = linear.num_outputs // 2 if is_gated else linear.num_outputs
@@ -138,7 +138,9 @@ class Recorder(StateRecorder):
         """x [T, K] -> [T, sum of N], the products of all linears side by side, in this order."""
         operand = self._values.operand(x)
         if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
-            raise UnrecordableError("linears are given heads, or another dtype than the model's")
+            raise UnrecordableError(
+                "an input of linears has heads, or another dtype than the model"
+            )
         whole = self._new("product", sum(each.num_outputs for each, _ in linears), out_dtype)
         first = 0
         for each, adapter in linears:
@@ -154,9 +156,11 @@ class Recorder(StateRecorder):
         weights = self._values.operand(routing.weights)
         are_beside = weights.memory is choice.memory and weights.offset == choice.width
         if choice.offset != 0 or choice.width != layer.top_k or not are_beside:
-            raise UnrecordableError("experts are given another choice than a router's own")
+            raise UnrecordableError("the experts were not chosen by a recorded router")
         if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
-            raise UnrecordableError("experts are given heads, or another dtype than the model's")
+            raise UnrecordableError(
+                "an input of experts has heads, or another dtype than the model"
+            )
         assert operand.width == layer.num_inputs
         out = self._new("product", layer.num_outputs)
         fields = {"experts": address_of(layer.struct)}
@@ -170,7 +174,7 @@ class Recorder(StateRecorder):
         """
         operand = self._values.operand(x)
         if operand.memory.dtype != self._dtype or operand.num_heads != len(linears):
-            raise UnrecordableError("linears by head are given other heads, or another dtype")
+            raise UnrecordableError("an input of linears by head has other heads, or another dtype")
         weights = [each for each, _ in linears]
         out = self._values.like(x, "heads", weights[0].num_outputs)
         if any(adapter is not None for _, adapter in linears):
@@ -191,14 +195,14 @@ class Recorder(StateRecorder):
         q, k, v, sinks, rotation = inputs
         if spec.value_dim:
             if rotation is not None or sinks is not None or k is None:
-                raise UnrecordableError("latent attention has sinks, or turns its heads itself")
+                raise UnrecordableError("latent attention has sinks, a rotation or no keys")
             return self._attend_latents(self._attention_layers, layer, q, k)
         spec.dtype = abi.DTYPES[self._dtype]
         if sinks is not None:
             sinks = sinks.float().contiguous()
             spec.sinks = sinks.data_ptr()
         if (k is None) != (v is None):
-            raise UnrecordableError("attention is given keys or values alone")
+            raise UnrecordableError("attention has keys without values, or values without keys")
         queries = self._rotate_and_write(spec, q, k, v, rotation)
         size = spec.v_head_dim or spec.head_dim
         out = self._new("attended", spec.num_heads * size)
@@ -240,7 +244,7 @@ class Recorder(StateRecorder):
     def _heads(self, x: torch.Tensor, num_heads: int, size: int) -> Operand:
         """The operand of x [T, heads, size]."""
         if x.shape[1:] != (num_heads, size) or x.dtype != self._dtype:
-            raise UnrecordableError("attention is given heads of another shape or dtype")
+            raise UnrecordableError("an input of attention has another shape or dtype")
         return self._values.operand(x)
 
     def _rotary(self, rotation: Rotation) -> abi.Rotary:

@@ -18,7 +18,7 @@ class Recording:
     """The base class of recorders of operators, of attention and of states."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """`dtype` is the model's."""
+        """`dtype` is the model's dtype."""
         self._dtype = dtype
         self._values = Values()
         self._ops = OperationList()

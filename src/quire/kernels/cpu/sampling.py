@@ -125,8 +125,9 @@ class SamplingCall:
     ) -> tuple[Int64s, Float32s]:
         """Sample from logits [R, V] fp32. Returns token ids [R] and the largest logits [R].
 
-        `positions` [R] are those of the sampled tokens; None if all rows are greedy. If the largest
-        logit is not finite, its token is chosen. The second result is valid until the next run.
+        `positions` [R] are the positions of the sampled tokens; None if all rows are greedy. If the
+        largest logit is not finite, its token is chosen. The second result is valid until the next
+        run.
         """
         num_lines, vocab_size = logits.shape
         assert num_lines == self._results[0], "logits are not of the rows that were bound"

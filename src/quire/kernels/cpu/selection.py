@@ -30,7 +30,7 @@ def select_kernels(
     *,
     takes_fewer: bool = False,
 ) -> NativeKernels | None:
-    """The kernels called `name`, with threads of their own; None if torch's operators compute.
+    """The kernels called `name`, with threads of their own; None if torch computes.
 
     `name` is an instruction set of the native library, "torch" or "auto". "auto" is the best
     instruction set for this processor, or torch, and the log says why.
@@ -42,7 +42,7 @@ def select_kernels(
     """
     # First, the cases in which torch computes.
     if name == TORCH:
-        logger.info("kernels: torch, as asked for")
+        logger.info("kernels: torch, as requested")
         return None
     # Then, the native kernels, with as many threads as can be started.
     wanted = num_threads or usable_processors()
@@ -54,7 +54,7 @@ def select_kernels(
         kernels = NativeKernels(load_library(), isa, wanted, takes_fewer=takes_fewer)
     except NativeUnavailableError as error:
         if name != AUTO:
-            raise ConfigurationError(f"kernels={name!r} can't be had: {error}") from error
+            raise ConfigurationError(f"kernels={name!r} can't be used: {error}") from error
         logger.warning("kernels: torch, which is slower, since %s", error)
         return None
     # Last, the log of the choice.
@@ -70,7 +70,7 @@ def select_kernels(
 
 
 def describe_kernels() -> str:
-    """The choice of "auto" on this machine with its reason, after the versions, as text."""
+    """Text with the versions, the choice of "auto" on this machine, and its reason."""
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     try:
         library = load_library()

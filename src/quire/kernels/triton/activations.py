@@ -65,8 +65,8 @@ def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> t
     check_same("by", by, "x", x)
     if by.shape[:-1] != x.shape[:-1] or by.shape[-1] not in (1, x.shape[-1]):
         raise ValueError(
-            f"by is {tuple(by.shape)}, but x, {tuple(x.shape)}, needs the same, or a last dimension"
-            " of 1"
+            f"by is {tuple(by.shape)}, but must have x's shape, {tuple(x.shape)}, or a last"
+            " dimension of 1"
         )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():

@@ -24,7 +24,8 @@ LINE_BYTES = tl.constexpr(128)
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Arguments of an early launch, if the device has it: the kernel's IS_EARLY, and the option."""
+    """Keyword arguments of a launch: IS_EARLY, and Triton's option if the device can launch
+    early."""
     if device.type == "cuda" and _can_begin_early(device):
         return {"IS_EARLY": True, "launch_pdl": True}
     return {"IS_EARLY": False}

@@ -130,7 +130,7 @@ def compute_as_gpus_do() -> None:
     _index_scalars()
     patches = LaunchPatches(interpreter._patch_lang, _LANGUAGE)
     interpreter._patch_lang = lambda _function: patches
-    # The overflow check would run for every sum and product of integers, and is only asserted under
+    # The overflow check would run for every sum and product of integers, but only raises under
     # `debug`.
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.interpreter_builder.options = options

@@ -1,8 +1,9 @@
-"""Makes Triton's interpreter several times faster; what it computes stays the same.
+"""Makes Triton's interpreter several times faster, with the same results.
 
-Most of its time goes into Python objects: it patches the language anew for every launch, and each
-operation makes types and shapes that others have made before. Here the patches are kept, and a
-shape is made once. They hold during interpreted launches only, so the compiler is left unchanged.
+Most of the interpreter's time goes into Python objects: it patches the language anew for every
+launch, and each operation creates types and shapes that earlier operations have created. Here the
+patches are kept, and each shape is created once. All changes apply only during interpreted
+launches, so the compiler is unaffected.
 """
 
 import builtins
@@ -17,7 +18,7 @@ core = tl.core
 #: An object, the name of an attribute, its own value, and the value during launches.
 Patch = tuple[Any, str, Any, Any]
 
-#: Values that hold no constexpr, so that nothing is to be unwrapped.
+#: Types of values that contain no constexpr, so that nothing must be unwrapped.
 _PLAIN = frozenset({bool, int, float, str, type(None), core.tensor, core.dtype, core.block_type})
 
 
@@ -25,7 +26,8 @@ class LaunchPatches:
     """The patches of Triton's language for interpreted launches."""
 
     def __init__(self, patch_language: Callable[[Any], Any], language: Any) -> None:
-        """patch_language: the interpreter's own function, which patches what `language` names."""
+        """`patch_language` is the interpreter's function that patches the modules that `language`
+        names."""
         scope = patch_language(language)
         try:
             #: All patches, in the order in which they are applied.
@@ -35,7 +37,7 @@ class LaunchPatches:
         finally:
             scope.restore()
         self._patches += _cheaper_objects()
-        #: Number of launches that run, each within the one before.
+        #: Number of launches that are running, each inside the previous one.
         self._num_launches = 0
 
     def __enter__(self) -> None:
@@ -87,15 +89,15 @@ def numpy_types() -> Callable[[Any], Any]:
 
 
 def _cheaper_objects() -> Iterator[Patch]:
-    """Patches under which a shape, and what is computed from it, is made once."""
-    # First, keep the language's own functions, and make the tables of what they would make again.
+    """Patches that create each shape, and the values computed from it, only once."""
+    # First, keep the language's own functions, and prepare caches of their results.
     unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
     equal_tuples, init_block = core.tuple.__eq__, core.block_type.__init__
     blocks: dict[builtins.tuple[int, ...], builtins.tuple[Any, int, str]] = {}
     shapes: dict[builtins.tuple[int, ...], builtins.tuple[Any, Any]] = {}
     no_shape, one, true = core.tuple([]), core.constexpr(1), core.constexpr(True)
 
-    # Then define what replaces them: first comparisons and constants, then types and tensors.
+    # Then define the replacements: first comparisons and constants, then types and tensors.
     def unwrap_if_constexpr(value: Any) -> Any:
         kind = type(value)
         if kind is core.constexpr:
@@ -130,7 +132,7 @@ def _cheaper_objects() -> Iterator[Patch]:
             shapes[sizes] = (wrapped, core.constexpr(kind.numel))
         self.shape, self.numel = shapes[sizes]
 
-    # Last, name where each belongs.
+    # Last, list the attribute that each one replaces.
     for target, name, value in (
         (core, "_unwrap_if_constexpr", unwrap_if_constexpr),
         (core.dtype, "__eq__", is_same_type),

@@ -26,7 +26,7 @@ def is_interpreting() -> bool:
 
 
 def why_not(device_type: str) -> str | None:
-    """Why the kernels can't serve a type of device ("cpu", "cuda"), or None if they can."""
+    """The reason why the kernels can't serve a device type ("cpu", "cuda"); None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; it comes with torch for CUDA, or: pip install triton"
     if device_type == "cpu":
@@ -41,8 +41,8 @@ def why_not(device_type: str) -> str | None:
 
 
 def _why_not_launched() -> str | None:
-    """Why Triton can't launch kernels here, or None. As of 3.7 it compiles C code that calls the
-    driver, with the system's compiler and Python's headers."""
+    """The reason why Triton can't launch kernels here; None if it can. As of 3.7 it compiles C code
+    that calls the driver, with the system's compiler and Python's headers."""
     from triton import knobs  # slow to load
 
     if not (knobs.build.cc or shutil.which("gcc") or shutil.which("clang")):

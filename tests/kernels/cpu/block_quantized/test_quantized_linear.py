@@ -307,7 +307,7 @@ def test_errors_name_the_bad_argument(library: NativeLibrary, named: str, act: R
 @pytest.mark.parametrize("zero", [-1.0, 7.5, 129.0, torch.nan])
 def test_zeros_that_bytes_cannot_take_up_are_refused(library: NativeLibrary, zero: float) -> None:
     linear = BlockQuantizedLinear(KernelBlockFormat(4, 32, has_zeros=True), 40, 64)
-    with pytest.raises(ValueError, match="zeros must be whole"):
+    with pytest.raises(ValueError, match="zeros must be integers"):
         linear.pack_codes(_bytes(3, 64), _halves(3, 2), _halves(3, 2) + zero, None, 0)
 
 

@@ -2,9 +2,9 @@
 
     h = round(scale * (A x)), y = round(round(W x + b) + B h)
 
-with A, B and h in the model's dtype and both sums in fp32. `csrc/adapters` computes it with the
-linear. A linear's slots keep their addresses, so a recorded program sees adapters that are loaded
-later. Called by `quire.adapters`. `linear.py` and `recorder.py` use the structures only.
+with A, B and h in the model's dtype and both sums in fp32. `csrc/adapters` computes this together
+with the linear. A linear's slots keep their addresses, so a recorded program sees adapters that are
+loaded later. Called by `quire.adapters`. `linear.py` and `recorder.py` use the structures only.
 
 Shapes: T rows of a step, r rank, K inputs and N outputs of a linear. C columns: the sum of the
 ranks of a fused linear's parts (such as q, k and v), where each rank is rounded up to an even
@@ -88,7 +88,7 @@ class PackedAdapters:
         dtype: torch.dtype,
     ) -> None:
         """`rows` are shared by all linears. `is_interleaved` says whether the outputs are gate and
-        up, as in `PackedLinear`. `dtype` is the model's."""
+        up, as in `PackedLinear`. `dtype` is the model's dtype."""
         assert 1 <= len(part_sizes) <= MAX_PARTS, part_sizes
         self.rows = rows
         self._num_inputs, self._sizes = num_inputs, tuple(part_sizes)
@@ -123,7 +123,7 @@ class PackedAdapters:
         return a_bytes + b_bytes + self._scales.nbytes
 
     def share_a(self, other: "PackedAdapters") -> None:
-        """Use the memory for A of `other`, a linear with equally many inputs and parts.
+        """Use the memory for A of `other`, a linear with the same number of inputs and parts.
 
         From then on both linears must be loaded with adapters that have the same A.
         """
@@ -139,13 +139,13 @@ class PackedAdapters:
         self._b, self._keeps_b = other._b, False
 
     def check(self, num_inputs: int, num_outputs: int, x: torch.Tensor) -> None:
-        """Raises ValueError if the sizes, the dtype or the number of rows of x [M, K] differ."""
+        """Raises ValueError if the adapters don't fit x [M, K] or the linear's sizes."""
         own = (self._num_inputs, sum(self._sizes))
         if own != (num_inputs, num_outputs) or x.dtype != self._dtype:
             raise ValueError(
-                f"the adapters are of a linear with {own[0]} inputs and {own[1]} outputs in "
-                f"{self._dtype}, but x is {tuple(x.shape)} {x.dtype}, of one with {num_inputs} and "
-                f"{num_outputs}"
+                f"the adapters are for a linear with {own[0]} inputs and {own[1]} outputs in "
+                f"{self._dtype}, but x is {tuple(x.shape)} {x.dtype}, for a linear with "
+                f"{num_inputs} and {num_outputs}"
             )
         if len(x) != self.rows.num_tokens:
             raise ValueError(
@@ -196,7 +196,7 @@ class PackedAdapters:
         slot.num_columns = column
 
     def clear(self, index: int) -> None:
-        """Empty the slot, so that a row that names it gets no adapter."""
+        """Empty the slot; rows with this slot then get no adapter."""
         self._slots[index].num_columns = 0
 
     def _pack_b(self, part: int, b: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ BLOCK_SIZE = 256
 FLAT_WIDTHS = (4, 5, 8)
 FLAT_GROUPS = (32, 64, 128)
 TWO_LEVEL_FORMS = ((4, 16), (4, 32), (5, 32), (6, 16))
-"""The (width, group size) of forms with blocks."""
+"""(width, group size) of the supported formats with blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class KernelBlockFormat:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the native library multiplies this form."""
+        """Whether the native library has kernels for this format."""
         if self.table is not None and (self.width != 4 or len(self.table) != 16):
             return False
         if self.has_zeros and (self.has_offsets or self.zero or self.block or self.table):
@@ -80,7 +80,7 @@ BLOCK_TYPES = {
 def code_format_struct(
     form: KernelBlockFormat, table: torch.Tensor | None, dtype: torch.dtype
 ) -> abi.CodeFormat:
-    """The structure of a form. `dtype` is that of unpacked rows.
+    """The structure of a format. `dtype` is the dtype of unpacked rows.
 
     The caller keeps `table` [16] int8 alive.
     """

@@ -1,8 +1,7 @@
 """A checkpoint's quantized weights of a linear, packed for the native kernels without rounding.
 
-`csrc/block_quantized/layout.h` has the formula and the layout,
-`csrc/block_quantized/linear_flat.cpp` and `linear_two_level.cpp` the products, which `linear.apply`
-computes.
+`csrc/block_quantized/layout.h` has the formula and the layout. `linear.apply` multiplies with the
+kernels in `csrc/block_quantized/linear_flat.cpp` and `linear_two_level.cpp`.
 
 Shapes: R rows (outputs), K inputs, N outputs, G groups, B blocks of 256 inputs.
 """
@@ -104,7 +103,7 @@ class BlockQuantizedLinear(PackedLinear):
 
     def pack(self, rows: torch.Tensor, first: int) -> None:
         """Always raises ValueError, since this packing does not round numbers to codes."""
-        raise ValueError(f"rows are {rows.dtype} numbers, but this packing takes codes alone")
+        raise ValueError(f"rows are {rows.dtype} numbers, but this packing takes only codes")
 
     def pack_codes(
         self,
@@ -151,12 +150,12 @@ class BlockQuantizedLinear(PackedLinear):
         if form.has_zeros and seconds is not None:
             is_zero = (seconds >= 0) & (seconds <= 256) & (seconds == seconds.round())
             if not (is_zero & (seconds <= 128) if form.width < 8 else is_zero).all():
-                raise ValueError("zeros must be whole numbers from 0 to 128, of 8-bit codes to 256")
+                raise ValueError("zeros must be integers from 0 to 128, or to 256 for 8-bit codes")
 
     def pack_blocks(self, name: str, rows: torch.Tensor, first: int) -> None:
-        """As `pack_codes`, from a GGUF tensor's stored rows [R, bytes] uint8.
+        """Like `pack_codes`, but from a GGUF tensor's stored rows [R, bytes] uint8.
 
-        `name` is the type of the blocks, which must be of this form. Raises ValueError.
+        `name` is the GGUF type of the blocks, which must match the form. Raises ValueError.
         """
         kind = BLOCK_TYPES.get(name)
         if kind is None or self.num_inputs % kind.size:

@@ -1,4 +1,5 @@
-"""Unpacks int32 words of several quantized weights each (`csrc/packing/unpack_words.cpp`)."""
+"""Unpacks int32 words that hold several quantized weights each
+(`csrc/packing/unpack_words.cpp`)."""
 
 import ctypes
 
@@ -23,7 +24,7 @@ def unpack_words(
     if words.dim() != 2 or words.dtype is not torch.int32 or words.stride(1) != 1:
         raise ValueError(
             f"words are {words.dtype} {list(words.shape)} with strides {words.stride()}, but must"
-            " be int32 [A, B], those of a row side by side"
+            " be int32 [A, B], with the words of a row side by side"
         )
     num_rows, num_columns = words.shape
     if width not in _WIDTHS:
@@ -34,7 +35,7 @@ def unpack_words(
         if width != 4 or sorted(order) != list(range(_IN_ORDER)) or num_rows % _IN_ORDER:
             raise ValueError(
                 f"order is {order} for {num_rows} inputs of {width} bits, but must have 0 to 7 once"
-                " each, the inputs be a multiple of 8, and have 4 bits"
+                " each, for a multiple of 8 inputs of 4 bits"
             )
         given, shape = (ctypes.c_int32 * _IN_ORDER)(*order), (num_columns * _IN_ORDER, num_rows)
     codes = torch.empty(shape, dtype=torch.uint8)

@@ -44,7 +44,7 @@ class StateRecorder(OperatorRecorder, StateCalls):
     """Records the remaining methods of `Operators`, and the calls of recurrent layers."""
 
     def __init__(self, dtype: torch.dtype, states: NativeStates | None = None) -> None:
-        """`dtype` is the model's. `states` is None if no layer has states."""
+        """`dtype` is the model's dtype. `states` is None if no layer has states."""
         super().__init__(dtype)
         self._states = states
 
@@ -65,11 +65,14 @@ class StateRecorder(OperatorRecorder, StateCalls):
         gates_first: bool = False,
     ) -> torch.Tensor:
         operand, gates = self._pair(x, gate)
-        # The distance between two heads' weights, by the number of weights: heads may share one.
+        # The distance between two heads' weights, by the number of weights: 0 if heads share a
+        # weight.
         sizes = {1: 0, operand.num_heads: operand.width}
         num_weights = weight.numel() // operand.width
         if weight.shape[-1] != operand.width or num_weights not in sizes or x.shape != gate.shape:
-            raise UnrecordableError("a norm with a gate has parts of other shapes")
+            raise UnrecordableError(
+                "the operands of a norm with a gate have shapes that don't match"
+            )
         out = self._values.over_or_like(x, "normed")
         fields = {"size": operand.width, "second_size": sizes[num_weights], "eps": eps}
         fields |= {"weight": self._dense(weight), "gates_first": gates_first}
@@ -87,9 +90,9 @@ class StateRecorder(OperatorRecorder, StateCalls):
     def join_turned(self, x: torch.Tensor, tail: torch.Tensor, angles: Angles) -> torch.Tensor:
         operand, turned = self._pair(x, tail)
         if angles.positions is not self._values.positions:
-            raise UnrecordableError("heads are not turned by the step's positions")
+            raise UnrecordableError("heads are not rotated by the step's positions")
         if turned.width != angles.table.shape[1] or x.shape[:-1] != tail.shape[:-1]:
-            raise UnrecordableError("parts of heads that are joined are of other shapes")
+            raise UnrecordableError("the parts of joined heads have shapes that don't match")
         rotary = abi.Rotary(table=angles.table.data_ptr(), rotary_dim=turned.width)
         out = self._values.like(x, "joined", operand.width + turned.width)
         fields = {"size": operand.width, "second_size": turned.width}
@@ -136,7 +139,7 @@ class StateRecorder(OperatorRecorder, StateCalls):
         sets a null pointer, since the field may hold the address of an earlier call's parameter.
         """
         if self._states is None:
-            raise UnrecordableError("states are moved by another backend than the native one")
+            raise UnrecordableError("states are updated by another backend than the native one")
         # First, check that the parts are columns of one value.
         operands = [self._values.operand(part) for part in parts]
         first = operands[0]
@@ -192,7 +195,7 @@ class StateRecorder(OperatorRecorder, StateCalls):
         queries, keys = self._values.operand(q), self._values.operand(k)
         are_right = q.shape[1:] == (spec.num_heads, spec.head_dim) and keys.width == spec.head_dim
         if not are_right or not queries.is_adjacent or queries.memory.dtype != self._dtype:
-            raise UnrecordableError("latent attention is given heads of another shape or dtype")
+            raise UnrecordableError("an input of latent attention has another shape or dtype")
         fields = {"layer": address_of(spec)}
         self._ops.append(Operation(OpKind.WRITE_LATENT, keys, keys, fields, layers))
         out = self._new("attended", spec.num_heads * spec.value_dim)

@@ -3,12 +3,12 @@
     target[pairs[i, 1]] = source[pairs[i, 0]]
 
 Copy on write needs it when a sequence first writes into a block that it shares (arXiv:2309.06180,
-section 4.4). The reference is torch's `Tensor.index_copy_`, which gathers into a temporary first.
-Copies within the device have one storage as source and target. Either may also be page-locked host
-memory, which a GPU can read and write; so blocks move between tiers.
+section 4.4). The reference is torch's `Tensor.index_copy_`, which gathers into a temporary first. A
+copy within the device has the same storage as source and target. To move blocks between tiers, the
+source or the target is page-locked host memory, which a GPU can read and write.
 
-Bound by memory: a block is read and written once, and each thread copies 4 times 16 bytes, next to
-those of its neighbours.
+Bound by memory: a block is read and written once, and each thread copies 4 times 16 bytes, adjacent
+to the bytes of its neighbours.
 
 Shapes: N blocks, P bytes of a block (a multiple of 16), C pairs. Called by `runtime/kv_cache.py`.
 """
@@ -67,13 +67,14 @@ def copy_blocks_kernel(  # type: ignore[no-untyped-def]
     source_ptr,
     target_ptr,
     pairs_ptr,
-    source_stride,  # in words of 4 bytes, as all sizes here
+    source_stride,  # in words of 4 bytes, like all sizes here
     target_stride,
     num_words,
     num_pieces,
     PIECE: tl.constexpr,
 ):
-    """One program for each piece of each pair, all on axis 0, since other axes end at 65535."""
+    """One program for each piece of each pair, all on axis 0, since other axes are limited to
+    65535."""
     pair = tl.program_id(0) // num_pieces
     words = tl.program_id(0) % num_pieces * PIECE + tl.arange(0, PIECE)
     mask = words < num_words

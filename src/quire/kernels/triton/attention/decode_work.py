@@ -2,9 +2,10 @@
 
 When a captured step is replayed, only the device knows the lengths. So the attention kernel reads
 from a list in its memory which keys of which sequences to attend, and its grid never changes. The
-context of a sequence is cut into chunks at multiples of a power of two. Unless the rule fixes that
-size, it grows with the number of keys that the sequence sees: then a token has less than P parts,
-and a short context still keeps many programs busy. It never depends on other sequences.
+context of a sequence is cut into chunks at multiples of a power of two. Unless the rule fixes the
+chunk size, it grows with the number of keys that the sequence sees. So a token has fewer than P
+parts, and a short context still keeps many programs busy. The size never depends on other
+sequences.
 
 One program counts the chunks of all sequences and writes the items. It reads and writes some
 kilobytes, once a step for all layers with the same window. The reference is
@@ -29,7 +30,7 @@ from quire.kernels.triton.support import next_power_of_two
 MIN_CHUNK_TOKENS = 64
 
 #: A context is cut into at most chunk / TOKENS_PER_PART parts. One program merges all parts of a
-#: token, so a context with small chunks must have few.
+#: token, so a context with small chunks must have few chunks.
 TOKENS_PER_PART = 16
 
 _PER_PART = tl.constexpr(TOKENS_PER_PART)
@@ -113,7 +114,7 @@ def decode_work_kernel(  # type: ignore[no-untyped-def]
     first_chunk = low // chunk
     count = (context + chunk - 1) // chunk - first_chunk
     if not rule.chunk_tokens:
-        # If all keys seen fit one chunk, they are not cut at a boundary between two.
+        # If all keys seen fit one chunk, they are not cut at a boundary between two chunks.
         count = tl.where(context - low <= chunk, tl.minimum(count, 1), count)
     # Then write the items of all sequences, one chunk of each at a time.
     first_item = tl.cumsum(count, axis=0) - count

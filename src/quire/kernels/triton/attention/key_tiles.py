@@ -12,7 +12,7 @@ from quire.kernels.triton.attention.online_softmax import LOG2_E
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_blocks(table, start, seen, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The block of each key of a tile, or one block for all if the tile lies in one. `seen` is
+    """The block of each key of a tile, or a single block if the tile lies in one block. `seen` is
     (first, end) of the keys that some row sees; other keys have block 0."""
     if S.block_size >= S.tile:
         blocks = tl.load(table + start // S.block_size, start < seen[1], other=0)

@@ -6,25 +6,27 @@ are the value:
 
     out = softmax(scale q C^T) C[:, :Dv] over the tokens that each query sees
 
-Work lists, tiles of queries, masks and the online softmax are those of `paged_attention.py`, but
-only its `uniform` arithmetic exists here. A row gets the same bits in decode and in a prompt, for
-all chunks and batches. All tiles have one shape and are masked, and keys are folded in chunks of
-`chunk_tokens` at absolute positions, here or by `merge_parts.py`.
+Work lists, tiles of queries, masks and the online softmax are the same as in `paged_attention.py`,
+but only its `uniform` arithmetic exists here. A row gets the same bits in decode and in a prompt,
+for all chunks and batches. All tiles have one shape and are masked, and keys are folded in chunks
+of `chunk_tokens` at absolute positions, here or by `merge_parts.py`.
 
 A tile of the latents is loaded once and is operand of both products. Its Dv elements and the rest
 (64 rotated ones) are two loads and two products, each padded to a power of two. The heads are rows
 of the tile of queries, side by side. If there are more heads than rows, several programs attend
 them, and find the latents in the L2 cache.
 
-Two outputs of 512 elements for 64 rows would fill the registers of a processor. So a chunk's part
-is written to memory and folded there into the part of the chunks before it, in rows of `parts` that
-belong to the program and stay in the L2 cache. An item that is one of several for its queries
-writes its part for `merge_parts.py`. Scores are used under a branch, which also skips masks that
-hide nothing: without it, each half of the warps would compute all scores (Triton 3.7, sm_90).
+Two outputs of 512 elements for 64 rows would fill the registers of a processor. So a chunk's
+partial result (part) is written to memory, and folded there into the part of the chunks before it.
+It is written to rows of `parts` that belong to the program and stay in the L2 cache. An item that
+is one of several for its queries writes its part for `merge_parts.py`. Scores are used inside a
+branch, which also skips masks that hide nothing. Without the branch, each half of the warps would
+compute all scores (Triton 3.7, sm_90).
 
 Cost: 2 Hq (D + Dv) operations a token for 2 D bytes (bf16). With 128 heads of 576 and 512 elements
 these are 242 operations a byte, so the tensor cores bound decoding there, as they always bound
-prompts. With 16 heads, a quarter of 64 rows is filled, and all cost time: 121 operations a byte.
+prompts. With 16 heads, only a quarter of the 64 rows is used, but all rows cost time: 121
+operations a byte.
 
 Shapes: T tokens, Hq query heads, D elements of a stored vector, Dv of them the value, N blocks, B
 block size, R rows of the block tables. A page is [B, D].
@@ -196,7 +198,8 @@ def _attend_chunk(q, item, chunk_first, chunk_tokens, memory, S: tl.constexpr): 
         if S.key_rest:
             rest = _load_rest(places, is_seen, S)
             rest_scores = tl.dot(q[1], tl.trans(rest), input_precision="ieee")
-        # An fma, because Triton can merge a plain addition into a product, as its first summand.
+        # An fma, because Triton could merge a plain addition into the product, as its first
+        # summand.
         if S.key_rest:
             scores = tl.fma(rest_scores, tl.full(scores.shape, 1.0, tl.float32), scores)
         scores = cap_scores(scores, S)

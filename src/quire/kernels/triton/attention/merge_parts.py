@@ -2,8 +2,8 @@
 
     the parts of a token, in the order of their keys, folded one after the other; then the sink
 
-Partial results of attention are merged by their log-sum-exp (arXiv:2311.01282), by the functions of
-`online_softmax.py`, which is also the reference. A token's result depends on its own parts alone.
+Partial results of attention are merged by their log-sum-exp (arXiv:2311.01282) with the functions
+of `online_softmax.py`, which is also the reference. A token's result depends only on its own parts.
 
 Each part of a token and query head has (D + 2) fp32 numbers: 1 % to 6 % of the bytes of its K and
 V. One warp merges a token and query head; the loads of UNROLL parts run at the same time.
@@ -21,7 +21,7 @@ from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import next_power_of_two
 
 #: int32 fields of a token in the list: the token; its first part; its number of parts (0: the
-#: output is zero, -1: it is already written); an unused one.
+#: output is zero, -1: it is already written); an unused field.
 MERGE_FIELDS = 4
 
 _UNROLL = 8

@@ -5,9 +5,9 @@ log2, for the values v of some keys:
 
     m = max s,   sums = sum 2^(s - m),   acc = sum 2^(s - m) v        (arXiv:1805.02867)
 
-Two parts of disjoint keys fold into one. A part without keys, (-inf, 0, 0), changes no bit of
-another. Fused multiply-adds are explicit: if the compiler chose where to fuse, kernels that share
-these functions would get different bits.
+Two parts of disjoint keys are folded into one part. Folding in a part without keys, (-inf, 0, 0),
+changes no bit. Fused multiply-adds are explicit: if the compiler chose where to fuse, kernels that
+share these functions would get different bits.
 
 Called by `paged_attention.py`, `latent_attention.py` and `merge_parts.py`; accesses no memory.
 """
@@ -38,7 +38,8 @@ def fold_scales(m, sums, other_m, other_sums):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fold_outputs(acc, scale, other_acc, other_scale):  # type: ignore[no-untyped-def]
-    """Adds acc [n, D] of a part and of a part of later keys, times their factors [n]."""
+    """acc * scale + other_acc * other_scale, for acc [n, D] of a part and of a part of later
+    keys."""
     return tl.fma(acc, tl.broadcast_to(scale[:, None], acc.shape), other_acc * other_scale[:, None])
 
 

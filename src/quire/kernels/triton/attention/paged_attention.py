@@ -15,19 +15,19 @@ side, so that each K and V is read once for all of them:
 
 Keys are read in tiles of TILE at multiples of TILE, straight from the blocks, and folded into an
 online softmax (arXiv:2205.14135, arXiv:2307.08691). Tiles that every row sees entirely are attended
-without a mask; tiles at the edge of the window, at the diagonal and at the end have one. An item
-writes its rows' output; if it is one of several items for the same queries, it writes a part, and
-`merge_parts.py` merges the parts.
+without a mask; tiles at the edge of the window, at the diagonal and at the end are masked. An item
+writes its rows' output; if it is one of several items for the same queries, it writes a partial
+result (part), and `merge_parts.py` merges the parts.
 
 In a `uniform` shape, each row gets the same bits in every tile of queries and every batch. All
-tiles are masked, so a single arithmetic computes every row. Keys are folded in chunks of
+tiles are masked, so every row is computed by the same operations. Keys are folded in chunks of
 `chunk_tokens` at absolute positions, here or by `merge_parts.py`, in the same order by the same
 function. A tile or chunk that a row doesn't see changes none of its bits.
 
 Memory that no query of the tile sees is not read: neither pages nor tables.
 
-If a KV head has more query heads than a tile has rows, several programs attend them, and a tile has
-the heads of one query.
+If a KV head has more query heads than a tile has rows, several programs share them, and a tile has
+heads of one query only.
 
 Pages of codes (`quantized_kv.py`) are widened just before they are multiplied: K to the dtype of
 the queries, bf16 or fp16, and V to bf16. The scale of a key multiplies its scores, and the scale of
@@ -81,10 +81,10 @@ class AttendShape:
     block_size: int
     #: The factor by which q·k is multiplied.
     scale: float
-    #: The number of keys that a token sees up to its own, and at most as many after it if the layer
-    #: is not causal; None means all.
+    #: The number of keys that a token sees up to and including its own, and at most as many after
+    #: it if the layer is not causal; None means all keys.
     window: int | None
-    #: The bound c of scores, c * tanh(score / c); None means none.
+    #: The bound c in the soft cap of scores, c * tanh(score / c); None means no cap.
     soft_cap: float | None
     causal: bool
     #: Whether a row's bits must not depend on its tile of queries; see the module.
@@ -111,7 +111,8 @@ class AttendShape:
 
     @property
     def num_head_tiles(self) -> int:
-        """The number of tiles that the query heads of an item need, each a work of its own."""
+        """The number of tiles that the query heads of an item need; each is a separate unit of
+        work."""
         return self.num_kv_heads * -(-self.group // self.rows)
 
     @property
@@ -178,8 +179,8 @@ class KVPages:
     #: [N, 2, Hkv, B, D] of any page stride, K then V. The dtype is the model's, or that of codes:
     #: int8, or uint8 for e4m3.
     numbers: torch.Tensor
-    #: The scales of codes, [N, Hkv, B] int32 of any page stride. `quantized_kv.py` packs the two of
-    #: a token. None means that the numbers are not codes.
+    #: The scales of codes, [N, Hkv, B] int32 of any page stride. `quantized_kv.py` packs a token's
+    #: scales of K and V in one int32. None means that the numbers are not codes.
     scales: torch.Tensor | None = None
 
 
@@ -260,7 +261,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr,
     S: tl.constexpr,
 ):
-    """The part with the keys of a range folded in, tile by tile."""
+    """Returns `part` after folding in the keys of a range, tile by tile."""
     m, sums, acc = part
     pages, page_stride, table, scales, kv_head, scale_stride = memory
     TILE: tl.constexpr = S.tile
@@ -416,7 +417,8 @@ def _store(item, first_head, result, sinks_ptr, outputs, part_outputs, S: tl.con
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place_rows(first_head, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The query (counted in the tile) and head of each row. `first_head` is the tile's first."""
+    """The query (counted in the tile) and head of each row. `first_head` is the tile's first
+    head."""
     rows = tl.arange(0, S.rows)
     if S.rows < S.group:
         within = first_head % S.group + rows
@@ -483,7 +485,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(q_ptr + q_places, mask, other=0.0)
         if kv_scales_ptr is None:
             q = q.to(pages_ptr.dtype.element_ty)
-        # kv_scales_ptr is passed unchanged: Triton allows None in a tuple only from an argument.
+        # kv_scales_ptr is passed unchanged: Triton allows None in a tuple only if it is an
+        # argument.
         memory = (pages, page_stride, table, kv_scales_ptr, kv_head, kv_scale_stride)
         seen, ends = (seen_first, seen_end), (position, last)
         m, sums, acc = _attend_chunks(

@@ -1,14 +1,14 @@
 """Quantizes K and V vectors to 8-bit codes, and converts codes to floats, in Triton.
 
-K and V of a token are stored, for each KV head, as one code for each number and one scale for each
+K and V of a token are stored, for each KV head, as one code for each element and one scale for each
 vector. With a vector x and the largest code `most` (127 for int8, 448 for e4m3):
 
     scale = bf16(max |x| / most),   code = nearest(x / scale)        number = code * scale
 
-Scale and codes depend on x alone. So no vector is rewritten when a block fills, and a prompt leaves
-the same bytes however it was chunked. A scale of 0 has codes of 0. A vector with an infinity or a
-NaN has a scale of NaN, which shows in every result that reads it. Roundings are to nearest, ties to
-even; codes saturate.
+Scale and codes depend only on x. So no vector is rewritten when a block fills, and all chunkings of
+a prompt store the same bytes. A scale of 0 has codes of 0. A vector with an infinity or a NaN has a
+scale of NaN, so every result that reads it is NaN. Roundings are to nearest, ties to even; codes
+saturate.
 
 int8 has codes from -127 to 127; K is rotated first (`rotation.hadamard`). e4m3 codes are 8-bit
 floats of 4 exponent and 3 mantissa bits (OCP 8-bit Floating Point Specification; e4m3fn, without
@@ -16,7 +16,7 @@ infinities), stored as uint8. They are converted by integer arithmetic, since GP
 no conversions. Every code is exact in bf16 and fp16.
 
 The reference is `quantize_tokens` below, in torch. `rotary_kv_write.py` quantizes with these
-functions, and `paged_attention.py` widens.
+functions, and `paged_attention.py` converts codes back.
 """
 
 import torch
@@ -30,8 +30,8 @@ CODE_DTYPES = {torch.int8: torch.int8, torch.float8_e4m3fn: torch.uint8}
 
 IS_INTERPRETED = tl.constexpr(is_interpreting())
 
-# PTX that widens the four codes of one register to two registers of two numbers each. A compiler
-# extracts the bytes one by one, with two to three times as many instructions.
+# PTX that widens the four codes of one register to two registers of two numbers each. Compiled code
+# would extract the bytes one by one, with two to three times as many instructions.
 INT8_TO_BF16 = tl.constexpr("""{
     .reg .b32 low, sign, a, b, c, d, one;
     and.b32 low, $2, 0x7F7F7F7F;
@@ -98,12 +98,12 @@ def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 def check_scales(pages: torch.Tensor, scales: torch.Tensor | None) -> None:
     """Raises ValueError unless pages [N, 2, Hkv, B, D] of codes have scales [N, Hkv, B] int32, each
-    page contiguous, and pages of numbers have none."""
+    page contiguous, and pages without codes have no scales."""
     if (scales is not None) != (pages.dtype in CODE_DTYPES.values()):
         kind = "none" if scales is None else "some"
         raise ValueError(
-            f"pages of {pages.dtype} came with scales: {kind}, but codes need them, "
-            "and numbers have none"
+            f"pages of {pages.dtype} came with scales: {kind}, but codes need scales, "
+            "and other pages have none"
         )
     if scales is None:
         return
@@ -177,7 +177,7 @@ def nearest_e4m3(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scales_of(low, high, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales [n] of vectors given as two parts [n, D/2]: bf16 numbers as fp32. `kind` is the
+    """The scales [n] of vectors given as two parts [n, D/2]: bf16 values as fp32. `kind` is the
     dtype of the codes."""
     low, high = low.to(tl.float32), high.to(tl.float32)
     unsound = tl.maximum(_unsound(low), _unsound(high))

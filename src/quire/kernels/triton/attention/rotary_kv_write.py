@@ -10,9 +10,9 @@ normed, and n(x) = x otherwise. With cos and sin rounded to the dtype:
 
 Sources: rotary position embedding arXiv:2104.09864, paged KV arXiv:2309.06180. The reference is
 `kernels/rotary.py::rotate`, then stores by index. Every product and every sum is rounded to the
-dtype as in the reference, and multiply-adds are not fused. So without norms the bits are the
-reference's in all dtypes; with norms they are those of `rms_norm.py`, up to the order of the sums
-of squares.
+dtype as in the reference, and multiply-adds are not fused. So without norms, results are
+bit-identical to the reference in all dtypes. With norms, they equal those of `rms_norm.py` up to
+the order of the sums of squares.
 
 A page is one layer's part of a block: kv[block] of kv [N, 2, Hkv, B, D]. A head's B tokens are
 contiguous, so that attention loads a head's tile of a block as one piece. Pages lie kv.stride(0)
@@ -29,14 +29,14 @@ ones; each ends with half of the remaining elements. If all elements rotate, the
 the head.
 
 For int8 pages, q and k are then multiplied by a Hadamard matrix (`rotation.hadamard`) in fp32,
-after each head's elements are put in order. This happens to k before it is quantized. q must match,
-and is rounded to the dtype of `out` once more.
+after each head's elements are put in order. Then k is quantized. Queries are multiplied by the same
+matrix, so q·k does not change, and are rounded to the dtype of `out` once more.
 
 Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R elements of a head that rotate
 (even, in most models D), N blocks, B block size.
 
-dtypes: q, k and v are fp32, bf16 or fp16, all the same; kv is one of these, or codes of the
-numbers, with scales as in `quantized_kv.py`. Called by `attention/triton_paged`.
+dtypes: q, k and v are fp32, bf16 or fp16, all the same; kv has the same dtype, or codes with scales
+as in `quantized_kv.py`. Called by `attention/triton_paged`.
 """
 
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def rotate_and_write(
 
 @dataclass(frozen=True, slots=True)
 class _HeadTiles:
-    """How a token's heads are divided among programs."""
+    """The division of a token's heads among programs."""
 
     #: The number of heads in a tile.
     heads: int
@@ -136,7 +136,7 @@ def _launch(
     slot_mapping: torch.Tensor,
     tiles: _HeadTiles,
 ) -> None:
-    # The constants follow from the shapes alone; without angles, R is D, so that tiles are halves.
+    # The constants depend only on the shapes. Without angles, R is D, so tiles are halves of heads.
     q, k, v, out = qkv_and_out
     num_tokens, num_heads, size = q.shape
     angles = rotation.angles

@@ -24,7 +24,7 @@ from quire.kernels.triton.recurrence.units import StepStates, unit_places
 
 _CHANNELS = 128
 _TOKENS = 16
-#: The programs of a step with prompts: several for each processor of the largest GPUs.
+#: The number of programs in a step with prompts: several for each processor of the largest GPUs.
 _MANY_PROGRAMS = 2048
 
 #: Arguments for whose values Triton compiles no variants.
@@ -111,7 +111,7 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Programs (channels, sequence), and after them (channels, further program of a prompt)."""
+    """The grid has programs (channels, sequence), then (channels, further program of a prompt)."""
     sequence, first_tile = _sequence_and_tile(num_sequences, num_prompts)
     context, row = tl.load(context_lens_ptr + sequence), tl.load(rows_ptr + sequence)
     first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
@@ -168,7 +168,7 @@ def _sequence_and_tile(num_sequences, num_prompts):  # type: ignore[no-untyped-d
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kept(places, is_known, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The last inputs before the step, the oldest first; a missing one is zeros."""
+    """The last inputs before the step, the oldest first; missing ones are zeros."""
     oldest = tl.load(places, is_known, other=0.0)
     second = tl.load(places + 64, is_known & (WIDTH > 2), other=0.0)
     third = tl.load(places + 128, is_known & (WIDTH > 3), other=0.0)

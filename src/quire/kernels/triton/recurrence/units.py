@@ -31,10 +31,10 @@ UNIT_COLUMNS = 16
 #: The largest number of rows of a matrix state.
 MAX_ROWS = 1024
 
-#: Most words of a state in one program: 64 registers of each of its 32 threads.
+#: The most words of a state in one program: 64 registers of each of its 32 threads.
 _PROGRAM_WORDS = 2048
 
-#: The programs that fill a large GPU: each quarter of a processor issues one warp's instructions.
+#: The number of programs that fills a large GPU, with one warp for each quarter of a processor.
 _MANY_PROGRAMS = 512
 
 
@@ -54,7 +54,7 @@ class StepStates:
     context_lens: torch.Tensor
     #: Each sequence's row of the table, [S] int64.
     rows: torch.Tensor
-    #: The number of the layer's first unit among those of a row.
+    #: The index of the layer's first unit among the units of a row.
     first_unit: int
     units_per_page: int
     #: The number of sequences that may have several tokens in the step. It selects the launch, and
@@ -85,7 +85,7 @@ def program_columns(num_rows: int, num_columns: int, num_prompts: int) -> int:
     """The number of a unit's columns in each program, for states of num_rows x num_columns.
 
     It is the most that fit the registers, or fewer if the long programs of prompts would leave
-    processors of a large GPU idle. It changes no bit.
+    processors of a large GPU idle. Results don't depend on it.
     """
     columns = max(1, min(UNIT_COLUMNS, _PROGRAM_WORDS // next_power_of_two(num_rows)))
     while num_prompts and columns > 4 and num_columns // columns * num_prompts < _MANY_PROGRAMS:

@@ -4,7 +4,7 @@ These options forbid tokens or make them likelier; logits are changed in place.
 
     forbid_unset    logit = -inf unless the token's bit is set: grammar masks, allowed_token_ids
     forbid_before   logit = -inf for some tokens while a line is shorter than a limit: min_tokens
-    forbid_words    logit = -inf for a word's last token where its others were generated just before
+    forbid_words    logit = -inf for a word's last token if its others were generated just before
     add_bias        logit + bias, in fp32: logit_bias
 
 Definitions and reference: the processors of `sampling/host/processors.py`. Each pair of a line and

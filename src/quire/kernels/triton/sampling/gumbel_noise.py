@@ -2,7 +2,7 @@
 
 The uniform bits are exactly the same. The Gumbel number is computed in a coarse and an exact form.
 
-    bits   = mix(key + (token id + 1) G) >> 12       52 bits, G and mix those of SplitMix64
+    bits   = mix(key + (token id + 1) G) >> 12       52 bits, G and mix as in SplitMix64
     u      = (bits + 1/2) / 2**52,  e = -log(1 - u),  gumbel = -log(e)
 
 `coarse_gumbel` is in fp32, for every token; its error is below COARSE_ERROR. `exact_score` is in

@@ -17,13 +17,13 @@ The launches do not depend on results, so the host waits for nothing: `choose_ke
 `finish_kernel` loop on the device. Each winner outside the nucleus removes half of the weight
 outside, on average.
 
-Bound by instructions: the race has about 140 a token as compiled for sm_90, half of them the hash
-and the two logarithms; tiles without a possible winner are skipped. An estimate for R = 256,
-V = 152k on an H200 (132 SMs of 128 lanes, 4.3 TB/s): the race takes 0.2 ms, each other pass over
-the logits 0.04 ms.
+Bound by instructions: the race has about 140 instructions a token as compiled for sm_90, half of
+them for the hash and the two logarithms; tiles without a possible winner are skipped. An estimate
+for R = 256, V = 152k on an H200 (132 SMs of 128 lanes, 4.3 TB/s): the race takes 0.2 ms, each other
+pass over the logits 0.04 ms.
 
-Shapes: R lines, V tokens, T tiles; logits fp32. A line's result depends on that line alone, to the
-bit. Called by `sampling/device/sampler.py`.
+Shapes: R lines, V tokens, T tiles; logits fp32. The bits of a line's result depend only on that
+line. Called by `sampling/device/sampler.py`.
 """
 
 from dataclasses import dataclass

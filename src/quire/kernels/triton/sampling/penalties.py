@@ -45,7 +45,7 @@ def count_tokens(table: torch.Tensor, spans: torch.Tensor, token_ids: torch.Tens
 def penalize(
     logits: torch.Tensor, table: torch.Tensor, places: torch.Tensor, factors: torch.Tensor
 ) -> None:
-    """Lower the logits [R, V], in place.
+    """Apply the penalties to logits [R, V], in place.
 
     `places` is [n, 2] int32: a line and its slot. `factors` is [n, 3] fp32: the penalties for
     repetition, frequency and presence.

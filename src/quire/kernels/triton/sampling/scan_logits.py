@@ -3,7 +3,7 @@
 It finds the largest of each group of tokens and of each tile, and the k-th largest of a line.
 
     group_largest[r, g] = max of tokens [64 g, 64 g + 64)
-    tile_largest[r, t]  = max of tokens [4096 t, 4096 t + 4096); tile_token: the lowest id with it
+    tile_largest[r, t]  = max of tokens [4096 t, 4096 t + 4096); tile_token: its lowest token id
 
 A NaN counts as infinity: both mean that a line is broken. The largest logit of a line is the
 largest of its tiles, found by each kernel that needs it, so no program waits for another.
@@ -46,7 +46,7 @@ class Scan:
 
     #: The largest logit of each tile, [R, T] fp32.
     tile_largest: torch.Tensor
-    #: The lowest token id that has it, [R, T] int32.
+    #: The lowest token id with the tile's largest logit, [R, T] int32.
     tile_token: torch.Tensor
     #: The largest logit of each group, [R, G] fp32.
     group_largest: torch.Tensor

@@ -8,7 +8,7 @@ All are computed from raw logits.
 Definition and reference: `sampling/host/logprobs.py`; the two differ by rounding in the logarithms,
 while ranks, tokens and their order are equal. Exponentials are summed in fp32 within tiles of a
 fixed size, and the tiles' sums in a fixed tree; the last logarithm is taken in fp64. An entry
-depends on its line alone, and is never above zero.
+depends only on its line, and is never above zero.
 
 The best tokens are picked one by one from the maxima of groups of 64 (see `scan_logits.py`). Each
 time, the first group with the largest maximum gives its first token with that logit, and its
