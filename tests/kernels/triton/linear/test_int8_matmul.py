@@ -104,7 +104,7 @@ def test_any_leading_dimensions():
     ("num_rows", "num_inputs", "options", "message"),
     [
         (2, 31, {}, r"x is \(2, 31\), but weight needs \[\.\.\., 32\]"),
-        (17, 32, {"gated": True}, "x has 17 rows, but if gated at most 16 are served"),
+        (17, 32, {"gated": True}, "x has 17 rows, but a gated product may have at most 16"),
     ],
 )
 def test_errors_name_unsupported_arguments(num_rows, num_inputs, options, message):

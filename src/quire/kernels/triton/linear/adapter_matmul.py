@@ -5,14 +5,15 @@ without an adapter are in no tile, and are not touched. The host knows the rows'
 list of tiles. The list and the slots' weights are tensors with fixed addresses, so a step captured
 as a CUDA graph serves any rows.
 
-- A x: a program has a tile, 16 inner columns of one part of the linear, and one or all slices of K.
+- A x: a program computes 16 inner columns of one part of the linear for a tile, over one or all
+slices of K.
   Since A has few rows, slices are needed to fill the device when there are few tiles.
 - B h: a program has a tile and some outputs of one part. It adds the slices, multiplies them by the
   scale and by B, and adds the product to the linear's result, rounded once.
 
-An element is summed in one order in every batch: tiles have one size, the slices of K follow from K
-alone, and they are added in order in either kernel. Sums are in fp32; h is rounded once, to the
-dtype of A and B.
+Each element is summed in the same order in every batch: tiles have one size, the slices of K depend
+only on K, and both kernels add them in order. Sums are in fp32; h is rounded once, to the dtype of
+A and B.
 
 Shapes: T rows of a step, S slots, P parts of a linear, R the largest rank, C = P R inner columns, K
 inputs and N outputs of a linear. dtypes: bf16, fp16, fp32. Called by `adapters.triton_slots`.
@@ -70,7 +71,7 @@ class AdapterTiles:
         used = np.flatnonzero(row_slots_array >= 0)
         had_rows, self.has_rows = self.has_rows, len(used) > 0
         self.num_tokens = len(row_slots_array)
-        # Without rows before and now, the device's tiles are empty already.
+        # If no row used a slot before, and none does now, the device's tiles are empty already.
         if not (self.has_rows or had_rows):
             return
         order = used[np.argsort(row_slots_array[used], kind="stable")]
@@ -224,7 +225,7 @@ def _launch_inner(
 def rows_of_tile(  # type: ignore[no-untyped-def]
     order_ptr, first, end, num_rows, BLOCK_M: tl.constexpr
 ):
-    """The places of a tile in the order, whether each has a row, and the row, all [BLOCK_M]."""
+    """(the places of a tile in the order, whether each has a row, the rows), all [BLOCK_M]."""
     places = first + tl.arange(0, BLOCK_M)
     is_there = places < end
     rows = tl.load(order_ptr + places, is_there, other=0)

@@ -6,10 +6,10 @@ Each stretch of 256 inputs has levels (the packed codes) and words (K is padded 
     levels  [stretches][N][256 * width / 8]  bytes
     words   [stretches][W][N]                words of four bytes: scales, zeros, offsets, factors
 
-So a program reads one run of bytes for each stretch, and a word has numbers of several groups.
-Levels of width 8 are signed bytes. Levels of width 4 share bytes. In quarter t of a stretch (32
-bytes), byte j has input 64 t + j in its low half and 64 t + 32 + j in its high half. Words, in this
-order:
+So a program reads one contiguous range of levels for each stretch, and a word has the scales, zeros
+or offsets of several groups. Levels of width 8 are signed bytes. Levels of width 4 share bytes. In
+quarter t of a stretch (32 bytes), byte j has input 64 t + j in its low half and 64 t + 32 + j in
+its high half. Words, in this order:
 
     scales   two floats in a word, or four int8 if there are blocks, of consecutive groups
     zeros    four int8 in a word, if groups have them

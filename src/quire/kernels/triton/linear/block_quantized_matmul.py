@@ -7,10 +7,10 @@ an exact integer; dots are scaled and summed in fp32, one after the other. No or
 a row has the same bits in any batch.
 
 W is the left operand of the tensor core's product, and is unpacked in the registers from which it
-is multiplied, four weights an instruction. The tensor core computes the terms of zeros and
-offsets as well, since it has time left and other units have none. A constant zero is multiplied
-with x as a tile of that constant. A group's zero or offset is repeated for all inputs of the group.
-The tensor core's product takes 32 inputs; for a group of 16, the other 16 inputs of x are zero.
+is multiplied, four weights per instruction. The tensor core computes the terms of zeros and offsets
+as well, since it has time left and other units have none. A constant zero is multiplied with x as a
+tile of that constant. A group's zero or offset is repeated for all inputs of the group. The tensor
+core's product takes 32 inputs; for a group of 16, the other 16 inputs of x are set to zero.
 
 For up to 16 rows, a program streams all inputs of 32 outputs, as in `int4_matmul.py`. With more
 rows it computes 32 x 64 elements, or 16 x 64 if blocks have offsets. If a program can begin before
@@ -67,7 +67,7 @@ def block_quantized_matmul(
 
 
 def most_rows(layout: BlockQuantizedLayout) -> int:
-    """The most rows of a program whose sums fit the registers."""
+    """The largest number of rows of a program for which its sums fit the registers."""
     return 16 if layout.is_blocked and layout.has_offsets else 32
 
 
@@ -225,8 +225,8 @@ def group_numbers(  # type: ignore[no-untyped-def]
 ):
     """The scale (fp32), zero (int8) and offset (fp32) of each output's group.
 
-    Instead of a zero or offset that the layout doesn't have, unused words are returned. `words` are
-    those that `load_ahead` returned; `at` has the pointers to all other words.
+    Instead of a zero or offset that the layout doesn't have, unused words are returned. `words` is
+    the result of `load_ahead`; `at` has the pointers to all other words.
     """
     words_ptrs, num_outputs = at
     WORD: tl.constexpr = GROUP // LAYOUT.groups_of_word

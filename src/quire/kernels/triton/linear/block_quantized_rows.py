@@ -82,7 +82,8 @@ def unpack_rows_kernel(  # type: ignore[no-untyped-def]
     words_ptrs = words_ptr + stretch * num_outputs * LAYOUT.num_words + rows
     out_ptrs = out_ptr + places.to(tl.int64)[:, None] * num_inputs + (stretch * 256 + inputs)
     num_left = num_inputs - stretch * 256
-    # Then unpack 32 inputs at a time; the bytes of an even chunk of width 4 hold the next one too.
+    # Then unpack 32 inputs at a time; the bytes of an even chunk of width 4 hold the next chunk,
+    # too.
     for chunk in tl.static_range(8):
         if LAYOUT.width == 8:
             levels = tl.load(levels_ptrs + chunk * 32)

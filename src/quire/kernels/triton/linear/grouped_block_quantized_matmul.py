@@ -1,8 +1,8 @@
 """Triton products of all experts of a layer, with block-quantized weights and int8 activations.
 
 The tiles follow from the plan of `grouped_matmul.py`. Weights are laid out, and products summed, as
-in `block_quantized_matmul.py`, so a row has the bits of that product in any batch. All experts have
-the same block format.
+in `block_quantized_matmul.py`, so a row is bit-identical to that product, in any batch. All experts
+have the same block format.
 
 Shapes: P pairs of a token and an expert, E experts, I inputs, N outputs. Called by
 `formats.block_quantized.triton_method`.
@@ -62,8 +62,8 @@ def group_block_quantized_weights(
     for weight in weights:
         if weight.layout != first.layout or weight.levels.shape != first.levels.shape:
             raise ValueError(
-                f"a weight is {weight.layout} {tuple(weight.levels.shape)}, but all must be as the "
-                f"first one, {first.layout} {tuple(first.levels.shape)}"
+                f"a weight is {weight.layout} {tuple(weight.levels.shape)}, but all must be "
+                f"like the first one, {first.layout} {tuple(first.levels.shape)}"
             )
     biases = [each.bias for each in weights if each.bias is not None]
     return GroupedBlockQuantizedWeights(
@@ -84,7 +84,7 @@ def group_block_quantized_weights(
 def grouped_block_quantized_matmul(
     x: torch.Tensor, weights: GroupedBlockQuantizedWeights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
-    """Like `grouped_matmul`, for x of any floating dtype, which the result has too."""
+    """Like `grouped_matmul`, for x of any floating dtype; the result has x's dtype."""
     if num_stretches(x.shape[-1]) != weights.num_stretches:
         raise ValueError(
             f"x is {tuple(x.shape)}, but the weights have {weights.num_stretches} stretches of "

@@ -1,8 +1,8 @@
 """Triton products of all experts of a layer, with int4 weights and int8 activations.
 
 The tiles follow from the plan of `grouped_matmul.py`. Weights are packed, and products summed, as
-in `int4_matmul.py`. So a row has the bits of that product in any batch, and of the reference,
-`formats.int4`.
+in `int4_matmul.py`. So a row is bit-identical to that product and to the reference, `formats.int4`,
+in any batch.
 
 Shapes: P pairs of a token and an expert, E experts, I inputs, N outputs. Called by `formats.int4`.
 """
@@ -57,7 +57,7 @@ def group_int4_weights(weights: Sequence[Int4Weight]) -> GroupedInt4Weights:
     don't allow vector loads."""
     shape = weights[0].levels.shape
     if any(weight.levels.shape != shape for weight in weights):
-        raise ValueError(f"a weight's levels are not {tuple(shape)}, as the first one's")
+        raise ValueError(f"a weight's levels are not {tuple(shape)}, like the first one's")
     parts = zip(*((each.levels, each.scales, each.offsets) for each in weights), strict=True)
     biases = [each.bias for each in weights if each.bias is not None]
     return GroupedInt4Weights(
@@ -73,7 +73,7 @@ def group_int4_weights(weights: Sequence[Int4Weight]) -> GroupedInt4Weights:
 def grouped_int4_matmul(
     x: torch.Tensor, weights: GroupedInt4Weights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
-    """Like `grouped_matmul`, for x of any floating dtype, which the result has too."""
+    """Like `grouped_matmul`, for x of any floating dtype; the result has x's dtype."""
     if num_stretches(x.shape[-1]) != weights.num_stretches:
         raise ValueError(
             f"x is {tuple(x.shape)}, but the weights have {weights.num_stretches} stretches of "

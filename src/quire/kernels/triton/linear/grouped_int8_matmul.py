@@ -1,8 +1,8 @@
 """Triton products of all experts of a layer, with int8 weights and int8 activations.
 
-The tiles follow from the plan of `grouped_matmul.py`. Scales and sums are those of
-`int8_matmul.py`. So a row has the bits of that product in any batch, and of the reference,
-`formats.int8`. Each row of x is quantized once for all experts that read it.
+The tiles follow from the plan of `grouped_matmul.py`. Rows are scaled and summed as in
+`int8_matmul.py`. So a row is bit-identical to that product and to the reference, `formats.int8`, in
+any batch. Each row of x is quantized once for all experts that read it.
 
 Shapes: P pairs of a token and an expert, E experts, I inputs, N outputs. Called by `formats.int8`.
 """
@@ -65,7 +65,7 @@ def group_int8_weights(
 def grouped_int8_matmul(
     x: torch.Tensor, weights: GroupedInt8Weights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
-    """Like `grouped_matmul`, for x of any floating dtype, which the result has too."""
+    """Like `grouped_matmul`, for x of any floating dtype; the result has x's dtype."""
     levels = weights.levels
     if x.shape[-1] != levels.num_inputs:
         raise ValueError(f"x is {tuple(x.shape)}, but must be [any, {levels.num_inputs}]")

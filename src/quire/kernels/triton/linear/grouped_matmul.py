@@ -2,13 +2,13 @@
 
 Pairs p of a token and one of its experts e are sorted by expert, and cut into tiles of one expert
 each. A program multiplies a tile by some of that expert's outputs. `plan_groups` makes the tiles on
-the device, and the grid has the most tiles that are possible. So the host waits for nothing, and a
-step can be a CUDA graph; programs of missing tiles end at once. Weights may lie anywhere, since the
-kernel takes their addresses.
+the device, and the grid has programs for the largest possible number of tiles. So the host waits
+for nothing, and a step can be a CUDA graph; programs of missing tiles end at once. Weights may lie
+anywhere, since the kernel takes their addresses.
 
-An output element sums the inputs in one order and by one instruction in every batch, because tiles
-have one size. They are small, since a decode step gives most experts a token or two. A prompt of
-thousands of tokens reads each weight from L2 once for `_BLOCK_ROWS` of them.
+An output element is summed in the same order and with the same instruction in every batch, because
+tiles have one size. Tiles are small, since a decode step gives most experts a token or two. A
+prompt of thousands of tokens reads each weight from L2 once for every `_BLOCK_ROWS` tokens.
 
 `add_experts` is the weighted sum of each token's results, in ascending order of experts, with the
 roundings of `kernels.experts`, which is the reference of the whole layer.
@@ -95,7 +95,8 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def plan_groups(ids: torch.Tensor, num_experts: int) -> GroupPlan:
-    """The plan for experts `ids` [T, K], each below num_experts. It doesn't wait for the device."""
+    """The plan for experts `ids` [T, K], each below num_experts. The call doesn't wait for the
+    device."""
     # First, sort the pairs by expert, and count each expert's tiles.
     num_tokens, top_k = ids.shape
     sorted_ids, order = ids.reshape(-1).sort(stable=True)
@@ -122,8 +123,8 @@ def grouped_matmul(
     x: torch.Tensor, weights: GroupedWeights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
     """x -> the product [P, N] in the plan's order. Either x is [T, I] and pairs_per_row is K, or x
-    is [P, I] in the plan's order and pairs_per_row is 0. Raises ValueError for another shape or
-    dtype."""
+    is [P, I] in the plan's order and pairs_per_row is 0. Raises ValueError for other shapes or
+    dtypes."""
     rows = as_rows(x)
     if rows.dtype != weights.dtype or rows.shape[1] != weights.num_inputs:
         raise ValueError(
@@ -156,10 +157,10 @@ def multiply_tiles(
     sizes: tuple[int, ...],
     **options: Any,
 ) -> torch.Tensor:
-    """Fill out [P, N] by a kernel's programs for all tiles of the plan, and return it.
+    """Launch a kernel for all tiles of the plan. It fills out [P, N], which is returned.
 
     `tensors` are the kernel's operands between the plan and out, and `sizes` follow N. `options`
-    are its constants, such as BLOCK_N, and Triton's.
+    are the kernel's constants, such as BLOCK_N, and Triton's launch options.
     """
     num_outputs = out.shape[1]
     if out.numel():
@@ -249,15 +250,15 @@ def pointer_at(address_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tile_at(tiles_ptr, tile):  # type: ignore[no-untyped-def]
-    """The weight of a tile, and its first place and its end."""
+    """(index of the tile's weight, its first place, its end)."""
     tile_ptr = tiles_ptr + 3 * tile
     return tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def outputs_of_program(num_outputs, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The program's outputs [BLOCK_N], and as int64 those whose weights it may read: the last one
-    instead of missing ones."""
+    """(the program's outputs [BLOCK_N], the outputs whose weights it reads, as int64: the last
+    output in place of missing ones)."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     return outputs, tl.minimum(outputs, num_outputs - 1).to(tl.int64)
 

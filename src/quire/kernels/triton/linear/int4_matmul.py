@@ -1,7 +1,7 @@
 """The Triton product of int4 weights and int8 activations.
 
 It computes y = x W^T + b. Weights have four bits, in groups g of 32 inputs. Activations are int8,
-with a scale for each h, the inputs of four groups. `kernels/quantize.py` defines the weights:
+with a scale for each span h of four groups. `kernels/quantize.py` defines the weights:
 
     w[n, k] ~ S[n] s[n, g] q[n, k] - O[n] o[n, g]
     y[m, n] = S[n] * sum over h of x_scale[m, h] * (sum over g in h of s[n, g] * dot[m, n, g])
@@ -13,8 +13,9 @@ Each dot of 32 inputs is one step of the tensor core in exact integers. Its prod
 ascending order, with one rounding for a product and its addition. No order depends on M, so a row
 has the same bits in any batch, and those of the reference, `formats.int4`.
 
-A few wide inputs of a weight (`WideInputs`) are int8 numbers. Their exact dot, times both scales,
-is added to y before b. The packed weight and the quantized x have zeros in their places.
+A few wide inputs (`WideInputs`) have int8 weights. Their exact dot, times the scales of x and of
+the weights, is added to y before b. The packed weight and the quantized x have zeros for these
+inputs.
 
 Memory, for each stretch of 128 inputs (the four groups of an h; K is padded with zeros):
 
@@ -23,15 +24,15 @@ Memory, for each stretch of 128 inputs (the four groups of an h; K is padded wit
     scales  [stretches][N]                words of four bytes: s of each group
     offsets [stretches][N]                words of four bytes: o - 128 of each group, signed
 
-So a program reads one run of bytes for each stretch, and a word has the factors of four groups: 4.5
-bits for each weight. Stretches of 256 inputs took up to 66 registers more.
+So a program reads one contiguous range of levels for each stretch, and a word has the factors of
+four groups: 4.5 bits for each weight. Stretches of 256 inputs took up to 66 registers more.
 
-Four bytes cost two masks, and no other instruction. W is the left operand of the product, and is
-unpacked in the registers from which it is multiplied. The low halves of bytes are q. The high
-halves stay in place with their top bit flipped: as signed bytes they are 16 q - 128. So their dot
-is 16 dot - 128 x_sum. The product of -128 with x is subtracted from it, and the factor 16 goes into
-the scale, exactly. The terms o x_sum are products of o - 128, repeated for all weights of the
-group, minus the product of -128.
+Unpacking four bytes takes two instructions, which apply masks. W is the left operand of the
+product, and is unpacked in the registers from which it is multiplied. The low halves of bytes are
+q. The high halves stay in place with their top bit flipped: as signed bytes they are 16 q - 128. So
+their dot is 16 dot - 128 x_sum. The product of -128 with x is subtracted from it, and the factor 16
+goes into the scale, exactly. The terms o x_sum are products of o - 128, repeated for all weights of
+the group, minus the product of -128.
 
 Shapes: M rows, K inputs, N outputs, W wide inputs. Called by `formats.int4`.
 """
@@ -66,7 +67,7 @@ _GROUPED_ROWS = 8
 class WideInputs:
     """The inputs of a weight that are kept in int8: levels times scales, at most `MOST_WIDE`."""
 
-    #: The numbers of the inputs, [W] int32.
+    #: The indices of the wide inputs, [W] int32.
     inputs: torch.Tensor
     #: Their rounded weights, [N, W] int8.
     levels: torch.Tensor
@@ -140,7 +141,7 @@ def int4_matmul(
 
 def _launch(x: torch.Tensor, weight: Int4Weight, out: torch.Tensor) -> None:
     """`out` is [M, N], contiguous."""
-    # First, quantize x, the wide inputs apart.
+    # First, quantize x, and its wide inputs separately.
     num_rows, width = out.shape
     wide_x = wide = None
     if weight.wide is not None:

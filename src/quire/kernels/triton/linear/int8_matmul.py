@@ -7,7 +7,7 @@ was rotated before it was rounded. The reference is `formats.int8`:
 
 Each dot is an exact integer. Groups are summed in fp32, in ascending order, with one rounding for a
 product and its addition; other operations are rounded one by one. No order depends on M, so a row
-has the same bits in any batch, those of the reference. Weights that a checkpoint stores in int8
+has the same bits in any batch as in the reference. Weights that a checkpoint stores in int8
 (`Int8Weight.is_rotated` is false) are multiplied by x without rotation, and a row is one group.
 
 W is the left operand of the tensor core's product, as in `skinny_matmul.py`. For up to 16 rows,
@@ -38,7 +38,7 @@ from quire.kernels.triton.linear.quantize_rows import QuantizedRows, quantize_ro
 #: The most inputs of a weight that is not rotated: the dot of a longer row might not fit 32 bits.
 MAX_INPUTS = (2**31 - 1) // (127 * 128)
 
-#: The most rows for which programs stream W, and of a gated product.
+#: The most rows for which programs stream W. Gated products may not have more rows.
 MAX_SKINNY_ROWS = 16
 _ENOUGH_PROGRAMS = 128
 _GROUPED_ROWS = 8
@@ -128,7 +128,7 @@ def _launch(x: torch.Tensor, weight: Int8Weight, out: torch.Tensor, gated: bool)
     num_inputs = weight.levels.shape[1]
     if gated and num_rows > MAX_SKINNY_ROWS:
         raise ValueError(
-            f"x has {num_rows} rows, but if gated at most {MAX_SKINNY_ROWS} are served"
+            f"x has {num_rows} rows, but a gated product may have at most {MAX_SKINNY_ROWS}"
         )
     tiles = _tiles(num_rows, width, is_gated=gated)
     stage = tiles.groups * INT8_GROUP
@@ -244,7 +244,7 @@ def add_group(  # type: ignore[no-untyped-def]
 def scaled(sums, x_scales, scales_ptr, bias_ptr, places):  # type: ignore[no-untyped-def]
     """The sums [outputs, rows] times the scales, plus the bias, fp32.
 
-    `x_scales` is None if the sums include them. `places` are those of the outputs' scales and
+    `x_scales` is None if the sums include them. `places` are the indices of the outputs' scales and
     biases.
     """
     result = sums.to(tl.float32)

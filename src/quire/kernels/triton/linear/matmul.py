@@ -1,7 +1,7 @@
 """The batch-invariant Triton product: y = x W^T + b.
 
 A row's result has the same bits in every batch. An output element is the sum over K of products of
-one row of x and one row of W, in an order that depends on the shape and dtype of W alone:
+one row of x and one row of W, in an order that depends only on the shape and dtype of W:
 
     K is cut into slices of equal size, except for the last; their number is `slices_of`
     p_s = fp32 sum over the slice, in the tensor core, steps of k = 16 in ascending order
@@ -11,8 +11,8 @@ M only changes which programs compute an element, never the order of additions:
 
 - A tile of 64 rows is computed by one group of four warps, a tile of 128 rows by two. On sm_90 each
   group issues the same instruction, wgmma m64 n128 k16, with one accumulator for a slice; below
-  sm_90 both tile sizes use mma m16 n8 k16. An element of its result depends on one row of A and one
-  column of B alone.
+  sm_90 both tile sizes use mma m16 n8 k16. An element of the instruction's result depends only on
+  one row of A and one column of B.
 - One program computes all slices, one after the other. If the tiles alone don't fill the device,
   each slice has a program, and `merge_slices_kernel` adds their fp32 sums in the same order. An
   fp32 addition is the same operation in both cases; there is no product to fuse it with.
@@ -40,7 +40,7 @@ _BLOCK_N = 128
 #: number, so it is the same for all devices.
 _ENOUGH_PROGRAMS = 128
 _SMALLEST_SLICE = 512
-#: The size of slices is a multiple of this number, and so of the inputs of every tile.
+#: The size of slices is a multiple of this number, which is a multiple of the inputs of a tile.
 _SLICE_UNIT = 64
 #: The number of tiles of rows that read the same columns of W while these columns are in L2.
 _GROUPED_ROWS = 8
@@ -48,7 +48,7 @@ _GROUPED_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """The tile of a program in one launch; the module says why it may depend on M."""
+    """The tile of a program in one launch; the module's docstring says why it may depend on M."""
 
     rows: int
     inputs: int
@@ -68,8 +68,8 @@ def matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [..., K], weight [N, K], bias [N] -> [..., N] in `out_dtype`: x's dtype (None), or fp32, in
-    which the sums are not rounded."""
+    """x [..., K], weight [N, K], bias [N] -> [..., N] in `out_dtype`: x's dtype (None), or fp32,
+    where sums are not rounded."""
     check_operands(x, weight, bias)
     num_outputs = len(weight)
     out = torch.empty((*x.shape[:-1], num_outputs), dtype=out_dtype or x.dtype, device=x.device)
@@ -136,7 +136,7 @@ def _launch(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    # The programs of slices left their sums without the bias; add both.
+    # If each slice had its own program, add the slices' sums and the bias.
     if is_split:
         merge_slices_kernel[(triton.cdiv(out.numel(), 1024),)](
             sums, bias, out, num_rows, num_outputs, num_slices, BLOCK=1024, num_warps=4
@@ -219,7 +219,7 @@ def tile_of_program(  # type: ignore[no-untyped-def]
     """The rows of a program's tile, whether each exists, its outputs, and as int64 the outputs that
     it reads: the last one instead of missing ones.
 
-    Programs go through GROUP_M tiles of rows for each tile of outputs in turn.
+    Consecutive programs compute GROUP_M tiles of rows for one tile of outputs, then for the next.
     """
     program = tl.program_id(0)
     tiles_m = tl.cdiv(num_rows, BLOCK_M)

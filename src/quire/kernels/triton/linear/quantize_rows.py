@@ -1,6 +1,6 @@
 """Quantizes activations to int8, with a scale per row, in Triton.
 
-Products of weights that a checkpoint stores in int8 read the result, as do wide inputs of int4.
+The result is multiplied by weights that a checkpoint stores in int8, and by wide inputs of int4.
 
     scale = max |x| / 127,  q = round(x * (127 / max |x|))
 

@@ -1,8 +1,8 @@
 """The Triton product for few rows: y = x W^T + b.
 
-A decode step with few sequences spends most of its time here, and almost all of that reading W:
-2 N K bytes, once. The tensor cores' 2 M N K operations are hidden; at M = 16 they are less than a
-tenth of an H200's. So:
+A decode step with few sequences spends most of its time here, and almost all of that reading W: 2 N
+K bytes, once. The tensor cores' 2 M N K operations are hidden; at M = 16 they take less than a
+tenth of that time on an H200. So:
 
 - W is the left operand of the tensor core's product, with outputs along the 16 of m16 n8 k16. The
   rows of x are the n: 8 or 16 with padding, which is zero and is not read.
@@ -22,7 +22,7 @@ tenth of an H200's. So:
 Each program reads x: M N K / 16 bytes from L2 at 32 rows a program, which at M = 16 are half of W's
 bytes. For more rows torch's (cuBLAS) product is used.
 
-A row's sums have another order than in `matmul.py`, but the same one for all M <= 16.
+A row is summed in another order than in `matmul.py`, but in the same order for all M <= 16.
 
 Shapes: M rows of x, K inputs, N outputs (of which a gated linear returns half). dtypes: bf16, fp16;
 x and W alike. Called by `formats.dense`. Reference: `torch.nn.functional.linear`, then
@@ -65,8 +65,8 @@ def skinny_matmul(
     """x [..., K] of at most MAX_ROWS rows, weight [N, K], bias [N] -> [..., N].
 
     If gated, the first half of the outputs are gates, and silu(gate) * up, [..., N/2], is returned
-    with the roundings of `kernels.activations.gated`. `out_dtype` is x's dtype (None), or fp32, in
-    which the sums are not rounded.
+    with the roundings of `kernels.activations.gated`. `out_dtype` is x's dtype (None), or fp32,
+    where sums are not rounded.
     """
     check_operands(x, weight, bias)
     if x.dtype not in DTYPES:
