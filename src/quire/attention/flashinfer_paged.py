@@ -2,8 +2,8 @@
 
 It is chosen by name only: attention_backend="flashinfer". A kernel of quire norms and rotates q and
 k and writes K and V. Then FlashInfer's wrapper for paged prefill computes attention. Decoding rows
-are passed to it as prompts of one token, as FlashInfer itself does for grouped heads. A page is
-[2, Hkv, B, D], FlashInfer's layout HND, and pages need not be adjacent.
+are passed to the wrapper as prompts of one token; FlashInfer does the same for grouped heads. A
+page is [2, Hkv, B, D], FlashInfer's layout HND, and pages need not be adjacent.
 
 `page_format` refuses layers that FlashInfer can't compute: fp32, int8 and fp8 pages, sinks, latent
 layers, V heads of another size than K heads, head sizes not in HEAD_DIMS, and windows that look

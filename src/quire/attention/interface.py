@@ -212,8 +212,8 @@ class AttentionBackend(ABC):
     #: Whether `run` may be captured in a CUDA graph if all sequences decode. If True, `run` reads
     #: only tensors, so one capture can be replayed for all steps with the same number of sequences.
     serves_graphs = False
-    #: The third-party distribution that computes attention, whose version may affect results;
-    #: None if quire or torch computes.
+    #: The third-party package that computes attention; its version may affect results. None if
+    #: quire or torch computes attention.
     package: str | None = None
 
     @classmethod

@@ -131,7 +131,7 @@ class KeyProbe(ExactAttention):
         super().__init__(specs)
         self._rounding = rounding
         #: By layer, the mean Kullback-Leibler divergence, in nats, of a query's attention over
-        #: rounded keys from that over exact keys.
+        #: rounded keys from its attention over exact keys.
         self.divergence: dict[int, float] = {}
 
     def _weights(

@@ -147,8 +147,8 @@ class _View:
             blocks = table[rows[run.rows[0]]]
             tokens = torch.from_numpy(run.rows)
             yield from self._spans(tokens, blocks, run.first_tile * size, run.end_tile * size)
-        # Then each sequence's unshared keys, in tiles: `owner` is a tile's index in `sequences`,
-        # `number` its index within the sequence.
+        # Then each sequence's unshared keys, in tiles: for each tile, `owner` is the index in
+        # `sequences` of its sequence, and `number` the tile's index within the sequence.
         sequences, first, last = _own_ranges(low, high, runs, size)
         tile_tokens = max(TILE_TOKENS, size)
         start = first // size * size

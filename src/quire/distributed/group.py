@@ -45,9 +45,9 @@ class ProcessGroup:
     ) -> None:
         """Connect, and wait for all ranks.
 
-        rendezvous is the path of a new file by which the ranks find each other, in a folder that
-        exists as long as they run. device is the device of this rank. Raises RuntimeError if a rank
-        does not connect.
+        rendezvous is the path of a new file by which the ranks find each other. Its folder must
+        exist as long as the ranks run. device is the device of this rank. Raises RuntimeError if a
+        rank does not connect.
         """
         self.rank = rank
         self.size = size

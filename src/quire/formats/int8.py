@@ -2,7 +2,7 @@
 
 Each block of inputs is rotated (multiplied by a Hadamard matrix): weights when they are loaded, x
 at each product. `kernels.quantize` says why. Rotated weights are divided by the block's size and
-rounded to int8 levels, so that errors cancel where typical inputs are known
+rounded to int8 levels. If typical inputs are known, rounding errors are compensated
 (`kernels.compensation`). Rotated x is rounded to int8 with a scale for each group g of 256 inputs.
 For a row m and an output n, the result is
 
@@ -121,7 +121,7 @@ class Int8TorchMethod(RoundedTorchMethod, CompensatedMethod):
 
 
 class GivenInt8TorchMethod(Int8TorchMethod):
-    """Keeps int8 weights and scales of the checkpoint, whose block format is `BlockFormat.is_int8`.
+    """Keeps a checkpoint's int8 weights and scales, in a block format with `is_int8`.
 
     Activations are rounded as such checkpoints (W8A8) expect: not rotated, with one scale for each
     token.

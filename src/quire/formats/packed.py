@@ -52,7 +52,7 @@ class _Packed:
 class PackedMethod(SampledMethod):
     """Keeps weights in one of the kernels' layouts, and the bias in fp32.
 
-    If `layout` is None, weights are dense in the model's dtype. `group_size` is that of
+    If `layout` is None, weights are dense in the model's dtype. `group_size` is as in
     `PackedLinear`. With `has_wide`, some inputs have weights of more bits, as in INT4's vocabulary
     projection.
     """

@@ -46,8 +46,8 @@ class RoundedMethod(LinearMethod):
 
     @abstractmethod
     def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
-        """Round and store rows [R, I] of the weight, of any floating dtype, on the CPU, for outputs
-        `span`."""
+        """Round rows [R, I], of any floating dtype, on the CPU, and store them as the weights of
+        outputs `span`."""
 
 
 class RoundedTorchMethod(RoundedMethod):

@@ -114,8 +114,8 @@ class PositionEmbedding(OperatorModule):
 class LMHead(Linear):
     """Logits over the vocabulary.
 
-    A tied head shares the embedding's weight, which is stored once: as the embedding's table, or
-    by this linear's method if that is exact.
+    A tied head shares the embedding's weight, which is stored once: as the embedding's table, or by
+    this linear's method if the method is exact.
     """
 
     def __init__(self, embedding: VocabEmbedding, *, tied: bool) -> None:

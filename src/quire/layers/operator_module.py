@@ -46,7 +46,7 @@ def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Until the `with` ends, operators, states and linear methods are replaced by ones that note
     calls in the recorder.
 
-    Raises UnrecordableError if torch, not a linear's method, adds a linear's adapters.
+    Raises UnrecordableError if torch adds the adapters of a linear, instead of its method.
     """
     if any(isinstance(each, Linear) and each.adapter is not None for each in model.modules()):
         raise UnrecordableError("torch adds the adapters of a linear")

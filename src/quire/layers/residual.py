@@ -7,7 +7,7 @@ from quire.layers.norm import LayerNorm, RMSNorm
 
 
 class ResidualStream:
-    """A sum whose last addition is delayed until it is read, to fuse it with a norm.
+    """A sum whose last addition is delayed until the sum is read, to fuse the addition with a norm.
 
     Shapes: T tokens, H hidden size.
     """

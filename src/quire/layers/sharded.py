@@ -188,7 +188,8 @@ class _ColumnCut:
         self.slot.load(first_row, rows[:, self.start : self.stop])
 
     def load_quantized(self, first_row: int, rows: BlockQuantizedRows) -> None:
-        """Load the columns of block-quantized rows, whose block format must allow it."""
+        """Load the columns of block-quantized rows; they must be aligned as the block format
+        requires."""
         assert self.slot.load_quantized is not None
         self.slot.load_quantized(first_row, rows.columns(self.start, self.stop))
 

@@ -22,13 +22,14 @@ from quire.kernels.operators import RowTable
 class KeptWeight:
     """A linear's weight, kept in `LinearModule.state`."""
 
-    #: The weight in the form of its method.
+    #: The weight, in the form that its method defines.
     weight: Any
 
     #: The model's dtype.
     dtype: torch.dtype
 
-    #: The input of each column of the codes, int64 [I]; None if columns are in order.
+    #: The input index of each column of the codes, int64 [I]; None if columns have the inputs'
+    #: order.
     inputs: torch.Tensor | None
 
 

@@ -231,8 +231,8 @@ class PartsMethod(LinearMethod):
 
 
 class RecordedPartsMethod(PartsMethod):
-    """Records the products of all parts instead of computing them, for a linear with
-    `packed_parts`."""
+    """Records the products of all parts instead of computing them, for a linear whose parts are all
+    packed."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -87,7 +87,8 @@ class NativeBlockQuantizedMethod(PackedMethod):
         weights.pack_codes(codes.codes, *self._numbers(codes), codes.factors, start)
 
     def _numbers(self, codes: UnpackedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(scales of the form's groups, their zeros or offsets; None if there are neither)."""
+        """(the scales of the kernels' groups, their zeros or offsets; None if there are
+        neither)."""
         scales, seconds = codes.scales, codes.offsets
         if codes.zeros is not None:
             seconds = codes.zeros.to(self._form.scale_dtype)
@@ -106,8 +107,7 @@ class NativeBlockQuantizedMethod(PackedMethod):
 
 
 class GivenInt8Method(PackedMethod):
-    """Keeps int8 weights and scales of the checkpoint, whose block format is
-    `BlockFormat.is_int8`."""
+    """Keeps a checkpoint's int8 weights and scales, in a block format with `is_int8`."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         super().__init__(kernels, WeightLayout.INT8)

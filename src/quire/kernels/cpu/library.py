@@ -2,7 +2,7 @@
 
 A `NativeKernels` is an instruction set and a thread pool.
 
-`csrc/library/kernels.h` explains the calls and their shapes. The wrappers beside this file check
+`csrc/library/kernels.h` explains the calls and their shapes. The other files of this folder check
 arguments; this file does not. Calls release the GIL, and a `NativeKernels` runs one call at a time.
 """
 

@@ -3,7 +3,7 @@
     out[m, n] = sum over k of x[m, k] weight[n, k] + bias[n]
 
 The order of the sum over k does not depend on m, so a row's result is the same in every batch.
-Called by `formats.packed`. `recorder.py` uses the structures only.
+Called by `formats.packed`. `recorder.py` only uses the structures.
 
 Shapes: M rows, K inputs, N outputs. dtypes: fp32 and bf16.
 """
@@ -50,10 +50,9 @@ class PackedLinear:
 
         In INT4, `group_size` is the number of inputs that share a scale of a weight. In INT8, it is
         the number of inputs of x that share a scale, and weights are rotated. A size of 0 means one
-        scale for all inputs and no rotation.
-        `num_wide`, a multiple of 4, is the number of inputs that INT4 stores in eight bits.
-        `interleave` is the number of gate outputs if the outputs are gate, then up; otherwise 0.
-        `dtype` is that of x and of the results.
+        scale for all inputs and no rotation. `num_wide`, a multiple of 4, is the number of inputs
+        that INT4 stores in eight bits. `interleave` is the number of gate outputs if the outputs
+        are gate, then up; otherwise 0. `dtype` is the dtype of x and of the results.
         """
         if interleave and num_outputs != 2 * interleave:
             raise ValueError(
@@ -143,7 +142,8 @@ class PackedLinear:
         )
 
     def _checked_rows(self, rows: torch.Tensor, first: int) -> torch.Tensor:
-        """The rows with adjacent elements, for outputs from `first` on. Raises ValueError."""
+        """Check rows for outputs from `first` on, and return them with contiguous elements. Raises
+        ValueError."""
         if rows.dtype not in DTYPES or rows.ndim != 2 or rows.shape[1] != self.num_inputs:
             raise ValueError(
                 f"rows are {tuple(rows.shape)} {rows.dtype}, but must be [any, {self.num_inputs}] "

@@ -1,8 +1,8 @@
 """Mixtures of experts on the CPU: routing, and products of many linears in one native call.
 
 Programs (`program.py`) run the same kernels without Python between them. These functions serve
-models that run layer by layer, and tests. `csrc/experts` explains the order of the work. Roundings
-are those of `kernels.routing` and `kernels.experts`.
+models that run layer by layer, and tests. `csrc/experts` explains the order of the work. Results
+are rounded as in `kernels.routing` and `kernels.experts`.
 
 Legend: T tokens, E experts, K experts of a token, H hidden size, F an expert's intermediate size.
 """

@@ -196,7 +196,7 @@ class Operation:
         return op
 
     def places(self, op: abi.Op, memory: Memory) -> list[OperandPlace]:
-        """The operands of `op`, which was lowered from this operation, that are in the memory."""
+        """The operands of `op` that are in this memory. `op` is the result of `lower`."""
         return [
             OperandPlace(op, *_address_and_stride(name), operand.offset_bytes)
             for name, operand in self.operands().items()

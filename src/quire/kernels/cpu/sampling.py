@@ -104,8 +104,9 @@ class NativeSampling:
 
 
 class SamplingCall:
-    """Samples one set of rows. Addresses are looked up once, except those of logits and positions,
-    since at batch 1 a look-up costs as much as the call itself."""
+    """Samples one set of rows. Addresses are looked up once, since at batch 1 a look-up costs as
+    much as the call itself. Only the addresses of logits and positions are looked up in each
+    call."""
 
     def __init__(self, kernels: NativeKernels, rows: Records) -> None:
         """`rows` [R] of SAMPLE_ROW are copied."""

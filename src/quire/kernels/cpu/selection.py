@@ -33,12 +33,11 @@ def select_kernels(
     """The kernels called `name`, with threads of their own; None if torch computes.
 
     `name` is an instruction set of the native library, "torch" or "auto". "auto" is the best
-    instruction set for this processor, or torch, and the log says why.
-    `num_threads` is by default the number of processors that this process may use.
-    `dtype` is the model's; None stands for any that the library supports.
-    `takes_fewer` allows fewer threads, with a warning, if the system can't start as many.
-    Raises ConfigurationError if the named instruction set can't be used or threads can't be
-    started.
+    instruction set for this processor, or torch, and the log says why. `num_threads` is by default
+    the number of processors that this process may use. `dtype` is the model's dtype; None means any
+    dtype that the library supports. `takes_fewer` allows fewer threads, with a warning, if the
+    system can't start as many. Raises ConfigurationError if the named instruction set can't be used
+    or threads can't be started.
     """
     # First, the cases in which torch computes.
     if name == TORCH:
@@ -82,11 +81,12 @@ def describe_kernels() -> str:
 
 
 def set_torch_threads(kernels: NativeKernels | None, num_threads: int | None) -> None:
-    """Set torch's number of threads: one if there are native kernels, whose threads would compete.
+    """Set torch's number of threads: one if there are native kernels, since torch's threads would
+    compete with theirs.
 
     Otherwise it is `num_threads`. The default is the number that torch started with, limited to the
-    processors that this process may use, since torch ignores control groups.
-    The whole process has one number, so the engine that was built last decides.
+    processors that this process may use, since torch ignores control groups. The number applies to
+    the whole process, so the engine that was built last decides.
     """
     own = min(_torch_threads_at_start(), usable_processors())
     wanted = 1 if kernels is not None else num_threads or own

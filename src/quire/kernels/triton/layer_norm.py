@@ -3,7 +3,7 @@
     y = weight * (x - mean) / sqrt(mean((x - mean)^2) + eps) + bias
 
 is computed in fp32 and rounded once. `kernels/layer_norm.py` has the source and is the reference.
-Sums are trees whose shape follows from D alone, so a row's bits don't depend on the other rows.
+Sums are trees whose shape depends only on D, so a row's bits don't depend on the other rows.
 Results differ from torch's only by the order of sums.
 
 Bound by memory: R rows read and write 2 R D elements. A program holds one whole row in registers.

@@ -3,9 +3,9 @@
     y = weight * round(x / sqrt(mean(x^2) + eps)), or round((weight + offset) * x / sqrt(...))
 
 `kernels/rms_norm.py` has the formula, source and order of roundings, and is the reference. The sum
-of squares is in fp32, in a tree whose shape follows from D alone, so a row's bits don't depend on
-the other rows. Results differ from torch's by that order: fp32 by some ulps, and bf16 and fp16 by
-one ulp if a quotient lies near the middle of two numbers.
+of squares is in fp32, in a tree whose shape depends only on D, so a row's bits don't depend on the
+other rows. Results differ from torch's by that order: fp32 by some ulps, and bf16 and fp16 by one
+ulp if a quotient lies near the middle of two numbers.
 
 Bound by memory: R rows read and write 2 R D elements (4 R D with the residual), and each element is
 read once, into registers. A program has several short rows, so that each thread has at least 16

@@ -4,7 +4,7 @@
 
 with A, B and h in the model's dtype and both sums in fp32. `csrc/adapters` computes this together
 with the linear. A linear's slots keep their addresses, so a recorded program sees adapters that are
-loaded later. Called by `quire.adapters`. `linear.py` and `recorder.py` use the structures only.
+loaded later. Called by `quire.adapters`. `linear.py` and `recorder.py` only use the structures.
 
 Shapes: T rows of a step, r rank, K inputs and N outputs of a linear. C columns: the sum of the
 ranks of a fused linear's parts (such as q, k and v), where each rank is rounded up to an even

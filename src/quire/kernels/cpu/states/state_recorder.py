@@ -1,7 +1,8 @@
 """Records the operators of layers with recurrent states or latents.
 
 `recorder.py` explains recording. The recorder also replaces the backend that updates recurrent
-states (`StateBackend`), and takes their structures from the bound backend.
+states (`StateBackend`). Recorded operations use copies of the structures of this backend, which is
+already bound.
 
 Shapes: T tokens, H heads, D head size, C channels.
 """
@@ -65,8 +66,8 @@ class StateRecorder(OperatorRecorder, StateCalls):
         gates_first: bool = False,
     ) -> torch.Tensor:
         operand, gates = self._pair(x, gate)
-        # The distance between two heads' weights, by the number of weights: 0 if heads share a
-        # weight.
+        # The distance between two heads' weights, for one weight that heads share, or one for each
+        # head.
         sizes = {1: 0, operand.num_heads: operand.width}
         num_weights = weight.numel() // operand.width
         if weight.shape[-1] != operand.width or num_weights not in sizes or x.shape != gate.shape:

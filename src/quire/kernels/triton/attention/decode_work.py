@@ -1,9 +1,9 @@
 """Makes the attention kernel's work list for decode-only steps, on the device.
 
 When a captured step is replayed, only the device knows the lengths. So the attention kernel reads
-from a list in its memory which keys of which sequences to attend, and its grid never changes. The
-context of a sequence is cut into chunks at multiples of a power of two. Unless the rule fixes the
-chunk size, it grows with the number of keys that the sequence sees. So a token has fewer than P
+from a list in its memory which keys of which sequences to attend to, and its grid never changes.
+The context of a sequence is cut into chunks at multiples of a power of two. Unless the rule fixes
+the chunk size, it grows with the number of keys that the sequence sees. So a token has fewer than P
 parts, and a short context still keeps many programs busy. The size never depends on other
 sequences.
 

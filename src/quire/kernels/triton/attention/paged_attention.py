@@ -176,7 +176,7 @@ class AttendWork:
 class KVPages:
     """A layer's K and V of all blocks."""
 
-    #: [N, 2, Hkv, B, D] of any page stride, K then V. The dtype is the model's, or that of codes:
+    #: [N, 2, Hkv, B, D] of any page stride, K then V. The dtype is the model's dtype, or for codes
     #: int8, or uint8 for e4m3.
     numbers: torch.Tensor
     #: The scales of codes, [N, Hkv, B] int32 of any page stride. `quantized_kv.py` packs a token's

@@ -186,7 +186,7 @@ def int8_matmul_kernel(  # type: ignore[no-untyped-def]
     first_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
     second_ptrs = weight_ptr + (near + num_outputs)[:, None] * num_inputs + inputs[None, :]
 
-    # Then sum over the groups; the second sums are those of up.
+    # Then sum over the groups; the second sums are for up, if gated.
     first_sums = start_sums(BLOCK_N, BLOCK_M, HAS_GROUPS)
     second_sums = start_sums(BLOCK_N, BLOCK_M, HAS_GROUPS)
     for start in range(0, num_inputs, 256 * GROUPS):
