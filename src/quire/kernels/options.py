@@ -24,10 +24,10 @@ class KernelOptions(Options):
         OneOf(KERNELS),
         group="computation",
         help=f"{', '.join(NATIVE_KERNELS)}; triton on a GPU; or torch",
-        doc='on the CPU, "auto": the native kernels for the best instruction set of this processor,'
-        " or torch if they were not built or don't support the dtype (the log says so);"
-        ' "avx512_bf16", "avx512", "avx2" or "portable": exactly these; "torch". On a GPU, "auto"'
-        ' and "triton" are the Triton kernels. "triton" on the CPU runs them in Triton\'s'
+        doc='on the CPU, "auto" takes the native kernels for the best instruction set of this'
+        " processor, or torch if they were not built or don't support the dtype (the log says so)."
+        ' "avx512_bf16", "avx512", "avx2", "portable" and "torch" take exactly these. On a GPU,'
+        ' "auto" and "triton" are the Triton kernels. "triton" on the CPU runs them in Triton\'s'
         " interpreter (TRITON_INTERPRET=1), thousands of times slower, as a check.",
     )
     num_threads: int | None = option(

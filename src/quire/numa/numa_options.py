@@ -47,7 +47,7 @@ class NumaOptions(Options):
         group="computation",
         help="nodes whose cores and memory are used: auto, off, or nodes such as 0 or 0-1",
         doc='"auto": on a machine with several memory nodes each rank computes on the cores of its'
-        " own nodes, one thread a physical core, and has its weights and KV cache there; with one"
+        " own nodes, one thread a physical core, and has its weights and KV cache there. With one"
         ' node nothing is bound. "off": nothing is bound. Nodes such as "0" or "0-1", or nodes and'
         ' CPUs of theirs ("0:0-7"): no others are used. On the CPU only.',
         flag=Flag(),

@@ -34,8 +34,8 @@ class PoolingOptions(Options):
         group="model",
         help=f"whose hidden states become an embedding: {', '.join(POOLING_TYPES)}",
         doc="whose hidden states become an embedding: those of the first token (cls), the last, or"
-        " the mean of all; None: as the folder says (1_Pooling/config.json), else the last of a"
-        " decoder and the mean of an encoder.",
+        " the mean of all. None: as the folder says (1_Pooling/config.json). If it says nothing,"
+        " the last of a decoder and the mean of an encoder.",
     )
     score_tokens: str | None = option(
         None,
