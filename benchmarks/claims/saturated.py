@@ -302,7 +302,7 @@ def _notes(
     setting: Setting, load: MemoryLoad, real_load: MemoryLoad, budget: Budget
 ) -> tuple[str, ...]:
     return (
-        f"The lengths and the {budget.num_slots:,} KV slots are those of the memory lines, and all"
+        f"The lengths and the {budget.num_slots:,} KV slots are those of the memory lines. All"
         f" requests are there at once: {load.num_prompts} on the virtual clock of OPT-13B on an"
         f" A100, {real_load.num_prompts} on {_name(setting)} on this processor. Continuous batches"
         " are measured while requests wait, after a tenth has ended. Static batches are formed in"
