@@ -132,7 +132,7 @@ def test_a_model_turns_its_own_latents():
     ("spec", "dtype", "message"),
     [
         (make_latent(4, 584, 520), torch.bfloat16, "value_dim <= 512"),
-        (make_latent(4, 104, 32), torch.bfloat16, "and 64 behind it"),
+        (make_latent(4, 104, 32), torch.bfloat16, "at most 64 elements behind the value"),
         (make_latent(4, 36, 32), torch.bfloat16, "a multiple of 8"),
         (make_latent(4), torch.int8, "no pages of int8 for latent layers; choose kv_cache_dtype"),
         (make_latent(4), torch.float8_e4m3fn, "no pages of float8_e4m3fn for latent layers"),

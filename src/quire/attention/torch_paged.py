@@ -2,15 +2,15 @@
 
 It is used if there are no native kernels, and tests compare the other backends with it. A layer's
 page is [2, B, Hkv, D], K then V, in the KV dtype. A latent layer's page is [B, D]. Torch's
-attention needs keys and values of one size, so it gets all D elements as values, and only the first
-Dv elements of the result are used.
+attention gets all D elements of it as values, and the first Dv elements of the result are used.
 
-A step is a list of calls. Each call gathers blocks and computes torch's fused attention over them
-in fp32. The keys of decoding sequences are split into tiles, and a call has tiles of many
-sequences. Blocks that several sequences share (`shared_prefix.py`) are read in one call for all of
-them. A chunk of a prompt takes one call for the tokens before it and one for its own tokens.
-Results over parts of the keys are merged by their log-sum-exps: out = sum(out_i * exp(lse_i -
-lse)), lse = log(sum(exp(lse_i))).
+A step is a list of calls, each of which gathers blocks and attends to them in fp32. The keys of
+decoding sequences are split into tiles, and a call has tiles of many sequences. Blocks that several
+sequences share (`shared_prefix.py`) are read in one call for all of them. A chunk of a prompt takes
+one call for the tokens before it and one for its own tokens. Results over parts of the keys are
+merged by their log-sum-exps:
+
+    out = sum(out_i * exp(lse_i - lse)), lse = log(sum(exp(lse_i)))
 
 A decoding sequence that shares no block gets the same bits in every batch. Other results agree up
 to fp32 rounding, since torch's order of summation depends on shapes and threads. Slots without a

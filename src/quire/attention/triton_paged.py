@@ -11,8 +11,8 @@ In a step that only decodes, the bits of a row's attention depend only on its ow
 one kernel of one shape serves all rows (`uniform` in
 `kernels/triton/attention/paged_attention.py`).
 
-A latent layer's page is [B, D]. One kernel of one shape serves all its steps, so it is always
-batch-invariant (`latent_attention.py`).
+A latent layer's page is [B, D]. One kernel of one shape serves all steps of such a layer, so latent
+layers are always batch-invariant (`latent_attention.py`).
 
 Shapes as in `interface.py`.
 """

@@ -2,7 +2,7 @@
 
 It serves measurements that run before the KV cache is allocated, or that need no cache.
 
-Shapes: T tokens of one sequence from its start, m queries that are attended at once, Hq query
+Shapes: T tokens of one sequence from its start, m queries that are computed at once, Hq query
 heads, Hkv KV heads, G = Hq / Hkv, D head size, Dv value size.
 """
 

@@ -30,8 +30,8 @@ class ProcessGroup:
     The object must exist until the last step has ended.
 
     On the CPU, and with fixed_order, sums add the ranks' tensors in rank order. A backend's own sum
-    may choose the order by the number of elements, so a token could depend on the batch size. With
-    two ranks on GPUs, the order makes no difference.
+    may choose the order by the number of elements, so a token could depend on the batch size. Two
+    GPUs always use the backend's sum, because a sum of two tensors is the same in either order.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class LinearMethod(ABC):
 
     @property
     def storage(self) -> "LinearMethod":
-        """The method that stores the weights: this one, or the one that it wraps."""
+        """The method that stores the weights: `self`, or the method that `self` wraps."""
         return self
 
     def takes_quantized(self, index: int) -> bool:
@@ -121,8 +121,9 @@ class LinearMethod(ABC):
     def tensors(self, linear: LinearModule) -> dict[tuple[str, int], Shape]:
         """The shapes of the linear's tensors in a checkpoint, by (name, part).
 
-        Where several ranks share a model, each rank has a linear of its shard's size. A tensor is
-        split along the axis in which the shard's tensor is smaller than the whole linear's.
+        Where several ranks share a model, each rank has a linear of its shard's size. The axis
+        along which a tensor is split is the one in which the shard's tensor is smaller than the
+        whole tensor.
         """
         sizes = [*enumerate(linear.part_sizes)]
         shapes: dict[tuple[str, int], Shape]
@@ -154,8 +155,8 @@ class LinearMethod(ABC):
     def apply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """x [..., I] -> [..., O]. `out_dtype` is x's dtype or fp32; None means x's. An fp32 result
-        need not be rounded to x's dtype first."""
+        """x [..., I] -> [..., O]. `out_dtype` is x's dtype or fp32; None means x's dtype. An fp32
+        result need not be rounded to x's dtype first."""
 
     def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] -> silu(gate) * up [..., O/2], for a gated linear."""
@@ -172,8 +173,8 @@ class LinearMethod(ABC):
 
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, H] -> [T, H], the weighted sum of each token's experts, as in `kernels.experts`.
-        This method's `storage` stores all gate_up; a method for which `takes_experts_with` is true
-        stores all down."""
+        All gate_up are stored by this method's `storage`, and all down by a method that
+        `takes_experts_with` accepts."""
 
         def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
             gate_up = layer.gate_up[expert]

@@ -2,7 +2,7 @@
 
 A model's modules hold an `Operators` and don't know the device.
 `layers.operator_module.use_operators` replaces it by Triton's operators or by the recorder of
-native programs, as `Linear.use` replaces the method of a linear.
+native programs, like `Linear.use` replaces the method of a linear.
 
 Shapes: T tokens, ... any leading dimensions, D normalised size, F intermediate size. All tensors of
 a call have one dtype: fp32, bf16 or fp16.
@@ -114,7 +114,8 @@ class Operators:
         spec: RouterSpec,
         dtype: torch.dtype,
     ) -> Routing:
-        """logits [T, E] in fp32 or the model's `dtype`, bias [E] fp32 -> `routing.route`."""
+        """logits [T, E] in fp32 or the model's `dtype`, bias [E] fp32 -> the result of
+        `routing.route`."""
         return route(logits, bias, spec, dtype)
 
     def scale_columns(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

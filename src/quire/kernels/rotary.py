@@ -97,9 +97,9 @@ def rotary(
     are_alike = cos.shape == sin.shape == (num_tokens, rotary_dim)
     if not (is_even_part and are_alike) or k.shape[::2] != (num_tokens, size):
         raise ValueError(
-            f"k is {tuple(k.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}, but q, "
-            f"{tuple(q.shape)}, needs the same tokens and head size, cos and sin "
-            f"{(num_tokens, size)}, or an even part of that head size"
+            f"k is {tuple(k.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}, but for q, "
+            f"{tuple(q.shape)}, k must have the same tokens and head size, and cos and sin must be "
+            f"{(num_tokens, size)} or narrower, with an even width"
         )
     if not (q.dtype == k.dtype == cos.dtype == sin.dtype):
         raise ValueError(

@@ -290,8 +290,8 @@ class RunningSet:
 
     def _reclaim_loaded(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
         moves = self._memory.moves
-        # Blocks loaded for `needy` itself are taken last. No sequence can use the blocks that follow
-        # a failed load.
+        # Blocks loaded for `needy` itself are taken last. No sequence can use blocks that follow a
+        # failed load.
         for sequence in (*self.loading(needy, rank), needy):
             if self._memory.num_free_soon >= num_wanted or moves is None:
                 return

@@ -138,9 +138,9 @@ def rotate_and_write_kv(
     """Norm q and k per head if `rotary` has weights, rotate them, and store k and v. Returns q.
 
     The rotary_dim of `rotary` is even and at most D; later elements of a head are not rotated. If
-    `rotary` is None, q and k don't change.
-    `heads` are q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] in the layer's dtype. If k and v are
-    None, nothing is stored. Positions and slots are the step's. Raises ValueError.
+    `rotary` is None, q and k don't change. `heads` are q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv,
+    Dv] in the layer's dtype. If k and v are None, nothing is stored. Positions and slots are those
+    in `step`. Raises ValueError.
     """
     q, k, v = heads
     rotary_dim = 0 if rotary is None else rotary.rotary_dim

@@ -165,8 +165,8 @@ class NativeLibrary:
 
     @cached_property
     def best_isa(self) -> int:
-        """The index of the first of `isas`, for functions whose results don't depend on the
-        instruction set."""
+        """The index of the best instruction set, for functions with the same results in all
+        sets."""
         return next(iter(self.isas().values()))
 
 

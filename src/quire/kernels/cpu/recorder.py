@@ -170,7 +170,7 @@ class Recorder(StateRecorder):
     def head_linears(self, x: torch.Tensor, linears: Sequence[AdaptedLinear]) -> torch.Tensor:
         """x [T, H, K] -> [T, H, N]: each head has its own linear.
 
-        One operation computes all heads. With adapters, each head takes an operation.
+        One operation computes all heads. With adapters, each head takes a separate operation.
         """
         operand = self._values.operand(x)
         if operand.memory.dtype != self._dtype or operand.num_heads != len(linears):

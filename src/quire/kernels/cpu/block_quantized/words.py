@@ -15,7 +15,7 @@ _IN_ORDER = 8
 def unpack_words(
     words: torch.Tensor, width: int, order: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Codes [R, I] uint8 from words [A, B] int32, whose rows may have gaps between them.
+    """Codes [R, I] uint8 of R rows and I inputs, from words [A, B] int32, with any stride of A.
 
     Without an `order`, a word has 32 / width inputs of one row, from the lowest bits up, and B = R.
     With an `order`, a word has one input of eight rows, four bits each, and the i-th lowest bits

@@ -11,22 +11,21 @@ but only its `uniform` arithmetic exists here. A row gets the same bits in decod
 for all chunks and batches. All tiles have one shape and are masked, and keys are folded in chunks
 of `chunk_tokens` at absolute positions, here or by `merge_parts.py`.
 
-A tile of the latents is loaded once and is operand of both products. Its Dv elements and the rest
-(64 rotated ones) are two loads and two products, each padded to a power of two. The heads are rows
-of the tile of queries, side by side. If there are more heads than rows, several programs attend
-them, and find the latents in the L2 cache.
+A tile of the latents is loaded once and is operand of both products. The vectors' Dv value elements
+and the rest (64 rotated elements) are loaded and multiplied separately, each padded to a power of
+two. The heads are rows of the tile of queries, side by side. If there are more heads than rows,
+several programs attend them, and find the latents in the L2 cache.
 
 Two outputs of 512 elements for 64 rows would fill the registers of a processor. So a chunk's
-partial result (part) is written to memory, and folded there into the part of the chunks before it.
-It is written to rows of `parts` that belong to the program and stay in the L2 cache. An item that
-is one of several for its queries writes its part for `merge_parts.py`. Scores are used inside a
-branch, which also skips masks that hide nothing. Without the branch, each half of the warps would
-compute all scores (Triton 3.7, sm_90).
+partial result (part) is written to the program's own rows of `parts`, which stay in the L2 cache,
+and folded there into the part of the chunks before it. An item that is one of several for its
+queries writes its part for `merge_parts.py`. Scores are used inside a branch, which also skips
+masks that hide nothing. Without the branch, each half of the warps would compute all scores (Triton
+3.7, sm_90).
 
 Cost: 2 Hq (D + Dv) operations a token for 2 D bytes (bf16). With 128 heads of 576 and 512 elements
 these are 242 operations a byte, so the tensor cores bound decoding there, as they always bound
-prompts. With 16 heads, only a quarter of the 64 rows is used, but all rows cost time: 121
-operations a byte.
+prompts. With 16 heads, a quarter of the 64 rows is used, but all cost time: 121 operations a byte.
 
 Shapes: T tokens, Hq query heads, D elements of a stored vector, Dv of them the value, N blocks, B
 block size, R rows of the block tables. A page is [B, D].

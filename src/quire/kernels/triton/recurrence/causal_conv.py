@@ -3,8 +3,9 @@
     y[t] = bias + sum over i of weight[i] x[t - W + 1 + i], then y * sigmoid(y) if has_silu
 
 The reference is `quire/recurrence/reference.py::short_conv`. Products are added in the order of i;
-each is rounded by itself, so that a token has the same bits in every tile. The state is the last
-W - 1 inputs, zeros before the first; its units are 64 channels, fp32 [W - 1][64], the oldest first.
+each is rounded by itself, so that a token has the same bits in every tile. The state is the last W
+- 1 inputs, zeros before the first; a unit of the state is 64 channels, fp32 [W - 1][64], the oldest
+first.
 
 A tile has BLOCK_T tokens and BLOCK_C channels. A prompt has `num_tiles` programs for each block of
 channels, and each takes every `num_tiles`-th tile. Inputs before a tile that its taps need are read
@@ -131,7 +132,7 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
             (WIDTH - 1) * 64,
         )
         places += channels % 64
-        # First, read the state. The sequence's other programs have no taps before the step.
+        # First, read the state. The sequence's other programs read no inputs before the step.
         is_known = is_channel & (first_tile == 0) & (context > num_tokens)
         kept = _kept(places, is_known, WIDTH)
         learned = _weights(weight_ptr, bias_ptr, (channel_stride, tap_stride), channels, C, WIDTH)

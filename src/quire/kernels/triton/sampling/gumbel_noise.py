@@ -10,9 +10,9 @@ fp64, which costs 64 times as much on many GPUs, for the few tokens whose coarse
 close.
 
 For small u, `coarse_gumbel` computes e by a series in u, whose first omitted term is 1e-6 of e. For
-other u it takes the logarithm of 1 - u, made from the bits' complement; so no digits cancel. A
-device logarithm is good enough if it errs by at most 2**-22 of 52, its largest value, and by 1e-5
-near zero.
+other u it takes the logarithm of 1 - u, made from the bits' complement; so no digits cancel. The
+device's logarithm is accurate enough if its error is at most 52 * 2**-22 (52 is its largest value),
+and 1e-5 near zero.
 
 Called by `gumbel_sample.py`.
 """

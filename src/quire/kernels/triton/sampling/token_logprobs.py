@@ -11,9 +11,9 @@ fixed size, and the tiles' sums in a fixed tree; the last logarithm is taken in 
 depends only on its line, and is never above zero.
 
 The best tokens are picked one by one from the maxima of groups of 64 (see `scan_logits.py`). Each
-time, the first group with the largest maximum gives its first token with that logit, and its
-maximum becomes that of its remaining tokens. So tokens come in order, ties by token id, at about
-1 us each (an estimate).
+time, the first group with the largest maximum yields its first token with that logit. Then the
+group's maximum is computed from its remaining tokens. So tokens come in order, ties by token id, at
+about 1 us each (an estimate).
 
 Shapes: n entries, R lines of logits [R, V] fp32, K best tokens at most. Called by
 `sampling/device/sampler.py`.
