@@ -19,7 +19,7 @@ class CheckedFields:
     __slots__ = ()
     #: Field -> function that returns the checked value to store, or raises InvalidRequestError.
     checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
-    #: Other name -> field.
+    #: Alias (an accepted other name) -> field.
     aliases: ClassVar[Mapping[str, str]] = {}
     #: Alias -> function that converts the alias's value, unless it is None, to the field's value.
     makers: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
@@ -46,8 +46,8 @@ class CheckedFields:
 def field_values(kind: type[CheckedFields], given: Mapping[str, Any]) -> dict[str, Any]:
     """Translate given names to field names.
 
-    Raises InvalidRequestError for a name that is neither a field nor known from another engine, and
-    for a value of another engine's parameter that quire does not support.
+    Raises InvalidRequestError for an unknown name, and for a parameter of another engine with a
+    value that quire does not support.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():

@@ -13,7 +13,7 @@ from quire.errors import InvalidRequestError, PromptTooLongError
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The API uses STOP and LENGTH; the other reasons are quire's own."""
+    """Why a sequence ended. The API uses STOP and LENGTH; only quire has the other reasons."""
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or max_model_len
@@ -152,7 +152,7 @@ def check_pooling(request: Request, limits: ModelLimits) -> None:
         if not limits.generates:
             raise InvalidRequestError(NO_GENERATION)
     elif request.n > 1 or request.params.beam_width or request.resumed:
-        raise InvalidRequestError("a prompt is pooled once: n is 1, without beams", "n")
+        raise InvalidRequestError("a pooling request must have n = 1 and no beam search", "n")
 
 
 NO_GENERATION = (

@@ -16,9 +16,9 @@ MAX_LOGPROB_TOKEN_IDS = 128
 class NumberBounds(NamedTuple):
     """The values that a numeric parameter may have."""
 
-    #: The lowest value.
+    #: The smallest value allowed.
     low: float
-    #: The highest value; None means no upper bound.
+    #: The largest value allowed; None means no upper bound.
     high: float | None = None
     #: Whether the parameter may also be None.
     is_optional: bool = True

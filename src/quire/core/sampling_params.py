@@ -171,7 +171,7 @@ class SamplingParams(CheckedFields):
     #: Divides the positive and multiplies the negative logits of all tokens seen, the prompt's
     #: included (CTRL, arXiv:1909.05858).
     repetition_penalty: float | None = None
-    #: Makes sampling reproducible; None draws a seed from the engine's own.
+    #: Makes sampling reproducible; None draws a seed from the engine's random generator.
     seed: int | None = None
     #: Strings that end the generation. The text before the first of them is kept.
     stop: str | Sequence[str] | None = None
@@ -211,8 +211,8 @@ class SamplingParams(CheckedFields):
     structured_outputs: StructuredOutputsParams | None = None
     #: False returns token ids without text.
     detokenize: bool = True
-    #: Keeps this many tokens at the end of the prompt; -1 keeps as many as leave room for one more.
-    #: None keeps all.
+    #: Keeps this many tokens at the end of the prompt; -1 keeps the largest number that leaves room
+    #: for one generated token. None keeps all.
     truncate_prompt_tokens: int | None = None
     #: The side that truncate_prompt_tokens cuts: "left" (or None) keeps the prompt's last tokens,
     #: "right" the first.
@@ -365,7 +365,7 @@ class DecodingParams:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits and abilities of model and engine that requests are checked against."""
+    """Limits and abilities of model and engine, against which requests are checked."""
 
     vocab_size: int
     max_model_len: int
@@ -403,7 +403,7 @@ def resolve(
     """Fill in the options that the caller left unset, and check all against the model.
 
     seed: used if the params have none. bad_words: the bad_words of the params as token ids. beams:
-    not None if params are the `sampling_params_of` this beam search. grammar: see DecodingParams.
+    for a beam search; params is then `sampling_params_of(beams)`. grammar: see DecodingParams.
 
     Raises InvalidRequestError for token ids beyond the vocabulary, for too many logprobs, and for
     min_tokens beyond the context. `Engine.add` checks that the prompt fits.

@@ -210,7 +210,7 @@ class Sequence:
         limit = self.num_prompt_tokens + params.max_tokens
         #: The model's limit on its length, which forks inherit.
         self.max_model_len = limit if max_num_tokens is None else max_num_tokens
-        #: The length at which it ends.
+        #: The number of tokens, prompt included, at which it ends.
         self.max_num_tokens = min(limit, self.max_model_len)
         #: The model's end tokens and the client's stop tokens.
         self.end_token_ids = frozenset(params.end_token_ids) | frozenset(params.stop_token_ids)
@@ -221,7 +221,7 @@ class Sequence:
         self._init_memory(chain_root)
 
     def _init_schedule(self, priority: int) -> None:
-        """Set the fields about its place in the schedule."""
+        """Set the fields that the scheduler and its policy use."""
         self.state = SequenceState.WAITING
         #: Row in the runner; None unless RUNNING.
         self.row: int | None = None
@@ -266,8 +266,8 @@ class Sequence:
         #: Whether its next token may change a block or state that has other holders or is a
         #: snapshot, so that a write must copy it first.
         self.shares_tail = False
-        #: Token counts, in whole blocks, whose windows and states are worth keeping: the end of the
-        #: prompt, and the point where the prompt parted from the cached tokens.
+        #: Positions, in tokens and at block boundaries, whose windows and states are worth keeping:
+        #: the end of the prompt, and the first difference between the prompt and the cached tokens.
         self.anchors: tuple[int, ...] = ()
         #: The last snapshot of its states that it published or started from.
         self.snapshot = Snapshot()
@@ -277,7 +277,7 @@ class Sequence:
         self.chain_tokens: list[bytes] = []
         #: The hash from which `chain` starts; it depends on the cache domain and the adapter.
         self.chain_root = chain_root
-        #: Content hashes of its leading full blocks as if they were published for all domains.
+        #: Content hashes of its leading full blocks in the public chain, which all domains share.
         self.public_chain: list[bytes] = []
         #: Number of leading blocks that were published in the prefix cache, or taken from it.
         self.num_published_blocks = 0
@@ -351,7 +351,7 @@ class Sequence:
     def shows_output_length(self) -> bool:
         """Whether it ended normally, so that its length is evidence for the lengths of outputs.
 
-        Never for a beam, since a search returns several hypotheses, nor for a pooling request,
+        False for a beam, since a search returns several hypotheses, and for a pooling request,
         which has no output.
         """
         ended = self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -370,8 +370,8 @@ class Sequence:
 
     @property
     def num_resumable_tokens(self) -> int:
-        """Most computed tokens that it may keep in a preemption; more would skip positions whose
-        results are still missing."""
+        """Largest number of computed tokens that it may keep in a preemption. It must compute later
+        positions again, because their results are still missing."""
         if self.params.pooling is not None and self.params.pooling.reads_whole_prompt:
             return 0
         return len(self.prompt_logprobs) if self.needs_prompt_logprobs else self.num_tokens

@@ -24,9 +24,9 @@ class StructuredOutputsParams:
     json: str | Mapping[str, Any] | None = None
     #: A regular expression that the whole answer matches.
     regex: str | None = None
-    #: Texts, one of which is the answer.
+    #: The allowed answers; the answer is one of these texts.
     choice: Sequence[str] | None = None
-    #: EBNF, in the dialect of Lark or GBNF.
+    #: A grammar in EBNF, in the dialect of Lark or GBNF.
     grammar: str | None = None
     #: True allows any JSON object.
     json_object: bool | None = None

@@ -1,4 +1,4 @@
-"""Physical KV blocks: reference counts, contents, pins, and deferred frees.
+"""The pool of physical KV blocks: reference counts, contents, pins, and deferred frees.
 
 The pool handles block ids, counts and content keys, not sequences, tokens or bytes. Only
 `kv_cache_manager` and the modules that it is made of use it. Every operation costs O(1) amortized
@@ -45,7 +45,7 @@ class Pins:
         self._num_pinned = 0  # pins since the start; makes the heap's entries comparable
 
     def pin(self, block: int, priority: int, until_s: float | None) -> None:
-        """Pin a block that is not pinned; if it is free, the caller calls `add` as well."""
+        """Pin a block that is not pinned; if the block is free, the caller must also call `add`."""
         assert block not in self.by_block
         self.by_block[block] = pin = Pin(priority, until_s)
         if until_s is not None:
@@ -56,7 +56,7 @@ class Pins:
                 heapq.heapify(self._ends)
 
     def unpin(self, block: int) -> None:
-        """End the pin of a block; if it is free, the caller has called `remove`."""
+        """End the pin of a block; if the block is free, the caller must have called `remove`."""
         del self.by_block[block]
 
     def add(self, block: int) -> None:
@@ -175,9 +175,10 @@ class BlockPool:
         return taken, evicted
 
     def share(self, block: int, *, is_use: bool = True) -> None:
-        """Add a holder; a free block thereby keeps its content.
+        """Add a holder to a block; a free block leaves the free list with its content.
 
-        is_use: whether it counts as a use of the content (a prefix hit does, a fork does not).
+        is_use: whether this counts as a use of the content (True for a prefix hit, False for a
+        fork).
         """
         count = self.ref_count[block]
         if count == 0:

@@ -1,7 +1,7 @@
 """Eviction orders: which cached content is overwritten first.
 
-An order links block ids and knows their content keys and use counts; it knows no references, tokens
-or clocks. Only `block_pool` calls it. Every operation costs O(1) amortized per block.
+An order sorts block ids, and reads their content keys and use counts; it uses no reference counts,
+tokens or clocks. Only `block_pool` calls it. Every operation costs O(1) amortized per block.
 """
 
 from collections import OrderedDict, deque
@@ -14,7 +14,7 @@ from quire.errors import ConfigurationError
 NUM_CLASSES = 2
 NUM_BINS = 9
 MAX_AGE = 1 << (NUM_BINS - 1)
-"""Age in epochs after which a sample counts as not reused."""
+"""Age, in epochs, at which a sample is dropped as not reused."""
 
 PRIOR = (0.1, 0.3)
 """Prior share of contents that are reused in each bin, by class. Bins double in width, so equal
@@ -31,7 +31,7 @@ def bin_of(age: int) -> int:
 
 
 class ReuseCurve:
-    """How likely a content is to be used again, by its age: an actuarial life table.
+    """Estimates how likely a content is to be used again, by its age, with a life table.
 
     Contents come in two classes: not reused so far, and reused at least once. Ages are counted in
     epochs (a fixed number of evictions: a clock that only memory pressure moves) and binned by
@@ -39,7 +39,8 @@ class ReuseCurve:
     contents that reached the bin's age unused were reused within the bin.
 
     Invariant: `_waiting[-1 - age][c]` samples of class c are `age` epochs old and neither reused
-    nor dropped; each was counted once in `_reached[c]` of every bin up to that of its age.
+    nor dropped; each sample was counted once in `_reached[c]`, for every bin up to the bin of its
+    age.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,8 @@ class ReuseCurve:
 
 
 def _density(parts: list[float], first: int) -> float:
-    """The best ratio of hits to epochs of stay over bins first..last, for any last."""
+    """Largest ratio of hits to epochs that a block stays, over bins first..last, for any choice of
+    last."""
     best = num_hits = num_epochs = 0.0
     left = 1.0
     for index in range(first, NUM_BINS):
@@ -266,7 +268,7 @@ class LruOrder:
 
 @dataclass(slots=True)
 class _AgeSpan:
-    """A queue of blocks of one class that were last released within the same epochs."""
+    """A queue of blocks of one class, which were last released within one span of epochs."""
 
     queue: int
     num_epochs: int
@@ -327,7 +329,7 @@ class HitDensityOrder:
         self._rank()
 
     def add(self, blocks: Sequence[int]) -> None:
-        """Append the blocks behind those of their classes that were released in this epoch."""
+        """Append each block to its class's queue for the current epoch."""
         following, previous, num_uses = self._following, self._previous, self._num_uses
         current = self._current
         for block in blocks:
@@ -341,7 +343,8 @@ class HitDensityOrder:
                 self._start_sample(block)
 
     def revive(self, block: int) -> None:
-        """Remove a block that is used again; the reuse curve learns from a sampled one."""
+        """Remove a block that is used again; if the block is sampled, the reuse curve learns from
+        it."""
         self._queues.unlink(block)
         if not block % SAMPLE_EVERY:
             key = self._content[block]
@@ -353,7 +356,7 @@ class HitDensityOrder:
         self._queues.unlink(block)
 
     def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
-        """Take from one queue after the other, in their ranking; evictions advance the epoch."""
+        """Take from the queues in the order of their ranking; evictions advance the epoch."""
         following, content = self._following, self._content
         taken: list[int] = []
         queue = self._first_queue()
@@ -381,7 +384,7 @@ class HitDensityOrder:
     def recall(self, digests: Sequence[bytes]) -> list[bool]:
         """Return for each digest whether its content is among those evicted recently.
 
-        Only leading digests can be among them, since a chain's tail is evicted before its head.
+        Only the first digests can be, since a chain's head is evicted after its tail.
         """
         if not self._samples.keys().isdisjoint(digests):
             for digest in digests:

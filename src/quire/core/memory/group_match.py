@@ -106,8 +106,8 @@ class GroupMatch:
     ) -> tuple[tuple[int, ...], ...]:
         """The first `end` blocks, by group; empty for groups of states.
 
-        `runs` has the blocks of groups that keep all tokens. Windows have holes before the blocks
-        that are read after num_tokens tokens.
+        `runs` has the blocks of groups that keep all tokens. In window groups, blocks that are not
+        read after num_tokens tokens are holes.
         """
         blocks: list[tuple[int, ...]] = [()] * len(self._growth.rules)
         for group, run in zip(self._full, runs, strict=True):

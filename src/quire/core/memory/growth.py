@@ -44,7 +44,8 @@ class GrowthRule(ABC):
     def num_reserved(self, num_tokens: int, end: int) -> int:
         """Number of entries that a sequence's table has from admission on.
 
-        The sequence has num_tokens known tokens, and those before `end` can be computed at once.
+        num_tokens: known tokens of the sequence. end: end of the first block to compute, up to
+        which windows reserve blocks.
         """
 
     def first_needed(self, num_tokens: int) -> int:
@@ -167,11 +168,11 @@ class Growth:
     def __init__(self, groups: Entries[KVGroup], block_size: int) -> None:
         self.block_size = block_size
         self.rules = tuple(rule_of(at, group, block_size) for at, group in enumerate(groups))
-        #: Rules of the groups with a slot for each token.
+        #: Rules of groups with a slot for each token, that is, of all groups but states.
         self.growing = tuple(rule for rule in self.rules if rule.has_slots)
         #: Rules that free blocks behind the window.
         self.windows = tuple(rule for rule in self.rules if isinstance(rule, WindowRule))
-        #: Rules of recurrent groups.
+        #: Rules of groups with recurrent states.
         self.states = tuple(rule for rule in self.rules if isinstance(rule, StateRule))
         #: Rules of groups whose number of blocks stops growing: windows and states.
         self.bounded = tuple(rule for rule in self.rules if rule.is_bounded)

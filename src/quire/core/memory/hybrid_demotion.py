@@ -83,7 +83,7 @@ class HybridDemotion:
         """When a sequence ends, with its written blocks published, demote the end (of its prompt or
         of its output) from which no follow-up starts."""
         size = self._growth.block_size
-        # First, keep every end but the dead one as a place to start from.
+        # First, record every end except the dead one as a resume point.
         dead = self._dead_end(sequence, num_written)
         prompt_end = (sequence.num_prompt_tokens - 1) // size * size
         kept_ends = {num_written, prompt_end, *sequence.anchors} - {dead}

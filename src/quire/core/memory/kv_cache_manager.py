@@ -1,11 +1,11 @@
 """Gives KV blocks to sequences, shares and frees them, and keeps their block tables.
 
-Each group's table grows by the group's own rule (see `growth`). Some keep a block for every block
-of tokens, windows free the blocks that they have passed, and states always have the same few
+Each group's table grows by the group's own rule (see `growth`). Full and latent groups keep all
+blocks, window groups free blocks behind the window, and state groups always have the same few
 blocks.
 
-A block that a step in flight may still read is not freed with its sequence: the reference passes to
-the step and ends with it. The same holds for a block that the coming step copies.
+A block that a step in flight may still read, or that the coming step copies, is not freed with its
+sequence: the step takes over the reference and drops it when it ends.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class KVCacheConfig:
     groups: tuple[KVGroup, ...]
     #: Number of blocks in the pool, which all groups share.
     num_blocks: int
-    #: Number of tokens in a block of one group.
+    #: Number of tokens that one block holds.
     block_size: int = 16
     enable_prefix_caching: bool = True
     #: Key of the content hashes: 16 random bytes of the installation, or of this process.
@@ -53,8 +53,8 @@ class KVCacheConfig:
 class KVCacheManager:
     """Gives blocks to sequences and takes them back.
 
-    Invariant: a block's reference count is the number of its entries in tables, steps in flight and
-    moves; `invariants.check_memory` checks that after any step.
+    Invariant: a block's reference count is the number of references to it from tables, steps in
+    flight and moves; `invariants.check_memory` checks that after any step.
 
     A subclass may manage the memory in another way, as `bench.baselines` does: the scheduler does
     not depend on the class.
@@ -277,10 +277,11 @@ class KVCacheManager:
         return edits
 
     def forget_passed(self, sequence: Sequence) -> list[TableEdit]:
-        """Free the blocks that windows have passed, by steps that have ended; returns the holes.
+        """Free the blocks that windows have passed, counting only steps that have ended; returns
+        the holes.
 
-        The blocks stay cached but are evicted first, unless others may start from a prefix that
-        ends there.
+        The blocks stay cached but are evicted first, unless other sequences may start from a prefix
+        that ends there.
         """
         num_published = sequence.num_published_blocks * self.block_size
         row = -1 if sequence.row is None else sequence.row

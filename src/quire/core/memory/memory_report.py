@@ -1,14 +1,14 @@
 """Reports of the KV memory: bytes by use, and each block's state.
 
-Every block of the pool counts once, however many hold it:
+Every block of the pool counts once, even if several sequences hold it:
 
-    useful      slots with keys and values of computed tokens; states of sequences that have some
+    useful      slots with keys and values of computed tokens; states after computed tokens
     unfilled    the empty slots of partly filled blocks
     unused      parts of held blocks that no layer uses: all blocks have one size, though the layers
                 of KV groups need different amounts
     reserved    blocks that a table holds without a computed token in them
     in flight   blocks that only steps in flight hold, which may still read or copy them
-    moving      blocks that only moves between tiers hold: being filled, or stored, or filled for a
+    moving      blocks that only moves between tiers hold: being stored or filled, or filled for a
                 sequence that waits
     cached      free blocks whose content a prompt may find
     free        the rest
@@ -56,7 +56,7 @@ class TenantMemory:
 class MemoryReport:
     """Bytes of the KV memory by use; the module's docstring explains the uses.
 
-    `print` shows a table. Tokens that a step in flight computes count as computed.
+    Printing a report shows a table. Tokens that a step in flight computes count as computed.
     """
 
     useful_bytes: int
@@ -94,7 +94,8 @@ class MemoryReport:
 
     @property
     def saved_share(self) -> float:
-        """Saved bytes as a share of what tables would take without sharing; 0 if they take none."""
+        """Saved bytes as a share of the bytes of all tables without sharing; 0 if the tables are
+        empty."""
         held = self.useful_bytes + self.unfilled_bytes + self.unused_bytes + self.reserved_bytes
         alone = held + self.saved_bytes
         return self.saved_bytes / alone if alone else 0.0

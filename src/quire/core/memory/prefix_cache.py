@@ -42,9 +42,9 @@ _Node = tuple[bytes, bytes, bool]
 class PrefixCache:
     """Content hash -> block, by KV group.
 
-    Invariant, kept together with the block pool by the manager: `find(group, digest) == block` if
-    and only if `pool.content[block] == (group, digest)`. A digest is in the tree of tokens if and
-    only if the main group has it.
+    Invariant, for which the manager updates cache and pool together: `find(group, digest) == block`
+    if and only if `pool.content[block] == (group, digest)`. A digest is in the tree of tokens if
+    and only if the main group has it.
     """
 
     def __init__(

@@ -216,7 +216,7 @@ class PrefixIndex:
         return leader if is_whole and self._snapshots.stops_at(leader, end) else None
 
     def _public_chain(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """The hashes of at least its first num_blocks blocks, as if published for all domains."""
+        """The public chain's hashes of at least the sequence's first num_blocks blocks."""
         chain = sequence.public_chain
         if len(chain) < num_blocks:
             self.cache.extend_chain(chain, public_root(self.cache, sequence), sequence.token_ids)

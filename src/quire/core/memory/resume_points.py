@@ -4,7 +4,7 @@ To continue from the end of a branch, a sequence needs the blocks that its windo
 states, and the prefix before it. When one of these blocks is evicted, the others are useless. They
 are evicted next, from the tail back to the point where another branch starts. So a pool that is too
 small for all sessions loses one session completely, not a part of each. `kv_cache_manager` and
-`hybrid_demotion` use it.
+`hybrid_demotion` use this module.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,9 +32,9 @@ class _ResumePoint(NamedTuple):
 class ResumePoints:
     """Finds the resume points that need a given block.
 
-    Invariant: `_named[digest]` lists the points that need the contents with this digest, each by
-    the digest of its last block, which is its key in `_points`. No point needs a content that was
-    evicted.
+    Invariant: `_named[digest]` lists the keys of all points that need the contents with this
+    digest. The key of a point in `_points` is the digest of its last block. No point needs a
+    content that was evicted.
     """
 
     def __init__(

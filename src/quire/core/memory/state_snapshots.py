@@ -11,7 +11,7 @@ a copy. The places (cf. Marconi: Pan et al., MLSys 2025, section 4):
     the end of a sequence                  for a follow-up, at once
 
 Block i of a group's state is in the cache under the key (group, the prefix's digest followed by the
-bytes of i). A state is available only if all of its blocks are.
+bytes of i). A state is available only if all of its blocks are cached.
 """
 
 from collections.abc import Iterable
@@ -83,8 +83,8 @@ class StateSnapshots:
         return not num_tokens % self.interval or num_tokens in sequence.anchors
 
     def awaits(self, sequence: Sequence) -> bool:
-        """Whether the sequence's next token must wait, because a step in flight writes a state of
-        which a snapshot is to be kept."""
+        """Whether the sequence must not compute its next token yet, because a step in flight writes
+        a state that will be kept as a snapshot."""
         computed = sequence.num_computed_tokens
         return sequence.num_written_tokens < computed and self.stops_at(sequence, computed)
 
@@ -137,7 +137,8 @@ class StateSnapshots:
                 self._pool.demote(page)
 
     def digest_of(self, page: int) -> bytes | None:
-        """The digest of the snapshot that has this block; None if it is a sequence's own state."""
+        """The digest of the snapshot to which this block belongs; None for a block of a sequence's
+        own state."""
         content = self._pool.content[page]
         return None if content is None else content[1][:DIGEST_BYTES]
 

@@ -10,10 +10,10 @@ recently used one.
                                           └──────drop (it can't be read)
 
 A preempted sequence keeps no slot; it is admitted again like a new one. So no sequence holds one
-slot while it waits for another, and the first sequence in the policy's order gets a slot.
-`running_set` preempts other sequences for it if their rank allows that, and `admission` admits no
-other sequence once the first was overtaken too often. This module handles digests and slots, not
-weights or files. `running_set` owns the object.
+slot while it waits for another, and the first sequence in the policy's order gets a slot. To free a
+slot, `running_set` preempts lower-ranked sequences, and `admission` admits no other sequence once
+the first was overtaken too often. This module handles digests and slots, not weights or files.
+`running_set` owns the object.
 """
 
 from collections import Counter
@@ -85,7 +85,7 @@ class AdapterResidency:
         """The slot of each adapter that has one, by digest."""
         return dict(self._slots)
 
-    # ---- what sequences do ------------------------------------------------------------------
+    # ---- sequences and their slots ----------------------------------------------------------
 
     def count_sequence(self, sequence: Sequence) -> None:
         """Count a sequence that the scheduler accepted."""
@@ -122,7 +122,7 @@ class AdapterResidency:
             _subtract(self._users, sequence.adapter)
             sequence.adapter_slot = NO_SLOT
 
-    # ---- what they need ---------------------------------------------------------------------
+    # ---- reading adapters -------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Before a step, check which adapters have been read."""
@@ -164,7 +164,8 @@ class AdapterResidency:
             del self._slots[digest]
 
     def clear(self) -> None:
-        """Forget all slots, because the runner's memory is unknown and no sequence runs."""
+        """Forget all slots, because the contents of the runner's slots are unknown; no sequence may
+        be running."""
         assert not self._users, f"sequences run with {dict(self._users)}"
         for digest in [*self._reading, *self._ready]:
             self._source.release(digest)

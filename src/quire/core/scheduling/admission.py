@@ -1,4 +1,4 @@
-"""Admits sequences of the waiting queue in the policy's order, while rows, blocks and budget last.
+"""Admits waiting sequences in the policy's order, as long as rows, blocks and token budget suffice.
 
 `capacity_check` says whether a sequence fits. The scheduler calls Admission twice a step: before
 and after it plans the running sequences.
@@ -62,7 +62,8 @@ class Admission:
         self._builder = builder
 
     def make_room_for_first(self) -> None:
-        """If the first waiting sequence outranks others, take the blocks that it needs from them.
+        """If the first waiting sequence outranks other sequences, take the blocks that it needs
+        from them.
 
         A new sequence takes blocks from running sequences only if the policy allows that, or if no
         running sequence can compute.
@@ -99,8 +100,8 @@ class Admission:
     def reclaim_for(
         self, sequence: Sequence, num_spare: int = 0, *, from_all: bool = False
     ) -> None:
-        """Take the blocks that a waiting sequence needs from others, and num_spare more for their
-        growth.
+        """Take from other sequences the blocks that a waiting sequence needs, and num_spare more,
+        into which running sequences can grow.
 
         A taken block may have been in the cached prefix of the sequence itself, so its need is
         computed again until enough blocks are free.
@@ -133,7 +134,7 @@ class Admission:
     def admit_waiting(
         self, chunks: dict[Sequence, int], budget: StepBudget, step_id: int, now_s: float
     ) -> None:
-        """Admit in the policy's order while rows, blocks and budget last.
+        """Admit sequences in the policy's order while rows, blocks and token budget last.
 
         New sequences that do not fit are passed over, within bounds; preempted sequences never are.
         """
@@ -250,8 +251,8 @@ class Admission:
     def chunk(self, sequence: Sequence, budget: StepBudget) -> int:
         """Number of tokens to compute next: limited by the budget and by the next snapshot.
 
-        The sequence has a slot for one token at least. Windows' tables grow by free blocks, leaving
-        a spare block for each running sequence.
+        The sequence has a slot for one token at least. The tables of windows grow as far as free
+        blocks allow, leaving a free block for each running sequence.
         """
         memory, computed = self._memory, sequence.num_computed_tokens
         num_wanted = memory.snapshots.tokens_to_stop(sequence, sequence.num_tokens - computed)

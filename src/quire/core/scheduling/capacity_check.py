@@ -42,7 +42,8 @@ class _FailedCheck:
 
 
 class CapacityCheck:
-    """Whether there are rows and blocks for a waiting sequence, now and as all sequences grow.
+    """Decides whether a waiting sequence has a row and enough blocks, now and as all sequences
+    grow.
 
     Invariant: `_failed` holds only sequences that have not ended.
 
@@ -72,7 +73,8 @@ class CapacityCheck:
         self._failed: dict[Sequence, _FailedCheck] = {}
 
     def check(self, sequence: Sequence, step_id: int) -> PrefixMatch | Verdict:
-        """The prefix that the sequence could start from, if it fits now and later; else why not.
+        """The cached prefix to start from if the sequence fits now and later; otherwise the reason
+        why it does not fit.
 
         Leaves room for each higher-ranked running sequence to grow once; otherwise this sequence
         would soon be preempted. After a failed check, its cached prefix is looked up again only

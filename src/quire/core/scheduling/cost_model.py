@@ -19,7 +19,8 @@ _NUM_PARTS = _ROWS + 4
 # error is clipped to this fraction of the prediction.
 LEARNING_RATE = 0.1
 MAX_SURPRISE = 0.5
-# When an error is learned, each part's time is increased by this share of the predicted time.
+# For the distribution of an error over the parts, this share of the predicted time is added to the
+# time of each part, so that no part is left out.
 LEAST_SHARE = 0.02
 
 # A shorter prediction counts as unknown, because an error can't be distributed over its parts.
@@ -109,7 +110,7 @@ class StepCostModel:
     def fit(cls, samples: Sequence[StepSample]) -> "StepCostModel":
         """The non-negative least squares fit of relative errors over samples, at least one.
 
-        Slopes of segments that no sample distinguishes are as alike as possible.
+        Segments that no sample distinguishes get slopes that are as similar as possible.
         """
         assert samples and all(sample.seconds > 0 for sample in samples), samples
         matrix = [[0.0] * _NUM_PARTS for _ in range(_NUM_PARTS)]
@@ -194,14 +195,14 @@ class StepCostModel:
 
 
 def _with_neighbours(values: Sequence[float]) -> list[float]:
-    """Coefficients with each slope raised to the larger one of its neighbours'."""
+    """Coefficients, with every slope raised to its largest neighbour."""
     slopes = [0.0, *values[_FIRST_SEGMENT:_ROWS], 0.0]
     raised = map(max, slopes, slopes[1:], slopes[2:])
     return [*values[:_FIRST_SEGMENT], *raised, *values[_ROWS:]]
 
 
 def load_parts(load: StepLoad) -> list[float]:
-    """The values that the coefficients are multiplied with."""
+    """The values by which the coefficients are multiplied."""
     num_tokens = load.num_decodes + load.num_chunk_tokens
     parts = [0.0] * _NUM_PARTS
     parts[_FIXED] = 1.0

@@ -20,7 +20,7 @@ class GrowthForecast:
         self, memory: KVCacheManager, running_set: RunningSet, lengths: OutputLengthPredictor
     ) -> None:
         self.lengths = lengths
-        #: Id of the step that is being planned; the prediction is made anew in each step.
+        #: Id of the step that is being planned; the prediction is computed once per step.
         self.step_id = 0
         self._memory = memory
         self._running_set = running_set

@@ -63,10 +63,11 @@ class OutputLengthPredictor:
         self._is_stale = True
 
     def expected_remaining(self, num_output_tokens: int, limit: int) -> int:
-        """Tokens still to come after num_output_tokens, rounded up; limit: the most in all.
+        """Expected number of tokens after num_output_tokens, rounded up; limit: most tokens of the
+        output.
 
         The mean of min(length, limit) - num_output_tokens over the lengths above num_output_tokens:
-        the integral of the survival function from here to the limit, over its value here.
+        the integral of the survival function from here to the limit, divided by its value here.
         """
         return self.all_expected_remaining([(num_output_tokens, limit)])[0]
 

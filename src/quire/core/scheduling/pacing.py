@@ -1,4 +1,4 @@
-"""Limits the tokens of a step, so that decoding sequences need not wait long.
+"""Limits the tokens of a step, so that decoding sequences get their next tokens in time.
 
 With a constant budget, one long prompt slows down every stream while it is computed. A paced step
 takes at most `max_itl_ratio` times the predicted time of its decoding rows alone, and longer only
@@ -13,9 +13,9 @@ steps are compute-bound. So a small share of the intervals may be longer, below 
 percentile ignores. These late steps serve prompts at full speed.
 
 Log-probabilities of a prompt need logits over the whole vocabulary for each token, and may take
-several times as long as the tokens themselves. They make no step longer: a paced step counts their
-time, and a step at full speed computes fewer tokens, which take the time of its token budget
-without log-probabilities.
+several times as long as the tokens themselves. But they make no step longer. A paced step counts
+their time. A step at full speed computes fewer tokens with log-probabilities, no more than fit into
+the time of its token budget without them.
 
 The scheduler gets a StepBudget for each step; the engine reports how long steps took. Reads no
 clock.
@@ -131,8 +131,8 @@ class PacingConfig:
     """Bounds of paced steps.
 
     A ratio of 2.7 leaves some room below 3 for effects that the model can't predict, such as
-    joining rows and the loop itself. With 0.005 and 128 the 99th percentile over 26,000 intervals
-    or more keeps the ratio.
+    joining rows and the loop itself. With a late_share of 0.005 and 128 late rows, the 99th
+    percentile of 26,000 intervals or more stays within the ratio.
     """
 
     #: Most time of a step, relative to its decoding rows alone, while one prompt waits. Of several
@@ -145,8 +145,8 @@ class PacingConfig:
     #: allows.
     late_share: float = 0.005
     #: Largest number of late intervals that can be saved up (or the number of decoding rows, if
-    #: larger), and that can be owed. At the start, half of it is saved up. A late step uses up one
-    #: late interval for each decoding row.
+    #: larger), and the largest debt of late intervals. At the start, half of it is saved up. A late
+    #: step uses up one late interval for each decoding row.
     max_late_rows: int = 128
 
     def __post_init__(self) -> None:
@@ -170,8 +170,8 @@ class PacedBudget(StepBudget):
     """A budget in tokens and in seconds.
 
     Invariant: unless it `is_late`, the model predicts at most `ratio` * `alone_s` for `load`, or
-    the least tokens of the first chunk take longer. A late step takes no longer for
-    log-probabilities of prompts.
+    the least tokens of the first chunk take longer. Log-probabilities of prompts do not make a late
+    step longer.
     """
 
     def __init__(self, demand: StepDemand, model: StepCostModel, ratio: float, least: int) -> None:
@@ -204,8 +204,8 @@ class PacedBudget(StepBudget):
         is_first = not self.load.num_chunk_tokens
         # First, set the time limit when the first chunk is planned.
         if is_first:
-            # Prompts behind the first count with short contexts, so that once they decode an
-            # interval is no longer than the ratio allows, whatever their contexts.
+            # Prompts behind the first count as decoding rows with short contexts. So once they
+            # decode, intervals stay within the ratio for contexts of any length.
             crowd = self.load._replace(num_decodes=self.num_streams + self._num_behind)
             self.alone_s = self._model.predict_s(crowd)
             self._limit_s = self._ratio * self.alone_s

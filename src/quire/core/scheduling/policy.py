@@ -108,11 +108,11 @@ class FcfsPolicy(Policy):
 class PriorityPolicy(Policy):
     """The smaller priority number first; waiting for `ageing_s` seconds lowers the number by one.
 
-    All sequences age alike, so the order of two never changes and the key is static: priority +
-    arrival_s / ageing_s. Bound on waiting: let p_min be the smallest number in use. A sequence with
-    number p that arrived at t is outranked only by sequences that arrived before t + (p - p_min) *
-    ageing_s. From then on it waits only for these sequences, and if the load fits the machine, they
-    end.
+    All sequences age at the same rate, so the order of two sequences never changes and the key is
+    constant: priority + arrival_s / ageing_s. Bound on waiting: let p_min be the smallest number in
+    use. A sequence with number p that arrived at t is outranked only by sequences that arrived
+    before t + (p - p_min) * ageing_s. From then on it waits only for these sequences, and if the
+    load fits the machine, they end.
     """
 
     can_outrank = True
@@ -166,13 +166,14 @@ class FairPolicy(Policy):
     begins to wait, its counter is lifted to the smallest counter of the waiting tenants, so that
     idle time earns no credit. If no tenant waits, it is lifted to the counter of the last tenant
     that waited. While two tenants both wait, their services differ by at most 2 * max(prompt_weight
-    * longest prompt, output_weight * tokens in memory), whatever each sends (theorem 4.4).
+    * longest prompt, output_weight * tokens in memory), however much each tenant sends (theorem
+    4.4).
 
-    Sequences that have run keep the order of their first admission, before all that never ran.
+    Sequences that have run come first, in the order of their first admission.
 
     Invariant: the counters of waiting tenants are at least `_floor`, which never falls. So a tenant
-    without sequences whose counter is not above `_floor` may be forgotten: it would come back
-    lifted to `_floor`.
+    without sequences whose counter is not above `_floor` may be forgotten: on its return, its
+    counter is lifted to `_floor`.
     """
 
     counts_service = True
@@ -258,12 +259,12 @@ class FairPolicy(Policy):
 
 
 class DeadlinePolicy(Policy):
-    """The earliest deadline first, as long as it can be met.
+    """The earliest deadline first, among sequences that can still meet theirs.
 
-    Whether a deadline can be met is judged while the sequence waits for its first admission. An
-    output token takes a step, and a prompt one step for each `chunk_tokens`; the time of a step and
-    the output length are learned. A sequence that would be late moves back once and stays there:
-    the time is better spent on a sequence that can still be on time.
+    While a sequence waits for its first admission, the policy predicts whether it can meet its
+    deadline. An output token takes one step, and a prompt one step for each `chunk_tokens`; the
+    step time and the output length are learned. A sequence that would be late moves back once and
+    stays there: the time is better spent on a sequence that can still be on time.
 
     No sequence starves, since each has a deadline: by default `patience_s` after its arrival, and
     for a late sequence twice that, so that it goes behind all shorter deadlines. After that time,

@@ -6,8 +6,8 @@ Progress: the ranks of sequences that have run are a total order that never chan
 takes blocks from sequences that it outranks, the last-ranked first: blocks reserved ahead, then
 blocks loaded for waiting sequences, then prefixes that preempted sequences still hold, then the
 tails of running ones. Blocks loaded for a sequence that has never run may be taken by any sequence
-that has. So the first-ranked sequence can get the whole pool, into which it fits alone, and no
-other sequence takes its blocks, so it ends. Then the next sequence is first.
+that has. So the first-ranked sequence can get the whole pool, which is large enough for it, and no
+other sequence takes its blocks. So it ends, and the next sequence becomes first.
 """
 
 import heapq
@@ -320,7 +320,7 @@ def _drop_prompt_logprobs(sequence: Sequence) -> None:
 
 
 def rank_of(sequence: Sequence) -> tuple[float, ...]:
-    """Key by which lists of sequences are sorted."""
+    """The sort key of lists of sequences."""
     return sequence.rank
 
 

@@ -2,17 +2,15 @@
 
 It has one rule: close the gap between a sequence's computed tokens and its tokens, within the
 step's token budget. Prefill, chunked prefill, decode and resumption after preemption all follow
-that rule. The policy only orders sequences. This file spends the token budget; `admission` chooses
-the waiting sequences that start and checks that they fit; `running_set` handles rows and
-preemption.
+that rule. The policy only orders sequences. This file spends the token budget; `admission` starts
+waiting sequences that fit; `running_set` handles rows and preemption.
 
     schedule(now_s) -> StepPlan      the next step, from the state of all sequences
     apply(StepResult) -> outputs     adds the sampled tokens; sequences grow and end
     add, fork, abort                 at any moment, in any state
 
 A plan may be made while an earlier step runs (overlap): token counts then run ahead of the known
-tokens. Blocks that a step in flight may read stay referenced until the step's result has been
-applied.
+tokens. Blocks that a step in flight may read stay referenced until that step's result is applied.
 
 `running_set` and `admission` explain why every sequence makes progress. `add` refuses a sequence
 that would not fit alone.
@@ -152,8 +150,8 @@ class Scheduler:
         """Add a new branch that continues from the confirmed tokens of `parent`, which is not
         finished.
 
-        It shares the blocks of `parent` as soon as there is a row. Its limits count as if it had
-        generated all its tokens itself; log-probabilities of the prompt are not returned again.
+        The branch shares the blocks of `parent` as soon as it gets a row. Its limits count as if it
+        had generated all its tokens itself; log-probabilities of the prompt are not returned again.
         Raises RequestNeverFitsError for a branch that could never finish, and InvalidRequestError
         if the memory can't share blocks.
         """
@@ -324,7 +322,7 @@ class Scheduler:
             ) or self._slots.make_writable(sequence, self._next_step_id):
                 chunks[sequence] = 1
                 num_pairs += num_tokens
-        # A preempted beam takes all beams of its search along, also those planned before.
+        # If a beam was preempted, so were all beams of its search, including beams already planned.
         if self.memory.growth.bounded:
             for sequence in [each for each in chunks if each.row is None]:
                 del chunks[sequence]

@@ -7,7 +7,7 @@ beside the steps and reports later, in any order, how each ended. Only the metho
     the memory                                a tier
     find(group, name), tails(parent)   <->    an index in memory
     start(stores, loads), cancel        ->    queues of moves
-    ended()                             <-    ids of moves that have ended, and whether they came
+    ended()                             <-    ids of moves that have ended, and their success
 
 The block of a store has content and is not written to until the store has ended. The block of a
 load is in no table and has no content until the load has ended. Each block is referenced until its
@@ -77,11 +77,12 @@ class Tiers(Protocol):
         ...
 
     def start(self, stores: Sequence[StoreOrder], loads: Sequence[LoadOrder]) -> None:
-        """Accept orders; the end of each is reported by `ended`. Loads go before stores."""
+        """Accept orders; the end of each is reported by `ended`. Loads are carried out before
+        stores."""
         ...
 
     def cancel(self, order_ids: Iterable[int]) -> None:
-        """Drop these orders; moves that have not begun end soon, undone."""
+        """Drop these orders; moves that have not begun end soon, with is_done False."""
         ...
 
     def ended(self) -> list[MoveEnd]:

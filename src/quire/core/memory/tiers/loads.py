@@ -4,10 +4,10 @@ A load publishes blocks in the prefix cache, like a computation. So a load that 
 or twice does no harm, and admission finds loaded blocks like any cached blocks. Until admission,
 the load holds all blocks of the prefix, including those that were in the pool before.
 
-    sequence fits, tiers have more of its prompt   begin: blocks are taken, orders go out
-    an order has ended                             land: the block is published, or given back
+    sequence fits, tiers have more of its prompt   begin: takes blocks and sends orders
+    an order has ended                             finish_order: publishes the block or frees it
     all have ended, or it takes too long           the sequence is admitted with the blocks so far
-    admitted, ended, or outranked                  release: nothing is held any more
+    admitted, ended, or outranked                  release: the load holds no blocks any more
 """
 
 from collections import Counter
@@ -96,7 +96,7 @@ class LoadStats:
 
 
 class Loads:
-    """All loads in flight, and complete loads of sequences that are not admitted yet.
+    """All loads in flight, and completed loads of sequences that are not admitted yet.
 
     Invariant: a filling whose order has not ended, or that has waiters, has one reference to its
     block. A load has one reference to each block in its `there`.
@@ -166,7 +166,7 @@ class Loads:
         return True
 
     def release(self, sequence: Sequence, num_admitted_tokens: int = 0) -> None:
-        """End the sequence's wait, and the references held for it.
+        """End the sequence's wait, and release the blocks held for it.
 
         num_admitted_tokens: computed tokens that it starts with; 0 if it is not admitted.
         """
@@ -291,7 +291,7 @@ class Loads:
     def _is_coming(self, content: WantedContent) -> bool:
         """Whether another sequence waits for this content.
 
-        A cancelled order may never come, so its content is ordered again.
+        A cancelled order may never be carried out, so its content is ordered again.
         """
         filling = self._by_content.get(content[:2])
         return filling is not None and bool(filling.waiters)
@@ -370,7 +370,7 @@ class Loads:
         filling.block = known
 
     def _stop_waiting(self, sequence: Sequence, load: _Load, *, only_pending: bool = False) -> None:
-        """Stop waiting for all fillings, or only for those that have not come."""
+        """Stop waiting for all fillings, or (only_pending) for those that have not ended."""
         cancelled: list[int] = []
         released: list[int] = []
         kept: list[_Filling] = []

@@ -24,7 +24,7 @@ from quire.core.step import HOLE_BLOCK
 # Seconds for which contents that may soon be useless wait, unless `delay_s` is set.
 STORE_DELAY_S = 1.0
 
-# Most stores in flight: as a share of the pool's blocks, within an absolute range.
+# Limit of stores in flight: a share of the pool's blocks, within an absolute range.
 MAX_SHARE = 1 / 16
 MAX_ORDERS = 256
 MIN_ORDERS = 4
@@ -38,7 +38,7 @@ LENT_S = 0.05
 
 
 class WriteBehind:
-    """Contents that wait to be stored, and stores in flight.
+    """The queue of contents to store, and the stores in flight.
 
     Invariant: each block in `in_flight` has one reference for its store. A block waits at most
     once, for its latest content, so the number of waiting contents is bounded even while tiers take
@@ -74,8 +74,8 @@ class WriteBehind:
         self._given_up: dict[int, float] = {}  # time by which cancelled orders end unless they hang
         self._now_s = 0.0
         self._ordered_s = -inf
-        # Contents by block, in the order of publication: those to store now, and those that wait,
-        # each with the time at which it is ready.
+        # Block -> content, in the order of publication. `_ready` has contents to store now,
+        # `_delayed` waiting contents, each with the time at which it becomes ready.
         self._ready: OrderedDict[int, ContentKey] = OrderedDict()
         self._delayed: OrderedDict[int, tuple[float, ContentKey]] = OrderedDict()
         pool.new_contents = []
@@ -125,8 +125,8 @@ class WriteBehind:
         return orders
 
     def store_again(self, blocks: Iterable[int]) -> None:
-        """Store again those of these blocks, from which sequences start, that the tiers have
-        lost."""
+        """Store the contents of these blocks, from which sequences start, again if the tiers have
+        lost them."""
         contents, find = self._pool.content, self._tiers.find
         for block in blocks:
             key = contents[block] if block != HOLE_BLOCK else None

@@ -1,4 +1,4 @@
-"""Beam search in the scheduler: turns the search's choices into forks.
+"""Beam search in the scheduler: carries out the search's choices by forking sequences.
 
 Each beam is a sequence that computes its next step when it can. When the last beam has reported its
 candidates, `search` chooses the next beams. The first child of a beam continues in its parent's
@@ -23,7 +23,8 @@ from quire.core.step import TokenLogprobs
 
 @dataclass(slots=True)
 class BeamGroup:
-    """One request's beams, best first, and their results of this round.
+    """One request's beams, best first, and the candidates that they have reported for the next
+    token.
 
     Invariant: all members have the same number of tokens. `reported` holds the members that have
     computed all their tokens and wait for the others.

@@ -1,7 +1,7 @@
 """Beam search over token chains: which continuations live on, and which have ended.
 
 Pure bookkeeping for one request: it gets each live beam's best continuations and returns the beams
-that follow. It knows no model, blocks or rows; `scheduling` calls it.
+that follow. It uses no model, blocks or rows; `scheduling` calls it.
 
 The search is that of transformers 5 (`generate(num_beams=k, do_sample=False,
 early_stopping=False)`), down to the rounding of scores to fp32:
@@ -139,7 +139,7 @@ class BeamSearch:
         return [self._hypothesis(ended) for ended in self._ended]
 
     def _choose(self, candidates: Sequence[Sequence[Candidate]]) -> list[BeamStep]:
-        """The best continuations that do not end; those that end become hypotheses if good
+        """The best continuations that do not end; ended continuations become hypotheses if good
         enough."""
         ends_here = self._end_token_ids | self._stop_token_ids
         living: list[BeamStep] = []
