@@ -16,12 +16,12 @@ from quire.observability.step_trace import StepTiming
 
 
 class StepsDroppedError(Exception):
-    """Ends queued steps that were dropped, whose results no caller waits for."""
+    """Raised in queued steps that were dropped; no caller waits for their results."""
 
 
 class BackgroundRunner:
-    """A `core.step.Runner` that wraps another runner, which only the thread calls while steps are
-    queued.
+    """A `core.step.Runner` that wraps another runner. While steps are queued, only its thread calls
+    the other runner.
 
     Invariant: after a failure, until `reset`, no queued step is carried out, because its plan
     assumes the steps before it.

@@ -103,7 +103,8 @@ class Engine:
         self.is_asleep = False
         self.tier_work = TierWork(scheduler.memory, clock)
         #: on_idle(idle_s): background work of the surrounding loop in idle periods. Returns the
-        #: seconds until its next call, or None if it needs none in this period. None: no such work.
+        #: seconds until its next call, or None if it needs none in this period. The attribute is
+        #: None if there is no such work.
         self.on_idle: Callable[[float], float | None] | None = None
         self._members = StepMembers()
         self._runner = runner
@@ -370,7 +371,7 @@ class Engine:
 
     def _fetch(self, *, is_idle: bool) -> tuple[LaunchedStep, StepResult, Landing] | None:
         """The oldest step with its result, if it is due. is_idle: whether no step can be launched
-        before."""
+        before this result is fetched."""
         num_in_flight = len(self._in_flight)
         if num_in_flight <= self.overlap and not (is_idle and num_in_flight):
             return None

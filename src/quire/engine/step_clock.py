@@ -26,15 +26,15 @@ class LaunchedStep:
     """A step with the measurements of its planning and launch."""
 
     plan: StepPlan
-    #: Engine time at which its planning began.
+    #: Engine time at which the step's planning began.
     began_s: float
     #: Duration of the planning, in seconds.
     schedule_s: float
-    #: Timing of its launch.
+    #: Timing of the step's launch.
     timing: StepTiming
     #: Number of sequences without a row after planning.
     num_waiting: int
-    #: Number of preemptions by its planning.
+    #: Number of preemptions that its planning caused.
     num_preemptions: int
     load: StepLoad = NO_LOAD
 
@@ -146,13 +146,13 @@ class StepMembers:
         """The ids of the requests in the step that is about to run and, with overlap, in the step
         before.
 
-        None: the same as at the last call. running: all sequences that have a row. is_overlapping:
-        the step before may not have ended.
+        None: the ids are those of the last call. running: all sequences that have a row.
+        is_overlapping: the step before may not have ended.
         """
         changes_rows = plan.admit or plan.release or plan.forks or plan.chunks
         self._num_alike = 0 if changes_rows else self._num_alike + 1
-        # A paused row continues one step after the last change. With overlap, a released row is in
-        # flight for one more step.
+        # A change of rows affects the next steps, too: a paused row continues one step later, and
+        # with overlap a released row is in flight for one more step.
         if self._num_alike > 2:
             return None
         paused = {chunk.row for chunk in plan.chunks if not chunk.num_new_tokens}

@@ -4,13 +4,13 @@ Holds plain numbers of one model, computed once when an engine is built
 (`assembly.reports.model_work`), and some arithmetic on integers for each step. `utilization` sums
 the results. With several ranks, all numbers are those of the first rank.
 
-    bytes       each weight once that some token of the step needs, K and V of every context once,
-                the K and V that are written, states twice
-    operations  two for each weight and token, attention's for each pair of a query and a key
+    bytes       every weight that any token of the step needs, K and V of every context, the K and V
+                that are written, and states twice (read and written)
+    operations  two for each weight and token, plus those of attention for each (query, key) pair
     floor       max(bytes / rate of a copy, operations / rate of a matrix product)
 
-Caches, activations and intermediate results are free. (S. Williams, A. Waterman, D. Patterson:
-Roofline. CACM 52(4), 2009.)
+Reads from caches, activations and intermediate results count as free. (S. Williams, A. Waterman, D.
+Patterson: Roofline. CACM 52(4), 2009.)
 """
 
 from typing import NamedTuple

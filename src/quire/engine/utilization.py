@@ -65,7 +65,7 @@ class Utilization:
         self.num_bytes = self.operations = self.floor_s = self.expected_s = 0.0
         self._is_idle = True
         self._until_s = now_s  # time up to which everything is accounted for
-        self._owed_s = 0.0  # device time of steps that exceeded the host time accounted so far
+        self._owed_s = 0.0  # device time beyond the host time accounted so far
         self._landed_s = float("-inf")
         # Sums at two moments, the later of them at most WINDOW_S old while steps end.
         self._earlier = self._later = _Accounts()
