@@ -13,7 +13,7 @@ behind.
     recovery      decides which requests continue, and which request has caused a death
     Dispatcher    below: sends requests to the process and passes on outputs
 
-Knows no HTTP, no text and no torch. Called by `server`.
+Imports no code for HTTP or text, and no torch. Called by `server`.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Converts a map of KV blocks to plain data for messages and JSON, in pages.
 
-Knows no sockets and no HTTP. Called by `engine_process.engine_loop`.
+Called by `engine_process.engine_loop`.
 """
 
 from collections.abc import Iterable

@@ -6,7 +6,7 @@ server and engine sends AbortAll. The engine sends Progress while it loads, Read
 (one message a step), RequestFailed and AdapterReply. The engine answers questions in their order,
 and sends Fatal before it dies of an error. `ipc` encodes messages.
 
-Knows no sockets, no processes and no asyncio. Called by `engine_process` and `link`.
+Called by `engine_process` and `link`.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,7 +122,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     """The engine takes requests."""
 
     limits: ModelLimits
-    #: Facts about the engine by name, for people.
+    #: Facts about the engine by name, to show to people.
     facts: dict[str, Any] = msgspec.field(default_factory=dict)
 
 

@@ -1,8 +1,8 @@
 """Turns outputs of sequences into text and results; no torch.
 
-Text is made here, outside the engine, so stop strings are found here, too. A branch whose text
-contains a stop string ends at that token, and the caller aborts it in the engine. Tokens that the
-engine made after it are dropped. The API server and the offline API use this module.
+Text is made here, outside the engine, so stop strings are found here, too. A branch ends at the
+token that completes a stop string, and the caller aborts the branch in the engine. Later tokens
+from the engine are dropped. The API server and the offline API use this module.
 """
 
 from collections.abc import Sequence
@@ -62,12 +62,12 @@ class _Branch:
         if params.wants_logprobs:
             self.output.logprobs = None if deltas_only else []
             self.output.cumulative_logprob = 0.0
-        # New since the last delta.
+        # Text pieces that are new since the last `pop_delta`.
         self._new_texts: list[str] = []
         self._new_entries = LogprobEntries()
         self._num_taken_tokens = 0
         self._has_taken_end = False
-        # New since the last `collect_output`.
+        # Text pieces that are new since the last `collect_output`.
         self._kept_texts: list[str] = []
         self._kept_entries: list[TokenLogprobs] = []
 

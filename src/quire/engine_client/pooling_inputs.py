@@ -308,7 +308,8 @@ def numbers_of(pooled: bytes) -> list[float]:
 
 
 def score_of(pooled: bytes) -> float:
-    """The score of a pair: the head's only score, or the probability of the token that agrees."""
+    """The score of a pair: the head's only score, or the probability of the token that means
+    yes."""
     return numbers_of(pooled)[-1]
 
 

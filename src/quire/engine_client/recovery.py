@@ -8,10 +8,11 @@ the trials; new requests wait until the trials are over. A request is to blame w
 died on its trial, in its own step, for the second time:
 
     it crashed or hung      the second trial follows at once, with no other request in the process.
-                            If it passes, the requests that were in the step beside it are
+                            If the request passes it, the other requests of that step become
                             suspects.
     memory ran out          another program may have caused that, so all other suspects are tried
-                            first: if another one dies as well, the first death proves nothing.
+                            first: if the process dies on another trial as well, the first death
+                            proves nothing.
 
 `core.scheduling.fault_isolation` has the same idea on another scale. There, a step has failed in an
 engine that goes on, and each sequence is tried in a step of its own. Here, the process has died,
@@ -73,8 +74,8 @@ class Death:
 
     #: The last record of the process.
     activity: Activity
-    #: Its exit code, or minus the number of the signal that ended it. If the death of a rank ended
-    #: the process, this is the rank's status. None if the server killed the process.
+    #: The process's exit code, or minus the number of the signal that ended it. If the death of a
+    #: rank ended the process, this is the rank's status. None if the server killed the process.
     status: int | None
     #: Whether the process reported why it ended, or sent bytes that are no message.
     has_failed: bool = False
@@ -109,7 +110,7 @@ class Death:
 
     @property
     def is_by_others(self) -> bool:
-        """Whether a process other than its server has ended it, for a reason of its own."""
+        """Whether a process that is neither the engine nor its server has ended the engine."""
         return self.cause is Cause.OUTSIDE and self.status is not None
 
     def concerns(self, request_id: str) -> bool:

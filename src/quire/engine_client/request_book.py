@@ -2,7 +2,7 @@
 
 Shared by the dispatchers of one engine and of a fleet: the book limits the number of open requests,
 and keeps each request's stream and its tokens so far. The dispatchers decide which process computes
-a request. Knows no process and no asyncio.
+a request.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -110,7 +110,7 @@ class RequestBook:
 
     def check_room(self, num_wanted: int) -> None:
         """Raises OverloadedError if `num_wanted` more branches don't fit now, InvalidRequestError
-        if they never will."""
+        if they would never fit."""
         bound = self._max_num_open
         if num_wanted > bound:
             raise InvalidRequestError(

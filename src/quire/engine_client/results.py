@@ -78,9 +78,9 @@ class RequestMetrics:
     arrival_time: float
     #: Arrival on the clock of time.monotonic().
     arrival_ts: float
-    #: Time of the first token on the same clock; 0 before.
+    #: Time of the first token on the clock of time.monotonic(); 0 before that token.
     first_token_ts: float = 0.0
-    #: Time of the last token on the same clock; 0 before the first.
+    #: Time of the latest token on the clock of time.monotonic(); 0 before the first token.
     last_token_ts: float = 0.0
     #: Seconds from arrival to the first token.
     first_token_latency: float = 0.0

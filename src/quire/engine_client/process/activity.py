@@ -33,8 +33,8 @@ class Doing(IntEnum):
     written."""
 
     LOADING = 0  # not ready for requests yet
-    IDLE = 1  # waiting for messages without work
-    TAKING_IN = 2  # a new request, or the end of a request
+    IDLE = 1  # without work, waiting for messages
+    TAKING_IN = 2  # adding a new request, or ending a request
     PLANNING = 3  # choosing the work of the next step from all requests
     COMPUTING = 4  # a step, up to the next record, even while its results are sent
 

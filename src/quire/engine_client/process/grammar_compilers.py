@@ -156,7 +156,7 @@ class GrammarCompilers:
                     "the process that makes grammars has ended; retry later, or without"
                     " structured outputs"
                 ) from error
-            # A form that has not used up its time may have been killed for another reason.
+            # A worker that has not used up its time may have been killed for another reason.
             may_be_another = time.monotonic() - began_s < MAX_JOB_S
             kind = WorkerLostError if may_be_another else InvalidRequestError
             raise kind(

@@ -40,10 +40,11 @@ MAX_JOB_S = 2.0
 """Limit of one job's processor time, in seconds. Common schemas take milliseconds."""
 
 MAX_JOB_BYTES = 768 << 20
-"""Address space that a worker may use in addition to that at its start."""
+"""Bytes of address space that a worker may use in addition to its size at the start."""
 
 _MAX_KEPT_BYTES = 128 << 20
-"""A worker that has kept more memory than this ends after its job, and a new worker takes over."""
+"""A worker that holds more bytes of memory than this after a job ends, and a new worker replaces
+it."""
 
 READY = b"ready"
 FORK = b"fork"

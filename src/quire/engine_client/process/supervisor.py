@@ -50,10 +50,10 @@ logger = get_logger(__name__)
 
 
 class EngineListener(OutputListener, Protocol):
-    """Is notified when a process becomes ready or dies; implemented by `Dispatcher`."""
+    """Receives the events of processes: ready, dead, given up. Implemented by `Dispatcher`."""
 
     def on_ready(self, link: EngineLink) -> None:
-        """A new process without requests takes requests over `link`."""
+        """A new process, which has no requests yet, accepts requests over `link`."""
         ...
 
     def on_death(self, death: Death) -> frozenset[Death]:
@@ -100,7 +100,7 @@ class Supervisor:
         self._began_s = self._loop.time()
         #: Whether the present process is being ended by `renew`.
         self._is_renewing = False
-        #: Set to cut short the pause before the next start.
+        #: Set in order to end the pause before the next start early.
         self._ends_pause = asyncio.Event()
         self._closed_error: QuireError = EngineDeadError(
             "the engine was shut down before the request had finished"
@@ -154,8 +154,9 @@ class Supervisor:
         raise EngineDeadError("the engine is not running, so it finds no adapters")
 
     async def start(self) -> None:
-        """Start the first process and wait until it is ready. Raises the reason of its death, or
-        OSError. When this raises or is cancelled, no process is left."""
+        """Start the first process and wait until it is ready. Raises OSError if it can't be
+        started, or the error that ended it. When this raises or is cancelled, no process is
+        left."""
         try:
             await self._open_link()
             await self._started
@@ -237,7 +238,7 @@ class Supervisor:
             return
         if self._build_timer is not None:
             self._build_timer.cancel()
-        # The first process decides the limits. A later one must have the same.
+        # The first process sets the limits; later processes must have equal limits.
         if self.limits is None:
             # Keep the length that was chosen by the free memory, even if another amount is free
             # later.
@@ -266,7 +267,7 @@ class Supervisor:
             self._link = None
             self._handle_death(error, death)
 
-    # ---- starting anew ----------------------------------------------------------------------
+    # ---- restarting -------------------------------------------------------------------------
 
     def _handle_death(self, error: QuireError, death: Death) -> None:
         """Handle the end of a process, or a failed start: start another one, or end everything."""
