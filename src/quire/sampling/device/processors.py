@@ -4,9 +4,9 @@
 each row. This module turns the options of a set of rows into tables on the device once, and Triton
 kernels apply the tables at every step. A step uploads one array, with the lengths of its rows and
 the tokens that penalties have not counted yet, plus masks for rows with a grammar. The host never
-waits for the device.
+waits.
 
-Called by `sampler.py`.
+Called by `sampler.py`. Legend: R rows of the step, N all rows, L tokens of a row, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,8 @@ class StepInputs:
 
 
 Edit = Callable[[torch.Tensor, StepInputs], None]
-"""Changes logits [R, V] in place, for the set of rows that it was bound to."""
+"""A function that changes logits [R, V] in place, for the set of rows to which options were
+bound."""
 
 
 def upload_columns(link: DeviceLink, columns: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ device, where the next step reads them.
                  \\-> a copy of the lines that need log-probabilities -> entries
 
 Order and meaning of the options are those of `host/sampler.py`. The kernels are in
-`kernels/triton`. The model runner calls this.
+`kernels/triton`. The model runner calls this module. Legend: R rows of the step, V vocabulary size.
 """
 
 from dataclasses import dataclass
@@ -309,8 +309,8 @@ class _BoundDeviceRows:
 
     @property
     def parts(self) -> tuple[slice, slice, slice, slice]:
-        """The parts of a step's int32 output: R tokens, R states, the entries of log-probabilities,
-        and the differences of listed tokens."""
+        """The slices of a step's int32 output: R tokens, R row states (SAMPLED, BROKEN or EMPTY),
+        the log-probability entries, and the logit differences of listed tokens."""
         num_rows, (num_entries, width) = len(self.rows), self.shape_of_entries
         second, third = _aligned(num_rows), 2 * _aligned(num_rows)
         fourth = third + _aligned(num_entries * width)

@@ -15,9 +15,9 @@ arXiv:1411.0030). Two methods make it cheap without changing the result:
 
 The options keep these tokens, in this order, after the temperature:
 
-    min_p tokens at least min_p times as likely as the most likely token top_k tokens at least as
-    likely as the k-th; more than k tokens if some tie with the k-th top_p of these, tokens for
-    which all more likely tokens together have less than top_p: the
+    min_p   tokens at least min_p times as likely as the most likely token
+    top_k   tokens at least as likely as the k-th; more than k tokens if some tie with the k-th
+    top_p   of these, tokens for which all more likely tokens together have less than top_p: the
             smallest set that reaches top_p, and ties with its last token. Probabilities are counted
             in units of 2**-32 of the largest, so their sums are exact in any order.
 

@@ -1,8 +1,8 @@
 """Log-probabilities of the model's distribution, before any sampling option.
 
 The sampler uses this module for rows that want log-probabilities, and for prompts. The native
-library computes them if it exists, otherwise torch. The two differ by rounding; ranks and tokens
-are equal.
+library computes them if it exists, otherwise torch. Their results differ only by rounding; ranks
+and tokens are equal.
 """
 
 from collections.abc import Sequence

@@ -13,8 +13,8 @@ numbers.
 
 All sums are modulo 2**64. `mix` and G are SplitMix64's finalizer and increment (Steele, Lea and
 Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), so the bits of a position's
-tokens are the outputs of SplitMix64 seeded with `key`. The largest noise decides, so it belongs to
-small uniforms, because floats are densest near zero.
+tokens are the outputs of SplitMix64 seeded with `key`. The formulas give large noise, which decides
+the result, for small uniforms, since floats are densest near zero.
 
 `choice.py` uses numpy for the few tokens that can win, and torch for a bound on all others.
 """

@@ -6,7 +6,8 @@ rows by index operations. The result for a row depends on that row alone: each o
 singly, and no other row is read or changed.
 
 `sampler.py` lists the options in their order and calls them; no option depends on another. To add
-an option, add a class here or in a new file, and a line in that list.
+an option, add a class here or in a new file, and a line in that list. Legend: R rows of the step, V
+vocabulary size, W words.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +29,8 @@ Rows = npt.NDArray[np.int64]
 NEVER = float("-inf")
 
 BoundProcessor = Callable[[torch.Tensor, TokenHistory], None]
-"""Edits logits [R, V] in place, for the set of rows that it was bound to."""
+"""A function that edits logits [R, V] in place, for the set of rows to which the option was
+bound."""
 
 
 class LogitsProcessor(ABC, Generic[T]):
