@@ -4,7 +4,7 @@ Each live sequence has a row in preallocated arrays, which hold its tokens, coun
 from step to step. A plan lists edits of rows, and the rows that do not compute exactly one token. A
 row's gap is its number of tokens that are not computed yet; if a step closes the gap, the row
 samples its next token. Work per row is done by numpy operations over all rows; Python loops run
-only over the changes of the step. Knows no requests, text or model.
+only over the changes of the step.
 
 Legend: R rows, S sequences of the step, T tokens of the step, G KV groups of tokens, B block size.
 """
@@ -70,7 +70,7 @@ class _Decodes:
     token_base: Int64
     #: [S]: the index of each row's first entry in a group's flattened block table.
     table_base: Int64
-    #: [S]: written at every step, as are the buffers that `step` refers to.
+    #: [S]: updated at every step, like the buffers to which `step` refers.
     context_lens: Int32
     step: StepBatch
 

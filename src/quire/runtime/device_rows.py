@@ -1,4 +1,4 @@
-"""The runner's rows on a device: token ids and block tables there, counts on the host.
+"""The runner's rows: token ids and block tables on the device, counts on the host.
 
 A `RowBatch` on the host keeps the rows and computes a step's integers (positions, slots, lengths),
 as it does without a device. This module copies the token ids and block tables of all rows to the
@@ -7,8 +7,7 @@ device, which gathers the inputs from them. A step uploads its integers in one c
 changes of block tables in another, and each new prompt in one more.
 
 All work goes into the queue of one stream in order. So data that a step reads is overwritten only
-after the step has run, and the host never waits. Knows no sampler and no model. Called by the
-runner.
+after the step has run, and the host never waits. Called by the runner.
 
 Legend: R rows, L tokens of a row, S sequences of the step, T tokens of the step, G KV groups.
 """
@@ -52,7 +51,8 @@ class _Numbers(Generic[A]):
     slots: tuple[A, ...]
     #: [S] int64.
     rows: A
-    #: [S] int64: indices of the tokens whose hidden states predict; later entries are unused.
+    #: [S] int64: indices of the tokens whose hidden states give the sampled tokens' logits; unused
+    #: at the end.
     sample_index: A
     #: [S + 1] int32.
     query_start: A
@@ -62,7 +62,7 @@ class _Numbers(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The layout of a step's numbers in one buffer of 64-bit words."""
+    """The layout of a step's integers (`_Numbers`) in one buffer of 64-bit words."""
 
     num_tokens: int
     num_seqs: int
@@ -141,7 +141,8 @@ class DeviceRows:
     # ---- the plan's changes -----------------------------------------------------------------
 
     def change(self, plan: StepPlan) -> None:
-        """See `StepRows`. Follows the plan's order, so that a fork copies tokens before edits."""
+        """See `StepRows`. Follows the plan's order, so that a fork copies the tokens before they
+        are edited."""
         host = self._host
         host.change(plan)
         for admission in plan.admit:

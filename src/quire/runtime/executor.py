@@ -5,7 +5,7 @@ ranks must make the same calls in the same order; otherwise, collectives of diff
 would be mixed up. So a call that fails on any rank ends the group, since the other ranks' progress
 is unknown. The engine process then ends, too, and is restarted like after any other death.
 
-Knows no model. Called by `assembly.build`.
+Called by `assembly.build`.
 """
 
 import contextlib

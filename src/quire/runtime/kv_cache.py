@@ -66,7 +66,8 @@ class KVCache:
         """Allocate the memory again that `release` returned. Returns whether its address may have
         changed.
 
-        On the CPU the system commits it when it is written. Raises InsufficientMemoryError.
+        On the CPU, the system commits the memory when it is written. Raises
+        InsufficientMemoryError.
         """
         if self.storage.device.type == "cpu":
             return False

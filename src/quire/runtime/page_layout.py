@@ -2,7 +2,8 @@
 
 All groups of a model take pages of equal size from one pool, though their layers need different
 numbers of bytes. So part of a page may be unused. The page size is chosen so that few bytes are
-unused and there are few groups. Called by `assembly.rank_build`.
+unused and there are few groups. A unit is a part of a recurrent state that is never split between
+pages. Called by `assembly.rank_build`.
 
     token group    block of B tokens:  | K and V of layer a | of layer b | ... | unused |
     state group    a part of a state:  | unit | unit | ... | unused |

@@ -52,7 +52,7 @@ class RowPooling:
     """The rows that pool, with the partial results of unfinished prompts.
 
     Invariant: a pooling row is in `_params` from its admission to its release. It is in `_partial`
-    after its first tokens are computed, until its last is.
+    after its first tokens are computed, until its last token is computed.
     """
 
     def __init__(self, token_scores: Scores, head_scores: Scores) -> None:

@@ -19,7 +19,7 @@ from quire.core.checked_fields import CheckedFields, answers_mistakes
 from quire.core.sampling_checks import flag, integer
 from quire.errors import InvalidRequestError, shown
 
-_ONE = "one profiler is there, torch's"
+_ONE = "torch's profiler is the only one"
 
 
 def _torch_alone(value: Any) -> str:
