@@ -1,1 +1,1 @@
-"""The HTTP server: the application, its launch, and what endpoints share."""
+"""The HTTP server: its launch, the application, the endpoints, and limits of calls."""

@@ -106,11 +106,11 @@ class AdapterNames:
         new = NamedAdapter(name, os.path.abspath(path))
         new.found = asyncio.ensure_future(engine.find_adapter(name, new.path, anew=True))
         await new.found
-        self._check_name(name, in_place)  # another call may have added it meanwhile
+        self._check_name(name, in_place)  # a concurrent call may have added the name
         self._known[name] = new
 
     def unload(self, name: str) -> None:
-        """Remove a name: open calls go on, new calls no longer find it. Raises
+        """Remove a name: open calls continue, new calls with the name are refused. Raises
         UnknownAdapterError."""
         self._enabled()
         if name not in self._known:
@@ -138,7 +138,7 @@ class AdapterNames:
             return await asyncio.shield(task)
         except QuireError:
             if known.found is task:
-                known.found = None  # the next call tries again
+                known.found = None  # so that the next call tries again
             raise
 
     def _check_name(self, name: str, in_place: bool) -> None:

@@ -51,7 +51,7 @@ ENDPOINTS: tuple[Endpoints, ...] = (
 """The routers of all endpoints, in the order of the OpenAPI document."""
 
 SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
-"""Headers of every answer. The HTTP server adds them itself, at no cost per call."""
+"""Headers of every answer. uvicorn, not the application, adds them, at no cost per call."""
 
 OPEN = AccessConfig()
 
@@ -60,13 +60,13 @@ def create_app(
     service: Service, access: AccessConfig = OPEN, endpoints: Sequence[Endpoints] = ENDPOINTS
 ) -> Starlette:
     """The application that serves `service` at `endpoints`."""
-    refused = Endpoints()  # last, since its routes match paths below those of others
+    refused = Endpoints()  # last, since its routes also match paths below other routes
     for path in refused_paths([path for each in endpoints for path in each.paths]):
         refused.refuse(path)
     routes = [route for each in (*endpoints, refused) for route in each.routes]
     suggested = [path for each in endpoints for path in each.batch_paths]
     app = Starlette(routes=routes, exception_handlers=error_handlers(suggested))
-    # A redirect would name the scheme and host that this process sees, not those of a proxy.
+    # Behind a proxy, a redirect would name the scheme and host of this process, not the proxy's.
     app.router.redirect_slashes = False
     app.state.service = service
     app.state.suggested_paths = _suggested(endpoints)
@@ -76,7 +76,7 @@ def create_app(
 
 
 def _suggested(endpoints: Sequence[Endpoints]) -> list[str]:
-    """The paths that a 404 suggests, those of OpenAI's API first."""
+    """The paths that a 404 suggests, in alphabetical order, with OpenAI's paths first."""
     found = [path for each in endpoints if each.is_suggested for path in each.paths]
     return sorted((path for path in found if "{" not in path), key=lambda p: "/v1/" not in p)
 
@@ -105,7 +105,7 @@ def _add_middlewares(
             CORSMiddleware,
             allow_origins=access.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("*",),  # clients in browsers add headers of their own to each call
+            allow_headers=("*",),  # client libraries add various headers to each call
             expose_headers=("X-Request-ID", "Request-ID", "X-Ignored-Fields", "Retry-After"),
         )
     app.add_middleware(

@@ -207,7 +207,7 @@ async def _serve(plan: ServerPlan, sock: socket.socket, connections: OpenConnect
 
 
 async def start_engine(plan: ServerPlan) -> EngineClient:
-    """Start the engine, which loads the model, and show the progress on stderr. Raises
+    """Start the engine and show the progress of loading the model on stderr. Raises
     EngineDeadError, or the error that kept the engine from being built."""
     plan.files.grammars.begin()
     log_line = logger.info if log.is_json() else None
@@ -268,8 +268,8 @@ async def _return_memory() -> None:
 
 
 def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
-    """Start the grammar workers, so that the first grammar need not wait for it. If the model
-    generates no text, close the compilers instead."""
+    """Start the grammar workers, so that the first grammar need not wait for the start. If the
+    model generates no text, close the compilers instead."""
     compilers = files.grammars
     if limits.generates:
         compilers.limit_to(limits.vocab_size)
@@ -425,8 +425,8 @@ class _HTTPServer(uvicorn.Server):
 
     @property
     def _num_open(self) -> int:
-        """The number of open answers, including those whose request has not yet reached the
-        engine."""
+        """The number of open answers, including answers to calls that the engine has not received
+        yet."""
         return len(self.server_state.tasks)
 
     async def watch_engine(self) -> None:

@@ -18,8 +18,8 @@ from quire.text.tokenizer import Tokenizer
 _COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 
 MAX_PROMPT_LOGPROBS = 1_000_000
-"""Maximum log-probabilities of prompt tokens in one answer, over all choices: 90 MB of JSON. With
-one prompt, the engine sends them in one message of 14 MB, which takes 0.05 s to write."""
+"""Maximum log-probabilities of prompt tokens in one answer, over all choices: 90 MB of JSON. If
+they belong to one prompt, the engine sends one message of 14 MB, written in 0.05 s."""
 
 MAX_ANSWER_BYTES = 384 << 20
 """Maximum bytes of JSON for the log-probabilities of an unstreamed answer of maximum length. Until
@@ -116,7 +116,7 @@ def too_many_entries(name: str, value: Any, bound: int) -> InvalidRequestError:
 def check_text(
     text: str, tokenizer: Tokenizer, max_model_len: int, param: str, *, is_truncated: bool = False
 ) -> None:
-    """Refuse a text before it is tokenized if it has more characters than max_model_len tokens can.
+    """Refuse a text, before tokenization, with more characters than max_model_len tokens can have.
 
     With `is_truncated`, a longer text is accepted, since its tokens are cut afterwards. Its length
     is bounded by MAX_TRUNCATED_CHARACTERS, since all of it is tokenized first. Raises
@@ -180,7 +180,7 @@ def check_whole_answer(
 def _check_logprobs(body: Bounded, max_logprobs: int) -> None:
     for name in _COUNTS_OF_LOGPROBS:
         count: Any = getattr(body, name, None)
-        if count is None or isinstance(count, bool):  # a chat's `logprobs` is a switch
+        if count is None or isinstance(count, bool):  # a boolean in chats
             continue
         # -1 means the whole vocabulary; the engine compares its size with the bound.
         if not -1 <= count <= max_logprobs:

@@ -19,7 +19,7 @@ LINE_EVERY_PERCENT = 25
 
 
 class LoadingBar(tqdm):  # type: ignore[type-arg]  # it cannot be subscripted when run
-    """tqdm's bar without its monitor thread, which would outlive the bar, and its process lock."""
+    """tqdm's bar without a monitor thread, which would outlive the bar, or a process lock."""
 
     monitor_interval = 0
 
@@ -28,7 +28,7 @@ LoadingBar.set_lock(threading.RLock())
 
 
 class LoadingProgress:
-    """Shows progress. Call it with (text, done, total) during loading; a total of 0 is unknown.
+    """Shows progress. Call it with (text, done, total); a total of 0 means an unknown total.
 
     If the stream is closed, full or missing, nothing is shown and loading continues.
     """

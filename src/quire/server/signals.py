@@ -42,5 +42,5 @@ class Stopper:
         for number, handler in self._before.items():
             asyncio.get_running_loop().remove_signal_handler(number)
             if handler is not None:  # None: not installed from Python
-                # asyncio removes the handler of SIGTERM, which process 1 would then ignore.
+                # asyncio removes the handler of SIGTERM. Process 1 would then ignore the signal.
                 signal.signal(number, handler)

@@ -38,7 +38,7 @@ class _AnswerLine(msgspec.Struct):
 class BatchCall:
     """One call of a batch."""
 
-    #: Name that the file gives to the call.
+    #: The call's id in the file.
     custom_id: str
     #: Path of the endpoint.
     url: str
@@ -75,7 +75,7 @@ class BatchInput:
             raise ConfigurationError(f"{path} has no calls in it: one JSON object a line")
 
     def calls(self) -> Iterator[BatchCall]:
-        """The calls in the order of the file, which is read as they are consumed."""
+        """The calls in the order of the file. Each line is read when its call is requested."""
         for number, line in self._lines():
             call = self._parse(number, line)
             yield BatchCall(call.custom_id, call.url, bytes(call.body))
@@ -111,8 +111,8 @@ class BatchInput:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file. A new file is readable by its owner alone, since answers are as private as
-    prompts; an existing file keeps its mode."""
+    """Open a file. Only the owner may read a new file, since answers are as private as prompts. An
+    existing file keeps its mode."""
     return os.open(path, flags, 0o600)
 
 

@@ -41,7 +41,7 @@ LINE_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """The files of a batch and the number of its open calls."""
+    """The input and output files of a batch, and the maximum number of open calls."""
 
     input: Path
     output: Path
@@ -215,7 +215,7 @@ def _num_generated(body: bytes) -> int:
 
 
 class BatchProgress(Protocol):
-    """Shows how far a batch has come."""
+    """Shows the progress of a batch."""
 
     def update(self, tally: Tally) -> None:
         """Called after each answered call."""

@@ -1,7 +1,7 @@
 """Turns a call's body into its answer, for every API: function `generate` and class `Answer`.
 
-A route passes a subclass of `Answer` to `generate`. The subclass defines how its API writes a
-choice, both whole and as stream events.
+A route passes a subclass of `Answer` to `generate`. The subclass writes the choices in the form of
+its API, both unstreamed and as stream events.
 """
 
 import time
@@ -102,7 +102,7 @@ class Usage(msgspec.Struct):
 
 
 def usage_of(results: Sequence[RequestOutput], num_generated: int) -> Usage:
-    """The usage of a call. Each prompt counts once, however many choices it has."""
+    """The usage of a call. A prompt with several choices counts once."""
     num_prompt = sum(len(result.prompt_token_ids) for result in results)
     num_cached = sum(result.num_cached_tokens for result in results)
     return Usage(
@@ -132,9 +132,9 @@ class Answer(ABC, Generic[BodyT]):
 
     #: Prefix of the answer's id.
     id_prefix: ClassVar[str] = "gen"
-    #: OpenTelemetry's name of the operation.
+    #: Name of the operation in OpenTelemetry's conventions.
     operation: ClassVar[str] = "text_completion"
-    #: Approximate bytes of a log-probability in the JSON of a whole answer.
+    #: Approximate bytes of a log-probability in the JSON of an unstreamed answer.
     bytes_per_logprob: ClassVar[int] = 96
     #: Maps the names of fields in errors to the API's own names.
     field_names: ClassVar[Mapping[str, str]] = {}
@@ -188,7 +188,7 @@ class Answer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def _whole(self, choices: list[Any]) -> msgspec.Struct:
-        """The unstreamed answer, with LATER for each item that `_rest_of_whole` returns."""
+        """The unstreamed answer with `choices`, and LATER for each item of `_rest_of_whole`."""
 
     @abstractmethod
     def _whole_choice(self, choice: int, delta: Delta) -> Iterable[bytes]:
@@ -207,7 +207,7 @@ class Answer(ABC, Generic[BodyT]):
         return ()
 
     def _end_events(self) -> Iterable[bytes]:
-        """The events at the end of a stream, after those of the choices."""
+        """The events at the end of a stream, after the choices' events."""
         return ()
 
     def _error_event(self, error: QuireError) -> bytes:
@@ -227,7 +227,7 @@ class Answer(ABC, Generic[BodyT]):
             yield separator
             yield from self._whole_choice(choice, delta)
             separator = b","
-        # The usage follows the choices, which have all been counted by now.
+        # Make the struct again, since the usage after the choices is complete only now.
         again = filled(self._whole([LATER]), (), *self._rest_of_whole())
         next(again)
         yield from again
@@ -254,7 +254,7 @@ class Answer(ABC, Generic[BodyT]):
             yield from self._events(choice, delta)
 
     def _is_first_piece(self, choice: int) -> bool:
-        """Whether the next piece of a choice is its first. The call marks the choice as begun."""
+        """Whether the next piece of a choice is its first piece. Marks the choice as begun."""
         if choice not in self._unbegun:
             return False
         self._unbegun.discard(choice)
@@ -269,13 +269,14 @@ class Answer(ABC, Generic[BodyT]):
         return self._results[choice // self._generation.params.n].prompt_token_ids
 
     def _usage(self, num_pending: int = 0) -> Usage:
-        """The usage so far. `num_pending` tokens, counted already but part of a later event, are
-        left out."""
+        """The usage so far, without `num_pending` tokens that are already counted although a later
+        event has them."""
         return usage_of(self._results, self._num_generated - num_pending)
 
     def _chunk_usage(self, num_pending: int = 0) -> Usage | UnsetType | None:
-        """The `usage` of a chunk before the last: the usage so far if the caller asked for it in
-        every chunk; otherwise, as in OpenAI's API, null with include_usage and unset without."""
+        """The `usage` of a chunk before the last chunk. If the caller asked for the usage in every
+        chunk, it is the usage so far; else null with include_usage, or else unset, as in OpenAI's
+        API."""
         if self._body.continuous_usage:
             return self._usage(num_pending)
         return None if self._body.include_usage else UNSET

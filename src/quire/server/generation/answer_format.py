@@ -119,7 +119,7 @@ class AnswerFormatFields(Body):
     }
 
     response_format: dict[str, Any] | None = _left_out(_RESPONSE_FORMAT)
-    # extensions
+    # extensions to OpenAI's API
     structured_outputs: dict[str, Any] | None = _left_out(_STRUCTURED_OUTPUTS)
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -175,7 +175,7 @@ def labels_of_format(given: Mapping[str, Any] | None) -> list[str]:
 
 
 _MAX_LABELS = 100
-"""At most this many names of one object are reported, since a header has no room for more."""
+"""Maximum number of ignored names of one object that are reported in the answer's header."""
 
 
 def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:

@@ -26,7 +26,7 @@ could make the server decode the tenant's whole store and hold it in memory."""
 class Owner(NamedTuple):
     """The tenant and caller of an answer. Nobody else can find the answer."""
 
-    #: The tenant whose byte bound the answer counts against.
+    #: The tenant whose stored bytes include the answer.
     tenant: str
     #: Digest of the keys that the call sends to a server that checks no keys; otherwise "".
     caller: str = ""
@@ -63,7 +63,7 @@ class StoredAnswer:
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The input items, followed by the generated ones."""
+        """The input items, followed by the generated items."""
         return self.given.read() + self.made.read()
 
     @property
@@ -82,7 +82,7 @@ class StoredAnswer:
 
 
 class AnswerStore:
-    """The stored answers of all tenants, each tenant's ordered from least to most recently used.
+    """The stored answers of all tenants. Each tenant's answers are in order of their last use.
 
     Invariant: `_num_bytes` has the bytes of each tenant's answers, at most max_bytes; `_of_item`
     maps every item of a stored answer, by owner and id, to the answer's id.
@@ -108,8 +108,8 @@ class AnswerStore:
         return sum(map(len, self._answers.values()))
 
     def store(self, owner: Owner, stored: StoredAnswer) -> None:
-        """Store an answer, evicting the tenant's least recently used ones. An answer above the
-        tenant's bound is not stored."""
+        """Store an answer, and evict the tenant's least recently used answers to make room. An
+        answer larger than the tenant's bound is not stored."""
         if stored.num_bytes > self._max_bytes:
             return
         self.drop(owner, stored.answer_id)

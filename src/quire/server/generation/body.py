@@ -1,8 +1,8 @@
 """The fields of OpenAI's and vLLM's bodies for generated text, and their conversion to params.
 
 Types are checked here, values by `SamplingParams` and `BeamSearchParams`, amounts by `limits`. The
-fields below the comment "extensions" are those that vLLM and others have added at the top level.
-`docs/api.md` lists every field. The body class of a route adds the route's fields.
+fields marked as extensions were added to the top level by vLLM and other engines. `docs/api.md`
+lists every field. The body class of a route adds the route's fields.
 """
 
 from abc import ABC
@@ -51,7 +51,7 @@ _SAMPLING_FIELDS = (
     *_TRUNCATION,
 )
 
-# Options that a beam search does not support, with the values that have no effect.
+# Options that a beam search does not support. The listed values are accepted without effect.
 NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
     "top_p": (1.0,),
@@ -79,7 +79,8 @@ NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "guided_grammar": (),
 }
 
-# Fields of other engines that quire does not support, with the values that have no effect.
+# Fields of other engines that quire does not support. The listed values are accepted without
+# effect.
 NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "early_stopping": (False,),
@@ -113,7 +114,7 @@ class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
 
     takes_extra_body: ClassVar[bool] = True
     hints: ClassVar[frozenset[str]] = HINTS | {"spaces_between_special_tokens"}
-    #: Options that a beam search does not support, with the values that have no effect.
+    #: Options that a beam search does not support. The listed values are accepted without effect.
     not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_FOR_BEAMS
     list_bounds: ClassVar[Mapping[str, str]] = {
         **SamplingFields.list_bounds,
@@ -159,7 +160,7 @@ class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
         additionalProperties={"type": "number", **LOGIT_BIAS_BOUNDS.schema()},
     )
     user: str | None = None
-    # extensions
+    # extensions to OpenAI's API
     random_seed: int | None = bounded("seed")
     include_stop_str_in_output: bool | None = None
     bad_words: Texts | None = left_out(**WORDS)
@@ -244,7 +245,8 @@ class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
                 " length_penalty out",
                 "length_penalty",
             )
-        # Collect the sampling fields. Two of them have a second name or replace another field.
+        # Collect the sampling fields. Two fields are alternatives to others: a second name of
+        # `seed`, and a list of tokens in place of the likeliest.
         values = self.given(_SAMPLING_FIELDS)
         values |= {"structured_outputs": self.answer_format(), **more}
         if self.random_seed is not None:
@@ -298,8 +300,8 @@ class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
 
 
 def _token_biases(logit_bias: Mapping[str, Any] | None) -> dict[int, Any] | None:
-    """logit_bias with its keys, which are strings in JSON, converted to token ids. Keys such as
-    "042" are refused. SamplingParams checks the biases."""
+    """logit_bias with its keys converted from JSON strings to token ids. Keys such as "042" are
+    refused. SamplingParams checks the biases."""
     if logit_bias is None:
         return None
     wrong = [key for key in logit_bias if not _is_token_id(key)]

@@ -38,8 +38,8 @@ HINTS = frozenset(
         "verbosity",
     }
 )
-"""Fields of other APIs that change no token and that callers do not rely on. All bodies for
-generated text accept them; an API in which one of them has a meaning declares it as a field."""
+"""Fields of other APIs that change no token and that callers do not rely on. Bodies for generated
+text ignore them. An API in which such a field has a meaning declares the field."""
 
 # Validation stops at the first wrong element, since a list may have millions.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -77,7 +77,7 @@ class CallBody(Body, ABC):
 
     model: str | None = None
     stream: bool = False
-    # extensions
+    # extensions to OpenAI's API
     priority: Priority = 0
     cache_salt: str | None = left_out(maxLength=MAX_NAME_LENGTH)
     #: Seconds after the call's arrival at which it ends with an error; None means the server's

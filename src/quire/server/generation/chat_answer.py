@@ -140,7 +140,7 @@ class _ChoiceReader:
         self._num_counted_bytes = 0
 
     def read(self, delta: Delta) -> Sequence[MessageEvent]:
-        """The events of a delta; the last delta also brings the text that was held back."""
+        """The events of a delta. For the last delta, these include the text that was held back."""
         events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             events = [*events, *self._parser.finish()]

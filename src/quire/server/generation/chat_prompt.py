@@ -27,7 +27,7 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt(Prompts):
-    """The prompt of one chat call, and how its answers are parsed."""
+    """The prompt of one chat call, and the settings of the parser of its answers."""
 
     dialect: Dialect
     tool_use: ToolUse = NO_TOOLS
@@ -126,15 +126,15 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
 
 
 def _kept_special_token_ids(service: Service, tool_use: ToolUse) -> frozenset[int]:
-    """The special tokens that stay in the text for the parser. If no tool may be called, these
-    exclude the marks of tool calls, which the parser then does not need."""
+    """The special tokens that stay in the text, since the parser needs them. The marks of tool
+    calls are included only if a tool may be called."""
     return service.tokenizer.special_ids_of(service.dialect.tokens_kept_for(tool_use))
 
 
 def reasoning_variables(
     template: ChatTemplate, reasoning: ReasoningOptions, *, has_tools: bool
 ) -> dict[str, Any]:
-    """The reasoning options as template variables, restricted to those that the template reads. An
+    """The reasoning options as template variables, without variables the template ignores. An
     effort of "none" turns reasoning off if the template has a switch but no such effort."""
     is_enabled = reasoning.is_enabled
     if is_enabled is None and reasoning.effort is not None:

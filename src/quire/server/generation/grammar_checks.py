@@ -1,4 +1,4 @@
-"""The queue in which the grammars of calls are compiled by worker processes.
+"""Compiles the grammars of calls in worker processes, with a queue that is fair to tenants.
 
 A call whose grammar does not compile gets a 400; the engine compiles the other grammars again.
 There are few workers, so calls with grammars wait in a queue, in which tenants take turns; calls
@@ -28,8 +28,8 @@ MAX_WORKERS_OF_TENANT = NUM_WORKERS - 1
 other tenants."""
 
 MAX_WAITING = 512
-"""Maximum number of calls whose grammars are being compiled or wait for it. A tenant may have at
-most as many of them as places remain free, so a lone tenant gets half of MAX_WAITING."""
+"""Maximum number of calls whose grammars are being compiled or wait. A tenant's next call is
+refused if the tenant has as many calls as places are free, so a lone tenant gets half of them."""
 
 _MAX_REMEMBERED = 2_048
 _MAX_REMEMBERED_BYTES = 32 << 20
@@ -70,11 +70,11 @@ class GrammarChecks:
     async def grammar_for(
         self, form: GrammarForm | None, options: RequestOptions = NO_OPTIONS
     ) -> str | None:
-        """The grammar of a form, which is known to compile; None means no constraint.
+        """The grammar of a form, after it was compiled as a check; None means no constraint.
 
         `options` have the call's tenant and cache domain. A call that is cancelled leaves no work
-        behind. Raises InvalidRequestError that names the part that can't be obeyed, OverloadedError
-        where too many calls wait, and the error that was given to `end`.
+        behind. Raises InvalidRequestError, which names the unsupported part of the form,
+        OverloadedError if too many calls wait, and the error that was passed to `end`.
         """
         if form is None:
             return None
@@ -95,7 +95,7 @@ class GrammarChecks:
         return outcome.grammar
 
     def end(self, reason: QuireError) -> None:
-        """Compile no more grammars: waiting calls and later ones raise `reason`."""
+        """Stop compiling: waiting and later calls of `grammar_for` raise `reason`."""
         self._reason = reason
         for task in self._unfinished:
             task.cancel()

@@ -1,13 +1,13 @@
 """The engine requests of one HTTP call while they run.
 
 A call becomes one engine request per prompt, with n choices each: choice = prompt * n + branch.
-Outputs are turned into text when they arrive from the engine, not when the client reads them, so a
-client that does not read delays no stop string, deadline or count. Unread output is merged, so a
-slow stream never takes more memory than a whole answer would.
+Outputs are turned into text when they arrive from the engine, not when the client reads them, so
+stop strings, deadlines and counts work even if the client does not read. Unread output is merged,
+so a slow stream never takes more memory than an unstreamed answer.
 
-Cached prefixes are shared only within a tenant, between requests with the same salt. Without keys
-all clients are one tenant. The key that a client sends is then not checked, but still separates its
-prefixes and stored answers from those of others, since a gateway may identify clients by it.
+Cached prefixes are shared only within a tenant, between requests with the same salt. On a server
+without keys, all clients are one tenant. A key that a client sends is then not checked, but clients
+with different keys share neither prefixes nor stored answers, since a gateway may issue the keys.
 
 Called by `answer`, which writes the JSON.
 """
@@ -61,7 +61,7 @@ class Caller:
     call_id: str
     #: Time of arrival by time.monotonic, in seconds.
     arrival_s: float
-    #: OpenTelemetry's name of the operation.
+    #: Name of the operation in OpenTelemetry's conventions.
     operation: str = "text_completion"
 
     @classmethod
@@ -84,8 +84,8 @@ class Prompts:
 
     #: Token ids, or texts that are tokenized with their special tokens in `prepare`.
     inputs: Sequence[str | list[int]]
-    #: Constraint on the answers that replaces the one in their params; None means that the params
-    #: decide.
+    #: Constraint on the answers. It replaces the constraint in the sampling params unless it is
+    #: None.
     form: GrammarForm | None = None
     #: Special tokens that stay in the text despite skip_special_tokens.
     kept_special_token_ids: frozenset[int] = frozenset()
@@ -143,8 +143,8 @@ def digest_of(*parts: str) -> str:
 class HTTPGeneration:
     """The engine requests of one HTTP call. Leaving `async with` aborts requests that still run.
 
-    Invariants: a stop string that ends a branch here ends it in the engine, too; `_news` has each
-    choice with unread output, in the order of arrival.
+    Invariants: if a stop string ends a branch in this process, the branch is also ended in the
+    engine; `_news` has each choice with unread output, in the order of arrival.
     """
 
     def __init__(
@@ -202,14 +202,14 @@ class HTTPGeneration:
 
     async def __aenter__(self) -> Self:
         """Send the requests to the engine. Raises OverloadedError and its subclasses,
-        EngineDeadError, InvalidRequestError for more than the tenant may ever ask for,
+        EngineDeadError, InvalidRequestError if the call alone exceeds the tenant's bounds,
         DeadlineExceededError if the deadline has already passed."""
         left_s = self._time_left_s()
         if left_s is not None and left_s <= 0:
             raise self._deadline_error()
         service, caller = self._service, self._caller
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
-        # Undo each of the following steps if a later one fails, and all of them when the call ends.
+        # `undo` reverts each of the following steps if a later step fails, or when the call ends.
         with ExitStack() as undo:
             self._lease = service.tenants.open(caller.tenant, self.num_choices, num_prompt_tokens)
             not_taken = undo.enter_context(ExitStack())
@@ -247,7 +247,7 @@ class HTTPGeneration:
 
         A batch has each choice at most once, with all tokens that arrived since the last batch.
         Raises the error with which the engine refused a request, StepFailedError,
-        DeadlineExceededError or EngineDeadError, each after the output that came before it.
+        DeadlineExceededError or EngineDeadError, after all output before the error was returned.
         """
         return _Batches(self)
 
@@ -398,7 +398,7 @@ async def prepare(
     """Tokenize and check the prompts; the answers are computed with `adapter`. Raises
     InvalidRequestError, ServerDrainingError, OverloadedError if the server has no room."""
     service.check_accepting()
-    # If the engine has no room, refuse the call before any work is done for it.
+    # If the engine has no room for the call, refuse it before any other work.
     service.engine.check_room(len(prompts.inputs) * params.sampling.n)
     words = params.sampling.bad_words or ()
     inputs = InputProcessor(service.tokenizer, service.engine.limits)

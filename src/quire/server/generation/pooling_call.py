@@ -63,7 +63,7 @@ class PoolingBody(Body, ABC):
     #: refused.
     truncate_prompt_tokens: int | None = left_out(minimum=-1)
     truncation_side: Literal["left", "right"] | None = None
-    # extensions
+    # extensions to OpenAI's API
     priority: Priority = 0
     cache_salt: str | None = left_out(maxLength=MAX_NAME_LENGTH)
     deadline_s: Seconds | None = None
@@ -158,8 +158,8 @@ class PoolingCall:
         return await write(pooled)
 
     async def _run(self, given: Sequence[PoolingInput]) -> "Pooled":
-        """Run a window of the inputs at a time, so that a long list delays other calls no more than
-        a short one."""
+        """Run a window of the inputs at a time, so that a long list of inputs delays other calls no
+        more than a short list."""
         requests = await self.service.work.run(self._requests(given))
         results: list[bytes] = []
         for first in range(0, len(requests), WINDOW):

@@ -1,4 +1,4 @@
-"""The sampling parameters that bodies of several APIs have under the same names.
+"""The sampling parameters that the request bodies of several APIs share.
 
 Types are checked here, values by `SamplingParams`. Independent of the engine.
 """
@@ -32,7 +32,7 @@ class ChoiceFields(Body):
     temperature: float | None = bounded("temperature")
     top_p: float | None = bounded("top_p")
     seed: int | None = bounded("seed")
-    # extensions
+    # extensions to OpenAI's API
     top_k: Count | None = bounded("top_k")
     min_p: float | None = bounded("min_p")
 
@@ -63,7 +63,7 @@ class SamplingFields(ChoiceFields):
     presence_penalty: float | None = bounded("presence_penalty")
     frequency_penalty: float | None = bounded("frequency_penalty")
     stop: str | Texts | None = left_out(minLength=1, **WORDS)
-    # extensions
+    # extensions to OpenAI's API
     repetition_penalty: float | None = bounded("repetition_penalty")
     stop_token_ids: TokenIds | None = left_out(**TOKEN_IDS)
     min_tokens: Count | None = bounded("min_tokens")

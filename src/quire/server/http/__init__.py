@@ -1,1 +1,1 @@
-"""HTTP itself: connections, checks of calls, JSON bodies, streams, errors."""
+"""The HTTP layer: connections, checks of calls, JSON bodies, streams, errors."""

@@ -1,8 +1,9 @@
 """The base class of the JSON bodies of all APIs.
 
-A field that is unknown or not supported is refused by name; some routes ignore unknown fields and
-name them in a header of the answer. null means that a field was left out. The OpenAPI document
-describes this, too. `generation.body` and the routes define the fields.
+A body with an unknown or unsupported field is refused with an error that names the field. Some
+routes ignore unknown fields and name them in a header of the answer. A field that is null counts as
+left out. The OpenAPI document describes this, too. `generation.body` and the routes define the
+fields.
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,10 +62,11 @@ def _allow_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Body(BaseModel):
-    """A JSON object with known fields only."""
+    """The base class of request bodies: a JSON object with declared fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_describe)
-    #: Fields of other APIs that quire does not support, with the values that have no effect.
+    #: Fields of other APIs that quire does not support. The listed values are accepted without
+    #: effect.
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     #: Fields of other APIs that change no token and that callers do not rely on. Any value is
     #: accepted.
@@ -84,8 +86,8 @@ class Body(BaseModel):
 
     @classmethod
     def without_unknown(cls, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The fields that validation knows, even if it refuses them, and the names of the
-        others."""
+        """The fields that validation handles, by accepting or refusing them, and the names of
+        unknown fields."""
         if cls.takes_extra_body and "extra_body" in fields:
             fields = _flattened(fields)
         given = {name: value for name, value in fields.items() if value is not None}
@@ -179,7 +181,7 @@ def _inner_bodies(kind: type[Body]) -> Mapping[str, type[Body]]:
 
 @cache
 def _whole_number_fields(kind: type[Body]) -> frozenset[str]:
-    """The fields of a body that take whole numbers, or lists of them, and no others."""
+    """The names of a body's fields whose numbers, or lists of numbers, must all be integers."""
     types = {name: set(_types_in(field.annotation)) for name, field in kind.model_fields.items()}
     return frozenset(name for name, found in types.items() if int in found and float not in found)
 

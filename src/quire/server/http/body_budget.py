@@ -1,9 +1,9 @@
 """Bounds the bytes of request bodies that a server and each tenant hold at once.
 
-A body counts from its first byte until its call has been answered, since the server holds it that
-long. While it is parsed it takes up to eight times its length. If there is no room, uploads that
-have stalled are aborted to make room for others. `ParseTurns` bounds how many long bodies are
-parsed at once. Called by `guard` and by `routes.endpoint`.
+A body counts from its first byte until its call has been answered, since the server keeps the body
+until then. Parsing it takes memory of up to eight times its length, so `ParseTurns` bounds how many
+long bodies are parsed at once. If there is no room, uploads that have stalled are aborted to make
+room for others. Called by `guard` and by `routes.endpoint`.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from quire.errors import TenantBusyError, UploadsFullError
 from quire.server.http.json_body import LONG_BODY_BYTES
 
 FREE_BYTES = LONG_BODY_BYTES
-"""The first bytes of each body are not counted, so that long bodies never cause short ones to be
-refused. The limit of connections bounds their sum."""
+"""This many bytes of each body are not counted, so that short bodies are never refused because of
+long ones. The limit of connections bounds the sum of the uncounted bytes."""
 
 PROGRESS_BYTES = 64 << 10
 SLOW_S = 4.0
@@ -29,17 +29,16 @@ _RETRY_AFTER_S = 1.0
 VERY_LONG_BYTES = 1 << 20
 LONG_AT_ONCE = 8
 VERY_LONG_AT_ONCE = 2
-"""Maximum number of long bodies that are parsed at once: LONG_AT_ONCE of those below
-VERY_LONG_BYTES, and VERY_LONG_AT_ONCE of longer ones."""
+"""Maximum numbers of long bodies that are parsed at once: LONG_AT_ONCE bodies below
+VERY_LONG_BYTES, and VERY_LONG_AT_ONCE longer bodies."""
 
 
 class Upload:
-    """The upload of one body and the bytes that it takes from the budget, from `BodyBudget.open`
-    until `close`."""
+    """The upload of one body, which counts in the budget from `BodyBudget.open` until `close`."""
 
     def __init__(self, budget: "BodyBudget", tenant: str, now_s: float) -> None:
         self.tenant = tenant
-        #: Time of the last progress, which is made every PROGRESS_BYTES, by the budget's clock.
+        #: Time at which the latest section of PROGRESS_BYTES was complete, by the budget's clock.
         self.progress_s = now_s
         #: Called if the upload is aborted to make room for another; None if the body is complete.
         self.on_cut: Callable[[], None] | None = None
@@ -85,8 +84,7 @@ class BodyBudget:
     """The bytes of the bodies of all open calls.
 
     Invariant: `num_bytes` is the sum of `num_counted` over all open uploads, and `_of_tenant` has
-    this sum for each tenant; `_coming` has the incomplete uploads, ordered by the time of their
-    progress.
+    this sum for each tenant; `_coming` has the incomplete uploads, ordered by `progress_s`.
     """
 
     def __init__(
@@ -96,8 +94,8 @@ class BodyBudget:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_bytes` bounds the bodies of all calls, `max_tenant_bytes` those of each tenant if
-        the server has keys; None means no bound. `clock` is in seconds."""
+        """`max_bytes` bounds the bodies of all calls, `max_tenant_bytes` the bodies of one tenant's
+        calls if the server has keys; None means no bound. `clock` is in seconds."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes

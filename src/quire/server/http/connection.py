@@ -65,8 +65,8 @@ class ConnectionLimits:
 def connection_class(
     limits: ConnectionLimits, connections: OpenConnections | None = None
 ) -> type["Connection"]:
-    """The class for uvicorn's option `http`, with these limits. Once `listener` has admitted a
-    connection, it is counted in `connections`."""
+    """The class for uvicorn's option `http`, with these limits. Its instances report their state to
+    `connections`, which counts them once `listener` has admitted them."""
     protocol_class()  # import it now, since file descriptors may run out later
     own = {"limits": limits, "connections": connections or OpenConnections()}
     return type("LimitedConnection", (Connection,), own)
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
         self._is_refused = False
         self._transport: asyncio.Transport | None = None
         self._cycle: Any = None  # uvicorn's last request
-        self._num_ahead = 0  # bytes that came after it
+        self._num_ahead = 0  # bytes received after that request
         self._head = _Timer(self.limits.head_timeout_s, self._cut)
         self._reader = _Timer(self.limits.unread_timeout_s, self._cut)
         self._linger = _Timer(LINGER_S, self._cut)
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
             return
         self._inner.data_received(data)
         self._record_state()
-        cycle = self._inner.cycle  # the last request whose head has come
+        cycle = self._inner.cycle  # the last request with a complete head
         if cycle is None or cycle.response_complete:
             self._head.start()
         else:
@@ -152,7 +152,7 @@ class Connection(asyncio.Protocol):
             self._cycle, self._num_ahead = cycle, 0
         elif cycle is None or cycle.response_complete or not cycle.more_body:
             self._num_ahead += len(data)
-        num_requests = len(getattr(self._inner, "pipeline", ()))  # httptools'
+        num_requests = len(getattr(self._inner, "pipeline", ()))  # only httptools has it
         if self._num_ahead > MAX_AHEAD_BYTES or num_requests > MAX_AHEAD_REQUESTS:
             self._cut()
 
@@ -208,8 +208,8 @@ class Connection(asyncio.Protocol):
     def _bound_in_kernel(self, transport: asyncio.BaseTransport) -> None:
         """Bound how much of an unread answer the kernel holds, and for how long.
 
-        The timers of this class end when the rest of an answer is in the kernel's buffer. Without
-        Linux's option for the time, such a connection ends when its client closes it.
+        The timers of this class stop when the rest of an answer is in the kernel's buffer. Only
+        Linux has an option to bound the time from then on.
         """
         sock = transport.get_extra_info("socket")
         if sock is None:

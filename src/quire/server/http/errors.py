@@ -59,7 +59,7 @@ PathForm = tuple[re.Pattern[str], ErrorForm]
 
 
 def openai_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """The form of OpenAI's API, and of every path that declares no other."""
+    """An error in the form of OpenAI's API, the default for all paths."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -72,8 +72,8 @@ def error_body(error: QuireError, form: ErrorForm = openai_error) -> dict[str, A
 
 
 def error_form(scope: Scope) -> ErrorForm:
-    """The JSON form of a call's errors, which the route of its path declares; by default
-    OpenAI's."""
+    """The JSON form of a call's errors: the form that the route declares, or OpenAI's by
+    default."""
     state = getattr(scope.get("app"), "state", None)
     forms: Sequence[PathForm] = getattr(state, "error_forms", ())
     path = scope.get("path", "")
@@ -220,8 +220,8 @@ def first_mistake(error: ValidationError, place: Sequence[str] = ()) -> InvalidR
 def _wrong_type(
     path: Sequence[str | int], mistakes: Sequence[Mapping[str, Any]]
 ) -> InvalidRequestError:
-    """The error for a field of the wrong type. A field with several types has a mistake for each of
-    them."""
+    """The error for a field of the wrong type. `mistakes` has an entry for each type that the field
+    may have."""
     if mistakes[0]["type"] == "missing":
         return InvalidRequestError(f"{path[-1]} is missing, but must be given", str(path[-1]))
     param = ".".join(str(part) for part in path) if len(mistakes) == 1 else str(path[0])

@@ -1,9 +1,8 @@
 """Middlewares that check every HTTP call first: its head, its key, its body's size.
 
 `app` installs three, listed here in the order of a call. `RequestHead` refuses a head that is
-ambiguous or asks for an unsupported feature; the HTTP parsers don't check all of this. If a proxy
-and this server read an ambiguous head in different ways, they could disagree where a request ends
-(request smuggling).
+ambiguous or asks for an unsupported feature; the HTTP parsers don't check all of this. Otherwise a
+proxy and this server could disagree about the end of a request (request smuggling).
 
 `AccessGuard` refuses a call without a valid key before its body is read or its route is looked up,
 so existing and unknown paths get the same answer. It puts the call's tenant into the call's state,
@@ -98,7 +97,7 @@ class RequestHead:
         operator_paths: Sequence[str] = (),
     ) -> None:
         """A path that begins with one of `name_prefixes` ends with a model's name. The name keeps
-        its slashes, since it may be an absolute folder. `operator_paths` are the same as in
+        its slashes, since it may be an absolute path of a folder. `operator_paths`: see
         `AccessGuard`."""
         self._app = app
         self._names = {each: re.compile(each.replace("/", "/+")) for each in name_prefixes}
@@ -119,7 +118,7 @@ class RequestHead:
         """The path with each run of slashes replaced by one slash."""
         for prefix, pattern in self._names.items():
             if found := pattern.match(path):
-                # The first slash after the prefix belongs to it, the others to the name.
+                # The first slash ends the prefix; further slashes belong to the name.
                 start = found.end() - len(found[0]) + len(found[0].rstrip("/")) + 1
                 return prefix + path[start:]
         joined = _SLASHES.sub("/", path)
@@ -351,8 +350,8 @@ async def _refuse_key(scope: Scope, receive: Receive, send: Send, *, has_key: bo
 class BodyLimit:
     """Refuses bodies that are too long, too slow, or exceed the budget of all bodies together.
 
-    A body is refused before it arrives if its Content-Length is too high, and otherwise while it
-    arrives.
+    A body whose Content-Length is too high is refused before it is received, any other body while
+    it is received.
     """
 
     def __init__(
@@ -446,7 +445,7 @@ def _announced_bytes(scope: Scope) -> int:
     """The Content-Length; 0 if there is none, as in chunked encoding."""
     for name, value in scope["headers"]:
         if name == b"content-length":
-            # Parsers accept any number of leading zeros, but Python's int() at most 4,300 digits.
+            # Strip leading zeros, since parsers accept any number and int() at most 4,300 digits.
             return int(value.lstrip(b"0")[:_LENGTH_DIGITS] or 0) if value.isdigit() else 0
     return 0
 

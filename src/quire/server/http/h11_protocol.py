@@ -37,8 +37,8 @@ class H11(H11Protocol):
         self.on_answered()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse the request. uvicorn calls this while it handles h11's exception, whose status is
-        used."""
+        """Refuse the request with the status in h11's exception. uvicorn calls this while it
+        handles the exception."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun
             return

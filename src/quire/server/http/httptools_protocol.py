@@ -34,7 +34,7 @@ class HttpTools(HttpToolsProtocol):
     def __init__(self, **from_uvicorn: Any) -> None:
         super().__init__(**from_uvicorn)
         self._is_in_head = False
-        self._num_head_bytes = 0  # bytes of the head after the piece with its beginning
+        self._num_head_bytes = 0  # bytes of the head, without the piece in which it begins
         self._upgrade: list[bytes] | None = None  # the head of a request that offers an upgrade
         self._error: RequestHeadError | None = None
         self._unanswered: deque[Any] = deque()  # uvicorn's requests; the first is being answered
@@ -130,7 +130,7 @@ class HttpTools(HttpToolsProtocol):
         if not requests:
             self.refuse(error)
         elif self._is_in_head or not requests[-1].more_body:
-            return  # `on_response_complete` refuses it after these answers
+            return  # `on_response_complete` refuses the input after these answers
         elif len(requests) > 1:  # the last waiting request has a broken body: drop it
             requests.pop()
             self.pipeline.popleft()

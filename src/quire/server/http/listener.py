@@ -27,7 +27,8 @@ ACCEPTED_AT_ONCE = 64
 continue between turns."""
 
 PAUSE_S = 0.25
-"""Seconds between attempts to accept while the limit is reached; a connection's end ends them."""
+"""Maximum seconds of a pause while the limit is reached. When a connection ends, so does the
+pause."""
 
 FAILURE_PAUSE_S = 1.0
 """Seconds without accepting after the system had no descriptor or memory for a connection."""
@@ -42,7 +43,7 @@ logger = get_logger(__name__)
 
 
 class Listener:
-    """The listening socket of a server. uvicorn closes it like asyncio's servers.
+    """The listening socket of a server. uvicorn closes it like a server of asyncio.
 
     Invariant: the event loop watches the socket unless accepting is paused or has ended.
     """

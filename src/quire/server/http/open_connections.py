@@ -1,9 +1,9 @@
 """The open connections of a server: how many, from which addresses, and which are idle.
 
 Bounds the number of connections, since each takes a file descriptor, and the number per address. At
-a bound, idle connections are closed to make room: of the address with the most idle connections,
-the one that has waited longest first. `listener` asks this module before it accepts a connection;
-`connection` reports the state of each connection.
+a bound, idle connections are closed to make room: first the connections that have waited longest,
+of the address with the most idle connections. `listener` asks this module before it accepts a
+connection; `connection` reports the state of each connection.
 """
 
 import ipaddress
@@ -73,9 +73,8 @@ class OpenConnections:
         return self.max_open is None or self.num_open < self.max_open
 
     def make_room(self) -> bool:
-        """Close some idle connections of the address that has the most idle ones; returns whether
-        there were any. Connections that wait for a request are closed before those whose uploads
-        have stopped."""
+        """Close some connections of the address with the most idle connections; returns whether
+        any was closed. First come connections that wait for a request, then stalled uploads."""
         for kind in (self._waiting, self._uploading):
             # Try the next address if no connection of this one has waited long enough.
             for address in sorted(kind, key=lambda each: len(kind[each]), reverse=True):
@@ -154,7 +153,7 @@ class OpenConnections:
 
 def _group(address: str) -> tuple[str, bool]:
     """The address or network under which `address` is counted, and whether its connections are
-    bounded. Those of this machine are not, since a reverse proxy may run here."""
+    bounded. This machine's connections are unbounded, since a reverse proxy may run on it."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -26,7 +26,7 @@ NDJSON = "application/x-ndjson"
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment of a stream. Clients skip it; proxies keep the connection open because of it."""
+"""A comment in a stream. It keeps proxies from closing the connection; clients skip it."""
 
 #: Answers up to this length are sent in one piece, with a Content-Length.
 SHORT_ANSWER_BYTES = 256 << 10
@@ -63,7 +63,7 @@ async def unless_disconnected(
     work: Coroutine[Any, Any, T],
     tick: Callable[[], Awaitable[float]] | None = None,
 ) -> T:
-    """The result of `work`, or ClientGoneError if the client disconnects, which cancels `work`.
+    """The result of `work`. If the client disconnects, cancels `work` and raises ClientGoneError.
 
     `receive` must belong to a request whose body has been read. `tick` is called at once, and again
     after the number of seconds that it returned. `work` has ended when this returns or raises.
@@ -155,7 +155,7 @@ class PieceByPiece(Response):
 
 
 async def _send_body(send: Send, body: bytes, *, more_body: bool = True) -> None:
-    """Returns once the client's buffer has room again."""
+    """Send a part of the body; returns once the send buffer has room again."""
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
@@ -235,7 +235,7 @@ class _Outlet:
         self._last_s = time.monotonic()
 
     async def send_body(self, body: bytes, *, is_last: bool = False) -> None:
-        """Returns once the client's buffer has room again."""
+        """Send a part of the body; returns once the send buffer has room again."""
         async with self._lock:
             if not self.has_begun:
                 self.has_begun = True

@@ -1,1 +1,1 @@
-"""Endpoints, one file each, in folders by the API that they belong to."""
+"""The HTTP endpoints, one file each, in a folder for each API."""

@@ -35,7 +35,7 @@ from quire.server.routes.unsupported import METHODS, refuse
 from quire.server.service import report_ignored_fields, service_of
 
 MAX_FIELDS = 1000
-"""Maximum number of fields of a body, and of its extra_body. Each unknown one is reported."""
+"""Maximum number of fields of a body, and of its extra_body. Unknown fields are all reported."""
 
 IGNORED_HEADER = "x-ignored-fields"
 MAX_IGNORED_CHARACTERS = 1000
@@ -189,7 +189,7 @@ class JSONRoute(Route):
         return await read_json(http, content, self.body_class)
 
     def has_json(self, http: HTTPRequest) -> bool:
-        """Whether the body is to be read as JSON, by its Content-Type."""
+        """Whether the body must be read as JSON, according to its Content-Type."""
         return _JSON_TYPE.match(http.headers.get("content-type", "")) is not None
 
 
@@ -241,7 +241,7 @@ class Endpoints:
         self.probes = frozenset(probes)
         #: Whether the error for an unknown path suggests these paths.
         self.is_suggested = is_suggested
-        #: Function that makes the JSON of these paths' errors.
+        #: Function that converts the errors of these paths to JSON.
         self.error_form = error_form
         #: Paths that generate text; a recording of the load includes their refused calls.
         self.generating_paths = frozenset(generating_paths)

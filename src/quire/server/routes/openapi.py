@@ -1,7 +1,7 @@
 """Makes the OpenAPI document, /openapi.json, and the schemas by which routes describe answers.
 
-pydantic makes the schemas of bodies and queries, msgspec those of answers. Called by the files that
-define routes, and by `docs_page`.
+pydantic makes the schemas of bodies and queries, msgspec the schemas of answers. Called by the
+files that define routes, and by `docs_page`.
 """
 
 import inspect
@@ -117,7 +117,7 @@ def api_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
 
 
 def _call(route: JSONRoute, method: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The description of one method of a route, whose body has the schema `body`."""
+    """The description of one method of a route. `body` is the schema of its request body."""
     found: dict[str, Any] = {
         "summary": _title(route.name),
         "description": inspect.getdoc(route.handler) or "",

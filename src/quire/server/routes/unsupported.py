@@ -1,7 +1,7 @@
-"""Endpoints of other servers that quire does not support: the error says so.
+"""Answers calls of OpenAI's and vLLM's paths that quire lacks with a "not supported" error.
 
-Without these routes, such a call would get the error for an unknown path. The OpenAPI document does
-not list them. Included last by `app`.
+Without these routes, the calls would get the error for an unknown path. The OpenAPI document does
+not list the routes. `app` includes them last.
 """
 
 from collections.abc import Collection

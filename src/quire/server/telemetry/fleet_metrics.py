@@ -32,7 +32,7 @@ _REPLICA_GAUGES = (
 def fleet_families(
     overview: Mapping[str, Mapping[str, Any]], num_moved: int, num_blamed: int
 ) -> Iterator[Metric]:
-    """The numbers that the API server keeps about its replicas, from `FleetEngines.overview`."""
+    """The API server's metrics about its replicas, from `FleetEngines.overview`."""
     for key, name, text in _REPLICA_GAUGES:
         family = GaugeMetricFamily(name, text, labels=("replica",))
         for replica, found in overview.items():

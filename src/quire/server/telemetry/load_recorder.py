@@ -41,8 +41,8 @@ MAX_WAITING_TOKENS = 8_000_000
 """Maximum number of tokens of the waiting requests: about 300 MB of memory."""
 
 WRITE_PERIOD_S = 1.0
-"""Seconds between two wake-ups of the thread. Waking up for each request would cost several times
-as much processor time."""
+"""Seconds between two wake-ups of the thread. A wake-up per request would take several times the
+processor time."""
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -125,7 +125,7 @@ class RecordedCall:
 
 
 class LoadRecorder:
-    """Writes one recording. Only the event loop calls its public methods, except `close`.
+    """Writes one recording. Public methods except `close` must be called in the event loop.
 
     Invariant: after the first failure nothing more is written; every submitted request is written
     or counted as lost.

@@ -52,7 +52,7 @@ class TenantCounts:
 
     num_generations: int = 0
     num_prompt_tokens: int = 0
-    #: Prompt tokens that came from the prefix cache.
+    #: Prompt tokens that were served from the prefix cache.
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
 
@@ -67,7 +67,8 @@ class Monitor:
         clock: Callable[[], float] = time.monotonic,
         recorder: LoadRecorder | None = None,
     ) -> None:
-        """If `spans` is None, no spans are made. `clock` is in seconds and the recorder's, too."""
+        """If `spans` is None, no spans are made. `clock` is in seconds. `recorder` must use the
+        same clock."""
         self.model_name = model_name
         self.clock = clock
         #: Recorder of the load; None if nothing is recorded.
@@ -325,7 +326,7 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         call = self._begin(scope)
-        # OpenAI's clients read the first of these, Anthropic's the second.
+        # OpenAI's clients read the first of these headers, Anthropic's clients the second.
         ids = [(name, call.request_id.encode()) for name in (b"x-request-id", b"request-id")]
         status = 0
 

@@ -34,10 +34,10 @@ NO_TENANT = Tenant("")
 
 @dataclass(slots=True)
 class _Usage:
-    """One tenant's open generations, and the tokens that it may still use.
+    """The number of one tenant's open generations, and the level of its token bucket.
 
     Invariant: `level`, the tokens left at time `level_s`, is at most a minute's tokens. It is
-    negative while the tenant is in debt.
+    negative after the tenant has used more tokens than it had.
     """
 
     num_open: int
@@ -47,8 +47,8 @@ class _Usage:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The generations and tokens of one call that count against its tenant's bounds. Opened by
-    `TenantBook.open`, ended by `close`."""
+    """Counts one call's generations and tokens against the tenant's bounds. `TenantBook.open`
+    begins the lease, `close` ends it."""
 
     _book: "TenantBook"
     _account: _Usage
@@ -61,7 +61,7 @@ class Lease:
         self._book._spend(self._account, num_tokens)
 
     def cancel(self) -> None:
-        """Undo the call's counts, since the engine did not accept it."""
+        """Undo the call's counts, since the engine did not accept the call."""
         self._book._spend(self._account, -self._num_prompt_tokens)
         self.close()
 
@@ -76,10 +76,10 @@ class Lease:
 class TenantBook:
     """The accounts of all tenants.
 
-    Each tenant has a token bucket, which holds a minute's tokens and is refilled evenly. A prompt's
-    tokens, cached or not, are taken from it when the call arrives, generated tokens as they arrive.
-    A prompt longer than a minute's tokens needs a full bucket and makes its level negative. An
-    aborted call pays for its prompt and for the tokens that it has generated.
+    Each tenant has a token bucket, which holds a minute's tokens and is refilled evenly. It pays
+    for a prompt's tokens, cached or not, when the call arrives, and for each generated token when
+    the token arrives. A prompt longer than a minute's tokens needs a full bucket and makes the
+    level negative. An aborted call pays for its prompt and for the tokens generated so far.
 
     Invariant: a tenant's num_open is the sum over its open leases. Every operation is O(1), and
     there is at most one account for each tenant that the operator has defined.

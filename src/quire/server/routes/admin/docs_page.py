@@ -1,7 +1,7 @@
 """GET /openapi.json and /docs: the API's OpenAPI document, as JSON and as one HTML page.
 
 The page is self-contained, without scripts or pictures, and its Content-Security-Policy lets a
-browser load nothing. It is made from the document alone. Served by `app`.
+browser load nothing. It is made only from the document. Served by `app`.
 """
 
 import hashlib
@@ -254,7 +254,7 @@ def _kinds_of_errors() -> Iterator[type[QuireError]]:
 def _table(
     rows: Sequence[Row], heads: Sequence[str] = ("field", "type", "default, bounds", "meaning")
 ) -> str:
-    """An HTML table of the rows, without columns that are empty in all of them."""
+    """An HTML table of the rows, without empty columns."""
     columns = [index for index in range(4) if any(row[index] for row in rows)]
     head = "".join(f"<th>{escape(heads[index])}</th>" for index in columns)
     lines = []
@@ -329,7 +329,7 @@ def _default(field: Schema) -> str:
 
 
 def _bounds(field: Schema, is_required: bool) -> str:
-    """The bounds of a value, and its default."""
+    """Text with the bounds and the default of a field's value."""
     phrases = ["required"] if is_required else [_default(field)]
     phrases += [_range(field)]
     phrases += [_range(kind) for kind in field.get("anyOf", ())]
@@ -369,5 +369,5 @@ _RANGES = {
 
 
 def _description(field: Schema) -> str:
-    """The description of a field, or of an answer's object as a whole."""
+    """The description of a field or of an answer, on one line."""
     return " ".join(str(field.get("description", "")).split())

@@ -51,10 +51,10 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
     """Whether the server lives. Raises EngineDeadError, which is 503, once the engine has failed
     for good.
 
-    The operator also gets `engine`, the engine's own numbers, or null while it gives none;
-    `num_open`, the generations of all clients; `num_restarts`; and `replicas` with the state of
-    each, where there are any. Others get the status alone, since these numbers change with the
-    calls of other clients.
+    The operator also gets `engine`, the engine's counts, or null while the engine does not answer;
+    `num_open`, the number of open generations of all clients; `num_restarts`; and `replicas`, their
+    states, if the server has replicas. Clients only get the status, since these numbers change with
+    the calls of other clients.
     """
     engine = service_of(http).engine
     if engine.state is EngineState.FAILED:

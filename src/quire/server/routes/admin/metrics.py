@@ -1,7 +1,7 @@
 """GET /metrics: all counters in Prometheus's format, for the operator.
 
-The API server's metrics are always present. The engine's metrics are left out, instead of repeated,
-while the engine does not answer: during a restart or a step longer than SCRAPE_TIMEOUT_S.
+The API server's metrics are always present. While the engine does not answer, during a restart or a
+step longer than SCRAPE_TIMEOUT_S, its metrics are left out; old values are not repeated.
 `quire_engine_up` is 0 in a restart and 1 in a long step. Uses no global registry.
 """
 
@@ -65,7 +65,7 @@ async def metrics(http: HTTPRequest) -> Response:
     """
     service = service_of(http)
     engine = service.engine
-    engines = dict(engine.engines_by_name)  # a copy, since replicas may come or go meanwhile
+    engines = dict(engine.engines_by_name)  # a copy, since replicas may be added or removed
     found = await asyncio.gather(*map(_engine_families, engines.values()))
     families = [
         *api_server_families(service.monitor, service.tenants.num_open()),

@@ -101,8 +101,8 @@ async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[
 
 @contextlib.contextmanager
 def _explained_to_operator() -> Iterator[None]:
-    """Add the reason to errors that hide it from clients, since only the operator calls these
-    endpoints."""
+    """Replace errors whose reason is hidden from clients by errors with the reason, since only the
+    operator calls these endpoints."""
     try:
         yield
     except ConfigurationError as error:

@@ -21,7 +21,7 @@ _TYPES = {
 def anthropic_error(
     status: int, message: str, param: str | None, code: str | None
 ) -> dict[str, Any]:
-    """The form of Anthropic's API, extended by `param` and `code`."""
+    """An error in the form of Anthropic's API, extended by `param` and `code`."""
     default = "invalid_request_error" if status < 500 else "api_error"
     call = current_call()
     return {
@@ -58,4 +58,4 @@ ERROR_RESPONSES = error_responses(
         },
     }
 )
-"""The error answers in the OpenAPI document."""
+"""The descriptions of error answers for the OpenAPI document."""

@@ -145,7 +145,8 @@ _KINDS = {
 
 
 def _blocks(content: Any, where: str, role: str) -> Iterator[_Block]:
-    """The blocks of a message, checked for its role. An assistant's message may have no content."""
+    """The blocks of a message. Raises InvalidRequestError for types that the role may not have. An
+    assistant's message may have no content."""
     if content is None and role == "assistant":
         return
     if isinstance(content, str):

@@ -43,7 +43,7 @@ class MessageUsage(msgspec.Struct):
 
     input_tokens: int
     output_tokens: int
-    #: Prompt tokens that came from the prefix cache.
+    #: Prompt tokens that were served from the prefix cache.
     cache_read_input_tokens: int
     output_tokens_details: ThinkingTokens
     #: Always 0, since writing to the cache is not billed and not counted.

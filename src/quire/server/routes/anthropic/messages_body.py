@@ -101,7 +101,7 @@ _THINKING = {
 
 
 class PromptFields(Body):
-    """The fields that determine the prompt, shared by both bodies."""
+    """The fields that determine the prompt, shared by messages and count_tokens."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
@@ -130,7 +130,7 @@ class PromptFields(Body):
     thinking: Any = left_out(**_THINKING)
     output_config: Any = left_out(**_OBJECT)
     output_format: Any = left_out(**_OBJECT)
-    # extensions
+    # an extension to Anthropic's API
     chat_template_kwargs: dict[str, Any] | None = None
 
     @classmethod
@@ -142,7 +142,7 @@ class PromptFields(Body):
 
     @property
     def ignored_tools(self) -> list[str]:
-        """The tools that the model is not offered. Raises InvalidRequestError."""
+        """Names of the tools that the model is not offered. Raises InvalidRequestError."""
         return ignored_tools(self.tools)
 
     def to_chat_call(self) -> ChatCall:
@@ -181,8 +181,8 @@ class MessagesRequest(PromptFields, ChoiceFields, ChatBody):
         "deadline_s": "seconds after which the call ends with an error",
     }
 
-    #: Maximum number of generated tokens, which may exceed the room in the context. 0 means that
-    #: the prompt is computed and cached without an answer. The engine then still generates a token.
+    #: Maximum number of generated tokens. It may exceed the room in the context. 0 means that the
+    #: prompt is computed and cached without an answer. The engine then still generates a token.
     max_tokens: Count = Field(json_schema_extra={"minimum": 0})
     stop_sequences: Texts | None = left_out(**WORDS)
 

@@ -71,7 +71,7 @@ def without_tag(name: str | None) -> str | None:
 
 
 class OllamaBody(ChatBody):
-    """The fields that both bodies share."""
+    """The fields that the bodies of /api/chat and /api/generate share."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"options": "max_list_length"}

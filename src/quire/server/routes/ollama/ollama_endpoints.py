@@ -1,4 +1,4 @@
-"""The route and router classes of Ollama's endpoints, which ignore the Content-Type."""
+"""Route and router classes of Ollama's API. Only browsers must send a Content-Type."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,11 +14,11 @@ def ollama_error(status: int, message: str, param: str | None, code: str | None)
 
 
 class OllamaRoute(JSONRoute):
-    """A route that reads every body as JSON, as Ollama does.
+    """A route that reads bodies as JSON, like Ollama, even if their Content-Type is not JSON.
 
-    `curl -d` and some clients send another Content-Type or none. Calls with an Origin, which
-    browsers add to each POST of a web page, must declare JSON: browsers let every page send other
-    types, without CORS permission, to a server without keys.
+    `curl -d` and some clients send another Content-Type or none. Calls from web pages, which have
+    an Origin, must declare JSON. Otherwise any page could call a server without keys, since
+    browsers send types such as text/plain without asking for CORS permission.
     """
 
     def has_json(self, http: HTTPRequest) -> bool:

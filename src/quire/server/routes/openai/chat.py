@@ -70,7 +70,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The assistant's answer. Its content is null only if it consists of tool calls."""
+    """The assistant's answer. The content is null only if the answer consists of tool calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -147,8 +147,8 @@ class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    #: The finish reason, only in the choice's last chunk, which may also have text. `stop_reason`
-    #: is only in the last chunk, too.
+    #: Only the choice's last chunk, which may also have text, has a finish reason and a stop
+    #: reason.
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -244,7 +244,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
         return text_of(content)
 
     def _finish_reason(self, choice: int, delta: Delta) -> str | None:
-        """OpenAI's finish reason, which is "stop" if the caller named the called function."""
+        """OpenAI's finish reason. If tool_choice named the function to call, it is "stop"."""
         return (
             delta.finish_reason
             if self._body.names_a_tool
@@ -265,7 +265,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
                 self._unsaid.add(choice)
         if any(isinstance(each, TextPiece | CallStart) for each in events):
             self._unsaid.discard(choice)
-        # A delta without visible text may still have log-probabilities, token ids or the end.
+        # A delta without text may still have log-probabilities, token ids or a finish reason.
         has_more = delta.logprobs or (self._body.return_token_ids and delta.token_ids)
         if not pieces and (has_more or delta.finish_reason is not None):
             pieces.append(ChatDelta())

@@ -137,7 +137,7 @@ class ChatPromptFields(TemplateOptions):
 
     tools: Tools | None = None
     reasoning_effort: Effort | None = None
-    # extensions
+    # extensions to OpenAI's API
     reasoning: ReasoningFields | None = None
     enable_thinking: bool | None = None
 
@@ -222,7 +222,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
         "tokens, beside those of the template",
     }
 
-    #: The messages. A template may read further fields of them, such as name.
+    #: The messages. A template may read additional fields of a message, such as `name`.
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
@@ -230,7 +230,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
     top_logprobs: int | None = bounded("logprobs")
     tool_choice: str | dict[str, Any] | None = left_out(**_TOOL_CHOICE)
     parallel_tool_calls: bool | None = None
-    # extensions
+    # extensions to OpenAI's API
     echo: bool = False
     include_reasoning: bool = True
     thinking_token_budget: Budget | None = None

@@ -116,7 +116,7 @@ def function_tool(function: Mapping[str, Any], place: str) -> Tool:
 
 
 def _check_schema(function: Mapping[str, Any], place: str) -> None:
-    """Refuse a function or tool whose schema has a wrong name, which would be ignored."""
+    """Refuse a function or tool whose schema is under a wrong name and would be ignored."""
     if function.get("parameters") is not None:
         return
     for name in islice(function, MAX_LABELS):

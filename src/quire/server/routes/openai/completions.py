@@ -79,7 +79,7 @@ class CompletionRequest(GenerationBody):
     logprobs: int | None = bounded("logprobs")
     #: Must equal n: choosing the n best of more candidates is not supported yet.
     best_of: int | None = bounded("n")
-    # extensions
+    # extensions to OpenAI's API
     #: Whether the tokenizer adds its special tokens, such as BOS, to a text prompt.
     add_special_tokens: bool = True
 
@@ -257,8 +257,8 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         return delta
 
     def _has_news(self, delta: Delta) -> bool:
-        """Whether a delta has anything for the client. It may be empty while text is held back that
-        may begin a stop string."""
+        """Whether a delta has anything for the client. It may be empty, since text that may begin a
+        stop string is held back."""
         return bool(
             delta.text
             or delta.logprobs
@@ -334,7 +334,7 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         )
 
     def _given_text(self, choice: int) -> str | None:
-        """The prompt as the caller sent it; None if it was token ids or may have been truncated."""
+        """The prompt as the caller sent it; None if it was token ids or is_truncated is set."""
         prompt = self._body.prompts[choice // self._generation.params.n]
         return prompt if isinstance(prompt, str) and not self._body.is_truncated else None
 

@@ -52,9 +52,9 @@ class EmbeddingRequest(PoolingBody):
     encoding_format: Literal["float", "base64"] = "float"
     #: Number of leading elements of each vector to return; None means all.
     dimensions: int | None = left_out(minimum=1)
-    # extensions
-    #: Whether vectors are scaled to length 1; None means as configured in the model's folder, or
-    #: true without such a setting.
+    # extensions to OpenAI's API
+    #: Whether vectors are scaled to length 1; None means the setting in the model's folder, or true
+    #: without a setting.
     normalize: bool | None = None
 
     @property

@@ -44,7 +44,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ChatTokenLogprob(msgspec.Struct):
-    """The token that was chosen, and the likeliest ones."""
+    """The log-probabilities at one position: of the chosen token and of the likeliest tokens."""
 
     token: str
     logprob: float
@@ -60,7 +60,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 TokenNamer = Callable[[int], str]
-"""Names a token in an answer."""
+"""A function that returns a token's name in the answer."""
 
 
 def id_name(token_id: int) -> str:

@@ -28,7 +28,7 @@ class ModelCard(msgspec.Struct):
     created: int
     #: Maximum number of tokens of a prompt and its answer together.
     max_model_len: int
-    #: The folder, for an adapter; the name, for the model itself.
+    #: The folder of an adapter, or the name of the model.
     root: str
     #: Name of the model that an adapter modifies; null for the model itself.
     parent: str | None = None

@@ -78,8 +78,8 @@ class ScoreRequest(ScoringBody):
 
     @property
     def pairs(self) -> list[Pair]:
-        """The pairs of texts. Raises InvalidRequestError unless both fields of exactly one of the
-        three names are set."""
+        """The pairs of texts. Raises InvalidRequestError unless both fields of one form are set,
+        and no field of the other two forms is."""
         forms = (
             ("text_1", self.text_1, self.text_2),
             ("queries", self.queries, self.documents),

@@ -30,7 +30,7 @@ from quire.server.service import Service, service_of
 router = Endpoints()
 
 MAX_CHARACTERS = 2 << 20
-"""Maximum characters of one text, which take seconds to tokenize in a thread."""
+"""Maximum characters of one text. Its tokenization takes seconds, in a thread."""
 
 MAX_TOKENS = 1 << 20
 """Maximum number of tokens in one list."""
@@ -59,8 +59,8 @@ class TokenizeRequest(ChatPromptFields):
     return_token_strs: bool = False
 
     def check(self) -> None:
-        """Raises InvalidRequestError unless there is either a prompt or messages, and for options
-        of messages that are set with a prompt."""
+        """Raises InvalidRequestError if the body has both or neither of a prompt and messages, or
+        has a prompt with options of messages."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either prompt or messages", "prompt")
         if self.prompt is None:

@@ -65,7 +65,8 @@ class Conversation:
 
     @classmethod
     async def of(cls, http: HTTPRequest, previous_id: str | None) -> "Conversation":
-        """The conversation up to a response. Raises InvalidRequestError if it is not stored."""
+        """The conversation up to a response. Raises InvalidRequestError if any response in it is
+        not stored."""
         service = service_of(http)
         store, owner = service.answers, answer_owner(http)
         if previous_id is None:
@@ -97,7 +98,7 @@ class Conversation:
         ]
 
     def listed(self, given: Iterable[Any]) -> StoredItems:
-        """The items of an input, which are checked and resolved, in their stored form.
+        """The items of a checked and resolved input, in their stored form.
 
         There may be many, so this is called in the thread that reads the body, not in the event
         loop. If the server stores no answers, returns no items.
@@ -108,7 +109,7 @@ class Conversation:
         return StoredItems(msgspec.json.encode(items), tuple(item["id"] for item in items))
 
     def store_answer(self, response: ResponseObject, given: StoredItems) -> None:
-        """Store an answer. `given` is the result of `listed` for its input."""
+        """Store an answer. `given` is the result of `listed` for the call's input."""
         output = response.output
         made = StoredItems(msgspec.json.encode(output), tuple(item.id for item in output))
         answer = msgspec.json.encode(response)

@@ -52,8 +52,8 @@ def messages_of(
 class _Chat:
     """The messages so far.
 
-    Invariant: an assistant's item joins the last message if that is the assistant's and the order
-    of its items remains reasoning, text, calls.
+    Invariant: an assistant's item joins the last message if this is the assistant's and its items
+    stay in the order reasoning, text, calls.
     """
 
     def __init__(self, left_out: LeftOut) -> None:
@@ -173,7 +173,7 @@ def _content_texts(content: Any) -> Iterable[str]:
 
 
 def _given(item: Mapping[str, Any], name: str) -> Any:
-    """A field of an item; an empty text if it is null, None if it is missing."""
+    """The value of an item's field: "" if the field is null, None if it is missing."""
     return "" if name in item and item[name] is None else item.get(name)
 
 

@@ -1,7 +1,8 @@
 """The body of a Responses call, and its conversion to a chat call.
 
-Features of OpenAI's servers other than generation (search, background work, stored conversations)
-are refused by name. Unknown fields are ignored and named in a header of the answer.
+Fields for features of OpenAI's servers other than generation (search, background work, stored
+conversations) are refused with an error. Unknown fields are ignored and named in a header of the
+answer.
 """
 
 from collections.abc import Mapping
@@ -122,7 +123,7 @@ Definitions = Annotated[list[Any], Field(fail_fast=True, json_schema_extra={"ite
 
 
 class ContextBody(TemplateOptions):
-    """The fields that determine the prompt, shared by both bodies."""
+    """The fields that determine the prompt, shared by /responses and /responses/input_tokens."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
@@ -178,8 +179,8 @@ class ContextBody(TemplateOptions):
         return self._read_tools()[1]
 
     def continue_conversation(self, conversation: Conversation) -> None:
-        """Make the input continue a conversation, with references replaced by stored items. Raises
-        InvalidRequestError."""
+        """Set the conversation that the input continues, and replace references in the input by
+        stored items. Raises InvalidRequestError."""
         self._conversation = conversation
         if not isinstance(self.input, str):
             self.input = conversation.resolved(self.input)
@@ -259,14 +260,14 @@ class ResponsesRequest(AnswerFormatFields, SamplingFields, ContextBody, ChatBody
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     max_tool_calls: Count | None = None
-    # extensions
+    # extensions to OpenAI's API
     enable_response_messages: bool = False
 
     _listed_items: StoredItems = PrivateAttr(default_factory=StoredItems)
 
     @property
     def listed_items(self) -> StoredItems:
-        """The input in the form in which it is stored, once `to_chat_call` has read it."""
+        """The input's items in their stored form. Call `to_chat_call` before."""
         return self._listed_items
 
     @property

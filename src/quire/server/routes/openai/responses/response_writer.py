@@ -56,7 +56,7 @@ def new_item_id(prefix: str) -> str:
 class _OpenItem(ABC):
     """An item that is still growing."""
 
-    #: Prefix of OpenAI's ids of such items.
+    #: Prefix of the ids of items of this kind, as in OpenAI's API.
     id_prefix: str
 
     def __init__(self, item_id: str, output_index: int) -> None:
@@ -141,7 +141,7 @@ class _OpenReasoning(_OpenItem):
 
 
 class _OpenCall(_OpenItem):
-    """A call of a function, under the name that the client knows."""
+    """A call of a function, under the client's name of the tool."""
 
     id_prefix = "fc"
 
@@ -202,8 +202,8 @@ class _OpenCustomCall(_OpenCall):
 class ResponseWriter:
     """Writes the output of one response.
 
-    Invariant: `items` are the ended items in order; the open item, if any, comes after them. Each
-    event's number is the number of events before it.
+    Invariant: `items` are the ended items in order; the open item, if any, is not among them. Each
+    event's sequence number is the number of events before the event.
     """
 
     def __init__(self, names: ToolNames, new_id: Callable[[str], str] = new_item_id) -> None:

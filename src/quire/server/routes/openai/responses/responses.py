@@ -58,7 +58,7 @@ from quire.text.parsers.message_events import (
 router = Endpoints(generating_paths=("/v1/responses",))
 
 _CUT_SHORT = (FinishReason.LENGTH.value,)
-"""Finish reasons of answers that the model did not end by itself."""
+"""Finish reasons of answers that a limit has cut off."""
 
 _encode_json = msgspec.json.Encoder().encode
 

@@ -64,7 +64,7 @@ class ItemList(msgspec.Struct):
 
 @router.post("/v1/responses/input_tokens", responses=answers(InputTokens))
 async def count_input_tokens(body: InputTokensRequest, http: HTTPRequest) -> Response:
-    """Count the tokens of an input, its tools and instructions included."""
+    """Count the tokens of an input, including its tools and instructions."""
     service = service_of(http)
     service.check_model(body.model)
     body.continue_conversation(await Conversation.of(http, body.previous_response_id))
@@ -92,7 +92,7 @@ async def get_response(response_id: str, http: HTTPRequest, stream: str = "false
 
 @router.delete("/v1/responses/{response_id}", responses=answers(DeletedResponse))
 async def delete_response(response_id: str, http: HTTPRequest) -> Response:
-    """Delete a response. Afterwards, responses that followed it can't be continued either."""
+    """Delete a response. Later responses of its conversation can then not be continued either."""
     _stored(http, response_id)
     service_of(http).answers.drop(answer_owner(http), response_id)
     return json_response(DeletedResponse(response_id))
@@ -135,7 +135,7 @@ def _stored(http: HTTPRequest, response_id: str) -> StoredAnswer:
 
 
 async def _conversation(http: HTTPRequest, response_id: str) -> list[dict[str, Any]]:
-    """The stored items before a response, without conversation parts that are no longer stored."""
+    """The items before a response: the earlier conversation, and the input of the call."""
     stored = _stored(http, response_id)
     before = stored.previous_id
     history = () if before is None else (await Conversation.of(http, before)).history

@@ -24,8 +24,8 @@ _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 class TextArgument:
     r"""Decodes the text in {"input": "..."}, piece by piece.
 
-    Invariant: `_rest` is the input that is not decoded yet: all of it until the text begins, then
-    an incomplete character at most.
+    Invariant: `_rest` is the input that is not decoded yet: before the text begins, the whole
+    input; afterwards, at most an incomplete character.
     """
 
     def __init__(self) -> None:

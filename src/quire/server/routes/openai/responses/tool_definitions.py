@@ -2,7 +2,7 @@
 
 A namespace's functions become separate functions, named `NAMESPACE__NAME`. A custom tool, whose
 input is free text, becomes a function with one string argument. `ToolNames` maps the model's calls
-to the client's tools. Tools that only OpenAI's servers run are left out and reported by name.
+to the client's tools. Tools that only OpenAI's servers run are left out and listed in a header.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class ToolNames:
     by_function: Mapping[str, ToolName] = field(default_factory=dict)
     #: Names of tools that only OpenAI's servers run, for a header of the answer.
     left_out: tuple[str, ...] = ()
-    #: The client's definitions of the other tools. Missing fields of functions are set to null.
+    #: The client's definitions of all other tools. Missing fields of functions are set to null.
     served: tuple[dict[str, Any], ...] = ()
 
     def of(self, function: str) -> ToolName:
@@ -58,7 +58,7 @@ class ToolNames:
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """The name of a tool's function for the model."""
+    """The name by which the model calls a tool."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -66,7 +66,7 @@ def read_tools(definitions: Sequence[Any]) -> tuple[tuple[Tool, ...], ToolNames]
     """Convert tool definitions to functions for the model, and record the tool of each function.
 
     Raises InvalidRequestError for an invalid definition, for two functions with one name, and if
-    only OpenAI's servers run all of the tools.
+    the body only has tools that OpenAI's servers run.
     """
     tools: list[Tool] = []
     by_function: dict[str, ToolName] = {}
@@ -143,8 +143,8 @@ def _function(
 
 
 def _with_format(description: Any, form: Any) -> Any:
-    """A custom tool's description, followed by the grammar of its input, so that the model sees
-    it."""
+    """A custom tool's description with the grammar of its input appended, so that the model sees
+    the grammar."""
     grammar = form.get("definition") if isinstance(form, dict) else None
     if not isinstance(grammar, str):
         return description
