@@ -25,9 +25,9 @@ def test_help_explains_options_with_the_comments_of_their_fields(
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--nan-rate NAN_RATE Requests that fail alone. (default: 0.0)" in shown
+    assert "--nan-rate NAN_RATE The share of requests that fail" in shown
     assert "--seed SEED (default: 0)" in shown
-    assert "in whole blocks; 0 is the memory's default. (default: 0)" in shown
+    assert "block size; 0 means the KV memory's default. (default: 0)" in shown
 
 
 def test_a_failure_prints_the_command_that_replays_it(

@@ -110,7 +110,7 @@ class Clients:
                 has_output=is_fork or first.request.request_id in self._begun,
                 elapsed_s=now_s - first.asked_s,
             )
-            if again.params.prompt_logprobs is None:  # they came with the first output
+            if again.params.prompt_logprobs is None:  # received with the first output
                 for client in clients:
                     client.expected = replace(client.expected, prompt_logprobs=None)
             found.append((again, clients))

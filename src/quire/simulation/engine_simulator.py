@@ -117,7 +117,7 @@ class EngineSimulator(Simulator):
         self._digest.update(result_bytes(result))
 
     def interrupt_now_and_then(self) -> None:
-        """Raise KeyboardInterrupt at random, at the rate of the config."""
+        """Raise KeyboardInterrupt with the probability `interrupt_rate` of the config."""
         if self._interrupt_rng.random() < self.config.interrupt_rate:
             self.report.num_interrupts += 1
             raise KeyboardInterrupt
@@ -157,8 +157,8 @@ class _Device:
     def _call(self, do: Callable[[], _T]) -> _T:
         """Call the runner, with random interruptions before and after.
 
-        Any error except an injected failure is a bug, so it becomes an AssertionError, which the
-        engine does not treat as a failed step.
+        Any error except an injected failure is a bug and is raised as an AssertionError, since the
+        engine does not treat AssertionErrors as failed steps.
         """
         self._simulator.interrupt_now_and_then()
         try:

@@ -4,7 +4,7 @@ The real `FleetDispatcher` connects simulated clients and engines on a virtual c
 random times. While a link is cut, its messages get lost, or arrive late, in any order, once or
 twice. Frames are numbered as on real connections, so a connection drops repeated frames and breaks
 if a frame is missing. Links are cut and mended; engines are killed, crash, restart and are drained.
-Some requests kill each engine that computes their tokens.
+Faulty requests kill every engine that runs them.
 
 The simulation checks that each request is answered once, with the tokens that it gets without
 faults. A request that kills engines must end with an error, and no other request may be blamed. All
@@ -80,7 +80,7 @@ class FailoverError(AssertionError):
 
 
 class _LeastOpen:
-    """A `Placement` that chooses the accepting replica with the fewest requests."""
+    """A `Placement` that chooses, among accepting replicas, the one with the fewest requests."""
 
     def __init__(self) -> None:
         self.accepts: dict[str, bool] = {}
@@ -277,7 +277,7 @@ class _Wire:
 
     def _deliver_in_order(self, number: int, message: Outputs | Callable[[], None]) -> None:
         counts = self._world.report.counts
-        if self.is_broken:  # the dispatcher must ignore it
+        if self.is_broken:  # the dispatcher must ignore the message
             counts["messages of old connections"] += 1
         elif number < self._num_taken:
             counts["doubled messages"] += 1
@@ -343,7 +343,7 @@ class FailoverWorld:
         return self.report
 
     def token(self, request: Request, branch: int, tokens: Sequence[int]) -> int:
-        """The next token of a branch, which is the same on each engine."""
+        """The next token of a branch. It is the same on each engine."""
         fingerprint = 0
         for token_id in (*request.prompt_token_ids, *tokens):
             fingerprint = extend(fingerprint, token_id)
@@ -434,8 +434,8 @@ class FailoverWorld:
     def _crash(self, engine: _Engine) -> None:
         """Crash an engine in a step without any request being the cause.
 
-        An engine that retries a suspected request alone is not crashed: the dispatcher would blame
-        the request for a second crash.
+        An engine that retries only one suspected request is not crashed: the dispatcher would blame
+        this request for a second crash.
         """
         trial = self.dispatcher.trials.attribution.trial
         if trial is not None and trial.request_id in engine.busy_with():

@@ -52,7 +52,7 @@ class SimulationReport:
     latencies_s: list[float] = field(default_factory=list)
     #: Number of times that a sequence was preempted, losing blocks.
     num_preemptions: int = 0
-    #: Computed tokens of the preempted sequences.
+    #: Sum of the computed tokens that sequences had when they were preempted.
     num_preempted_tokens: int = 0
     #: Preempted tokens that were computed again.
     num_recomputed_tokens: int = 0
@@ -71,7 +71,7 @@ class SimulationReport:
     num_evicted_blocks: int = 0
     #: Prefixes that were requested from another tier.
     num_loads: int = 0
-    #: Prompt tokens that came from another tier.
+    #: Prompt tokens that were loaded from another tier.
     num_loaded_tokens: int = 0
     #: Loads that were given up because they took too long.
     num_late_loads: int = 0

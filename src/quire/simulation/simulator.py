@@ -1,8 +1,8 @@
 """Runs the scheduler and memory on a virtual clock and checks all their invariants.
 
-Each request must get the same tokens as without other requests, even if some are aborted, are
-preempted or fail. Every block must be accounted for, and no block may be held at the end. Runs with
-the same seed are equal: the report has a digest of all plans and results.
+Each request must get the same tokens as without other requests, even if requests are aborted,
+preempted or fail. The states of all blocks are checked, and all blocks must be free at the end.
+Runs with equal seeds are equal: the report has a digest of all plans and results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quire.simulation.step_time import StepTime
 from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork
 
 MAX_STEPS_WITHOUT_OUTPUT = 1000
-MAX_IDLE_TURNS = 100_000  # each is 10 ms if it waits for a tier
+MAX_IDLE_TURNS = 100_000  # a turn that waits for a tier takes 10 ms
 NEVER_S = 1e6  # longer than any move takes
 
 
@@ -261,7 +261,7 @@ class Simulator:
         return make_sequences(request, self.config.max_model_len, root, self.now_s)
 
     def _crash_now_and_then(self) -> None:
-        """Crash at random: replace the engine, and add the requests that clients wait for again."""
+        """Crash at random: replace the engine, then resubmit the requests that clients wait for."""
         if self._crash_rng.random() >= self.config.crash_rate:
             return
         self.report.add_counts(self.scheduler)

@@ -60,7 +60,7 @@ class SimulationConfig:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
     num_lookahead_blocks: int = 1
-    #: Whether a preempted sequence loses all its blocks, not only as many as are needed.
+    #: Whether a preempted sequence loses all its blocks, not only the needed number.
     preempts_whole: bool = False
     #: Whether admission predicts the lengths of outputs.
     forecasts: bool = True
@@ -77,9 +77,9 @@ class SimulationConfig:
     requests_per_s: float = 20.0
     #: No request arrives while this many wait.
     max_num_waiting: int = 1000
-    #: The fewest and the most prompt tokens, drawn uniformly.
+    #: The minimum and maximum number of prompt tokens, drawn uniformly.
     prompt_tokens: tuple[int, int] = (1, 40)
-    #: The fewest and the most output tokens, drawn uniformly.
+    #: The minimum and maximum number of output tokens, drawn uniformly.
     output_tokens: tuple[int, int] = (1, 30)
     #: The share of prompts that begin with one of 4 shared prefixes.
     shared_prefix_rate: float = 0.5
@@ -87,11 +87,11 @@ class SimulationConfig:
     near_rate: float = 0.0
     #: The share of requests that arrive together with the previous request, with its prompt.
     repeat_rate: float = 0.0
-    #: The fewest and the most branches of a request.
+    #: The minimum and maximum number of branches of a request.
     num_branches: tuple[int, int] = (1, 2)
     #: The share of requests with a beam search.
     beam_rate: float = 0.0
-    #: The fewest and the most beams of a search.
+    #: The minimum and maximum number of beams of a search.
     beam_width: tuple[int, int] = (2, 4)
     #: The share of steps before which a client forks a sequence, while requests still arrive.
     fork_rate: float = 0.0

@@ -1,8 +1,8 @@
 """A fake source of LoRA adapters: reading takes time, and fails for broken adapters.
 
-Reading an adapter takes a random time of the virtual clock, after which a broken adapter fails. If
-an adapter is loaded before it is ready, which `core.scheduling.adapter_residency.AdapterSource`
-forbids, `pop_ready` raises.
+Reading an adapter takes a random time of the virtual clock, after which a broken adapter fails.
+`core.scheduling.adapter_residency.AdapterSource` forbids loading an adapter before it is ready;
+`pop_ready` checks this.
 """
 
 import random

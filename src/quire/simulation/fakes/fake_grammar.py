@@ -1,7 +1,7 @@
-"""Fake grammars of token ids, in which the allowed tokens depend on all earlier ones.
+"""Fake grammars of token ids, in which the allowed tokens depend on all earlier tokens.
 
-    "3 5 12"    each token equals the sum of the earlier ones modulo 3; the output may end after 5
-                tokens and ends with the 12th
+    "3 5 12"    each token equals the sum of all earlier tokens modulo 3; the output may end after 5
+                tokens and ends after 12 tokens at the latest
 
 If no token of a small vocabulary fits, all tokens except the end are allowed.
 """
@@ -103,7 +103,7 @@ class FakeGrammars:
 
 
 def fake_grammar_work(vocab_size: int, **options: Any) -> GrammarWork:
-    """The `GrammarWork` of an engine with the fake model, which compiles in the calling thread."""
+    """A `GrammarWork` for the fake model. It compiles in the calling thread."""
     return GrammarWork(FakeGrammars(vocab_size), (0,), threads=InlineExecutor(), **options)
 
 

@@ -1,4 +1,4 @@
-"""A fake model, in which each token is a pure function of the earlier ones.
+"""A fake model, in which each token is a pure function of the earlier tokens.
 
 Each prefix has a fingerprint, which is a rolling hash of all its tokens. The next token is a
 function of (fingerprint, seed, branch). So the expected output of a request can be computed without
@@ -212,7 +212,7 @@ class FakeModel:
             prefixes = fingerprints_of(request.prompt_token_ids, _start_of(request))
             pooled = fake_pooled(prefixes[-1])
             return ExpectedOutput((), FinishReason.STOP, None, None, pooled)
-        # Otherwise, find its limits and the fingerprint after its known tokens.
+        # Otherwise, find the limits of the output and the fingerprint of prompt and forked tokens.
         prompt = [*request.prompt_token_ids, *forked_token_ids]
         num_left = params.max_tokens - len(forked_token_ids)
         if max_model_len is not None:

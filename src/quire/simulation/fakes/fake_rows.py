@@ -78,8 +78,8 @@ def _describe(plan: StepPlan, row: int | None) -> str:
 class FakeRows:
     """Arrays with one permanent row for each live sequence.
 
-    Invariant: table_count[block] is the number of entries in live tables that name the block,
-    except for the rows in `joining`.
+    Invariant: table_count[block] is the number of times that the block occurs in the tables of live
+    rows, without the rows in `joining`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class FakeRows:
         self.live = np.zeros(max_num_rows, dtype=np.bool_)
         #: Incremented when a row gets a new sequence, to recognize late tokens of the previous one.
         self.epoch: Ints = np.zeros(max_num_rows, dtype=np.int64)
-        #: The row's tokens, including those that steps in flight will append.
+        #: The number of a row's tokens, including tokens that steps in flight will append.
         self.num_tokens: Ints = np.zeros(max_num_rows, dtype=np.int64)
         self.num_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
         #: The maximum of `num_computed` since the row's admission.
@@ -117,7 +117,7 @@ class FakeRows:
         self.salts = np.zeros(max_num_rows, dtype=np.uint64)
         #: At [row, i], the fingerprint of the row's tokens 0 to i.
         self.fingerprints = np.zeros((max_num_rows, max_num_tokens), dtype=np.uint64)
-        #: At [group, row, i], the slot of token i; negative if it has none, as in groups of states.
+        #: At [group, row, i], the slot of token i; negative without a slot, as in groups of states.
         self.slots: Ints = np.full((num_groups, max_num_rows, num_slots), -1, dtype=np.int64)
         self.table_count: Ints = np.zeros(num_blocks, dtype=np.int64)
         self.admission: list[RowAdmission | None] = [None] * max_num_rows
@@ -237,7 +237,7 @@ class FakeRows:
             self._write_ids(row, group, 0, tables[source])
 
     def count_joined(self) -> None:
-        """Count the tables of forks that joined; each must equal the tables of its source."""
+        """Count the tables of forks that joined. A fork's tables must equal its source row's."""
         joined, self.joining = self.joining, {}
         for row, source in joined.items():
             for tables in self.tables:

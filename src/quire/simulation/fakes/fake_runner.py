@@ -61,7 +61,7 @@ class Faults:
     seed: int = 0
     #: If a row is admitted with this token, each step that computes the row fails.
     poison_token_id: int | None = None
-    #: A row admitted with this token fails alone instead of sampling.
+    #: A row admitted with this token fails instead of sampling; the other rows succeed.
     nan_token_id: int | None = None
 
     def hits_execute(self, step_id: int) -> bool:
@@ -120,8 +120,8 @@ class FakeRunner:
         """Apply the plan's changes to the rows and record the accesses of its forward pass."""
         self.history.add(plan)
         self._check_order(plan)
-        # First, change the rows. Adapters come before admissions, whose fingerprints depend on
-        # them.
+        # First, change the rows. Load adapters before admissions, since the fingerprints of the
+        # admitted rows depend on their adapters.
         rows = self.rows
         for row in plan.release:
             rows.release(row)
@@ -180,7 +180,7 @@ class FakeRunner:
     def reset(self) -> None:
         """Drop all rows and steps.
 
-        Blocks keep their content, except that blocks which a dropped step would have written are
+        Blocks keep their content. Only blocks that a dropped step would have written are
         overwritten, since the step may have run in part.
         """
         for step in self._steps:
@@ -231,7 +231,7 @@ class FakeRunner:
         return [*new_blocks, *targets]
 
     def _launch(self, plan: StepPlan) -> FakeStep:
-        """Make the step of a plan, which computes the plan's chunks and one token of each other
+        """Make the step of a plan. The step computes the plan's chunks and one token of each other
         live row."""
         rows, refuse = self.rows, self.history.refuse
         is_implicit = rows.live.copy()
@@ -376,7 +376,7 @@ class FakeRunner:
         for _, sample, admission in extras:
             if admission.params.beam_width:
                 token_ids[sample] = self.model.beam_candidates(int(last[sample]), 1)[0][0]
-        # Then, append the tokens to the rows that still have the same owner.
+        # Then, append the tokens to the rows that still have the same sequence.
         ends = step.ends[step.sources]
         still = (rows.epoch[step.sampling] == step.epochs) & (ends < rows.max_num_tokens)
         rows.fingerprints[step.sampling[still], ends[still]] = extend_array(

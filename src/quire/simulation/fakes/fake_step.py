@@ -23,9 +23,9 @@ class FakeStep:
     plan: StepPlan
     #: Rows that compute, [R].
     rows: Ints
-    #: Computed tokens of these rows before the step, [R].
+    #: Number of computed tokens of these rows before the step, [R].
     starts: Ints
-    #: Computed tokens of these rows after the step, [R].
+    #: Number of computed tokens of these rows after the step, [R].
     ends: Ints
     #: The row of each written token, [W].
     write_rows: Ints
@@ -92,8 +92,8 @@ class FakeStep:
 def logprobs_of(
     model: FakeModel, admission: RowAdmission, prefix: int, token_id: int
 ) -> TokenLogprobs | None:
-    """The log-probabilities with a sampled token: of a beam's candidates, or as the request asks.
-    None if it asks for none."""
+    """The log-probabilities at a sampled token: of a beam's candidates, or of as many tokens as the
+    request asks for. None if the request asks for none."""
     params = admission.params
     if params.beam_width:
         candidates = model.beam_candidates(prefix, params.num_beam_candidates)
@@ -132,7 +132,7 @@ def pooled_rows(step: FakeStep) -> dict[int, bytes]:
 
 
 def failed_rows(step: FakeStep, nan_token_id: int | None) -> dict[int, str]:
-    """The error of each row that fails alone instead of sampling, by row."""
+    """The error of each row that fails instead of sampling, by row, while other rows succeed."""
     return {
         admission.row: f"NaN in the logits of row {admission.row}"
         for _, sample, admission in step.special

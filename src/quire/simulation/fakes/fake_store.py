@@ -1,4 +1,4 @@
-"""The fake runner's KV cache, with a fingerprint in each slot.
+"""The fake runner's KV cache, with a fingerprint of the prefix in each slot.
 
 A slot contains the fingerprint of the prefix that wrote it, salted by its KV group. A page of a
 recurrent state contains the number of tokens that the state summarizes and their fingerprint,

@@ -68,8 +68,8 @@ def step_costs(
     if min(token_s, step_s, row_s, context_token_s) < 0:
         raise ConfigurationError(
             f"prefill_rate is {tokens_per_s:g} and step_s {step_s:g}, but a step of {step_tokens}"
-            f" tokens at that rate takes {step_tokens / tokens_per_s:g} s; lower one of them, and"
-            " give no negative times"
+            f" tokens at that rate takes {step_tokens / tokens_per_s:g} s; lower prefill_rate or"
+            " step_s, and give no negative times"
         )
     return StepCostModel([step_s, *[token_s] * NUM_SEGMENTS, row_s, context_token_s, 0.0, 0.0])
 
@@ -120,8 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("trace", type=Path, help="in Mooncake's or Azure's format")
     add = parser.add_argument
     add("--replicas", type=_at_least_1, default=8, help="default: 8")
-    add("--slow", type=float, default=1.0, help="real over reported step time of slow ones (1)")
-    add("--num-slow", type=int, choices=range(64), metavar="N", default=0, help="slow ones (0)")
+    add("--slow", type=float, default=1.0, help="real by reported step time, slow replicas (1)")
+    add("--num-slow", type=int, choices=range(64), metavar="N", default=0, help="slow replicas")
     add("--policy", action="append", help="NAME or NAME:OPTION=NUMBER,...; may be repeated (all)")
     add("--speed", type=float, default=1.0, help="how many times as fast requests come (1)")
     add("--copies", type=_at_least_1, default=1, help="of the trace, without a common prefix (1)")
@@ -134,6 +134,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-itl-ratio", type=float, default=0.0, help="of each replica; 0: not paced (0)")
     add("--prefill-rate", type=float, default=20480.0, help="prompt tokens a second (20480)")
     add("--step-s", type=float, default=8e-3, help="seconds of any step (0.008)")
-    add("--row-s", type=float, default=2e-5, help="a sequence that generates adds (2e-5)")
-    add("--context-token-s", type=float, default=4e-8, help="each token that it sees adds (4e-8)")
+    add("--row-s", type=float, default=2e-5, help="seconds per generating sequence (2e-5)")
+    add("--context-token-s", type=float, default=4e-8, help="seconds per token attended to (4e-8)")
     return parser

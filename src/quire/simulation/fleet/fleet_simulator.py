@@ -19,7 +19,8 @@ SECRET = b"simulated fleet"
 
 #: The seconds between two reports of a replica's slowness to the router, as in a real fleet.
 TELL_EVERY_S = 5.0
-#: The minimum predicted seconds of a replica's steps since its last report for a new report.
+#: A replica reports again only if its steps since the last report are predicted to take this long,
+#: in seconds.
 LEAST_TOLD_S = 0.25
 
 
@@ -29,7 +30,7 @@ class _Asked:
 
     at_s: float
     num_prompt_tokens: int
-    #: The time of the last token; None before the first.
+    #: The time of the latest token, in seconds; None before the first token.
     last_token_s: float | None = None
 
 
@@ -45,7 +46,7 @@ def simulate_fleet(
 
 
 class FleetSimulator:
-    """Runs a trace to its end, without network delays, which would be equal for all policies."""
+    """Runs a trace to its end. Ignores network delays, since they don't depend on the policy."""
 
     def __init__(
         self, trace: Trace, shapes: list[ReplicaShape], policy: RoutingPolicy, name: str = ""
@@ -118,8 +119,8 @@ class FleetSimulator:
         return name
 
     def prompt(self, number: int) -> list[int]:
-        """Invent a request's token ids: each block of the trace repeats one token, then come unique
-        tokens."""
+        """Invent a request's token ids: one repeated token for each shared block of the trace,
+        followed by unique tokens."""
         request, size = self.trace.requests[number], self.trace.block_tokens
         tokens: list[int] = []
         for prefix_id in request.prefix_ids:

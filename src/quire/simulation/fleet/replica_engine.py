@@ -38,7 +38,7 @@ class ReplicaShape:
     max_num_seqs: int = 64
     #: The bound of the replica's pacing (`PacingConfig.max_itl_ratio`); 0 means no pacing.
     max_itl_ratio: float = 0.0
-    #: The eviction order of its prefix cache.
+    #: The eviction order of the replica's prefix cache.
     eviction: str = DEFAULT_ORDER
     #: The ratio of the replica's real step times to those that `costs` predicts.
     slowness: float = 1.0
@@ -122,8 +122,8 @@ class SimulatedReplica:
 class _Rows:
     """Tracks the rows of a runner, to find the rows that sample and the work of each step.
 
-    Invariant: for each live row, `_computed` has the number of its computed tokens and `_missing`
-    the number of its other tokens.
+    Invariant: for each live row, `_computed` has the number of computed tokens and `_missing` the
+    number of tokens that are not computed.
     """
 
     def __init__(self, num_rows: int) -> None:
