@@ -104,7 +104,7 @@ def test_the_formula():
     ],
 )
 def test_shapes_that_do_not_fit_are_named(shapes):
-    with pytest.raises(ValueError, match=r"k is .*, cos .* and sin .*, but q, \(3, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"k is .*, cos .* and sin .*, but for q, \(3, 4, 8\)"):
         rotary(*(torch.zeros(shape) for shape in shapes))
 
 

@@ -1,5 +1,4 @@
-"""Unpacks int32 words that hold several quantized weights each
-(`csrc/packing/unpack_words.cpp`)."""
+"""Unpacks int32 words that hold several quantized weights (`csrc/packing/unpack_words.cpp`)."""
 
 import ctypes
 
