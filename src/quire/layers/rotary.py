@@ -142,7 +142,7 @@ class YarnRope(Rope):
     mscale_all_dim: float | None = None
     truncate: bool = True
     #: Multiplies a computed attention factor, as in YaRN's own code and in vLLM. transformers 5.23
-    #: ignores it (DeepSeek-R1-0528-Qwen3-8B has it; there the product is 1).
+    #: ignores it. In DeepSeek-R1-0528-Qwen3-8B, whose config has it, the product is 1.
     attn_factor: float = 1.0
 
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:

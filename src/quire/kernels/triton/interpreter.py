@@ -25,7 +25,7 @@ from triton.runtime import interpreter
 
 from quire.kernels.triton.interpreter_speed import LaunchPatches, numpy_types, patch_builtin
 
-#: Passed to the interpreter in place of a function, whose globals name the modules to patch.
+#: Passed to the interpreter in place of a function: the modules in `__globals__` are patched.
 _LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)

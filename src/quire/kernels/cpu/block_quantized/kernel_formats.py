@@ -99,7 +99,8 @@ def code_format_struct(
 def weights_struct(
     form: KernelBlockFormat, code_format: abi.CodeFormat, num_outputs: int, num_inputs: int
 ) -> abi.Weights:
-    """The structure of a linear without memory. The caller keeps `code_format` alive."""
+    """The structure of a linear whose memory is not allocated yet. The caller keeps `code_format`
+    alive."""
     return abi.Weights(
         format=WeightLayout.BLOCK_QUANTIZED,
         num_outputs=num_outputs,

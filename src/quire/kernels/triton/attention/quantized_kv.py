@@ -30,7 +30,7 @@ CODE_DTYPES = {torch.int8: torch.int8, torch.float8_e4m3fn: torch.uint8}
 
 IS_INTERPRETED = tl.constexpr(is_interpreting())
 
-# PTX that widens the four codes of one register to two registers of two numbers each. Compiled code
+# PTX that widens the four codes of one register to two registers of two floats each. Compiled code
 # would extract the bytes one by one, with two to three times as many instructions.
 INT8_TO_BF16 = tl.constexpr("""{
     .reg .b32 low, sign, a, b, c, d, one;

@@ -204,7 +204,7 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_ahead(words_ptrs, num_outputs, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The words of a stretch that no product of the tensor core reads, as a tuple of [BLOCK_N]:
+    """The words of a stretch that are not multiplied in the tensor core, as a tuple of [BLOCK_N]:
     scales, then factors, or offsets if they are floats."""
     NUM_SCALES: tl.constexpr = LAYOUT.zeros_at
     words = (tl.load(words_ptrs),)
