@@ -158,7 +158,7 @@ def test_a_folder_that_is_too_small_for_the_model_is_refused(options: EngineOpti
     assert options.cache_folder is not None
     small = options_of(options.cache_folder, cache_size="1MiB")
     with (
-        pytest.raises(ConfigurationError, match=r"cache_size is 1048576 bytes, but with blocks of"),
+        pytest.raises(ConfigurationError, match=r"cache_size is 1048576 bytes, but blocks of"),
         cache_folder(small) as folder,
     ):
         assert folder is not None

@@ -134,7 +134,7 @@ def test_a_backend_from_outside_serves_a_model(wrapped):
 
 def test_a_name_is_registered_once(wrapped):
     assert backend_names()[-1] == "wrapped"
-    with pytest.raises(ConfigurationError, match="'wrapped' already"):
+    with pytest.raises(ConfigurationError, match="'wrapped' is registered already"):
         register("wrapped", wrapped)
 
 

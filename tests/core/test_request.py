@@ -113,7 +113,7 @@ def test_a_beam_search_begins_anew() -> None:
         ([(1, (1, 2, 3, 4, 5))], {}, "branch 1 is to be resumed after 5 tokens, but ends with 5"),
         ([(1, (1, 2))], {"prompt_token_ids": [1] * 8}, "after 2 tokens, but ends with 2"),
         ([(1, (1, 100))], {}, "token id 100"),
-        ([(1, ())], {"params": DecodingParams(5, beam_width=3)}, "a beam search is not resumed"),
+        ([(1, ())], {"params": DecodingParams(5, beam_width=3)}, "a beam search can't be resumed"),
     ],
 )
 def test_only_valid_branches_can_be_resumed(

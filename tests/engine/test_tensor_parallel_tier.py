@@ -176,7 +176,7 @@ def test_another_number_of_ranks_finds_nothing(
 
 def test_a_folder_that_is_too_small_for_all_ranks_is_refused(model: Path, tmp_path: Path) -> None:
     before = set(psutil.Process().children())
-    with pytest.raises(ConfigurationError, match="in each of 2 ranks at least"):
+    with pytest.raises(ConfigurationError, match="in each of 2 ranks need at least"):
         LLM(
             model,
             skip_tokenizer_init=True,

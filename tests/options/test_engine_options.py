@@ -144,9 +144,18 @@ def test_a_number_of_tokens_may_be_written_in_thousands(given: Any, taken: int |
         ({"num_blocks": 1, "gpu_memory_utilization": 0.5}, "num_blocks and gpu_memory_utilization"),
         ({"tokenizer": "x", "skip_tokenizer_init": True}, "tokenizer is 'x', but skip_tokenizer"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1, but must be True, False or"),
-        ({"eviction": "lru", "enable_prefix_caching": False}, "eviction is 'lru', but nothing"),
-        ({"cache_size": "1GiB"}, "cache_size is 1073741824, but there is no cache_dir"),
-        ({"cache_writes_per_day": 0}, "cache_writes_per_day is 0, but there is no cache_dir"),
+        (
+            {"eviction": "lru", "enable_prefix_caching": False},
+            "eviction is 'lru', but enable_prefix_caching is False",
+        ),
+        (
+            {"cache_size": "1GiB"},
+            "cache_size is 1073741824, but it has no effect without cache_dir",
+        ),
+        (
+            {"cache_writes_per_day": 0},
+            "cache_writes_per_day is 0, but it has no effect without cache_dir",
+        ),
         ({"cache_dir": "a", "enable_prefix_caching": False}, "cache_dir is 'a', but no prefixes"),
         ({"cache_dir": "a", "cache_size": "1MB"}, "cache_size is 1000000, but must be at least 1"),
         (

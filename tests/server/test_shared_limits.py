@@ -53,7 +53,7 @@ def test_one_address_may_have_half_of_the_connections(caplog):
     own = ServerConfig(max_connections=100, max_connections_per_address=90)
     with caplog.at_level(logging.WARNING):
         assert of_one_address(open_connections(own, 1 << 16)) == 90
-    assert "fewer than max_queued_requests, 1024" in caplog.text
+    assert "less than max_queued_requests, 1024" in caplog.text
 
 
 def of_one_address(connections: OpenConnections) -> int:

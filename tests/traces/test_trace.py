@@ -36,9 +36,9 @@ def test_a_request_says_what_is_wrong_with_it(changes: dict[str, object], why: s
 
 
 def test_requests_are_in_order_and_parents_before() -> None:
-    with pytest.raises(ConfigurationError, match=r"request 1 of the trace came at 1\.0 s, before"):
+    with pytest.raises(ConfigurationError, match=r"request 1 of the trace arrived at 1\.0 s, but"):
         Trace(8, (replace(PLAIN, at_s=2.0), PLAIN))
-    with pytest.raises(ConfigurationError, match="request 0 of the trace follows request 0"):
+    with pytest.raises(ConfigurationError, match="request 0 of the trace has the parent 0"):
         Trace(8, (replace(PLAIN, parent=0),))
     with pytest.raises(ConfigurationError, match="block_tokens is 0"):
         Trace(0, ())

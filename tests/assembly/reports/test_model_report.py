@@ -73,7 +73,7 @@ def test_quantized_weights_of_a_hub_model_are_not_sized_before_they_are_fetched(
     start_hub(FakeHub(model_files() | {"config.json": config}))
     found = report_on("org/model", "main", 64)
     assert [each.name for each in found.precisions] == ["as stored", "int8", "int4"]
-    assert "not fetched yet" in str(found.precisions[0].obstacle)
+    assert "until their files are fetched" in str(found.precisions[0].obstacle)
     assert "quantized by AWQ already" in str(found.precisions[1].obstacle)
 
 

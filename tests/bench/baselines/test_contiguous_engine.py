@@ -66,7 +66,7 @@ def test_a_memory_without_one_long_run_is_refused() -> None:
 def test_options_that_ask_for_a_cache_are_refused() -> None:
     for more, text in (
         ({"enable_prefix_caching": True}, "enable_prefix_caching is True, but contiguous memory"),
-        ({"eviction": "lru"}, "nothing is cached"),
+        ({"eviction": "lru"}, "nothing is evicted"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             build_engine(OPTIONS | more, kv_allocator=contiguous("max"))

@@ -61,11 +61,11 @@ def test_choice_accepts_exactly_its_text(compiler: GrammarCompiler, text: str) -
         ({"grammar": "root ::= ("}, "structured_outputs.grammar", "GBNF"),
         ({"grammar": ""}, "structured_outputs.grammar", "Empty grammar"),
         ({"grammar": "root ::= a"}, "structured_outputs.grammar", "GBNF: Rule 'a' not found"),
-        ({"json": "{"}, "structured_outputs.json", "no JSON"),
+        ({"json": "{"}, "structured_outputs.json", "this is not JSON"),
         ({"json": '{"minimum": NaN}'}, "structured_outputs.json", "NaN"),
         ({"json": '{"minimum": 1e999}'}, "structured_outputs.json", "too large"),
         ({"json": "[]"}, "structured_outputs.json", "a schema is an object"),
-        ({"json": {"const": b"x"}}, "structured_outputs.json", "no JSON"),
+        ({"json": {"const": b"x"}}, "structured_outputs.json", "this is not JSON"),
     ],
 )
 def test_refusals(params: dict[str, object], param: str, says: str) -> None:
