@@ -39,7 +39,8 @@ class PairForm(StrEnum):
 class PoolingParams:
     """How the hidden states of one prompt become its result.
 
-    With PoolingKind.ALL, every step applies to each token's vector.
+    The vector is shortened, normalized and scored as the fields say. With PoolingKind.ALL, this is
+    done to the vector of each token.
     """
 
     kind: PoolingKind = PoolingKind.LAST

@@ -279,7 +279,8 @@ class RequestAssembler:
         return self._branches[branch_index].pop_delta()
 
     def _store_prompt_logprobs(self, entries: LogprobEntries) -> None:
-        """Keep the first entries; a resumed request sends the same entries again."""
+        """Store the prompt's log-probabilities at the first call. Later calls have no effect, since
+        a resumed request sends the same entries again."""
         if self._deltas_only:
             self.prompt_entries = self.prompt_entries or entries
         elif self._output.prompt_logprobs is None:
@@ -304,9 +305,9 @@ class RequestAssembler:
 def logprob_map(
     entry: TokenLogprobs, tokenizer: Tokenizer | None, *, is_ranked: bool = True
 ) -> dict[int, Logprob]:
-    """Map the most likely tokens, best first, to their log-probabilities, and add the token itself.
-    With `is_ranked` False, the entry has the tokens listed by the request, and only the rank of the
-    token itself is known."""
+    """The log-probabilities of one position by token id: the most likely tokens, best first, and
+    the token that stands there, sampled or from the prompt. With `is_ranked` False, `entry` has the
+    tokens of the request's `logprob_token_ids`, and only the token that stands there has a rank."""
 
     def text(token_id: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(token_id)

@@ -2,8 +2,9 @@
 
 The small files are the config, the index of the weights, the tokenizer and the chat template.
 The list and these files show whether a file is missing or the model is unsupported, before
-gigabytes are fetched. If the list has several GGUF models, one is chosen, and the headers of its
-files take the place of the small files. If the hub can't be reached, the cached files are used.
+gigabytes are fetched. A GGUF model is fetched if the name chooses it, or if the repository has no
+weights in Hugging Face's format. The headers of its files then take the place of the small files.
+If the hub can't be reached, the cached files are used.
 Called by `model_folder` for hub ids only, since this module imports the hub's client.
 """
 

@@ -3,6 +3,9 @@
 Each sequence's state is read from its pages, updated by `reference.py` in fp32, and written back.
 Tokens are computed one by one because torch rounds some functions differently for larger tensors,
 and results must not depend on how a prompt is split into chunks.
+
+A state is stored as U units. A unit of a matrix state has 16 adjacent columns of one head, with all
+rows (`state_specs.py`).
 """
 
 import torch
@@ -73,7 +76,7 @@ class TorchStates(StateBackend):
         return found
 
     def _places(self, layer: int, s: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For one sequence: the page [U] of each unit, and its byte indices there [U, bytes]."""
+        """For one sequence: the page [U] of each unit, and the unit's indices in it [U, bytes]."""
         batch, where, spec = self._batch, self._layers[layer], self._specs[layer]
         assert batch is not None
         device = where.pages.device
@@ -98,12 +101,12 @@ class TorchStates(StateBackend):
 
 
 def _joined(units: torch.Tensor, num_heads: int, num_rows: int) -> torch.Tensor:
-    """Convert units [U, rows * 16] to a state [heads, rows, columns]."""
+    """Join the units [U, rows * 16] of a state, as they are read: [heads, rows, columns]."""
     return units.view(num_heads, -1, num_rows, UNIT_COLUMNS).transpose(1, 2).flatten(2)
 
 
 def _cut(state: torch.Tensor) -> torch.Tensor:
-    """Convert a state [heads, rows, columns] to units [U, rows, 16]."""
+    """Cut a state [heads, rows, columns] into units [U, rows, 16], as they are written."""
     num_heads, num_rows, _ = state.shape
     cut = state.reshape(num_heads, num_rows, -1, UNIT_COLUMNS).transpose(1, 2)
     return cut.flatten(0, 1)

@@ -348,7 +348,8 @@ class ModelRunner:
     def _logits(self, step: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
         """The logits [R, V] of the sample rows.
 
-        A joining row gets a copy of its source's logits, since the sampler edits each line.
+        A fork that joins in this step computes no token: it gets a copy of the logits of the row
+        that it was forked from. The copy is needed because the sampler edits logits in place.
         """
         num_computing = len(step.sample_rows) - len(step.joined_lines)
         if num_computing < len(hidden):  # otherwise each token is the last one of its sequence
@@ -376,7 +377,10 @@ class ModelRunner:
             self._adapters.change(plan)
 
     def _build_padding(self, size: int) -> StepBatch:
-        """A step of a static size in which no sequence computes. It must be computed next."""
+        """A step of padding alone, to capture the graph of a static size.
+
+        It fills the static buffers of that size, so compute it before another step is built.
+        """
         assert isinstance(self._rows, DeviceRows)
         if self._adapters is not None:
             self._adapters.set_base(size)

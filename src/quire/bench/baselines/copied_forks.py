@@ -14,7 +14,8 @@ from quire.errors import ConfigurationError
 
 
 class CopyEverything(CopyOnWrite):
-    """Copies each block that another sequence holds, too, even if it will not be written."""
+    """Before a sequence computes, copies all of its blocks that another sequence shares, not only
+    the block that will be written."""
 
     def _shared_entries(self, sequence: Sequence) -> Iterable[tuple[int, int, int]]:
         for group, table in enumerate(sequence.block_tables):
@@ -26,9 +27,8 @@ class CopyEverything(CopyOnWrite):
 class CopiedForksManager(KVCacheManager):
     """Gives each fork its own blocks.
 
-    Invariant: a sequence that computes in a step shares no block in that step. The invariant holds
-    only while no step fails: after a failure, copies of full blocks are missing, which the
-    scheduler does not know.
+    Invariant: a sequence that computes in a step shares no block in that step. Use it only where no
+    step fails: a failed step may not have copied the full blocks, and nothing copies them later.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:

@@ -5,15 +5,16 @@ continue at once in other engines. The others are suspects: `isolated_trials` ru
 another, each alone in an engine. A suspect is cleared once it has recomputed the tokens that were
 being computed at the death. If an engine dies during a trial, the request on trial is to blame,
 because the engine ran no other request. So a deadly request is ended after two deaths, even in a
-large fleet.
+large fleet. There are three exceptions:
 
 - Out of memory: another program may have used up the memory. So the request is blamed only if an
   engine dies in its second trial, too. The second trial comes after the other suspects' trials.
 - An engine is lost if its machine or the network fails: its last step is unknown. Its requests
-  continue at once. A request that was in two lost engines gets a trial; after four lost engines it
-  is blamed. A loss no longer counts if the engine turns out to be alive.
-- The trial ran beside other requests, because no engine could be emptied: the other requests of
-  the step are suspects, too, and the third death on a trial decides.
+  continue at once. A request that was in two lost engines gets a trial. After four lost engines it
+  is blamed if the last loss was on its trial. A loss no longer counts if the engine is alive.
+- The trial ran beside other requests, because no engine could be emptied: a death proves nothing.
+  The other requests of the step become suspects, too, and the request on trial waits for another
+  trial. It is blamed at the third death during its trials, even without proof.
 
 This module imports no process, clock or asyncio. `isolated_trials` and `fleet_dispatcher` call it.
 """
@@ -174,9 +175,9 @@ class CrashAttribution:
         return FleetVerdict(trial, explained, [*continuing, *beside, *cleared])
 
     def _suspect(self, requests: Sequence[OpenRequest], death: Death) -> None:
-        """Make requests suspects of a death. Most deadly requests kill in their first steps, so the
-        requests with the least output are tried first. Beam searches are tried last, since their
-        trials take long."""
+        """Make requests suspects of a death. A request that kills its engine usually does so in its
+        first steps, so the requests with the least output are tried first. Beam searches are tried
+        last, since their trials take long."""
         ordered = sorted(requests, key=lambda each: (each.is_beam_search, each.num_tokens))
         for request in ordered:
             self._evidence.setdefault(request, _Evidence()).deaths.add(death)

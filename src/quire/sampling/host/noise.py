@@ -13,10 +13,11 @@ numbers.
 
 All sums are modulo 2**64. `mix` and G are SplitMix64's finalizer and increment (Steele, Lea and
 Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), so the bits of a position's
-tokens are the outputs of SplitMix64 seeded with `key`. The formulas give large noise, which decides
-the result, for small uniforms, since floats are densest near zero.
+tokens are the outputs of SplitMix64 seeded with `key`. Large noise decides the result, so the
+formulas derive it from small uniforms: floats are densest near zero.
 
-`choice.py` uses numpy for the few tokens that can win, and torch for a bound on all others.
+`choice.py` uses numpy for the few tokens that can win, and torch for an upper bound on the noise of
+all others.
 """
 
 from functools import lru_cache

@@ -100,7 +100,7 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def tokens_kept_for(self, tool_use: ToolUse) -> frozenset[str]:
         """The special tokens that the detokenizer must keep for one message. If no tool may be
-        called, these exclude marks of calls, which would become text."""
+        called, the marks of calls are not kept, since they would appear in the answer's text."""
         if self.channels is not None or tool_use.callable_tools:
             return self.special_tokens
         marks = self.reasoning.begin + self.reasoning.end if self.reasoning is not None else ()
@@ -156,8 +156,8 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The grammar of one message for `text.grammars`; None if any message is allowed.
 
         `parser` can parse all allowed messages. Calls obey their tools' schemas; if a tool is not
-        strict, unsupported parts of its schema are ignored. If calls have no mark, the grammar
-        keeps text from looking like a call only if a tool is strict.
+        strict, unsupported parts of its schema are ignored. If calls have no mark and a tool is
+        strict, the grammar forbids text that begins like a call.
 
         `answer_format` is the format of the text of an answer without calls. `reasoning_budget` is
         the maximum number of reasoning tokens. `tokenizer` is the model's tokenizer; it determines
