@@ -141,7 +141,7 @@ class _Scalings:
         self._alphas = self._by_pattern(config, "alpha_pattern", self._number)
 
     def rank(self, path: str) -> int:
-        """The rank of a linear. Raises AdapterError if patterns take too long."""
+        """The rank of a linear. Raises AdapterError if matching patterns takes too long."""
         return int(self._of_pattern("rank_pattern", self._ranks, path, self._rank))
 
     def scaling(self, path: str) -> float:
@@ -153,8 +153,8 @@ class _Scalings:
     def _by_pattern(
         self, config: Mapping[str, Any], name: str, check: Any
     ) -> tuple[PathPatterns, list[Any]]:
-        """Read a field that maps patterns to values. Returns the patterns, and the values in their
-        order."""
+        """Read a field that maps patterns to values. Returns the patterns, and the values in the
+        same order."""
         given = config.get(name) or {}
         if not isinstance(given, dict):
             raise self._wrong(name, given, "an object")

@@ -19,7 +19,7 @@ from quire.layers.linear import AdapterHalf, Linear
 
 
 class TritonAdapterKernels(AdapterKernels):
-    """Attaches slots whose adapters Triton kernels compute.
+    """Attaches adapter slots to linears; Triton kernels compute the adapters.
 
     If no row of a step has an adapter, no kernel is launched. Steps that are captured as CUDA
     graphs always launch kernels, since graphs are replayed with and without adapters.
@@ -56,7 +56,7 @@ class TritonAdapterKernels(AdapterKernels):
 
 
 class _TritonLinearSlots(LinearSlots):
-    """A `layers.linear.LinearAdapter` in Triton."""
+    """The adapter slots of one linear, a `layers.linear.LinearAdapter` with Triton kernels."""
 
     #: Whether kernels are launched even if no row has an adapter.
     always_launches = False

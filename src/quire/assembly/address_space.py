@@ -1,9 +1,9 @@
 """Explains failures when the process has too little memory or can't start more threads.
 
 In both cases torch and numpy fail in many ways: a library can't be mapped, a MemoryError has no
-message, or C++ aborts, which nothing can catch. So a limit that is far too low is refused before
-torch and numpy are imported. This module imports neither. Called by the command line and by the
-engine's process.
+message, or C++ aborts, which nothing can catch. So a limit of the address space (`ulimit -v`) that
+is far too low is refused before torch and numpy are imported. This module imports neither. Called
+by the command line and by the engine's process.
 """
 
 import resource
@@ -29,7 +29,7 @@ NO_MORE_THREADS = (
 def named_memory_failures() -> Iterator[None]:
     """Raise InsufficientMemoryError for failed imports, MemoryErrors and failed thread starts.
 
-    Also raises it before the body runs if the limit is too low.
+    Also raises it before the body runs if the limit of the address space is too low.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < LEAST_BYTES:

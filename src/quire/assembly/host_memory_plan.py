@@ -58,7 +58,7 @@ def plan_memory(
     """Choose sizes of the KV memory that fit into the machine's memory.
 
     `adapter_bytes` is the size of the slots for adapters. `most_bytes` is this engine's share of
-    the free memory of the memory nodes that the ranks are bound to; None if they are not bound.
+    the free memory of the NUMA nodes that the ranks are bound to; None if they are not bound.
     Raises ConfigurationError and InsufficientMemoryError.
     """
     wanted_len = wanted_model_len(options, config)

@@ -11,10 +11,10 @@ A fingerprint has these parts:
 
 According to docs/determinism.md, nothing else changes a byte of a page: not the number of threads,
 the sizes of steps, batches or pool, nor policies, graphs, seeds or sampling. Tokenizer, chat
-template and the model's name have no effect, since pages are found by token ids. The names of the
-stored records depend on the tenant and the salt. A needless part costs a cold cache, but a missing
-part causes wrong tokens. So whole source files count, even if a release has changed only comments.
-Called by `rank_build`.
+template and the model's name have no effect, since pages are found by token ids. Tenant and salt
+need no part here, since they change the names of the stored records. A needless part costs a cold
+cache, but a missing part causes wrong tokens. So whole source files count, even if a release has
+changed only comments. Called by `rank_build`.
 """
 
 import ast
@@ -205,8 +205,8 @@ def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
 
 
 def _products_digest(device: torch.device, dtype: torch.dtype) -> str:
-    """A digest of some products by torch, since environment variables of its libraries (MKL_CBWR
-    and others) change how they multiply."""
+    """A digest of some matrix products computed by torch, since environment variables (MKL_CBWR and
+    others) change how its libraries multiply."""
     generator = torch.Generator().manual_seed(0)
     digest = hashlib.blake2b(digest_size=16)
     for num_rows in (1, 48):

@@ -1,6 +1,6 @@
 """Int8 quantization of K and V vectors, bit-identical in all attention backends.
 
-For each vector x (a token's K or V in one KV head), one byte an element and one scale are stored:
+For each vector x (a token's K or V in one KV head), a byte per element and one scale are stored:
 
     scale = bfloat16(max |x| / 127),   code = nearest(x / scale), from -127 to 127
     x is read as code * scale

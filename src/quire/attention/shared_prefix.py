@@ -50,7 +50,7 @@ class SharedTiles:
 def shared_runs(
     decodes: DecodeRows, block_size: int, tile_tokens: int, min_saved_tiles: int
 ) -> list[SharedTiles]:
-    """The runs of shared tiles, each of which saves reading at least min_saved_tiles tiles.
+    """The runs of shared tiles that each save at least min_saved_tiles reads of a tile.
 
     The runs of one row are contiguous and ordered by position. Rows with windows share only if
     their windows begin in the same block, for example branches of equal length.

@@ -2,9 +2,10 @@
 
 The kernels read keys and values from their blocks. A layer's page is [2, Hkv, B, D], K then V, in
 the KV dtype, so a KV head's K or V in a block is one contiguous range. `run` launches three
-kernels. The first norms and rotates q and k, and writes K and V. The second attends all tiles of
-the step. The third merges the partial results of tokens whose keys were divided among several
-programs. Layers that see the same keys with heads of the same shape share a step's work list.
+kernels. The first norms and rotates q and k, and writes K and V. The second computes attention for
+the items of the step's work list. The third merges the partial results of tokens whose keys were
+divided among several programs. Layers that see the same keys with heads of the same shape share a
+step's work list.
 
 In a step that only decodes, the bits of a row's attention depend only on its own context. With
 `batch_invariant` this holds for all rows of all steps, however prompts are split into chunks, since
@@ -91,7 +92,7 @@ class _BoundLayer:
 
 @dataclass(frozen=True, slots=True)
 class _WorkKey:
-    """Layers with equal keys share a work list."""
+    """The properties on which a work list depends. Layers with an equal `_WorkKey` share one."""
 
     heads: tuple[int, int, int, int | None]
     window: int | None
@@ -161,7 +162,10 @@ class TritonPagedAttention(AttentionBackend):
         return _BoundLayer(spec, layer.group, pages, decode, mixed)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """If all sequences decode, planning only launches kernels, which may be captured."""
+        """Make the step's work lists.
+
+        If all sequences decode, this only launches kernels, so that it can be captured.
+        """
         self._batch = batch
         is_decode = batch.num_decodes == len(batch.query_lens_list)
         plan = self._plan_decode if is_decode else self._plan_mixed
@@ -209,7 +213,7 @@ class TritonPagedAttention(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for partial outputs and their scales.
 
-        It has a row for each part and head. For latent layers, rows for each program follow.
+        It has a row for each part and head. For latent layers, scratch rows of the programs follow.
         """
         shape, device = bound.decode, bound.pages.numbers.device
         num_rows = num_parts * shape.num_heads
@@ -253,14 +257,14 @@ class TritonPagedAttention(AttentionBackend):
 
 
 def _narrow(q: torch.Tensor, pages: KVPages) -> torch.Tensor | None:
-    """A bf16 buffer for fp32 queries that are multiplied with int8 codes; else None."""
+    """A bf16 buffer for fp32 queries if the pages store int8 or fp8 codes; else None."""
     if pages.scales is None or q.dtype != torch.float32:
         return None
     return torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
 
 
 def _by_head(rows: torch.Tensor, shape: AttendShape) -> torch.Tensor:
-    """[rows, D] -> [*, Hq, D], without the programs' rows at the end."""
+    """Memory of `_parts`, [rows, D] -> [parts, Hq, D], without the scratch rows at its end."""
     count = len(rows) // shape.num_heads
     return rows[: count * shape.num_heads].view(count, shape.num_heads, rows.shape[1])
 

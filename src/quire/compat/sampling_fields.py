@@ -1,6 +1,6 @@
 """Sampling parameters of other engines, with quire's alternatives; read by `checked_fields`.
 
-The tables follow the releases of these engines.
+The tables change when new releases of these engines change their parameters.
 """
 
 from collections.abc import Mapping

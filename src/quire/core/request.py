@@ -13,7 +13,7 @@ from quire.errors import InvalidRequestError, PromptTooLongError
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The API uses STOP and LENGTH; only quire has the other reasons."""
+    """Why a sequence ended. STOP and LENGTH are OpenAI's reasons, the others quire's own."""
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or max_model_len
@@ -22,7 +22,7 @@ class FinishReason(StrEnum):
 
 
 class ResumedBranch(NamedTuple):
-    """A branch that continues from its earlier output after the first engine's process died."""
+    """A branch that continues from its earlier output after its engine's process died."""
 
     branch_index: int
     #: The branch's output so far, without an end token.
@@ -59,10 +59,10 @@ class Request:
     ) -> "Request":
         """Return the request for the output that is still missing after this request was cut off.
 
-        branches: the tokens that the client has of each branch that has not ended. has_output:
-        whether any branch, ended ones included, has returned a token. If so, the prompt's
-        log-probabilities came with the first token and are not sent again. elapsed_s: seconds since
-        the request's arrival.
+        branches: for each branch that has not ended, the tokens that the client already has.
+        has_output: whether any branch, ended ones included, has returned a token. If so, the
+        prompt's log-probabilities came with the first token and are not sent again. elapsed_s:
+        seconds since the request's arrival.
 
         A beam search starts over, since it returns no output before its end.
         """
@@ -106,8 +106,8 @@ class SequenceOutput(NamedTuple):
 def prompt_too_long(
     num_tokens: int, max_model_len: int, *, generates: bool = True
 ) -> PromptTooLongError:
-    """The error for a prompt that leaves no room for a generated token, if the request generates
-    any."""
+    """The error for a prompt that exceeds max_model_len, counting one generated token if
+    `generates`."""
     if not generates:
         return PromptTooLongError(
             f"the input has {num_tokens} tokens, above max_model_len, {max_model_len}; shorten it,"
@@ -125,7 +125,7 @@ def check_prompt(
     prompt_token_ids: Sequence[int], limits: ModelLimits, *, generates: bool = True
 ) -> None:
     """Raise InvalidRequestError for token ids that the model can't process, and PromptTooLongError
-    for a prompt that is too long for the model and one generated token, if any is generated."""
+    for a prompt that exceeds max_model_len, counting one generated token if `generates`."""
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
     # The length comes first, so that millions of ids are refused without reading each.

@@ -90,7 +90,7 @@ class AsyncEngine:
         max_queued_requests: the most requests that may be open, whether they wait or run. A request
             for n samples counts n times.
         command: the program to run. `--fd N` and the arguments of logging are appended.
-        on_progress: called with the progress of the first process until that is ready.
+        on_progress: called with the progress of the first process until it is ready.
 
         Raises the errors of `build_engine` (ConfigurationError and its subclasses), EngineDeadError
         if the process ended without a message, and MessageError for options that can't be sent.
@@ -110,7 +110,7 @@ class AsyncEngine:
 
     @property
     def failure(self) -> QuireError | None:
-        """The reason why the engine has failed for good; None while it has not."""
+        """The reason why the engine has failed for good; None before that."""
         return self._supervisor.failure
 
     @property
@@ -121,12 +121,12 @@ class AsyncEngine:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Facts about the current process by name, to show to people (see `build_engine`)."""
+        """Facts about the current process by name, for display (see `build_engine`)."""
         return self._supervisor.facts
 
     @property
     def num_restarts(self) -> int:
-        """Number of restarts after the process had died."""
+        """Number of restarts after deaths of the process."""
         return self._supervisor.num_restarts
 
     @property
@@ -151,15 +151,16 @@ class AsyncEngine:
 
     @property
     def last_step_age_s(self) -> float:
-        """Seconds since the last message of the process; 0 while there is no process. The process
-        answers pings between steps, several within `heartbeat_timeout_s`."""
+        """Seconds since the last message of the process; 0 while there is no process. It is sent
+        several pings per `heartbeat_timeout_s`, and answers them between steps."""
         return self._supervisor.silence_s
 
     # ---- requests and control ---------------------------------------------------------------
 
     def check_room(self, num_generations: int) -> None:
-        """Raises the error that `generate` would raise now for lack of room or of a process.
-        `num_generations` is the number of prompts times n."""
+        """Raises the error that `generate` would now raise for `num_generations`, the number of
+        prompts times n: EngineDeadError, OverloadedError, or InvalidRequestError if they would
+        never fit."""
         self._check_alive()
         self._dispatcher.check_room(num_generations)
 
@@ -168,9 +169,8 @@ class AsyncEngine:
 
         Raises OverloadedError if they exceed the limit of open requests, EngineDeadError, and
         InvalidRequestError for an id that is in use. The stream ends with an error if the engine
-        refuses a request. It ends with RequestKillsEngineError if one of its requests is to blame
-        for deaths of the process, and with EngineDeadError if the engine fails for good or is shut
-        down.
+        refuses a request. It ends with RequestKillsEngineError if one of its requests repeatedly
+        kills the process, and with EngineDeadError if the engine fails for good or is shut down.
         """
         self._check_alive()
         return self._dispatcher.open(requests, sink)

@@ -306,8 +306,9 @@ def logprob_map(
     entry: TokenLogprobs, tokenizer: Tokenizer | None, *, is_ranked: bool = True
 ) -> dict[int, Logprob]:
     """The log-probabilities of one position by token id: the most likely tokens, best first, and
-    the token that stands there, sampled or from the prompt. With `is_ranked` False, `entry` has the
-    tokens of the request's `logprob_token_ids`, and only the token that stands there has a rank."""
+    the position's own token, sampled or from the prompt. If `is_ranked` is False, `entry` has the
+    request's `logprob_token_ids` instead of the most likely tokens, and only the position's own
+    token has a rank."""
 
     def text(token_id: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(token_id)
@@ -323,8 +324,8 @@ def logprob_map(
 
 
 class OutputSnapshots:
-    """Results of a running request, in the form of its `output_kind`. The reader may change each
-    result.
+    """Results of a running request, in the form of its `output_kind`. Each result has its own
+    copies of the branches' outputs, which the reader may change.
 
     Invariant: with DELTA, the concatenated pieces are the whole result.
     """
@@ -337,7 +338,7 @@ class OutputSnapshots:
         self._num_seen = [(0, False)] * len(assembler.output.outputs)
 
     def pop_output(self) -> RequestOutput | None:
-        """The outputs since the last call; None if there is nothing to show."""
+        """The next result; None if nothing is new, or if FINAL_ONLY waits for the end."""
         output = self._assembler.output
         seen = [(len(each.token_ids), bool(each.finished)) for each in output.outputs]
         is_news = seen != self._num_seen

@@ -8,12 +8,11 @@ output n, the result is computed as
     offsets = sum over h of x_scale[m, h] * (sum over h's groups g of o[n, g] * sum[m, g])
     S[n] * scaled - O[n] * offsets
 
-Sums are in fp32, in the order of the groups, with one rounding for product and sum together. Dot
-products, sums of x's integers and the inner sum of `offsets` are exact. S and O are bf16, one of
-each for an output.
+Sums are in fp32, in the order of the groups, with fused multiply-adds. Dot products, sums of x's
+integers and the inner sum of `offsets` are exact. S and O are bf16, one of each for an output.
 
-A vocabulary projection has a few wide inputs (`widest_inputs`): they have int8 weights, with a
-scale V[n] for each output, and one scale of x for all of them. They add x_scale[m] * dot[m, n] *
+A vocabulary projection keeps the weights of a few wide inputs (`widest_inputs`) in int8, with a
+scale V[n] for each output. All wide inputs share one scale of x; they add x_scale[m] * dot[m, n] *
 V[n] to the result. The other weights are rounded as if those of wide inputs were zero.
 
 Shapes: M rows of x, I input size, O output size, g groups of G inputs.

@@ -189,7 +189,7 @@ class PackedMethod(SampledMethod):
 
 
 class RecordedMethod(PackedMethod):
-    """Records the product instead of computing it, for a linear that `PackedMethod` has filled."""
+    """Records products as native operations; `PackedMethod` has loaded the weights."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -234,7 +234,7 @@ def is_packed(linear: LinearModule) -> bool:
 
 
 def _packed_experts(layer: ExpertLinears, top_k: int) -> PackedExperts:
-    """The layer's packed experts, made at the first use, when all linears are filled."""
+    """The layer's packed experts, created at first use, since all linears are loaded by then."""
     if layer.state is None:
         layer.state = PackedExperts(
             [packed(linear) for linear in layer.gate_up],

@@ -104,8 +104,8 @@ class LinearMethod(ABC):
         return False
 
     def takes_experts_with(self, down: "LinearMethod") -> bool:
-        """Whether `experts` works if this method stores all gate_up and the method `down` all
-        down."""
+        """Whether `experts` works for gate_up linears of this method and down linears of the
+        method `down`."""
         return down is self
 
     @abstractmethod
@@ -168,7 +168,7 @@ class LinearMethod(ABC):
         return gated(gate_up, Gating())
 
     def heads(self, linears: Sequence[LinearModule], x: torch.Tensor) -> torch.Tensor:
-        """x [T, H, I] -> [T, H, O], where a separate linear multiplies each head."""
+        """x [T, H, I] -> [T, H, O]: linears[h] multiplies head h."""
         return torch.stack([self.apply(each, x[:, at]) for at, each in enumerate(linears)], dim=1)
 
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -187,10 +187,10 @@ class LinearMethod(ABC):
         return mix_experts(x, routing, compute)
 
     def tie(self, linear: LinearModule, table: nn.Parameter) -> RowTable | None:
-        """Share one weight between the linear, which is an output head, and the embedding's `table`
-        [O, I]. Called after `create`. Returns the source from which the embedding reads rows
-        instead of `table`; None if `table` remains the shared weight, which the embedding's slot
-        fills."""
+        """Share one weight between the linear, an output head, and an embedding with the parameter
+        `table` [O, I]. Called after `create`. If the linear stores the weight, returns the source
+        from which the embedding reads rows. Returns None if `table` is the shared weight, which the
+        embedding's slot fills."""
         return None
 
 
@@ -249,14 +249,14 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def torch_method(self) -> LinearMethod:
-        """Multiplies by torch, on any device."""
+        """The method that multiplies by torch, on any device."""
 
     def native_method(self, kernels: NativeKernels) -> LinearMethod:
-        """Multiplies by the native kernels of the CPU."""
+        """The method that multiplies by the native kernels of the CPU."""
         return self.torch_method()
 
     def triton_method(self, linears: TritonLinears) -> LinearMethod:
-        """Multiplies by Triton kernels."""
+        """The method that multiplies by Triton kernels."""
         return self.torch_method()
 
     def head_method(

@@ -23,6 +23,6 @@ def _file_version(path: Path) -> tuple[int, int, int] | None:
 
 
 def adapters_in(folder: Path) -> dict[str, Path]:
-    """The adapter folders directly below `folder`, sorted, by name. Raises OSError if `folder`
-    can't be listed."""
+    """The adapter folders directly below `folder`, keyed and sorted by name. Raises OSError if
+    `folder` can't be listed."""
     return {each.name: each for each in sorted(folder.iterdir()) if (each / CONFIG_FILE).is_file()}

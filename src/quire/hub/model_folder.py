@@ -36,8 +36,9 @@ def resolve_model_folder(
     `name`: a folder, a GGUF file, a hub id such as "Qwen/Qwen3-0.6B" or
         "Qwen/Qwen3-0.6B-GGUF:Q8_0", or None for the embedded model.
     `revision`: branch, tag or commit of a hub repository; refused for a folder.
-    `check`, `needs_tokenizer`: conditions to check before the weights are fetched. They are not
-        checked for a local folder or GGUF file.
+    `check`: called before the weights are fetched, to refuse unsupported models; see `Check`.
+    `needs_tokenizer`: whether a hub repository of safetensors must have tokenizer.json.
+    A local folder or GGUF file is checked for neither.
     `on_progress`: if None, a progress bar is drawn on stderr.
     Raises CheckpointError if `name` is none of these or can't be fetched.
     """
@@ -105,8 +106,8 @@ def _is_called_gguf(path: Path) -> bool:
 
 
 def _whole_gguf(path: Path) -> Path:
-    """Returns the path. Raises CheckpointError if it is a later file of its model, if another file
-    of the model is missing, or if it is called .gguf but is in another format."""
+    """Returns the path. Raises CheckpointError if it is a split model's file other than the first,
+    if another file of the model is missing, or if a file called .gguf is in another format."""
     if is_gguf(path):
         return gguf_paths(path)[0]
     # This imports numpy, which is not needed to find a folder.

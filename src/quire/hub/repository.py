@@ -54,8 +54,8 @@ class Repository:
         return [name for name in self.sizes if _is_text_file(name)]
 
     def gguf_files(self, choice: str | None, *, is_needed: bool = True) -> tuple[str, ...]:
-        """The files of one GGUF model, as `choose_gguf` returns them. If `choice` is None, empty if
-        the repository has weights in Hugging Face's format, or if not `is_needed`."""
+        """The files of one GGUF model, as `choose_gguf` returns them. Empty if `choice` is None and
+        either the repository has weights in Hugging Face's format or `is_needed` is False."""
         if choice is None and (has_weights(self.sizes) or not is_needed):
             return ()
         return choose_gguf(self.name, self.sizes.keys(), choice)

@@ -3,7 +3,7 @@
 Layers hand them to an attention backend, or to the recorder of native programs;
 `attention.interface` describes what backends do with them.
 
-Shapes: T tokens of the step. Hq query heads, Hkv KV heads, D head size, Dv value size.
+Shapes: T tokens of the step, Hq query heads, Hkv KV heads, D head size, Dv value size.
 """
 
 from typing import NamedTuple

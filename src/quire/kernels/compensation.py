@@ -25,7 +25,7 @@ other texts."""
 
 
 def can_compensate(num_inputs: int) -> bool:
-    """Whether this number of inputs is divided into whole blocks of 64."""
+    """Whether `num_inputs` is a multiple of 64."""
     return rotation_size(num_inputs) == BLOCK
 
 
@@ -34,7 +34,7 @@ def error_feedback(x: torch.Tensor) -> torch.Tensor:
 
     With the damped Gram matrix H of a block's rotated inputs and the upper Cholesky factor U of its
     inverse, the feedback is U with each row divided by its diagonal element. A block whose inputs
-    are all zero, or not finite, has the identity, which leaves plain rounding.
+    are all zero, or not finite, gets the identity, with which rounding is not compensated.
     """
     rotation = rotate_blocks(torch.eye(BLOCK, device=x.device), BLOCK).double()
     rotated = x.double().view(len(x), -1, BLOCK).transpose(0, 1) @ rotation

@@ -8,8 +8,9 @@ each expert. The scores of experts are
     SOFTMAX_OF_CHOSEN  the logits; the weights are their softmax over the chosen experts
 
 The `top_k` experts with the largest scores are chosen. Of equal scores, the lower id comes first. A
-bias may be added to scores for the choice (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), and the
-choice may be limited to the best groups of experts (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+bias may be added to the scores for this choice only, not for the weights (DeepSeek-V3,
+arXiv:2412.19437, section 2.1.2). The choice may be limited to the best groups of experts
+(DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
 
 Shapes: T tokens, E experts, K experts of a token.
 """

@@ -70,7 +70,7 @@ class AdapterHalf(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedHalf:
-    """The factor (A or B) of adapters that several linears share and one of them stores."""
+    """A factor (A or B) that the adapters of several linears share; one linear stores it."""
 
     #: The linear whose adapter slots store the shared factor.
     linear: "Linear"

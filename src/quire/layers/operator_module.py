@@ -46,7 +46,8 @@ def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Until the `with` ends, operators, states and linear methods are replaced by ones that note
     calls in the recorder.
 
-    Raises UnrecordableError if torch adds the adapters of a linear, instead of its method.
+    Raises UnrecordableError if a linear has an adapter, which torch adds outside the linear's
+    method.
     """
     if any(isinstance(each, Linear) and each.adapter is not None for each in model.modules()):
         raise UnrecordableError("torch adds the adapters of a linear")
@@ -74,7 +75,7 @@ def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
 
 
 def _recordable(model: nn.Module, recorder: Recorder) -> dict[Linear, LinearMethod]:
-    """The linears that native kernels multiply, with methods that record the multiplication."""
+    """A method that records the product, for each linear that native kernels multiply."""
     whole, parts = RecordedMethod(recorder), RecordedPartsMethod(recorder)
     found: dict[Linear, LinearMethod] = {}
     for each in model.modules():

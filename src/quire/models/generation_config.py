@@ -1,7 +1,7 @@
 """Reads a model's end tokens and sampling defaults from `generation_config.json` or GGUF.
 
-This module imports no torch, since the API server imports it. Options without a counterpart in
-quire's sampling (beams, length penalties) are ignored, because callers request them explicitly.
+This module imports no torch, since the API server imports it. All other fields of the file are
+ignored; a beam search, for example, runs only if a request asks for it.
 """
 
 from dataclasses import dataclass, field

@@ -2,7 +2,7 @@
 
     choose_binding  chooses a rank's part (its cores and memory nodes) by the option `numa`
     bind_threads    is called before the computing threads start, which inherit the binding
-    memory_of_part  surrounds the loading of weights, and puts their pages on the part's nodes
+    memory_of_part  is a context in which weights are loaded: their pages get the part's nodes
     place           binds memory that is written later: the KV cache
 
 The memory of loaded weights also gets a memory policy. The policy moves no pages. But it makes
@@ -181,12 +181,12 @@ class Binding:
 
     @property
     def binds_memory(self) -> bool:
-        """Whether memory is bound; true until a call is refused."""
+        """Whether memory is bound: the part has nodes, and no call was refused."""
         return self._binds_memory
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes of free memory on the part's nodes, divided by the parts that use these nodes.
+        """Bytes of free memory on the part's nodes, divided by the number of parts on them.
 
         Measured when the topology was read. None if the part has no nodes, because the system shows
         no node with CPUs.

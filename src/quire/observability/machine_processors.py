@@ -24,7 +24,7 @@ def usable_processors(root: Path = ROOT) -> int:
 def cpu_limit(root: Path = ROOT) -> float | None:
     """The CPU quota of the control groups, in processors; None without a limit.
 
-    It is the lowest quota of the process's own group and its parents.
+    It is the lowest quota of the process's group and the groups above it.
     """
     limits = [_quota(group) for group in control_groups("cpu", root)]
     return min((limit for limit in limits if limit is not None), default=None)

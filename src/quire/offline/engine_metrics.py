@@ -1,4 +1,4 @@
-"""Names an engine's counters, gauges and histograms as metrics, for `LLM.get_metrics`.
+"""Converts an engine's statistics to named metrics, for `LLM.get_metrics`.
 
 Metrics that the server's `/metrics` also reports have the same names there. Uses no HTTP.
 """
@@ -35,8 +35,8 @@ class GaugeMetric(Metric):
 
 @dataclass(frozen=True, slots=True)
 class VectorMetric(Metric):
-    """A list of numbers that only grow. Scripts for vLLM may check metrics for this class, although
-    the engine has none of it."""
+    """A list of numbers that only grow. The engine has no such metric, but scripts written for vLLM
+    may use the class in `isinstance`."""
 
     values: list[int]
 

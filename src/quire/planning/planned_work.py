@@ -35,7 +35,7 @@ class _Row:
 class _CommonBlocks:
     """Counts the blocks that several rows share.
 
-    Invariant: num_common is the number of entries in live tables minus the number of different
+    Invariant: num_common is the number of entries in live tables minus the number of distinct
     blocks in them.
     """
 
@@ -220,5 +220,5 @@ class PlannedWorkCounter:
 
 
 def _coldness_after(num_tokens: int) -> float:
-    """The coldness after a step with num_tokens prompt tokens."""
+    """The coldness (see `PlannedWork`) that a step with num_tokens prompt tokens leaves."""
     return math.log1p(min(num_tokens, _MOST) / _FEW) / math.log1p(_MOST / _FEW)

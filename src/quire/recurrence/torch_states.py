@@ -101,12 +101,12 @@ class TorchStates(StateBackend):
 
 
 def _joined(units: torch.Tensor, num_heads: int, num_rows: int) -> torch.Tensor:
-    """Join the units [U, rows * 16] of a state, as they are read: [heads, rows, columns]."""
+    """Join the units [U, rows * 16] read from pages into a state [heads, rows, columns]."""
     return units.view(num_heads, -1, num_rows, UNIT_COLUMNS).transpose(1, 2).flatten(2)
 
 
 def _cut(state: torch.Tensor) -> torch.Tensor:
-    """Cut a state [heads, rows, columns] into units [U, rows, 16], as they are written."""
+    """Cut a state [heads, rows, columns] into the units [U, rows, 16] that pages store."""
     num_heads, num_rows, _ = state.shape
     cut = state.reshape(num_heads, num_rows, -1, UNIT_COLUMNS).transpose(1, 2)
     return cut.flatten(0, 1)

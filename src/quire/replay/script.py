@@ -29,7 +29,7 @@ _NO_BLOCK = -1
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """The limits that a model sets to prompts.
+    """The limits that a model sets on prompts.
 
     Prompts use token ids from first_token_id to vocab_size - 1. A prompt and its answer together
     have at most max_model_len tokens.
@@ -51,8 +51,8 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class _Continued:
-    """A prompt that contains an earlier request's tail: the tokens of its prompt and answer after
-    their last full block."""
+    """A prompt that contains the tail of an earlier request: the tokens after the last full block
+    of that request's prompt and answer."""
 
     #: The index of the prompt's block that begins with the tail.
     index: int
@@ -163,9 +163,10 @@ def _continued(trace: Trace) -> dict[int, _Continued]:
     """Finds the requests whose prompt contains the tail of an earlier request. Keys are indices in
     the trace.
 
-    Let B be a prompt's last block that an earlier request also has. If an answer filled B, the
-    prompt continues that request. If B is the last block of an earlier prompt, the trace has only
-    the share of such prompts that continue it, so they are drawn at random.
+    Let B be a prompt's last block that also occurs earlier, and let an earlier request end with B.
+    If its answer filled B, the prompt continues that request. Otherwise B ends the prompt of that
+    request, and the trace has only the share of such prompts that continue it. So these prompts are
+    chosen at random, with this share as the probability.
     """
     chance = random.Random("continued")
     # (tenant, last block) -> (latest request that ends with this block, True if its answer filled

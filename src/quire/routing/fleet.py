@@ -10,8 +10,8 @@ ARRIVALS = 200
 class Fleet:
     """The replicas of a router; replicas may be added and removed at any time.
 
-    Invariant: `delays` has exactly the accepting replicas. `speeds` maps each speed to the nonzero
-    mask of the replicas that have it.
+    Invariant: `delays` has exactly the accepting replicas. `speeds` maps each speed of a replica to
+    the bit mask of the indices of the replicas that have it.
     """
 
     def __init__(self) -> None:
@@ -85,8 +85,8 @@ class Fleet:
             self._busy.discard(replica.index)
 
     def record_arrival(self) -> None:
-        """A request arrives: include the share of replicas that are busy now in the average
-        `busy_share`."""
+        """Record the arrival of a request: update the average `busy_share` with the share of
+        replicas that are busy now."""
         self._num_seen += 1
         change = len(self._busy) / len(self.accepting) - self.busy_share
         self.busy_share += change / min(self._num_seen, ARRIVALS)

@@ -145,9 +145,9 @@ class PrefixView:
         self._unmark(held.bit, gone)
 
     def _compact(self, held: _Held) -> None:
-        """Remove stale placements: later placements contain all of their digests, and they have no
-        blocks after their last kept digest. This happens when a prompt repeats. Afterwards each
-        block belongs to at most one placement."""
+        """Remove stale placements. A placement is stale, for example after its prompt was repeated,
+        if later placements contain all of its digests, and it has no blocks after its last kept
+        digest. Each remaining placement has at least one block that no later placement has."""
         held.placements = deque(
             (number, kept, num_beyond)
             for number, kept, num_beyond in held.placements

@@ -189,8 +189,8 @@ class ReplicaRouter:
             self.fleet.delays.set(replica.index, delay_s)
 
     def _refresh(self, now_s: float) -> None:
-        """Update the delays of the next few replicas, in turn, because the wait at a replica with
-        prompts shrinks as time passes."""
+        """Update the delays of the next NUM_REFRESHED replicas, round-robin: a replica's delay
+        shrinks as it computes the prompts placed on it."""
         accepting, delays = self.fleet.accepting, self.fleet.delays
         num_accepting, at = len(accepting), self._refreshed
         for _ in range(min(NUM_REFRESHED, num_accepting)):

@@ -3,7 +3,7 @@
 A block table lists the blocks of memory that hold a row's data in one KV group. In a token group,
 entry i is the block of tokens [i block_size, (i + 1) block_size), and each token has a slot, its
 place in the memory. In a state group, the entries are the blocks of the row's one recurrent state,
-and there are no slots. Token groups have the lower numbers. Part of `batch.RowBatch`.
+and there are no slots. Token groups are numbered first. Part of `batch.RowBatch`.
 
 Legend: R rows, G KV groups, M maximum number of blocks of a sequence in a group.
 """
@@ -100,12 +100,12 @@ class BlockTables:
     def fill_slots(
         self, slots: Sequence[Int64], span: slice, base: Int64 | int, positions: Int64
     ) -> None:
-        """For each token group, compute the slots of some tokens and write them into its array in
-        `slots`, at `span`.
+        """Compute the slots of some tokens in each token group, and write those of group g to
+        slots[g][span].
 
         A token's slot is its block's number times block_size, plus its offset in the block.
-        `positions` are the tokens' positions in their sequences. `base` is the result of the method
-        `base` for each token's row, or one value if all tokens belong to one row.
+        `positions` are the tokens' positions in their sequences. `base` has the result of the
+        method `base` for each token's row; it is one number if all tokens belong to one row.
         """
         places = base + (positions >> self._shift)
         offsets = positions & self._mask

@@ -2,9 +2,10 @@
 
 A `RowBatch` on the host keeps the rows and computes a step's integers (positions, slots, lengths),
 as it does without a device. This module copies the token ids and block tables of all rows to the
-device. The host may build a step before it knows a row's last token, so sampled tokens stay on the
-device, which gathers the inputs from them. A step uploads its integers in one copy, the plan's
-changes of block tables in another, and each new prompt in one more.
+device. The host may build a step before it knows the tokens that the previous step sampled. So
+sampled tokens stay on the device, and the step gathers its input tokens there. A step uploads its
+integers in one copy, the plan's changes of block tables in another, and each new prompt in one
+more.
 
 All work goes into the queue of one stream in order. So data that a step reads is overwritten only
 after the step has run, and the host never waits. Called by the runner.
@@ -190,7 +191,7 @@ class DeviceRows:
         target.index_copy_(0, sent[:count], sent[_aligned(count) :].view(torch.int32)[:count])
 
     def store_sampled(self, rows: Int64, sample: PendingSample) -> None:
-        """See `StepRows`. The sampler has stored the tokens in the history."""
+        """See `StepRows`. Only counts the tokens; the sampler has written them to `history`."""
         self._host.count_sampled(rows)
 
     def prompt_token_ids(self, row: int, first: int, count: int) -> Int32:
@@ -232,7 +233,7 @@ class DeviceRows:
         return self._step_batch(place, step, size)
 
     def build_padding(self, size: int) -> StepBatch:
-        """A step of a static size in which no sequence computes."""
+        """A step of the static size `size` that consists only of padding."""
         place = self._static_place(size)
         words = np.zeros(place.layout.num_words, np.int64)
         numbers = place.layout.open(words, np.int32)

@@ -3,7 +3,7 @@
 Rank 0 owns the processes of the other ranks, and its runner repeats each call on all ranks. All
 ranks must make the same calls in the same order; otherwise, collectives of different operations
 would be mixed up. So a call that fails on any rank ends the group, since the other ranks' progress
-is unknown. The engine process then ends, too, and is restarted like after any other death.
+is unknown. The engine process then ends, too, and is restarted as after any other death.
 
 Called by `assembly.build`.
 """
@@ -87,8 +87,9 @@ class Workers:
         """Starts the processes.
 
         `command` is run with `--fd N` and the arguments of `StartText` and of logging. `options`
-        are the engine's, as plain data. `folder_lock` is the descriptor of the cache folder's lock;
-        each process inherits it as `--lock-fd`, together with `--moves-fd`.
+        are the engine's, as plain data. `folder_lock` is the descriptor of the cache folder's lock.
+        If it is given, each process inherits it as `--lock-fd`, and a socket for moves of cached
+        blocks as `--moves-fd`.
         """
         self.size = size
         #: For each rank in order, a second socket for moves of cached blocks, which run while calls
@@ -221,7 +222,7 @@ class Workers:
 
 def _add_socket(ours: list[socket.socket], theirs: contextlib.ExitStack) -> int:
     """Make a socket pair and add one end to `ours`. Returns the descriptor of the other end, which
-    a worker inherits; this process's copy is closed with `theirs`."""
+    a worker inherits; `theirs` closes this process's copy."""
     mine, other = socket.socketpair()
     ours.append(mine)
     return theirs.enter_context(other).fileno()
@@ -261,8 +262,8 @@ def first_rank(
 ) -> Iterator[ProcessGroup]:
     """Join the workers in a process group. Rank 0 builds its shard of the model inside the `with`.
 
-    At the end of the `with` all ranks are ready. If it fails, all workers have ended, and a
-    worker's error is raised if there is one. `fixed_order` is as in `ProcessGroup`.
+    At the end of the `with` all ranks are ready. If any rank fails before, all workers are ended,
+    and a worker's error is raised if there is one. `fixed_order` is as in `ProcessGroup`.
     """
     try:
         workers.wait_joining()
@@ -297,8 +298,8 @@ class DistributedRunner:
 
     @property
     def num_calls(self) -> int:
-        """The number of calls that rank 0 has made. Another rank may run a move of cached blocks
-        that is ordered now only after it has made the same number of calls."""
+        """The number of calls that rank 0 has made. It is sent with each order to move cached
+        blocks, which another rank executes only after it has made as many calls."""
         return self._num_calls
 
     def execute(self, plan: StepPlan) -> None:

@@ -2,8 +2,8 @@
 
 The first step computes the largest number of prompt tokens, the second decodes with all rows. In
 both steps, every row ends at the longest context and samples with all options that take memory. A
-third step, if there is room for it, has the shortest chunk beside decoding rows. It takes little
-memory, but compiles kernels for which the first request would otherwise wait.
+third step, if there is room for it, mixes a chunk of two prompt tokens with decoding rows. It takes
+little memory, but compiles kernels for which the first request would otherwise wait.
 
 All rows have the same tokens and share a few blocks, so a tiny pool suffices: the rows write the
 same K and V to the same slots, and overwrite each other's states. The sampled tokens are dropped.
@@ -70,8 +70,8 @@ class ProfileRun:
         return self.shape.max_model_len - 1
 
     def _num_used(self, group: KVGroup) -> int:
-        """The number of different blocks in the group's tables; a table lists them again and again
-        in the same order."""
+        """The number of different blocks in the group's tables. Each table repeats them in a
+        cycle."""
         # One block more than the chunk's length needs, since the chunk may begin in the middle of a
         # block.
         longest = -(-self._chunks()[0] // self.shape.block_size) + 1

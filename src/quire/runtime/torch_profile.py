@@ -84,7 +84,7 @@ class ProfilerSettings(CheckedFields):
 class TorchProfile:
     """One recording, from `start` to `stop`. `on_step` must be called when a step begins.
 
-    If several threads run steps, torch may miss those that its profiler does not see.
+    If several threads run steps, the profiler may miss the steps of some threads.
     """
 
     def __init__(self, settings: ProfilerSettings, prefix: str = "quire") -> None:

@@ -102,9 +102,9 @@ def serve_calls(
 ) -> int:
     """Serve rank 0's calls until it closes the socket. Returns the process's exit code.
 
-    `on_call` is called after each call. `on_idle` is called with the seconds since the last call,
-    while no call comes. It returns the seconds until its next call, or None if it need not be
-    called before rank 0's next call.
+    `on_call` runs after each call of rank 0. While the worker waits for a call, `on_idle` runs with
+    the seconds waited so far. It returns the seconds until it should run again, or None if it need
+    not run before rank 0's next call.
     """
     rendezvous: Path | None = None
     try:
@@ -134,7 +134,7 @@ def serve_calls(
 
 
 def _wait_for_call(sock: socket.socket, on_idle: Callable[[float], float | None]) -> None:
-    """Call on_idle until there is a call to read, or until it returns None."""
+    """Run on_idle until a call of rank 0 can be read, or until on_idle returns None."""
     began_s = time.monotonic()
     while (wait_s := on_idle(time.monotonic() - began_s)) is not None:
         if select.select([sock], [], [], wait_s)[0]:

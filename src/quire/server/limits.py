@@ -1,4 +1,4 @@
-"""Bounds of a single call, checked before anything is tokenized or looped over.
+"""Bounds of a single call, checked before any tokenization or loop over its fields.
 
 The operator sets the bounds, except that of log-probabilities, which the engine sets. Values that
 are invalid on every server are refused by `core.sampling_params`. Called by `generation` and the
@@ -116,7 +116,7 @@ def too_many_entries(name: str, value: Any, bound: int) -> InvalidRequestError:
 def check_text(
     text: str, tokenizer: Tokenizer, max_model_len: int, param: str, *, is_truncated: bool = False
 ) -> None:
-    """Refuse a text, before tokenization, with more characters than max_model_len tokens can have.
+    """Refuse an untokenized text with more characters than max_model_len tokens can have.
 
     With `is_truncated`, a longer text is accepted, since its tokens are cut afterwards. Its length
     is bounded by MAX_TRUNCATED_CHARACTERS, since all of it is tokenized first. Raises

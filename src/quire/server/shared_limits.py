@@ -1,4 +1,4 @@
-"""Makes the bounds of all calls and connections together from the server's options.
+"""Makes the server-wide bounds of bodies and connections from the server's options.
 
 `limits` bounds a single call, `tenants` the generations of a tenant. Called by `launch`.
 """
@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 
 
 def body_budget(server: ServerConfig) -> BodyBudget:
-    """The bounds of the bodies of all open calls together. Raises ConfigurationError."""
+    """The bounds of all open bodies together, and of one tenant's. Raises ConfigurationError."""
     of_all = server.max_total_body_bytes or TOTAL_BODIES * server.max_body_bytes
     of_tenant = server.max_tenant_body_bytes or max(server.max_body_bytes, of_all // 2)
     bounds = {"max_total_body_bytes": of_all, "max_tenant_body_bytes": of_tenant}

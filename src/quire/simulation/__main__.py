@@ -83,8 +83,8 @@ def replay_command(config: SimulationConfig) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld | None]:
-    """The simulation that the options describe, and a function that draws random simulations
-    (worlds), with --everything or --hybrids. Without them it is None."""
+    """(the simulation that the options describe, the function that draws random simulations for
+    --everything or --hybrids). The function is None if neither option is given."""
     parser = argparse.ArgumentParser(
         prog="python -m quire.simulation",
         description=f"{__doc__}\n{SimulationConfig.__doc__}",

@@ -87,9 +87,9 @@ def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[
     """Check `messages` and return a copy of plain JSON types. Fields that are None are dropped, as
     in transformers.
 
-    A content that is None, or missing in an assistant's message, becomes the message's `refusal`,
-    or an empty text. In tool results, parts that are not text are replaced by a line of text that
-    names their type.
+    A content that is None, or missing in an assistant's message, is replaced by the message's
+    `refusal`, or by an empty text if there is none. In tool results, parts that are not text are
+    replaced by a line of text that names their type.
 
     `left_out` receives the names of dropped fields and parts: extra fields (labels) of text parts,
     and parts of tool results that are not text. If it is None, labels are refused. Raises
@@ -166,8 +166,8 @@ def with_joined_parts(
 ) -> list[dict[str, Any]]:
     """The messages with each list of text parts joined to one string by line breaks.
 
-    `but_for` are the members of PART_ROLES whose lists are not joined. Developer messages count as
-    system messages, and all other roles as user messages.
+    Messages whose role is in `but_for`, a subset of PART_ROLES, keep their lists. For this choice,
+    developer messages count as system messages, and those of other roles as user messages.
     """
     return [
         {**message, "content": text_of(message["content"])}
@@ -318,7 +318,7 @@ def _checked_part(part: Any, place: str, where: str, left_out: LeftOut | None) -
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning in both fields that templates read, as in transformers."""
+    """The message with its reasoning in `thinking` and `reasoning_content`, as in transformers."""
     reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
     if reasoning is None:
         return message

@@ -191,8 +191,8 @@ class ChatTemplate:
         """Check and convert the arguments of `render`, without rendering.
 
         If leaves_out is set, labels in messages (fields that the template does not read) are
-        dropped, and the result names them; otherwise they are refused. The other arguments and
-        errors are those of `render`."""
+        dropped and listed in `Rendering.left_out`; otherwise they are refused. The other
+        arguments and errors are those of `render`."""
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other: the model "
@@ -237,7 +237,7 @@ class ChatTemplate:
 
 @dataclass
 class _Template:
-    """A compiled template. What it supports is found by rendering probe messages."""
+    """A compiled template. Rendering probe messages shows which message forms it supports."""
 
     compiled: jinja2.Template
     source: str
@@ -342,9 +342,10 @@ class Rendering:
         return self.template.render(self.messages, self.variables)
 
     def beginning(self, text: str) -> str:
-        """The beginning of the assistant's next message that `text`, the prompt, already contains:
-        the message's header and any text after it, or the last message if the answer continues
-        it."""
+        """The part of the assistant's next message that the prompt `text` already contains.
+
+        It is the message's header and any text after it. If the answer continues the last
+        message, it is the text of that message."""
         if self.continues_message:
             return _tag_content(self.messages[-1])[1]
         if not self.variables["add_generation_prompt"]:

@@ -1,9 +1,10 @@
 """Measures the mean number of tokens that two prompts share after their last common full block.
 
 A recording compares prompts by full blocks only. While the server runs, this module also compares
-the tokens after those blocks, and publishes two rounded means over all requests. A replay needs
-these means to reach the recorded hit rate. The means reveal something of a prompt only to a reader
-who knows all other prompts, and only if a mean lies at an edge of the rounding.
+the tokens after those blocks. It publishes two rounded means over all requests: the number of
+shared tokens, and the share of prompts that continue an earlier request. A replay needs both to
+reach the recorded hit rate. A mean reveals something of a prompt only to a reader who knows all
+other prompts, and only if that prompt decides whether the mean is rounded up or down.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class PartialBlockOverlap:
     """Compares each new prompt with an earlier request after their last common full block.
 
     A prompt continues the earlier request if that block is the earlier request's last full block,
-    and the prompt also contains all tokens that follow it there. For any other prompt, the number
-    of tokens that it shares with the earlier prompt enters the mean.
+    and the prompt repeats all tokens that follow the block in that request. For any other prompt,
+    the number of tokens that it shares with the earlier prompt enters the mean.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -44,8 +45,8 @@ class PartialBlockOverlap:
 
     @property
     def continued_share(self) -> float | None:
-        """The rounded share for `Trace.continued_share`; None if too few prompts could be later
-        turns."""
+        """The rounded share for `Trace.continued_share`; None if too few prompts share an earlier
+        request up to its last full block."""
         mean = _rounded_mean(self._num_continued, self._num_behind_ends, 1)
         return None if mean is None else round(mean, 2)
 

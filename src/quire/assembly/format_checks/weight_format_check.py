@@ -7,8 +7,8 @@ prompt of fixed token ids twice:
 1. For each linear, some outputs are also computed from exact rows of the checkpoint. The relative
    error of the format is noise divided by signal, for the median token.
 2. Random noise of the measured size is added to each linear's outputs. This noise moves the
-   next-token distributions about as far as the format's rounding did. To compute the exact
-   distributions, a second model would be needed.
+   next-token distributions about as far as the format's rounding did. They are not compared with
+   the exact distributions, because these would need a second model.
 
 Formats are only used through `LinearMethod.apply`.
 
@@ -209,7 +209,7 @@ def measure_weights(
     """Measure a model that is ready to run and has no recurrent layers.
 
     `weights` reads the model's checkpoint. `max_model_len` limits the prompt's length. Raises
-    TimeoutError.
+    TimeoutError if reading takes longer than MOST_SECONDS.
     """
     device = next(model.parameters()).device
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
@@ -235,7 +235,7 @@ def measure_weights(
 def _with_noise(
     linear: LinearModule, y: torch.Tensor, noise: _Noise, generator: torch.Generator
 ) -> torch.Tensor:
-    """y [..., O] plus random noise. Its ratio to each token's signal is the measured error.
+    """y [..., O] plus random noise, whose ratio to each token's signal is the measured error.
 
     The signal is taken from the sampled outputs, like the noise. Over all outputs, a single massive
     output would dominate the signal.
@@ -275,8 +275,8 @@ class ModelRounding:
 
 
 def rounding_of(quantization: str | None, config: ModelConfig) -> ModelRounding | None:
-    """The rounding of a model; None if nothing is rounded, or if it costs all models about the
-    same.
+    """The rounding of a model; None if nothing is rounded, or if the rounding harms all models
+    about equally.
 
     `quantization` is the engine's option.
     """

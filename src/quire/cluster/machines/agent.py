@@ -97,7 +97,7 @@ class HostedEngine(ProcessLink):
         return here == wanted
 
     def send_body(self, body: bytes) -> None:
-        """Send a message of the API server, given without its length."""
+        """Send the engine a message of the API server. `body` comes without its length prefix."""
         self._num_pings += _tag(body) == b"ping"
         self.send(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
@@ -253,7 +253,7 @@ class Agent:
     # ---- API servers ------------------------------------------------------------------------
 
     def on_connection(self, transport: asyncio.Transport) -> None:
-        """Greet a new connection. Above MAX_GREETINGS, the oldest unproved connection is closed."""
+        """Greet a new connection. Above MAX_GREETINGS, the oldest unauthenticated one is closed."""
         if len(self._greetings) >= MAX_GREETINGS:
             oldest = next(iter(self._greetings))
             # Close the connection here, since its task may not have begun and could not close it.
@@ -316,7 +316,7 @@ class Agent:
             session.channel.abort()
 
     def on_open(self, session: Session) -> None:
-        """Serve the engine that the API server wants, or start it."""
+        """Connect the API server to the engine that it wants; start that engine if needed."""
         if session is not self._session or session.start is None:
             return
         if self._cooling is not None:

@@ -170,12 +170,12 @@ class Admission:
             self.capacity.is_crowded = False
 
     def _pass_on_loaded_blocks(self, passed_over: list[Sequence], drawn: set[Sequence]) -> None:
-        """Release loaded blocks of sequences further back, for the first passed-over sequence that
-        then fits.
+        """Release blocks that were loaded for sequences further back in the queue, so that a
+        passed-over sequence fits: the first for which these blocks suffice.
 
-        Sequences that were not drawn are behind those passed over and can't be admitted now. So the
-        blocks loaded for them would be held until running sequences end, and could block the whole
-        queue.
+        `drawn` are the sequences that this step has considered. All others are behind the
+        passed-over ones and can't be admitted now. Without the release, their loaded blocks would
+        stay held until running sequences end, and could block the whole queue.
         """
         moves, memory = self._memory.moves, self._memory
         if moves is None:
@@ -221,7 +221,7 @@ class Admission:
         return self.capacity.forecast.fits_later(sequence, num_new_blocks)
 
     def observe_end(self, sequence: Sequence) -> None:
-        """Learn from a sequence that has ended."""
+        """Update the prediction of output lengths with a sequence that has ended."""
         self.capacity.observe_end(sequence)
         if not len(self._waiting):  # the sequence may have been the last waiting one
             self.capacity.is_crowded = False
@@ -249,10 +249,10 @@ class Admission:
         return chunk
 
     def chunk(self, sequence: Sequence, budget: StepBudget) -> int:
-        """Number of tokens to compute next: limited by the budget and by the next snapshot.
+        """Number of tokens to compute next, within the budget and at most up to the next snapshot.
 
-        The sequence has a slot for one token at least. The tables of windows grow as far as free
-        blocks allow, leaving a free block for each running sequence.
+        The sequence must have a slot for at least one more token. The block tables of its sliding
+        windows grow as far as free blocks allow, but leave each running sequence blocks to grow.
         """
         memory, computed = self._memory, sequence.num_computed_tokens
         num_wanted = memory.snapshots.tokens_to_stop(sequence, sequence.num_tokens - computed)

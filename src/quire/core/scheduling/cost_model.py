@@ -82,12 +82,12 @@ class StepCostModel:
     The prediction is a sum of non-negative parts. One part is fixed. One part is piecewise linear
     in the step's tokens, with corners at powers of two, because products of few rows are less
     efficient. One part counts decoding rows (vocabulary, sampling), another counts prompt tokens
-    whose log-probabilities are wanted. Two parts are for attention: token pairs of decoding rows,
-    bound by memory, and of chunks, bound by arithmetic.
+    whose log-probabilities are wanted. Two parts count attention's pairs of query and key tokens:
+    pairs of decoding rows, bound by memory, and pairs of chunks, bound by arithmetic.
 
             fixed + sum_i slope_i * (tokens of the step between 2^i and 2^(i+1))
-                + per_row * decoding rows + per_logprob_token * tokens of prompts
-                + per_decode_pair * pairs + per_chunk_pair * pairs
+                + per_row * decoding rows + per_logprob_token * prompt tokens with log-probabilities
+                + per_decode_pair * pairs of decoding rows + per_chunk_pair * pairs of chunks
 
     `runtime.calibration` fits it to steps measured at start-up. Then it follows measured steps by
     least mean squares with clipped errors: an outlier moves it by a few percent. Reads no clock.
@@ -108,7 +108,7 @@ class StepCostModel:
 
     @classmethod
     def fit(cls, samples: Sequence[StepSample]) -> "StepCostModel":
-        """The non-negative least squares fit of relative errors over samples, at least one.
+        """Fit a model to samples (at least one): non-negative least squares of relative errors.
 
         Segments that no sample distinguishes get slopes that are as similar as possible.
         """
@@ -171,10 +171,10 @@ class StepCostModel:
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from the duration of a step that has ended.
 
-        The error is distributed over the parts by the square of their predicted times: Kaczmarz's
-        projection, in coordinates where each coefficient is 1. For this, a segment's slope counts
-        as at least the slopes of its neighbours; otherwise a slope that is wrongly near 0 would
-        stay there.
+        The error is distributed over the parts in proportion to the squares of their predicted
+        times. This is Kaczmarz's projection in coordinates where each coefficient is 1. A segment's
+        share is computed from the largest of its own and its neighbours' slopes; otherwise a slope
+        that is wrongly near 0 would stay there.
         """
         predicted_s = self.predict_s(load)
         if predicted_s < SHORTEST_S:  # all coefficients of such a step are still 0
@@ -195,14 +195,14 @@ class StepCostModel:
 
 
 def _with_neighbours(values: Sequence[float]) -> list[float]:
-    """Coefficients, with every slope raised to its largest neighbour."""
+    """The coefficients, each slope replaced by the maximum of itself and its neighbours."""
     slopes = [0.0, *values[_FIRST_SEGMENT:_ROWS], 0.0]
     raised = map(max, slopes, slopes[1:], slopes[2:])
     return [*values[:_FIRST_SEGMENT], *raised, *values[_ROWS:]]
 
 
 def load_parts(load: StepLoad) -> list[float]:
-    """The values by which the coefficients are multiplied."""
+    """The quantities of a load that the coefficients multiply, one for each coefficient."""
     num_tokens = load.num_decodes + load.num_chunk_tokens
     parts = [0.0] * _NUM_PARTS
     parts[_FIXED] = 1.0
@@ -222,7 +222,7 @@ def load_parts(load: StepLoad) -> list[float]:
 
 
 def _accumulate(matrix: list[list[float]], row: Sequence[float]) -> None:
-    """Add the outer product of `row` with itself."""
+    """Add the outer product of `row` with itself to `matrix`."""
     for index, value in enumerate(row):
         if value:
             line = matrix[index]

@@ -11,7 +11,7 @@ from quire.core.sequence import Sequence
 
 
 class FaultIsolation:
-    """Sequences that were in a failed step and have not sampled since, sorted by rank.
+    """Sequences that were in a failed step and have not sampled since, in the policy's order.
 
     While there are suspects, the scheduler runs the first of them alone, until it samples or its
     step fails too. So no sequence is ended for the fault of another.
@@ -32,9 +32,9 @@ class FaultIsolation:
         self._untried = [suspect for suspect in self._untried if suspect not in cleared]
 
     def blame(self, in_flight: set[Sequence]) -> Sequence | None:
-        """The sequence to end after a step failed: a suspect that was alone in it, or None.
+        """The sequence to end after a step failed: the suspect that ran alone in it.
 
-        Otherwise, all sequences of the steps in flight become suspects.
+        If there is none, return None, and make all sequences of the steps in flight suspects.
         """
         live = [sequence for sequence in in_flight if not sequence.is_finished]
         if len(in_flight) == 1 and live and live[0] in self._untried:

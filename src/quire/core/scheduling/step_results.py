@@ -1,6 +1,6 @@
 """Steps in flight, and the outputs made from their results.
 
-`scheduler` uses all of this module; beam search uses only the outputs of failures.
+`scheduler` uses all of this module; beam search uses only `failure`.
 """
 
 from collections.abc import Sequence as Tokens
@@ -14,7 +14,7 @@ from quire.core.step import StepResult, TokenLogprobs
 
 @dataclass(slots=True)
 class StepInFlight:
-    """Record of a launched step, which `apply` needs when the step's result has come."""
+    """A launched step, recorded until `Scheduler.apply` gets its result."""
 
     step_id: int
     #: Row -> (its sequence, the sequence's num_admissions at that time, tokens written when the
@@ -87,7 +87,7 @@ def extend(
 
 
 def pooled_output(sequence: Sequence, pooled: bytes) -> SequenceOutput:
-    """The output of a pooling sequence, which ends with it."""
+    """End a pooling sequence. Returns its only output."""
     sequence.finish_reason = FinishReason.STOP
     return SequenceOutput(
         sequence.request_id,

@@ -114,7 +114,7 @@ class GrammarCompilers:
         self._idle: list[_Worker] = []
 
     def begin(self) -> None:
-        """Start the process, if the first grammar would otherwise wait long for it."""
+        """Start the process now if the vocabulary is large, since reading it takes long."""
         if self._begin.vocab_size >= LARGE_VOCABULARY:
             self._start()
 
@@ -135,13 +135,13 @@ class GrammarCompilers:
             )
 
     async def make(self, form: str, origin: str) -> str | None:
-        """The grammar of a form, as `grammar_forms.as_text` writes it, after checking that it
-        compiles; None means no constraint.
+        """The grammar of `form`, checked to compile; None if the form sets no constraint.
 
-        `origin` is the form's field, for errors in which the worker can't name it. A cancelled call
-        kills its worker. Raises InvalidRequestError for a form that is not supported or exceeds the
-        limits (WorkerLostError if the worker may have died of another cause), and EngineDeadError
-        if there is no process.
+        `form` is a text from `grammar_forms.as_text`. `origin` is the request field that the form
+        comes from; errors name it if the worker ends without a reply. A cancelled call kills its
+        worker. Raises InvalidRequestError for a form that is not supported or exceeds the limits
+        (WorkerLostError if something else may have killed the worker), and EngineDeadError if there
+        is no process.
         """
         worker = self._acquire_worker()
         is_kept, began_s = False, time.monotonic()

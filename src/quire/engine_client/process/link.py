@@ -60,8 +60,8 @@ class LinkOwner(Protocol):
         ...
 
     def on_death(self, link: "EngineLink", error: QuireError, death: Death) -> None:
-        """The process is gone, and all its messages were passed on. `error` is the reason for
-        people, `death` the evidence for finding the cause."""
+        """The process is gone, and all its messages were passed on. `error` tells people the
+        reason; from `death`, the supervisor infers the cause."""
         ...
 
 
@@ -85,7 +85,7 @@ class AdapterCalls:
         self._send = send
 
     def find(self, name: str, path: str, anew: bool) -> "asyncio.Future[AdapterRef]":
-        """The adapter in a folder, after it was read. Fails with AdapterError or
+        """The adapter in a folder, once the process has read it. Fails with AdapterError or
         InvalidRequestError, and with EngineDeadError if the process dies."""
         find_id = next(self._ids)
         self.waiters[find_id] = waiter = asyncio.get_running_loop().create_future()
@@ -93,7 +93,7 @@ class AdapterCalls:
         return waiter
 
     def resolve(self, reply: AdapterReply) -> None:
-        """Resolve the question of a reply, if this link has asked it."""
+        """Resolve the question that `reply` answers, if this link has asked it."""
         waiter = self.waiters.pop(reply.find_id, None)
         if waiter is None or waiter.done():  # asked by an earlier link, or its caller was cancelled
             return
@@ -105,8 +105,8 @@ class AdapterCalls:
 
 
 def _fail(waiters: Iterable["asyncio.Future[Any]"]) -> None:
-    """Fail all questions of a dead process. The error leaves out the reason, which is in the log,
-    because it may be sent to a client."""
+    """Fail all questions of a dead process. The error may be sent to a client, so it leaves out the
+    reason, which is in the log."""
     for waiter in waiters:
         if not waiter.done():
             waiter.set_exception(EngineDeadError("the engine died before it had answered"))
@@ -147,7 +147,7 @@ class EngineLink(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether a process was ever started at the other end, so that its death is reported."""
+        """Whether a process was ever started at the other end. Only then is a death reported."""
         return self._transport is not None
 
     @abstractmethod
@@ -157,8 +157,8 @@ class EngineLink(asyncio.Protocol):
 
     @abstractmethod
     def kill(self, why: str) -> None:
-        """Kill the process. The owner is notified when the process is gone, or after UNDEAD_S by
-        `_abort_connection`; subclasses set the timer `_undead`."""
+        """Kill the process. The owner is notified when the process is gone, at the latest after
+        UNDEAD_S: subclasses set the timer `_undead`, which calls `_abort_connection`."""
 
     def _abort_connection(self) -> None:
         """Treat the process as gone."""
@@ -169,7 +169,7 @@ class EngineLink(asyncio.Protocol):
     @abstractmethod
     async def _await_exit(self) -> tuple[QuireError, Death]:
         """Wait after the connection's end until the process is gone, and kill it if necessary.
-        Returns (error with the reason, for people; evidence for finding the cause)."""
+        Returns the (error, death) of `LinkOwner.on_death`."""
 
     def send(self, frame: bytes) -> None:
         """Send an encoded message. Has no effect once the process is gone."""

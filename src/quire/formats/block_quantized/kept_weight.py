@@ -1,4 +1,4 @@
-"""The base of the methods that keep block-quantized weights in tensors: torch's and Triton's.
+"""The base class of torch's and Triton's methods that keep block-quantized weights in tensors.
 
 Each subclass defines the form in which it keeps a weight. Called by `linear_methods` and
 `triton_method`.

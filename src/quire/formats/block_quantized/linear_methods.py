@@ -84,7 +84,7 @@ class BlockQuantizedMethods:
 
 
 class BlockQuantizedTorchMethod(KeptWeightMethod):
-    """Keeps the fields of `UnpackedRows`, with one code per byte, and multiplies them by torch."""
+    """Stores the weight as `UnpackedRows`, one code per byte, and multiplies by it in torch."""
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         weight = self.empty(num_outputs, num_inputs, torch.device("meta"))

@@ -1,11 +1,11 @@
-"""Groups GGUF file names into models, and finds the model that a path means.
+"""Groups GGUF file names into models, and finds the model at a path.
 
     tiny-Q4_K_M.gguf                     a model in one file
     big-Q8_0-00001-of-00003.gguf, ...    a model in three files; the first one has the metadata
     mmproj-F16.gguf, imatrix.gguf        no model: an image encoder, a quantizer's statistics
 
-Works on names, so it serves for the hub's file lists and for folders. Imports no torch. Called by
-the fetching of models and by the readers of weights, configs and tokenizers.
+Grouping needs only names, so it also works on the hub's file lists. Imports no torch. Called by the
+fetching of models and by the readers of weights, configs and tokenizers.
 """
 
 import re
@@ -43,7 +43,7 @@ def models_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def first_name(name: str) -> str:
-    """The name of the first file of the model that `name` is a file of. It holds the metadata."""
+    """The name of the model's first file, which has the metadata. `name` is any of its files."""
     found = _SPLIT.fullmatch(name)
     if found is None:
         return name

@@ -45,7 +45,7 @@ class StringArray(Sequence[str]):
     """The strings of an array in a file, each decoded when it is accessed."""
 
     def __init__(self, content: mmap.mmap, starts: "array[int]") -> None:
-        """`starts` has the offset of each string's length field, and at last the array's end."""
+        """`starts` has the offset of each string's length field, then that of the array's end."""
         self._content = content
         self._starts = starts
 

@@ -4,8 +4,8 @@ Programs (`program.py`) run the same kernels without Python between them; these 
 tests. `csrc/elementwise` has the formulas. Results are rounded as in `kernels.operators` and
 `kernels.rotary`.
 
-Legend: T tokens, H heads of a token, D size of a row, V rows of the table. Hq query heads, Hkv KV
-heads. Operands may be [T, D] or [T, H, D], with gaps between rows.
+Legend: T tokens, H heads of a token, D size of a row, V rows of the embedding table. Hq query
+heads, Hkv KV heads. Operands may be [T, D] or [T, H, D], with gaps between rows.
 """
 
 from ctypes import addressof

@@ -3,7 +3,7 @@
     out[m, n] = sum over k of x[m, k] weight[n, k] + bias[n]
 
 The order of the sum over k does not depend on m, so a row's result is the same in every batch.
-Called by `formats.packed`. `recorder.py` only uses the structures.
+Called by `formats.packed`. `recorder.py` uses the structures, but not `apply`.
 
 Shapes: M rows, K inputs, N outputs. dtypes: fp32 and bf16.
 """
@@ -48,11 +48,11 @@ class PackedLinear:
     ) -> None:
         """Rows are quantized to `weight_format` when they are packed.
 
-        In INT4, `group_size` is the number of inputs that share a scale of a weight. In INT8, it is
-        the number of inputs of x that share a scale, and weights are rotated. A size of 0 means one
-        scale for all inputs and no rotation. `num_wide`, a multiple of 4, is the number of inputs
-        that INT4 stores in eight bits. `interleave` is the number of gate outputs if the outputs
-        are gate, then up; otherwise 0. `dtype` is the dtype of x and of the results.
+        In INT4, `group_size` inputs of a row of weights share a scale. In INT8, `group_size` inputs
+        of a row of x share a scale, and the weights are rotated. A size of 0 means one scale for
+        all inputs and no rotation. `num_wide`, a multiple of 4, is the number of inputs that INT4
+        stores in eight bits. `interleave` is the number of gate outputs if the outputs are gate,
+        then up; otherwise 0. `dtype` is the dtype of x and of the results.
         """
         if interleave and num_outputs != 2 * interleave:
             raise ValueError(
@@ -93,7 +93,7 @@ class PackedLinear:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """A key: linears whose keys are equal may be multiplied by one call."""
+        """Format and sizes as a key. One native call can multiply linears with equal keys."""
         sizes = (self.num_outputs, self.num_inputs, self.struct.group_size, self.interleave)
         return (self.format.name, *sizes, self.struct.num_wide, self.struct.bias is not None)
 
@@ -235,7 +235,7 @@ def apply(
     x has the dtype of dense weights, or any of DTYPES if weights are quantized.
     The result is written to `out`, if given. With ADD_RESIDUAL it is added to `out`.
     `out_dtype` may be x's dtype, or fp32, which returns sums that were not rounded to x's dtype.
-    With an `adapter`, the M rows must be those that its `PackedRows` were set for.
+    With an `adapter`, its `PackedRows` must have been set for these M rows.
     Raises ValueError.
     """
     # First, check the operands.

@@ -190,8 +190,9 @@ def _own_slots(
 
 
 def _open(folder: Path, config: ModelConfig, entry: ModelEntry) -> CheckpointSource:
-    """Open the weights. Raises CheckpointError if there are fewer tensors than layers: for a config
-    with a million layers, the blueprint would take hours."""
+    """Open the weights. Raises CheckpointError if there are fewer tensors than layers.
+
+    This refuses a damaged config with a million layers, whose blueprint would take hours."""
     checkpoint = entry.open(folder, config)
     if len(checkpoint.names) < config.num_layers:
         raise CheckpointError(
@@ -244,7 +245,8 @@ def served_blueprint(folder: Path, config: ModelConfig, methods: LinearMethods) 
     """The blueprint of the model of `folder`, with the methods that store its weights.
 
     Raises CheckpointError for weights that don't match `config`. Raises UnsupportedModelError if
-    `methods` must multiply all experts of a layer at once but can't.
+    `methods` multiply all experts of a layer in one kernel, but the layer's block formats differ or
+    its inputs are reordered.
     """
     entry = find_entry(config)
     checkpoint = _open(folder, config, entry)

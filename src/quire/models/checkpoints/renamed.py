@@ -1,7 +1,7 @@
 """A checkpoint that renames or skips the tensors of another checkpoint.
 
-The same weights may have several names: with or without the prefix that a model with a head puts
-before the names of all other tensors, and in old or new versions of transformers. Called by
+Checkpoints of one model may name the same tensor differently. A model with a head adds a prefix to
+the names of all tensors but the head's, and versions of transformers use different names. Called by
 `models.registry`.
 """
 
@@ -90,7 +90,7 @@ def with_missing_prefix(source: CheckpointSource, embedding: str) -> CheckpointS
 
 
 def with_words(words: Mapping[str, str]) -> Rename:
-    """A function that replaces words of names. Words are separated by dots."""
+    """A function that replaces the words of a name, which dots separate, as `words` says."""
 
     def rename(name: str) -> str | None:
         return ".".join(words.get(word, word) for word in name.split("."))

@@ -1,4 +1,4 @@
-"""The config of a model that a class of transformers computes. Called by `models.registry`."""
+"""The config of a model computed by a class of transformers. Called by `models.registry`."""
 
 import importlib.metadata
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from quire.models.fallback.trace import trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FallbackConfig(ModelConfig):
-    """The config of a model that a class of transformers computes."""
+    """The config of a model computed by a class of transformers."""
 
     #: The fields of config.json.
     raw: Mapping[str, Any]

@@ -135,8 +135,8 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
 def _check_class(config: Any, kind: type[Any]) -> None:
-    """Raises UnsupportedModelError if the flags of a class show that it can't run with quire's
-    attention."""
+    """Raises UnsupportedModelError if the class's flags or the config's layer types show that the
+    class can't run with quire's attention."""
     if getattr(kind, "_is_stateful", False):
         reason = "its layers carry a state beside keys and values"
     elif not kind._supports_attention_backend:
@@ -245,5 +245,5 @@ class _Output:
         return self.last_hidden_state if index == 0 else None
 
     def __getattr__(self, name: str) -> None:
-        """None for keys and values, router logits and other fields."""
+        """None for every other field, such as keys and values or router logits."""
         return None

@@ -1,8 +1,8 @@
-"""The attention and expert functions that models of transformers call.
+"""The attention and expert functions that models of the transformers library call.
 
-Configs of transformers name these functions. The attention call of the running step is in
-`ATTENDING`, which `model.py` sets around a forward pass. It is not passed as an argument, because
-many classes drop extra arguments.
+A model's config selects the functions by name. `ATTENDING` holds the attention call of the running
+step; `model.py` sets it around a forward pass. The call is not passed as an argument, because many
+model classes drop extra arguments.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ class StepAttention:
 
 
 class _Attending:
-    """Holds the forward pass of the current context, for attention functions and layers."""
+    """Holds the `StepAttention` of the current context, for attention functions and layers."""
 
     def __init__(self) -> None:
         self._step: ContextVar[StepAttention] = ContextVar("_step")

@@ -52,7 +52,7 @@ class MinistralConfig(DecoderConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ministral3Config(DecoderConfig):
-    """`sliding_window` applies to all layers."""
+    """The config of Ministral 3. `sliding_window` applies to all layers."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

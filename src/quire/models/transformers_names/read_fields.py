@@ -27,7 +27,7 @@ def known_version() -> str:
 
 
 def why_it_may_be_read(name: str, raw: Mapping[str, Any]) -> str | None:
-    """The end of a message that says why a field may change results; None if no class reads it.
+    """A clause that says why a field may change results; None if no class reads it.
 
     `raw` is the whole config. Fields whose names begin with an underscore don't affect models.
     """

@@ -1,4 +1,4 @@
-"""The fields that every body for generated text has, whatever its API.
+"""The fields that the request bodies of all text generation APIs have.
 
 `answer` reads no other field of a body. `body` has the fields of OpenAI's and vLLM's APIs; a body
 of another API subclasses `CallBody` directly. Independent of the engine.
@@ -59,7 +59,7 @@ def left_out(**schema: Any) -> Any:
 
 def bounded(name: str) -> Any:
     """A field whose default is None. The schema has the bounds of SamplingParams' parameter `name`,
-    without MAX_TOKENS, since `Count` has that bound."""
+    except MAX_TOKENS, which the field's type, `Count`, already sets."""
     schema = BOUNDS[name].schema()
     return left_out(**{key: bound for key, bound in schema.items() if bound != MAX_TOKENS})
 
@@ -117,8 +117,8 @@ class CallBody(Body, ABC):
         """Change the fields according to the operator's settings."""
 
     def check_amounts(self, limits: CallLimits, max_logprobs: int) -> None:
-        """Check the amounts that the body asks for. `max_logprobs` is the engine's bound. Raises
-        InvalidRequestError that names the field and the bound."""
+        """Check numbers in the body, such as n and logprobs, against the server's `limits` and the
+        engine's `max_logprobs`. Raises InvalidRequestError that names the field and the bound."""
 
     @abstractmethod
     def to_params(self) -> Params:
@@ -128,8 +128,8 @@ class CallBody(Body, ABC):
 class ChatBody(CallBody, ABC):
     """A body that asks for an assistant's message.
 
-    `to_params` leaves structured_outputs out. They are derived later from the `answer_format` of
-    `to_chat_call`, combined with the form of tool calls and reasoning.
+    `to_params` does not set structured_outputs. The server derives them later, from the
+    `answer_format` of `to_chat_call` and the format of tool calls and reasoning.
     """
 
     @abstractmethod

@@ -1,14 +1,14 @@
 """Parses the JSON of a request body: strictly, and in pieces if it is long.
 
-Of several fields with one name, Python keeps the last, while a proxy that checks calls may read the
-first. Python also accepts unpaired surrogates, which are no valid characters. Duplicate names and
-unpaired surrogates are refused, at any depth, by an error that names the field.
+If an object has a name twice, Python keeps the last value, while a proxy that checks calls may read
+the first. Python also accepts unpaired surrogates, which are not valid characters. Duplicate names
+and unpaired surrogates are refused, at any depth, by an error that names the field.
 
 `json.loads` is one call in C that blocks the process: a tenth of a second for 8 MiB of numbers or
-small lists, and longer for long integers. So long bodies are parsed in pieces, with bounds that are
-checked before values are built. Patterns find runs of simple values (numbers, short texts, small
-flat lists and objects), and `json` parses one run per call; nesting and long texts are read step by
-step.
+small lists, and longer for long integers. So long bodies are parsed in pieces, and their bounds
+(`MAX_VALUES` and others) are checked before values are built. Patterns find runs of simple values
+(numbers, short texts, small flat lists and objects), and `json` parses one run per call; nesting
+and long texts are read step by step.
 """
 
 import json
@@ -84,13 +84,12 @@ _NUMBER = re.compile(r"[-+.0-9eE]*+")
 
 
 def parse(body: bytes, max_values: int = MAX_VALUES) -> Generator[None, None, Any]:
-    """Parse the JSON value in `body`; may pause at every yield. A short body is parsed without
-    pauses.
+    """Parse the JSON value in `body`; the caller may pause at every yield.
 
-    `max_values` bounds the values of a long body; the values of short bodies aren't counted. Raises
-    json.JSONDecodeError, UnicodeDecodeError for bytes that are not UTF-8, and InvalidRequestError
-    for two fields of one name in one object, for an unpaired surrogate, and beyond the bounds
-    above.
+    A short body is parsed in one step. `max_values` bounds the values of a long body; the values of
+    short bodies aren't counted. Raises json.JSONDecodeError, UnicodeDecodeError for bytes that are
+    not UTF-8, and InvalidRequestError for a duplicate name in an object, for an unpaired surrogate,
+    and for a body that exceeds the module's bounds.
     """
     text = str(body, "utf-8").removeprefix(_BYTE_ORDER_MARK)
     if len(body) > LONG_BODY_BYTES or _LONG_NUMBER.search(text):
@@ -103,10 +102,10 @@ def parse(body: bytes, max_values: int = MAX_VALUES) -> Generator[None, None, An
 
 
 def parse_in_pieces(text: str, max_values: int = MAX_VALUES) -> Generator[None, None, Any]:
-    """The JSON value in `text`; may pause at every yield, some microseconds apart.
+    """Parse the JSON value in `text`, with a yield every few microseconds.
 
     A long string is read in one step, at a millisecond per MB. Raises json.JSONDecodeError, and
-    InvalidRequestError beyond the bounds and for two fields of one name in one object.
+    InvalidRequestError for a duplicate name in an object and for a text that exceeds the bounds.
     """
     reader = _Reader(text, max_values)
     while reader.step():

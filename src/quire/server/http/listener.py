@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 
 
 class Listener:
-    """The listening socket of a server. uvicorn closes it like a server of asyncio.
+    """The listening socket of a server, with the methods by which uvicorn closes asyncio's Server.
 
     Invariant: the event loop watches the socket unless accepting is paused or has ended.
     """

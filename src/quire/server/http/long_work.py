@@ -1,9 +1,8 @@
 """Does long work without delaying other calls: in pieces on the event loop, or in threads.
 
 Work in pieces is a generator that yields wherever it may pause, at least once per millisecond.
-Threads would not help with most of this work: Python has one lock for all threads, which a call in
-C keeps to its end. Used for all work that grows with a call's size: parsing bodies, making
-requests, writing answers.
+Threads would not help with most of this work, since a call in C holds the GIL until it returns.
+Used for all work that grows with a call's size: parsing bodies, making requests, writing answers.
 """
 
 import asyncio

@@ -14,8 +14,8 @@ FIRST_TOKEN = "gen_ai.first_token"
 def request_attributes(
     model_name: str, tenant: str, request_id: str, requests: Sequence[Request]
 ) -> dict[str, object]:
-    """The attributes that are known when a call begins. The call's requests differ only in their
-    prompts."""
+    """The attributes that are known when a call begins. They are read from its first request, since
+    the others differ only in their prompts."""
     first = requests[0]
     params = first.params
     return {

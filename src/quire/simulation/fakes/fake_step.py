@@ -63,7 +63,7 @@ class FakeStep:
 
     @property
     def longest(self) -> int:
-        """The maximum number of a row's computed tokens after the step."""
+        """The most tokens that any row has computed after the step."""
         return int(self.ends.max())
 
     def last_fingerprints(self) -> Fingerprints:
@@ -132,7 +132,7 @@ def pooled_rows(step: FakeStep) -> dict[int, bytes]:
 
 
 def failed_rows(step: FakeStep, nan_token_id: int | None) -> dict[int, str]:
-    """The error of each row that fails instead of sampling, by row, while other rows succeed."""
+    """The errors, by row, of the rows that fail instead of sampling; other rows succeed."""
     return {
         admission.row: f"NaN in the logits of row {admission.row}"
         for _, sample, admission in step.special

@@ -68,6 +68,6 @@ class FleetReport:
 
 
 def quantile(values: array[float], share: float) -> float:
-    """The quantile of the values at `share`, from 0 to 1; 0 without values."""
+    """The quantile of the values at `share`, which is 0 to 1. Returns 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,7 +1,7 @@
 """Converts a request's structured-output parameters to the text of a grammar.
 
-The text is sent to other processes and serves as a cache key. An answer's state can be restored
-from the text and the answer's tokens. Called by the API server and the offline API.
+The text is sent to other processes and serves as a cache key. The matcher's state within an answer
+can be rebuilt from the text and the answer's tokens. Called by the API server and the offline API.
 """
 
 from collections.abc import Callable
@@ -109,8 +109,8 @@ def _check_length(length: int, origin: str, bound: int) -> None:
 
 
 def _checked(grammar: str, origin: str) -> str:
-    """Check that `grammar` is valid and not too costly to follow; returns it. Unlike compiling,
-    this needs no vocabulary."""
+    """Return `grammar` after a check that it is valid and not too costly to match. Unlike
+    compiling, this needs no vocabulary."""
     try:
         check_lark(grammar)
     except TooManyMembersError as error:

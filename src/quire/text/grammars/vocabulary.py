@@ -50,7 +50,7 @@ class GrammarVocabulary:
 
     @property
     def writes_all_bytes(self) -> bool:
-        """True if each byte of UTF-8 is a token that is not special."""
+        """True if each byte that occurs in UTF-8 has a token of its own that is not special."""
         with self._lock:
             return self._text_tokens.has_all_bytes
 
@@ -107,9 +107,10 @@ class _Tokens:
         return self._tokenizer.encode_inside(text) or self._split_by_length(text.encode())
 
     def _split_by_length(self, text: bytes) -> list[int]:
-        """Tokenize by repeatedly taking the longest matching token, for a text that the tokenizer
-        would change or encode as a special token. Every byte must be a token; tokens are forced
-        only in this case.
+        """Tokenize by repeatedly taking the longest matching token.
+
+        Used for a text that the tokenizer would change or encode as a special token. Every byte
+        must be a token: `compiler` lets llguidance force texts only if `writes_all_bytes`.
         """
         found: list[int] = []
         while text:

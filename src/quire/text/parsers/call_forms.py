@@ -54,14 +54,14 @@ class CallForm(
 
     @property
     def marker(self) -> str:
-        """The mark that begins a call in text; "" if calls have no mark and can only start the
-        message."""
+        """The mark that begins a call in text; "" if calls have no mark and so must stand at the
+        start of the message."""
         return (self.begin or self.call_begin).strip()
 
     @property
     def first_characters(self) -> str:
-        """The characters with which a call can begin after its marker, if they are { or [;
-        otherwise ""."""
+        """The brackets ({ or [ or both) with which a call can begin after its marker; "" if calls
+        begin with other characters."""
         return ""
 
 
@@ -119,8 +119,8 @@ class PythonForm(CallForm, frozen=True, tag="python", kw_only=True):
 class ChannelForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An answer in the harmony format: several messages, each `start role HEADER message BODY end`.
 
-    A header consists of: channel NAME recipient constrain TYPE. The prompt ends after the role of
-    the first message.
+    A header is `channel NAME recipient constrain TYPE`. Words in lower case are the fields below.
+    The prompt ends after the role of the first message.
     """
 
     start: str

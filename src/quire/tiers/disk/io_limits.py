@@ -154,7 +154,7 @@ class DayBudget:
         return self._bytes_a_day == 0
 
     def spend(self, num_bytes: int) -> bool:
-        """Take `num_bytes` out of the bucket if they may be written now; otherwise returns False.
+        """Take `num_bytes` out of the bucket. Returns False if they may not be written now.
 
         Raises OSError if the ledger can't be written; then nothing is taken.
         """
@@ -226,7 +226,7 @@ class IoPace:
         return not self._is_alone.is_set()
 
     def asked(self) -> None:
-        """Record that the engine asked for ended moves. Called by the engine's thread."""
+        """Record that the engine polled for ended moves. Called by the engine's thread."""
         if not self._has_waited and self._is_alone.is_set():
             self._is_alone.clear()
         self._has_waited = False

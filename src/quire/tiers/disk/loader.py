@@ -1,7 +1,7 @@
 """Reader threads that load cached blocks from disk, first come, first served.
 
-The loads of one call of `start` form a request. A reader takes as many waiting loads as it reads at
-once. The thread that takes a load out of its request (a reader, or the caller of `cancel`) also
+The loads of one call of `start` form a request. A reader takes as many waiting loads as fit into
+one read. The thread that takes a load out of its request (a reader, or the caller of `cancel`) also
 reports the load's end. A read that hangs blocks only its own loads, and a new reader is started in
 place of the hung one.
 """
@@ -137,8 +137,8 @@ class Loader:
         return unknown
 
     def seconds(self, num_bytes: int) -> float:
-        """Predicted seconds until `num_bytes` more would be loaded, after the queued bytes. inf
-        while loads are paused or all readers hang."""
+        """Predicted seconds to load all queued bytes and then `num_bytes` more. inf while loads are
+        paused or all readers hang."""
         return self.speed().seconds(self.num_bytes_ahead + num_bytes)
 
     def speed(self) -> LoadSpeed:
@@ -266,8 +266,8 @@ class Loader:
             return self._requests[0] if self._requests else None
 
     def _patience_s(self, request: _Request) -> float:
-        """Seconds for which the request's loads may still be throttled; at most 0 if they are late,
-        since the scheduler would give up late loads."""
+        """Seconds for which the request's loads may still be throttled. 0 or less if they are late:
+        more throttling could make the scheduler give them up."""
         limit_s = max(MIN_HELD_S, HELD_SHARE * request.predicted_s)
         return 0.0 if self._is_closed else request.begun_s + limit_s - self._clock()
 
@@ -328,8 +328,8 @@ class Loader:
     def _count(
         self, parts: Sequence[_Part], done: Sequence[bool], num_bytes: int, now_s: float
     ) -> bool:
-        """Update the counters for these ended loads. Returns True if all loads of a request have
-        ended."""
+        """Update the counters for these ended loads. Returns True if they were the last loads of
+        any request."""
         num_done, has_ended = sum(done), False
         with self._lock:
             self.num_done += num_done

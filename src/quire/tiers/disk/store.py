@@ -102,9 +102,9 @@ class SegmentStore:
         may_rewrite: Callable[[int], bool] = lambda num_bytes: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the index; writes nothing. When a segment is evicted, `may_rewrite` is called with
-        the bytes of a record, and returns True if the record may be written again; it may raise
-        OSError. Raises OSError."""
+        """Read the index, without writing anything. When a segment is evicted, `may_rewrite` is
+        called with a record's size in bytes, and returns True if the record may be written again;
+        it may raise OSError. Raises OSError."""
         self.path = folder.namespace(fingerprint)
         self.budget_bytes, self.segment_bytes = budget_bytes, segment_bytes
         self.damage = DamageLog(self.path, clock)
@@ -384,8 +384,8 @@ def _needed_bytes(record: Record) -> int:
 def _places_of(
     index: RecordIndex, keys: Sequence[Key], waiting: list[int] | None, sizes: NDArray[np.int64]
 ) -> Places:
-    """The places of the keys at the indices `waiting` (None: of all keys), without keys whose
-    stored size differs from `sizes`."""
+    """Look up the places of the keys whose indices are in `waiting`; None means all keys. Leaves
+    out keys that are not stored, and those whose stored size differs from `sizes`."""
     if waiting is None:
         places = index.places(keys)
     else:
@@ -416,7 +416,7 @@ def _runs(places: Places, broken: Collection[int]) -> list[Places]:
 
 
 def _cuts(places: Places, broken: Collection[int]) -> NDArray[np.int64]:
-    """The indices of places that begin a new run. Runs keep the order of `places`."""
+    """The indices at which a new run begins, except 0, for `places` in their present order."""
     segments, offsets = places.rows["segment"], places.rows["offset"]
     gaps = offsets[1:] - offsets[:-1] - places.rows["num_bytes"][:-1]
     are_near = (segments[1:] == segments[:-1]) & (gaps >= 0) & (gaps <= MAX_GAP_BYTES)

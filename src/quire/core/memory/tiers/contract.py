@@ -10,9 +10,9 @@ beside the steps and reports later, in any order, how each ended. Only the metho
     ended()                             <-    ids of moves that have ended, and their success
 
 The block of a store has content and is not written to until the store has ended. The block of a
-load is in no table and has no content until the load has ended. Each block is referenced until its
-move has ended, even if the move was cancelled. A load that failed, for any reason, is a miss: the
-content of its block is undefined.
+load is in no table and has no content until the load has ended. The memory holds a reference to
+each block until its move has ended, even if the move was cancelled. A load that failed, for any
+reason, is a miss: the content of its block is undefined.
 
 Implemented by `quire.tiers` on files and on a GPU's host memory, and by `simulation`.
 """
@@ -104,15 +104,15 @@ class Tiers(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for a move to end that `ended` has not reported, or for timeout_s.
+        """Wait until `ended` has moves to report, but at most timeout_s.
 
-        Returns early when a store, all loads of one `start` call, or a failed load have ended. For
-        an engine that has nothing else to do.
+        A successful load may be ignored until all loads of its `start` call have ended. For an
+        engine that has nothing else to do.
         """
         ...
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
-        """Counters of each tier, by tier and by counter, as JSON can hold them; for people."""
+        """The counters of each tier by name, as JSON types. Only for display."""
         ...
 
     def clear(self) -> None:
@@ -120,5 +120,5 @@ class Tiers(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish the ordered stores, within a bounded time, and touch no block any more."""
+        """Finish the ordered stores within a bounded time. Afterwards no block is touched."""
         ...

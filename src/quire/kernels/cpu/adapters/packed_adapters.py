@@ -4,11 +4,12 @@
 
 with A, B and h in the model's dtype and both sums in fp32. `csrc/adapters` computes this together
 with the linear. A linear's slots keep their addresses, so a recorded program sees adapters that are
-loaded later. Called by `quire.adapters`. `linear.py` and `recorder.py` only use the structures.
+loaded later. Called by `quire.adapters`; `linear.py` and `recorder.py` pass the structures to the
+kernels.
 
 Shapes: T rows of a step, r rank, K inputs and N outputs of a linear. C columns: the sum of the
-ranks of a fused linear's parts (such as q, k and v), where each rank is rounded up to an even
-number in bf16, since an instruction multiplies two.
+ranks of a fused linear's parts (such as q, k and v). In bf16 each rank is rounded up to an even
+number, since the bf16 instruction multiplies pairs.
 """
 
 import ctypes
@@ -123,7 +124,7 @@ class PackedAdapters:
         return a_bytes + b_bytes + self._scales.nbytes
 
     def share_a(self, other: "PackedAdapters") -> None:
-        """Use the memory for A of `other`, a linear with the same number of inputs and parts.
+        """Share the memory of A with `other`, a linear with the same number of inputs and parts.
 
         From then on both linears must be loaded with adapters that have the same A.
         """
@@ -131,7 +132,7 @@ class PackedAdapters:
         self._a, self._keeps_a = other._a, False
 
     def share_b(self, other: "PackedAdapters") -> None:
-        """Use the memory for B of `other`, a linear with parts of the same sizes.
+        """Share the memory of B with `other`, a linear with parts of the same sizes.
 
         From then on both linears must be loaded with adapters that have the same B.
         """
@@ -209,7 +210,7 @@ class PackedAdapters:
 
 
 class _Shape:
-    """The sizes of a slot of one linear, for adapters of the highest rank."""
+    """The size of one slot of a linear, with room for an adapter of rank `max_rank`."""
 
     def __init__(
         self,
@@ -249,8 +250,8 @@ def adapter_bytes(
     has_a: bool = True,
     has_b: bool = True,
 ) -> int:
-    """The number of bytes that a `PackedAdapters` will have. `has_a` and `has_b` are False for
-    memory that belongs to another linear."""
+    """The number of bytes that a `PackedAdapters` will have. `has_a` is False if the memory of A
+    belongs to another linear; `has_b` likewise."""
     shape = _Shape(num_inputs, part_sizes, is_interleaved, max_rank, dtype)
     kept_bytes = shape.a_bytes * has_a + shape.b_bytes * has_b
     return num_slots * (kept_bytes + 4 * shape.num_columns)

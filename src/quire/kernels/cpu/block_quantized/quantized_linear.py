@@ -67,7 +67,7 @@ class BlockQuantizedLinear(PackedLinear):
     ) -> None:
         """`interleave` and `dtype` are as in `PackedLinear`; `dtype` is also that of unpacked rows.
 
-        Raises ValueError if no kernels support the form.
+        Raises ValueError if no kernel supports `form`.
         """
         if not form.has_kernels:
             raise ValueError(f"form is {form}, which no native kernel multiplies")
@@ -92,8 +92,8 @@ class BlockQuantizedLinear(PackedLinear):
     def set_input_order(self, order: torch.Tensor) -> None:
         """Let input k of the packed weights multiply input order[k] of x.
 
-        `order` [K] is a permutation. Products gather x in this order when they round it. Unpacked
-        rows have the order of x. Raises ValueError.
+        `order` [K] is a permutation. The kernels gather x in this order before they quantize it.
+        Rows from `unpack` have the order of x. Raises ValueError.
         """
         wanted = torch.arange(self.num_inputs)
         if order.shape != wanted.shape or not torch.equal(order.long().sort().values, wanted):

@@ -1,11 +1,11 @@
 """Makes the attention kernel's work list for decode-only steps, on the device.
 
-When a captured step is replayed, only the device knows the lengths. So the attention kernel reads
-from a list in its memory which keys of which sequences to attend to, and its grid never changes.
-The context of a sequence is cut into chunks at multiples of a power of two. Unless the rule fixes
-the chunk size, it grows with the number of keys that the sequence sees. So a token has fewer than P
-parts, and a short context still keeps many programs busy. The size never depends on other
-sequences.
+When a captured step is replayed, only the device knows the lengths, and the grid can't change. So
+the attention kernel reads a work list in device memory. Each item of the list names a sequence and
+a range of its keys. The context of a sequence is cut into chunks at multiples of a power of two.
+Unless the rule fixes the chunk size, it grows with the number of keys that the sequence sees. So a
+token has at most P parts, and a short context still keeps many programs busy. The size never
+depends on other sequences.
 
 One program counts the chunks of all sequences and writes the items. It reads and writes some
 kilobytes, once a step for all layers with the same window. The reference is

@@ -2,7 +2,7 @@
 
 It serves decode rows, prefill chunks and any mix of both.
 
-    out = softmax(scale q K^T) V over the keys that each query sees, whose blocks lie anywhere
+    out = softmax(scale q K^T) V over the keys that each query sees, in scattered blocks
 
 A program takes items of a work list, which `decode_work.py` makes on the device and
 `attention/triton_plan.py` on the host. An item is a tile of queries of one sequence and a range of
@@ -24,21 +24,21 @@ tiles are masked, so every row is computed by the same operations. Keys are fold
 `chunk_tokens` at absolute positions, here or by `merge_parts.py`, in the same order by the same
 function. A tile or chunk that a row doesn't see changes none of its bits.
 
-Memory that no query of the tile sees is not read: neither pages nor tables.
+Keys that no query of the tile sees are not read, nor are table entries of blocks without seen keys.
 
-If a KV head has more query heads than a tile has rows, several programs share them, and a tile has
-heads of one query only.
+If a KV head has more query heads than a tile has rows, they are divided among several tiles, each
+with heads of one query only.
 
-Pages of codes (`quantized_kv.py`) are widened just before they are multiplied: K to the dtype of
-the queries, bf16 or fp16, and V to bf16. The scale of a key multiplies its scores, and the scale of
-a value the probabilities: out = sum_j (p_j scale_j) code_j.
+Codes in quantized pages (`quantized_kv.py`) are widened just before they are multiplied: K to the
+dtype of the queries, bf16 or fp16, and V to bf16. The scale of a key multiplies its scores, and the
+scale of a value multiplies its probabilities: out = sum_j (p_j scale_j) code_j.
 
 Cost of a tile of 64 keys of 128 bf16 numbers, K and V together 32 KiB, as compiled for sm_90
 without spills:
 
 - 16 rows, for decoding, take 361 instructions for each of four warps, and 146 registers. So three
-  programs share a processor, with 192 KiB of loads in flight. Reading those at 4.3 TB/s over 132
-  processors takes 1750 clocks, so memory is the bound.
+  programs share a multiprocessor, with 192 KiB of loads in flight. Reading a tile on each of 132
+  multiprocessors at 4.3 TB/s takes 1750 clocks, so memory is the bound.
 - 128 rows, for prompts, take 392 instructions for each of eight warps. 12 of them are HGMMA, which
   take 1024 clocks; the softmax takes about as long again. Triton starts Q K^T during P V of the
   previous tile, and waits for both before the softmax.
@@ -47,7 +47,7 @@ without spills:
   time that memory needs.
 
 Shapes: T tokens, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head size, N blocks, B block size,
-R rows of the block tables, P parts a token at most. A page is [2, Hkv, B, D], K then V.
+R rows of the block tables, at most P parts of a token. A page is [2, Hkv, B, D], K then V.
 Reference: `attention/reference.py`. Called by `attention/triton_paged.py`.
 """
 
@@ -135,7 +135,7 @@ class AttendShape:
 
     @property
     def key_rest(self) -> int:
-        """The number of elements of a latent layer's vectors after the value."""
+        """The number of elements of a key that follow its value; 0 except in latent layers."""
         return self.head_dim - self.output_dim
 
     @property
@@ -144,8 +144,8 @@ class AttendShape:
 
     @property
     def to_log2(self) -> float:
-        """The factor from results of `cap_scores`, q·k or a hyperbolic tangent, to scores in units
-        of log2."""
+        """The factor that converts a result of `cap_scores` (q·k, or tanh with a soft cap) to a
+        score in units of log2."""
         return (self.scale if self.soft_cap is None else self.soft_cap) * math.log2(math.e)
 
     @property
@@ -194,10 +194,11 @@ def paged_attention(
     lse: torch.Tensor | None,
     shape: AttendShape,
 ) -> None:
-    """Write out [T, Hq, D] and lse [T, Hq] fp32, both contiguous, or parts, for the items' tokens.
+    """Write `out` and `lse` of the items' tokens, or their parts.
 
-    q is [T, Hq, D] of any token stride, and bf16 or fp16 if the pages have codes. `tables` is
-    [R, most blocks] int32; `sinks` is [Hq], or None.
+    out is [T, Hq, D], and lse is [T, Hq] fp32 or None; both are contiguous. q is [T, Hq, D] of
+    any token stride, and bf16 or fp16 if the pages have codes. `tables` is [R, most blocks] int32;
+    `sinks` is [Hq], or None.
     """
     # First, check the tensors.
     heads = (shape.num_heads, shape.head_dim)
@@ -244,8 +245,8 @@ def paged_attention(
 
 
 def most_registers(shape: AttendShape, *, over_codes: bool) -> int | None:
-    """The limit of a thread's registers; None lets ptxas choose. For codes and small tiles, ptxas
-    would spill some registers to have more programs on a processor."""
+    """The limit of a thread's registers; None lets ptxas choose. For codes and small tiles, a limit
+    is set because ptxas would spill registers to fit more programs on a multiprocessor."""
     return 255 if over_codes and shape.rows < 64 else None
 
 
@@ -324,9 +325,9 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
 def _load_pairs(places, is_seen, MASKED: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
     """The packed scales of a tile of keys; if MASKED, unseen keys have 0.
 
-    Each scale is loaded by COPIES threads, and the copies are reduced to one.
-    If a tensor has fewer elements than threads, Triton lets each thread load all scales that it
-    multiplies by. For 128 rows that is 16 for each thread, and half of a tile's instructions.
+    COPIES threads load each scale, so that the loaded tensor has an element for each thread; then
+    the copies are reduced to one. From a tensor with fewer elements than threads, Triton makes each
+    thread load all scales that it multiplies by: 16 for 128 rows, half of a tile's instructions.
     """
     COPIES: tl.constexpr = max(1, S.num_warps * 32 // S.tile)
     if COPIES > 1:
@@ -342,8 +343,8 @@ def _load_pairs(places, is_seen, MASKED: tl.constexpr, S: tl.constexpr):  # type
 def _attend_keys(q, positions, memory, first, end, seen, tokens, S: tl.constexpr):  # type: ignore[no-untyped-def]
     """The part over keys [first, end).
 
-    `tokens` are the positions of the first and the last token. Tiles without a mask begin with the
-    last token's window, and end with the last key that the first token sees.
+    `tokens` are the positions of the first and the last token. The tiles without a mask lie between
+    the start of the last token's window and the last key that the first token sees.
     """
     m = tl.full([S.rows], float("-inf"), tl.float32)
     sums = tl.full([S.rows], 0.0, tl.float32)
@@ -417,8 +418,8 @@ def _store(item, first_head, result, sinks_ptr, outputs, part_outputs, S: tl.con
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place_rows(first_head, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The query (counted in the tile) and head of each row. `first_head` is the tile's first
-    head."""
+    """The query of each row, as an index in the tile, and its head. `first_head` is the first head
+    of the tile."""
     rows = tl.arange(0, S.rows)
     if S.rows < S.group:
         within = first_head % S.group + rows

@@ -8,11 +8,11 @@ normed, and n(x) = x otherwise. With cos and sin rounded to the dtype:
           y[R:]    = n(x)[R:]
     page[0, h, offset] = y of k,  page[1, h, offset] = v
 
-Sources: rotary position embedding arXiv:2104.09864, paged KV arXiv:2309.06180. The reference is
-`kernels/rotary.py::rotate`, then stores by index. Every product and every sum is rounded to the
-dtype as in the reference, and multiply-adds are not fused. So without norms, results are
-bit-identical to the reference in all dtypes. With norms, they equal those of `rms_norm.py` up to
-the order of the sums of squares.
+Sources: rotary position embedding arXiv:2104.09864, paged KV arXiv:2309.06180. The reference
+calls `kernels/rotary.py::rotate`, and then stores K and V by index. Every product and every sum is
+rounded to the dtype as in the reference, and multiply-adds are not fused. So without norms, results
+are bit-identical to the reference in all dtypes. With norms, they equal those of `rms_norm.py` up
+to the order of the sums of squares.
 
 A page is one layer's part of a block: kv[block] of kv [N, 2, Hkv, B, D]. A head's B tokens are
 contiguous, so that attention loads a head's tile of a block as one piece. Pages lie kv.stride(0)
@@ -23,10 +23,10 @@ these are 12 KiB each way; the R cosines and sines come from the L2 cache. A pro
 and 1024 elements of its heads, so even a single token occupies several multiprocessors. Only the
 number of programs depends on T.
 
-A program holds a head as two tiles of D/2 elements, `low` and `high`, with 16 bytes of each in a
-thread. `low` begins with the first elements of the pairs that rotate, and `high` with the second
-ones; each ends with half of the remaining elements. If all elements rotate, they are the halves of
-the head.
+A program holds a head as two tiles of D/2 elements, `low` and `high`; a thread holds 16 bytes of
+each. `low` begins with the first element of each pair that rotates, and `high` with the second
+element of each; both end with half of the elements that don't rotate. If all elements rotate, `low`
+and `high` are the halves of the head.
 
 For int8 pages, q and k are then multiplied by a Hadamard matrix (`rotation.hadamard`) in fp32,
 after each head's elements are put in order. Then k is quantized. Queries are multiplied by the same
@@ -76,8 +76,8 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """Norm and rotate q [T, Hq, D] and k [T, Hkv, D], write k and v [T, Hkv, D] to their slots.
 
-    k and v may both be None; then only q is computed, and nothing is written to kv. A `rotation` of
-    None means that q and k are neither normed nor rotated here, except by the matrix for int8.
+    k and v may both be None; then only q is computed, and nothing is written to kv. If `rotation`
+    is None, q and k are neither normed nor rotated; for int8 pages, the Hadamard matrix applies.
     kv is [N, 2, Hkv, B, D] of any page stride. `slot_mapping` is [T] int64: block * B + offset, or
     -1 for a token of padding, which is not written. No two tokens have the same slot.
     If kv has int8 or uint8 (e4m3) codes, `scales` is [N, Hkv, B] int32: see `quantized_kv.py`.
@@ -275,7 +275,7 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     OFFSET: tl.constexpr = None,  # added to the norms' weights; None: the quotient is rounded first
     IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
-    """Programs (token, tile of heads): the tiles of q, then the tiles of k and v."""
+    """One program for each token and tile of heads: first the tiles of q, then of k and v."""
     await_inputs(IS_EARLY)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, BLOCK_HALF)
@@ -340,7 +340,10 @@ def _store_codes(  # type: ignore[no-untyped-def]
     R: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
-    """Store the codes of heads' K and V, V `v_distance` after K, and their scales."""
+    """Quantize K and V of some heads, and store codes and scales.
+
+    The codes of K begin at `target`, and the codes of V `v_distance` elements later.
+    """
     k_low, k_high, v_low, v_high = parts
     kind: tl.constexpr = target.dtype.element_ty
     mask = is_head[:, None] & (tl.arange(0, k_low.shape[1]) < D // 2)[None, :]
@@ -368,7 +371,7 @@ def _store_heads(target, x, is_head, D: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places(lanes, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The places in a head of the elements of `low` and of `high`."""
+    """(indices within a head of the elements of `low`, the same for `high`)."""
     low_at = lanes
     high_at = lanes + D // 2
     if R < D:
@@ -391,7 +394,7 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
     R: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """(low, high) normed if there is a norm, then rotated if there are angles."""
+    """(low, high), normed if there is a norm, then rotated if there is a table of angles."""
     dtype = low.dtype
     # First, the norm: its weight is multiplied after the quotient is rounded, unless it has OFFSET.
     if norm_ptr is not None:

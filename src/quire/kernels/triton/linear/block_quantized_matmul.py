@@ -3,19 +3,20 @@
 It computes y = x W^T + b for weights in any layout of `block_quantized_layout.py`.
 `formats.block_quantized.linear_methods` defines the result and is the reference. Activations are
 int8 with a scale for each chunk of 32 inputs. The dot of a chunk, or of each of its two groups, is
-an exact integer; dots are scaled and summed in fp32, one after the other. No order depends on M, so
-a row has the same bits in any batch.
+an exact integer; dots are scaled and summed in fp32, one after the other. The order of the sum
+doesn't depend on M, so a row has the same bits in any batch.
 
-W is the left operand of the tensor core's product, and is unpacked in the registers from which it
-is multiplied, four weights per instruction. The tensor core computes the terms of zeros and offsets
-as well, since it has time left and other units have none. A constant zero is multiplied with x as a
-tile of that constant. A group's zero or offset is repeated for all inputs of the group. The tensor
-core's product takes 32 inputs; for a group of 16, the other 16 inputs of x are set to zero.
+W is the left operand of the tensor core's product. It is unpacked in registers, four weights per
+instruction, and multiplied from there. The tensor core also computes the terms of zeros and
+offsets, since the other units are the bottleneck. A zero, of the layout or of a group, is repeated
+in a tile that is multiplied with x. A tile of ones gives the sums of x, which offsets multiply. The
+tensor core's product takes 32 inputs; for a group of 16, the other 16 inputs of x are set to zero.
 
 For up to 16 rows, a program streams all inputs of 32 outputs, as in `int4_matmul.py`. With more
 rows it computes 32 x 64 elements, or 16 x 64 if blocks have offsets. If a program can begin before
 the previous kernel has ended (`dependent_launch.py`), it prefetches the first 64 KiB of its levels
-into the L2 cache. With too many programs, most would begin later anyway, so none prefetches.
+(packed weights) into the L2 cache. In a launch of more than 512 programs none prefetches, since
+most of them begin later anyway.
 
 Shapes: M rows, K inputs, N outputs. Called by `formats.block_quantized.triton_method`.
 """
@@ -67,7 +68,7 @@ def block_quantized_matmul(
 
 
 def most_rows(layout: BlockQuantizedLayout) -> int:
-    """The largest number of rows of a program for which its sums fit the registers."""
+    """The largest number of rows per program whose sums fit the registers."""
     return 16 if layout.is_blocked and layout.has_offsets else 32
 
 
@@ -204,8 +205,8 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_ahead(words_ptrs, num_outputs, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The words of a stretch that are not multiplied in the tensor core, as a tuple of [BLOCK_N]:
-    scales, then factors, or offsets if they are floats."""
+    """Load the words of a stretch that `group_numbers` doesn't load itself, as a tuple of
+    [BLOCK_N]: scales, then the factors of blocks, or offsets that are floats."""
     NUM_SCALES: tl.constexpr = LAYOUT.zeros_at
     words = (tl.load(words_ptrs),)
     for index in tl.static_range(1, NUM_SCALES):
@@ -225,8 +226,9 @@ def group_numbers(  # type: ignore[no-untyped-def]
 ):
     """The scale (fp32), zero (int8) and offset (fp32) of each output's group.
 
-    Instead of a zero or offset that the layout doesn't have, unused words are returned. `words` is
-    the result of `load_ahead`; `at` has the pointers to all other words.
+    A zero or offset that the layout lacks has an arbitrary value, which is not used. `words` is the
+    result of `load_ahead`. `at` is (pointers to each output's first word, num_outputs), from which
+    the other words are loaded.
     """
     words_ptrs, num_outputs = at
     WORD: tl.constexpr = GROUP // LAYOUT.groups_of_word
@@ -253,10 +255,10 @@ def group_numbers(  # type: ignore[no-untyped-def]
 def multiply_chunk(  # type: ignore[no-untyped-def]
     nothing, levels, x, group, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The dots of 32 inputs, or of a group of 16 where x is not zero, and the sums of x.
+    """The dots of 32 inputs with weights minus their zeros, and the sums of x.
 
-    Dots and sums are [BLOCK_N, BLOCK_M] int32. Zeros are subtracted from the values. The sums are
-    `nothing`, a tensor of zeros, if the layout has no offsets.
+    For a group of 16, the other 16 inputs of x are zero. Dots and sums are [BLOCK_N, BLOCK_M]
+    int32. If the layout has no offsets, the sums are `nothing`, a tensor of zeros.
     """
     _, zeros, _ = group
     dots, total = tl.dot(levels, x, nothing, out_dtype=tl.int32), nothing
@@ -276,7 +278,7 @@ def multiply_chunk(  # type: ignore[no-untyped-def]
 def add_scaled(  # type: ignore[no-untyped-def]
     sums, dots, total, group, x_scales, LAYOUT: tl.constexpr
 ):
-    """Adds a chunk's integers, times their scales, to `sums` in fp32."""
+    """Add a chunk's scaled dots to `sums` in fp32, less the offsets times the sums of x."""
     scales, _, offsets = group
     sums = tl.fma(dots.to(tl.float32), scales[:, None] * x_scales[None, :], sums)
     if LAYOUT.has_offsets:

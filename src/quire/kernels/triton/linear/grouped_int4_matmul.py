@@ -1,8 +1,8 @@
 """Triton products of all experts of a layer, with int4 weights and int8 activations.
 
 The tiles follow from the plan of `grouped_matmul.py`. Weights are packed, and products summed, as
-in `int4_matmul.py`. So a row is bit-identical to that product and to the reference, `formats.int4`,
-in any batch.
+in `int4_matmul.py`. So in any batch a row has the same bits as from `int4_matmul.py` and from the
+reference, `formats.int4`.
 
 Shapes: P pairs of a token and an expert, E experts, I inputs, N outputs. Called by `formats.int4`.
 """
@@ -38,7 +38,7 @@ _BLOCK_OUTPUTS = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupedInt4Weights:
-    """The weights of E experts, at any addresses."""
+    """The weights of E experts, each in its own tensors, which are given by their addresses."""
 
     #: The addresses of each expert's levels, scales and offsets, [3, E] int64.
     addresses: torch.Tensor

@@ -1,10 +1,10 @@
 """Triton products of all experts of a layer: y[p] = x[row(p)] W[e(p)]^T + b[e(p)].
 
 Pairs p of a token and one of its experts e are sorted by expert, and cut into tiles of one expert
-each. A program multiplies a tile by some of that expert's outputs. `plan_groups` makes the tiles on
-the device, and the grid has programs for the largest possible number of tiles. So the host waits
-for nothing, and a step can be a CUDA graph; programs of missing tiles end at once. Weights may lie
-anywhere, since the kernel takes their addresses.
+each. A program computes a block of outputs for one tile. `plan_groups` makes the tiles on the
+device, and the grid has programs for the largest possible number of tiles; programs without a tile
+end at once. So the host never waits for the device, and a CUDA graph can capture the step. Weights
+may lie anywhere, since the kernel takes their addresses.
 
 An output element is summed in the same order and with the same instruction in every batch, because
 tiles have one size. Tiles are small, since a decode step gives most experts a token or two. A
@@ -53,7 +53,10 @@ class GroupedWeights:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Pairs sorted by expert, and their tiles. All tensors are int32 on the device."""
+    """Pairs sorted by expert, and their tiles. A place is an index into the sorted pairs.
+
+    All tensors are int32 on the device.
+    """
 
     #: The pair at each place, numbered t K + k for token t, [P].
     order: torch.Tensor
@@ -157,10 +160,10 @@ def multiply_tiles(
     sizes: tuple[int, ...],
     **options: Any,
 ) -> torch.Tensor:
-    """Launch a kernel for all tiles of the plan. It fills out [P, N], which is returned.
+    """Launch `kernel` for all tiles of the plan. It writes `out` [P, N], which is returned.
 
-    `tensors` are the kernel's operands between the plan and out, and `sizes` follow N. `options`
-    are the kernel's constants, such as BLOCK_N, and Triton's launch options.
+    `tensors` are the kernel's arguments between the plan and `out`; `sizes` are its arguments
+    after N. `options` are the kernel's constants, such as BLOCK_N, and Triton's launch options.
     """
     num_outputs = out.shape[1]
     if out.numel():
@@ -243,22 +246,22 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pointer_at(address_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The address as a pointer to KIND that is known to be aligned, so that loads take vectors."""
+    """The stored address as a pointer to KIND, marked as aligned so that loads are vectorized."""
     # Triton 3.7 forgets the alignment of an integer that becomes a pointer.
     return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(KIND)), 16)
 
 
 @triton.jit
 def tile_at(tiles_ptr, tile):  # type: ignore[no-untyped-def]
-    """(index of the tile's weight, its first place, its end)."""
+    """(the tile's expert, its first place, the end of its places)."""
     tile_ptr = tiles_ptr + 3 * tile
     return tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def outputs_of_program(num_outputs, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(the program's outputs [BLOCK_N], the outputs whose weights it reads, as int64: the last
-    output in place of missing ones)."""
+    """(indices [BLOCK_N] of the program's outputs, the same as int64 and clamped to the last
+    output, for reading weights)."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     return outputs, tl.minimum(outputs, num_outputs - 1).to(tl.int64)
 
@@ -267,7 +270,7 @@ def outputs_of_program(num_outputs, BLOCK_N: tl.constexpr):  # type: ignore[no-u
 def places_of_tile(  # type: ignore[no-untyped-def]
     first, end, order_ptr, PAIRS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """The places of a tile, whether each exists, and the row of x that it reads, all [BLOCK_M]."""
+    """(the places of a tile, whether each is before `end`, its row of x), each [BLOCK_M]."""
     places = first + tl.arange(0, BLOCK_M)
     is_there = places < end
     rows = places

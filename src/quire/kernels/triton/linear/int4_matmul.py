@@ -1,7 +1,7 @@
 """The Triton product of int4 weights and int8 activations.
 
 It computes y = x W^T + b. Weights have four bits, in groups g of 32 inputs. Activations are int8,
-with a scale for each span h of four groups. `kernels/quantize.py` defines the weights:
+with a scale for each stretch h of four groups. `kernels/quantize.py` defines the weights:
 
     w[n, k] ~ S[n] s[n, g] q[n, k] - O[n] o[n, g]
     y[m, n] = S[n] * sum over h of x_scale[m, h] * (sum over g in h of s[n, g] * dot[m, n, g])
@@ -10,14 +10,15 @@ with a scale for each span h of four groups. `kernels/quantize.py` defines the w
 
 Each dot of 32 inputs is one step of the tensor core in exact integers. Its product with s is below
 2^24, so it is exact in fp32; the second inner sum is an exact integer. Sums are in fp32, in
-ascending order, with one rounding for a product and its addition. No order depends on M, so a row
-has the same bits in any batch, and those of the reference, `formats.int4`.
+ascending order, and each term is added with one rounding, as by a fused multiply-add. The order
+does not depend on M, so a row has the same bits in any batch. The reference, `formats.int4`,
+computes the same bits.
 
-A few wide inputs (`WideInputs`) have int8 weights. Their exact dot, times the scales of x and of
-the weights, is added to y before b. The packed weight and the quantized x have zeros for these
-inputs.
+A few inputs, the wide ones (`WideInputs`), have int8 weights. Their exact dot, times the scales of
+x and of the weights, is added to y before b. The packed weight and the quantized x have zeros for
+these inputs.
 
-Memory, for each stretch of 128 inputs (the four groups of an h; K is padded with zeros):
+Layout in memory, for each stretch of 128 inputs (K is padded with zeros):
 
     levels  [stretches][N][2 halves][32]  bytes: byte j of half t has input 64 t + j in the low four
                                           bits, and input 64 t + 32 + j in the high four
@@ -25,14 +26,14 @@ Memory, for each stretch of 128 inputs (the four groups of an h; K is padded wit
     offsets [stretches][N]                words of four bytes: o - 128 of each group, signed
 
 So a program reads one contiguous range of levels for each stretch, and a word has the factors of
-four groups: 4.5 bits for each weight. Stretches of 256 inputs took up to 66 registers more.
+four groups. A weight takes 4.5 bits in all. Stretches of 256 inputs took up to 66 more registers.
 
 Unpacking four bytes takes two instructions, which apply masks. W is the left operand of the
 product, and is unpacked in the registers from which it is multiplied. The low halves of bytes are
 q. The high halves stay in place with their top bit flipped: as signed bytes they are 16 q - 128. So
-their dot is 16 dot - 128 x_sum. The product of -128 with x is subtracted from it, and the factor 16
-goes into the scale, exactly. The terms o x_sum are products of o - 128, repeated for all weights of
-the group, minus the product of -128.
+their product with x is 16 dot - 128 x_sum. The tensor core also multiplies a tile of -128 with x,
+which gives -128 x_sum. This is subtracted, and the factor 16 goes into the scale, exactly. To get
+o x_sum, it is also subtracted from the product of x with a tile of o - 128.
 
 Shapes: M rows, K inputs, N outputs, W wide inputs. Called by `formats.int4`.
 """
@@ -65,7 +66,7 @@ _GROUPED_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class WideInputs:
-    """The inputs of a weight that are kept in int8: levels times scales, at most `MOST_WIDE`."""
+    """The inputs whose weights are int8, levels times scales; at most `MOST_WIDE` inputs."""
 
     #: The indices of the wide inputs, [W] int32.
     inputs: torch.Tensor

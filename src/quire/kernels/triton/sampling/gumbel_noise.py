@@ -6,13 +6,13 @@ The uniform bits are exactly the same. The Gumbel number is computed in a coarse
     u      = (bits + 1/2) / 2**52,  e = -log(1 - u),  gumbel = -log(e)
 
 `coarse_gumbel` is in fp32, for every token; its error is below COARSE_ERROR. `exact_score` is in
-fp64, which costs 64 times as much on many GPUs, for the few tokens whose coarse scores are too
-close.
+fp64, which costs 64 times as much on many GPUs. It is used for the few tokens whose coarse scores
+differ by no more than their errors.
 
 For small u, `coarse_gumbel` computes e by a series in u, whose first omitted term is 1e-6 of e. For
-other u it takes the logarithm of 1 - u, made from the bits' complement; so no digits cancel. The
-device's logarithm is accurate enough if its error is at most 52 * 2**-22 (52 is its largest value),
-and 1e-5 near zero.
+other u it takes the logarithm of 1 - u, which is computed from the bits' complement to avoid
+cancellation. COARSE_ERROR assumes that the device's logarithm has an absolute error of at most
+52 * 2**-22 (its values stay below 52), and of at most 1e-5 near zero.
 
 Called by `gumbel_sample.py`.
 """

@@ -1,19 +1,21 @@
 """Finds the largest logits of each line, in Triton.
 
-It finds the largest of each group of tokens and of each tile, and the k-th largest of a line.
+A line is a row of the logits [R, V]. `scan_logits` finds the largest logit of each group of 64
+tokens and of each tile of 4096; `kth_largest` finds the k-th largest logit of a line.
 
     group_largest[r, g] = max of tokens [64 g, 64 g + 64)
     tile_largest[r, t]  = max of tokens [4096 t, 4096 t + 4096); tile_token: its lowest token id
 
-A NaN counts as infinity: both mean that a line is broken. The largest logit of a line is the
-largest of its tiles, found by each kernel that needs it, so no program waits for another.
+A NaN counts as infinity, since either makes the line invalid. Each kernel that needs a line's
+largest logit reduces `tile_largest` itself, so the programs of a scan need not wait for each other.
 
 `kth_largest` is exact, ties included, and sorts nothing. The k-th largest of the groups' maxima is
 a lower bound of the k-th largest logit. Only groups whose maximum reaches it can hold the k best;
 there are seldom more than k of them. Among their tokens a bisection over the bit patterns of
 floats, ordered as integers, finds the value. It takes at most 32 rounds of counting, and mostly
-half of that or less, since the bounds move to logits that occur. Its cost grows with k, from about
-20 us a line for k <= 64 (an estimate: 8 to 16 rounds over 16 KiB in the L1 cache).
+half of that or less, since each round moves a bound to the nearest logit of these tokens. Its cost
+grows with k, from about 20 us a line for k <= 64 (an estimate: 8 to 16 rounds over 16 KiB in the L1
+cache).
 
 Shapes: R lines, V tokens, T tiles, G groups. Logits are fp32, lines `stride` elements apart.
 Reference: torch's max and topk. Called by `gumbel_sample.py` and `token_logprobs.py`.
@@ -73,7 +75,7 @@ def check_logits(logits: torch.Tensor) -> None:
 
 
 def scan_logits(logits: torch.Tensor, scan: Scan) -> None:
-    """Fill in `scan`."""
+    """Compute `scan` from the logits."""
     check_logits(logits)
     num_lines, vocab_size = logits.shape
     scan_logits_kernel[(scan.tile_largest.shape[1], num_lines)](
@@ -131,7 +133,7 @@ def ordered(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unordered(keys):  # type: ignore[no-untyped-def]
-    """The floats of int32 numbers that `ordered` returned."""
+    """The inverse of `ordered`: the floats of its int32 numbers."""
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

@@ -40,7 +40,7 @@ def plain_dtype(storage: StorageType) -> torch.dtype | None:
 
 
 def block_format_of(storage: StorageType, inputs: torch.Tensor | None = None) -> BlockFormat | None:
-    """The block format of the type's rows; None if the type has no codes and must be dequantized.
+    """The block format of the type's rows; None if rows of the type can't be kept as codes.
     `inputs` is `BlockRows.inputs`."""
     quantized = BLOCK_QUANTIZED_TYPES.get(storage.name)
     if quantized is None or inputs is None:

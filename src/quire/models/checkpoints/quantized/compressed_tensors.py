@@ -5,14 +5,16 @@
     int-quantized      X.weight [O, I] int8
     float-quantized    X.weight [O, I] float8_e4m3fn
     mxfp4-pack-...     X.weight_packed [O, I / 2] uint8
-    all                X.weight_scale: [O, G] per group, [O, 1] per output, [1], or per block
+    all                X.weight_scale: [O, G] per group, [O, 1] per output, [1] per tensor,
+                       or one per block
     asymmetric         X.weight_zero_point [ceil(O * bits / 32), G] int32, packed along the outputs,
                        or [O, G] int8
     act-order          X.weight_g_idx [I] int32: the group of each input
 
 Codes are signed; packed codes and zeros are stored with half of their range added. The settings of
 each group of linears in config.json are checked. The patterns in targets and ignore are not used,
-because the files show how each linear is stored. (compressed_tensors/compressors.)
+because the files show how each linear is stored. Source: compressed_tensors/compressors in the
+package compressed-tensors.
 
 Shapes: O outputs, I inputs, R rows (outputs), G groups.
 """
@@ -135,7 +137,7 @@ class CompressedSettings:
 
     def _read_inputs(self, fields: SettingFields, kind: str) -> None:
         """Read the settings of activations. The layout of the weights decides how activations are
-        rounded, so a setting that differs from it only adds a remark."""
+        rounded; if the settings say otherwise, a remark is added."""
         bits = fields.one_of("num_bits", (4, 8), 8)
         fields.one_of("type", ("int", "float"), "int")
         self.rounds_inputs = self.rounds_inputs or kind == "int"
@@ -188,7 +190,7 @@ def _weight(tensors: Tensors, part: str, settings: CompressedSettings) -> Stored
 
 def _num_groups(tensors: Tensors, num_outputs: int, num_inputs: int) -> int:
     """Number of groups of a weight, from the shape of its scales. Raises CheckpointError if the
-    inputs can't be divided into as many equal groups."""
+    number of groups does not divide the number of inputs."""
     name = tensors.name("weight_scale")
     shape = tensors.files.shape(name) if tensors.has("weight_scale") else ()
     groups = shape[1] if len(shape) == 2 and shape[1] else 1

@@ -28,7 +28,8 @@ _PATTERN, _THETA, _LOCAL_THETA = 6, 1e6, 1e4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Config(DecoderConfig):
-    """The config of Gemma 3. `layer_types` or `sliding_window_pattern` set the windows' layers."""
+    """The config of Gemma 3. `layer_types` or `sliding_window_pattern` tells which layers have a
+    window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

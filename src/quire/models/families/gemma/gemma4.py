@@ -160,7 +160,10 @@ class Gemma4Config(DecoderConfig):
 
 
 def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Add transformers' default rotations if there are none, and remove a field about images."""
+    """Add transformers' default rotations if there are none.
+
+    Removes `use_bidirectional_attention` if it concerns only images.
+    """
     found = dict(raw)
     if not raw.get("rope_parameters"):
         found["rope_parameters"] = _ROPES
@@ -172,7 +175,7 @@ def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _read_global_heads(
     fields: ConfigFields, kinds: tuple[str, ...], keys_are_values: bool
 ) -> tuple[int, int]:
-    """Read the size and number of KV heads of layers with full attention."""
+    """Read the head size and the number of KV heads of layers with full attention."""
     size, count = _GLOBAL_HEAD_DIM, fields.integer("num_key_value_heads")
     given = {"head_dim": fields.value("global_head_dim")}
     num_kv_heads = fields.value("num_global_key_value_heads")

@@ -1,6 +1,6 @@
 """The modules of Gemma 4. `gemma4.py` lists its differences from Gemma 3.
 
-Shapes: T tokens, H hidden size, L layers, P size of a layer's own input.
+Shapes: T tokens, H hidden size, L layers, P size of a per-layer input (`PerLayerInputs`).
 """
 
 import torch
@@ -105,7 +105,7 @@ class Gemma4Mixture(SparseMLP):
 
 
 class Gemma4Layer(OperatorModule):
-    """Attention, an MLP, optional experts, and an optional block for the layer's own input.
+    """Attention, an MLP, optional experts, and an optional block for the per-layer input.
 
     The last block reads the residual stream itself; the others read its norm. Each block adds the
     norm of its result to the stream.
@@ -167,7 +167,8 @@ class Gemma4Layer(OperatorModule):
         attention: AttentionCall,
         own_input: torch.Tensor | None,
     ) -> None:
-        """Add the layer's results to the stream. `own_input` [T, P] may be overwritten."""
+        """Add the blocks' results to the stream, and scale it. `own_input` [T, P], the per-layer
+        input, may be overwritten."""
         attended = self.self_attn(stream.normed(self.input_layernorm), angles, attention)
         stream.add(self.post_attention_layernorm(attended, overwrites=True))
         output = self.mlp(stream.normed(self.pre_feedforward_layernorm))

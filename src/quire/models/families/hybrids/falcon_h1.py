@@ -44,8 +44,8 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FalconH1Config(DecoderConfig):
-    """The config of Falcon-H1. The output scales are factors of the blocks' results before these
-    are added to the residual stream."""
+    """The config of Falcon-H1. The output scales multiply the blocks' results before the sum with
+    the residual stream."""
 
     mamba: MambaSizes
     mamba_output_scale: float

@@ -1,7 +1,7 @@
-"""Bounds the cost of intersected patterns and formats in a rewritten schema.
+"""Refuses rewritten schemas whose intersected patterns and formats would cost too much.
 
 Patterns and formats that apply to the same string (side by side, in allOf, or through a $ref)
-become one intersection, whose cost `intersections` bounds. Called by `translate`.
+become one intersection. Package `intersections` limits its cost. Called by `translate`.
 """
 
 from operator import mul
@@ -120,7 +120,7 @@ def _own(schema: dict[str, Any]) -> Intersected:
 
 
 def _pattern_counts(pattern: str) -> Counts:
-    """For each character, the number of sets in a pattern that contain it. A pattern that is not
-    anchored has an additional set for the text around the match."""
+    """For each character, the number of a pattern's character classes that contain it. A pattern
+    that is not anchored has an additional class for the text around the match."""
     is_whole = pattern.startswith("^") and pattern.endswith("$") and "|" not in pattern
     return SetCount(regex_sets(pattern), (0 if is_whole else 1,) * NUM_CHARACTERS).counts()

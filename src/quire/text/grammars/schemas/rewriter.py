@@ -1,8 +1,8 @@
 """Rewrites a JSON Schema into the subset of JSON Schema that llguidance enforces.
 
 Annotations are removed, keywords of older drafts are converted to draft 2020-12, and all referenced
-schemas are moved to one flat $defs. A keyword that llguidance would not enforce is refused, with
-its place. Unreferenced definitions are ignored. Called by `translate`.
+schemas are moved to one flat $defs. A keyword that llguidance would not enforce is refused, and the
+error names its place. Unreferenced definitions are ignored. Called by `translate`.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Converts streamed objects with unquoted keys and specially quoted strings to JSON.
 
 Gemma 4 writes {city:<|"|>Rome<|"|>,days:3,tags:[<|"|>a<|"|>]}; here `quote` is <|"|>. Called by the
-parsers of calls.
+parsers of tool calls.
 """
 
 import re

@@ -43,7 +43,7 @@ def permuted_rules(model: GGUFModel) -> TensorRules:
 
 
 def biases(model: GGUFModel, *fields: str) -> dict[str, bool]:
-    """The values of the given config fields. Each says whether some linears have biases."""
+    """For each of the given config fields, whether the linears it concerns have biases."""
     return {field: has_bias(model, _BIASES[field]) for field in fields}
 
 

@@ -314,8 +314,9 @@ class ResponsesRequest(AnswerFormatFields, SamplingFields, ContextBody, ChatBody
         return other if form is None else form
 
     def echo(self, defaults: SamplingDefaults, *, is_stored: bool) -> Echo:
-        """The fields of the body that the answer repeats. Missing fields have the values that were
-        used: `defaults` are the model's. `is_stored`: whether the answer will be stored."""
+        """The fields of the body that the answer repeats. A missing field gets the value that was
+        used, such as the model's from `defaults`. `is_stored`: whether the answer will be stored.
+        """
         return Echo(
             **{name: getattr(self, name) for name in _ECHOED},
             temperature=defaults.temperature if self.temperature is None else self.temperature,

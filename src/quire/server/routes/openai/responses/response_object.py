@@ -117,9 +117,10 @@ class ResponseError(msgspec.Struct):
 
 
 class Echo(msgspec.Struct, kw_only=True):
-    """The fields of the body that the answer repeats.
+    """The fields of the request that the answer repeats.
 
-    Missing numbers and tool fields have their defaults, as clients that check the schema expect.
+    Numbers and tool fields that the request lacks have defaults, because clients that check the
+    schema expect them.
     """
 
     instructions: str | None = None

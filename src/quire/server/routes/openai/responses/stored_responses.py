@@ -29,7 +29,7 @@ MAX_LISTED = 100
 
 
 class UnknownResponseError(QuireError):
-    """A response is not stored here, or no longer."""
+    """A response was never stored here, or has been dropped."""
 
     http_status = 404
     code = "not_found"
@@ -37,7 +37,7 @@ class UnknownResponseError(QuireError):
 
 
 class InputTokens(msgspec.Struct):
-    """The number of tokens of an input, equal to the input usage of a call with it."""
+    """The number of tokens of an input: `usage.input_tokens` of a call with this input."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
@@ -106,7 +106,7 @@ async def list_input_items(
     limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """The items before a response, in the order `order`: by default the last item first."""
+    """The items before a response, the last one first unless `order` is "asc"."""
     items = await _conversation(http, response_id)
     if order == "desc":
         items.reverse()

@@ -15,8 +15,8 @@ KEYWORDS = frozenset(
 def equivalent(
     keyword: str, schema: dict[str, Any], resolve: Resolve, patterns: PatternTranslator
 ) -> Any:
-    """A schema that allows the same values as `keyword` in `schema`. Neither schema has been
-    rewritten.
+    """A schema that allows the same values as `keyword` in `schema`. Like `schema`, it may have
+    unsupported keywords, which the caller rewrites.
 
     Returns True if the keyword has no effect, and None if there is no equivalent schema. `patterns`
     translates all patterns of the whole schema. Raises ValueError, with the reason, for an
