@@ -49,7 +49,7 @@ def test_asleep_it_has_no_kv_memory_and_awake_the_same_tokens(llm: LLM) -> None:
 
 
 def test_sleep_is_refused_where_it_can_not_be(llm: LLM) -> None:
-    with llm.start("import os", GREEDY), pytest.raises(InvalidRequestError, match="requests are running"):
+    with llm.start("import os", GREEDY), pytest.raises(InvalidRequestError, match="are running"):
         llm.sleep()
     with pytest.raises(InvalidRequestError, match="level is 2, but must be 1"):
         llm.sleep(level=2)
