@@ -177,7 +177,9 @@ def test_the_form_arrives_in_the_params_of_a_completion_and_in_the_call_of_a_cha
 def test_a_beam_search_has_no_form(fields: dict[str, Any]) -> None:
     (name,) = fields
     for body in (completion(use_beam_search=True, **fields), chat(use_beam_search=True, **fields)):
-        with pytest.raises(InvalidRequestError, match=f"{name} is .* does not go with") as raised:
+        with pytest.raises(
+            InvalidRequestError, match=f"{name} is .* use_beam_search does not support"
+        ) as raised:
             body.to_params()
         assert raised.value.param == name
     assert completion(use_beam_search=True, response_format={"type": "text"}).to_params().beams
