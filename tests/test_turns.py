@@ -114,8 +114,20 @@ def test_alone(index):
 """
 
 
+# The two processes meet in tests that run together. If one of them first had a test that runs
+# alone, it would wait for the other to end, which waits for it.
+TOGETHER_FIRST = """
+import pytest
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+"""
+
+
 def test_the_mark_holds_over_processes(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
+    (tmp_path / "conftest.py").write_text(TOGETHER_FIRST)
     (tmp_path / "test_marked.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    alone\n")
     options = ["-n", "2", "-p", "xdist", "-p", "tests.conftest", "-p", "no:cacheprovider"]
