@@ -140,7 +140,7 @@ def ask(port: int) -> None:
 
 
 def read_notes(folder: Path) -> Iterator[Call]:
-    """What the API server and the engine wrote, once both have."""
+    """Yield the calls that the API server and the engine noted, once both have written them."""
     until_s = time.monotonic() + PATIENCE_S
     while len(paths := list(folder.glob("*.json"))) < 2:
         if time.monotonic() > until_s:

@@ -1,4 +1,4 @@
-"""What HTTP and text cost per output token: the API server's CPU time beside the engine's.
+"""Measures the processor time of HTTP and text per output token, beside that of the engine.
 
     python -m benchmarks.server.http_cost --model FOLDER --batch 32 --out http_cost.json
 
@@ -143,7 +143,7 @@ def time_us(action: Callable[[], object], num_per_call: int, num_calls: int = 30
 
 
 def parts_us(tokenizer: Tokenizer, batch: int) -> dict[str, float]:
-    """What the API server does for one output token of a streamed completion, piece by piece."""
+    """The work of the API server for one output token of a streamed completion, by parts."""
     text = (PROMPT + " file.read().splitlines()\n\n") * 8
     ids = tokenizer.encode(text, add_special_tokens=False)
     outputs = [SequenceOutput(f"cmpl-{index:032x}-0", 0, (5,)) for index in range(batch)]

@@ -84,7 +84,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the API server."""
+        """The process id of the API server."""
         return self._process.pid
 
     def _wait_until_ready(self) -> None:

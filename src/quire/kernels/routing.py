@@ -7,7 +7,7 @@ each expert. The scores of experts are
     SIGMOID            sigmoid of each logit
     SOFTMAX_OF_CHOSEN  the logits; the weights are their softmax over the chosen experts
 
-The `top_k` experts with the largest scores are chosen. Of equal scores, the lower id comes first. A
+The `top_k` experts with the largest scores are chosen. With equal scores, the lower id is first. A
 bias may be added to the scores for this choice only, not for the weights (DeepSeek-V3,
 arXiv:2412.19437, section 2.1.2). The choice may be limited to the best groups of experts
 (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
@@ -122,7 +122,7 @@ def route(
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """values [T, N] -> indices [T, count] of the largest, in descending order of values.
 
-    Of equal values, the lower index comes first; `torch.topk` does not define their order.
+    If values are equal, the lower index comes first; `torch.topk` does not define their order.
     """
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 

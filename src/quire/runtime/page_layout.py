@@ -163,7 +163,7 @@ def plan_groups(needs: PageNeeds, block_size: int, typical_tokens: int) -> tuple
     """The groups with pages of the best size.
 
     The cost of a size is the share of a sequence's pages that is unused, averaged over several
-    lengths, plus GROUP_COST for each group. Of equal costs, the larger page is chosen.
+    lengths, plus GROUP_COST for each group. If costs are equal, the larger page is chosen.
     """
     lengths = [-(-typical_tokens // part) for part in LENGTH_PARTS]
 

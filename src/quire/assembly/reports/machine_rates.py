@@ -30,7 +30,7 @@ GPU_SHAPE = (4096, 4096, 4096)
 """(rows, inputs, outputs) of the product on a GPU: 1.4e11 operations, which take 0.2 ms or more."""
 
 CALLS_AT_ONCE = 10
-"""Calls per measurement on a GPU: so many that launching and waiting take little of the time."""
+"""Calls per measurement on a GPU, enough that launching and waiting take little of the time."""
 
 COPY_BYTES = 128 << 20
 """The size of a copy on a GPU, which exceeds its caches."""

@@ -63,7 +63,7 @@ class DomainCache(Generic[Value]):
             del self._domains[domain], self._domain_bytes[domain]
 
     def _forget_one(self) -> None:
-        # Of equal domains, `max` returns the first, which is the least recently used.
+        # `max` returns the first of equal domains, which is the least recently used.
         domain = max(self._domains, key=self._domain_bytes.__getitem__)
         self.forget(domain, next(iter(self._domains[domain])))
 
