@@ -18,6 +18,21 @@ ids of decoding rows are never sent.
     a step computes              positions from num_computed_tokens on, num_new_tokens of them
     a row samples                if and only if that reaches num_tokens: the gap is closed
 
+A chunk may also verify *drafts*: tokens that a proposer guessed to follow the row's tokens. The
+drafts are computed behind the row's own tokens, and the row samples at each of the chunk's last
+1 + num_drafts positions. The token sampled at a position depends only on that position's logits and
+the tokens before it, so a draft is right exactly if it equals the token sampled at the position
+before it (*accepted*). Sampling ends with the first token that differs from its draft, or with the
+token after the last draft:
+
+    tokens of the row   t0 .. t(n-1)                  drafts d1 d2 d3
+    sampled             s1 = d1, s2 != d2             so the result is (s1, s2); d2, d3 are rejected
+    after the step      t0 .. t(n-1) s1 s2            computed: all but the last, s2
+
+K and V of rejected drafts stay in the row's slots, behind its computed tokens. No query reads them,
+and later steps overwrite them. The runner knows the row's new length when it has sampled, the
+scheduler only from the result; so a row with drafts pauses until its result was fetched.
+
 A group's table names, by its kind (`kv_groups.KVKind`):
 
     full, latent     a block for each block of tokens, in their order
@@ -121,8 +136,12 @@ class Chunk(NamedTuple):
     """The work of a row that does not decode exactly one token."""
 
     row: int
-    #: Number of tokens to compute, starting at the row's num_computed_tokens; 0 pauses the row.
+    #: Number of tokens to compute, starting at the row's num_computed_tokens, drafts included; 0
+    #: pauses the row.
     num_new_tokens: int
+    #: The last of these tokens, if the step is to verify them. The tokens before them then close
+    #: the row's gap.
+    draft_token_ids: tuple[int, ...] = ()
 
 
 class BlockCopy(NamedTuple):
