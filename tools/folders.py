@@ -32,6 +32,7 @@ FLOORS = (
         "formats",
         "attention",
         "recurrence",
+        "speculation",
         "options",
         "distributed",
         "layers",

@@ -1,0 +1,1 @@
+"""Proposers, which guess the next tokens of a sequence for the model to verify."""

@@ -1,0 +1,82 @@
+"""Drafts of the n-gram proposer: tables, and a comparison with a search by brute force."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.speculation.ngram import LONGEST_MATCH, MAX_CANDIDATES, NgramProposer
+
+
+def proposed(token_ids: Sequence[int], most: int, least_match: int = 2) -> list[int]:
+    return NgramProposer(least_match).start().propose(token_ids, most)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "most", "expected"),
+    [
+        ([], 4, []),
+        ([1], 4, []),
+        ([1, 2, 3, 4], 4, []),
+        ([1, 2, 3, 4, 1, 2], 2, [3, 4]),
+        ([1, 2, 3, 4, 1, 2], 1, [3]),
+        ([1, 2, 3, 4, 1, 2], 0, []),
+        # The source runs into the end, and goes on with the drafts.
+        ([1, 2, 3, 4, 1, 2], 7, [3, 4, 1, 2, 3, 4, 1]),
+        ([7, 7, 7], 3, [7, 7, 7]),
+        # The longer match wins over the newer one, the newer one over an equal one.
+        ([9, 1, 2, 5, 8, 1, 2, 6, 9, 1, 2], 1, [5]),
+        ([1, 2, 5, 8, 1, 2, 6, 3, 1, 2], 1, [6]),
+        # One token in common is too little.
+        ([1, 2, 3, 5, 2], 2, []),
+    ],
+)
+def test_drafts_follow_an_earlier_occurrence(
+    token_ids: list[int], most: int, expected: list[int]
+) -> None:
+    assert proposed(token_ids, most) == expected
+
+
+def test_a_match_of_one_token_is_enough_if_asked_for() -> None:
+    assert proposed([1, 2, 3, 5, 2], 2, least_match=1) == [3, 5]
+
+
+def longest_by_brute_force(token_ids: list[int], least_match: int) -> int:
+    """The length of the longest match among the newest MAX_CANDIDATES occurrences."""
+    last = len(token_ids) - 1
+    lengths = []
+    for end in range(last - 1, least_match - 2, -1):
+        length = 0
+        while length <= end and token_ids[end - length] == token_ids[last - length]:
+            length += 1
+        if length >= least_match:
+            lengths.append(min(length, LONGEST_MATCH))
+    return max(lengths[:MAX_CANDIDATES], default=0)
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 2), max_size=120),
+    least_match=st.integers(1, 4),
+    parts=st.lists(st.integers(1, 30), max_size=8),
+)
+def test_the_longest_match_is_found_however_the_tokens_come(
+    token_ids: list[int], least_match: int, parts: list[int]
+) -> None:
+    index = NgramProposer(least_match).start()
+    end = 0
+    for part in parts:  # an index that saw the tokens in parts proposes as a new one does
+        end = min(end + part, len(token_ids))
+        drafts = index.propose(token_ids[:end], 5)
+        assert drafts == proposed(token_ids[:end], 5, least_match)
+    drafts = index.propose(token_ids, 5)
+    length = longest_by_brute_force(token_ids, least_match)
+    assert len(drafts) == (5 if length else 0)
+    if length:
+        wanted = token_ids[-length:]
+        text = [*token_ids, *drafts]
+        ends = range(length - 1, len(token_ids) - 1)
+        assert any(
+            text[end + 1 - length : end + 1] == wanted and text[end + 1 : end + 6] == drafts
+            for end in ends
+        )
