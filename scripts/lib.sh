@@ -9,10 +9,11 @@ die() { printf 'quire: error: %s\n' "$*" >&2; exit 1; }
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 VENV=$ROOT/.venv
 
-is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
+# Sets PYTHON: that of .venv, or else one of PATH.
 find_python() {
-    for candidate in python3 python3.13 python3.12 python3.11; do
+    for candidate in "$VENV/bin/python" python3 python3.13 python3.12 python3.11; do
         if command -v "$candidate" >/dev/null 2>&1 && is_recent "$candidate"; then
             PYTHON=$candidate
             return
@@ -86,30 +87,40 @@ checksum() {
 NATIVE=$ROOT/src/quire/kernels/cpu
 
 # What a library made of the sources as they are now says that it was made of.
-native_digest() { "$VENV/bin/python" -I "$NATIVE/build.py" --digest; }
+native_digest() { "$PYTHON" -I "$NATIVE/build.py" --digest; }
 
-# Object files are kept, so that only what changed is compiled anew.
+# Needs only Python's standard library and a compiler. Object files are kept, so that only what
+# changed is compiled anew.
 compile_native() {
-    "$VENV/bin/python" -m quire.kernels.cpu.build --objects "$ROOT/build/native" \
-        ${CXX:+--compiler "$CXX"} "$@" >&2
+    "$PYTHON" -I "$NATIVE/build.py" --objects "$ROOT/build/native" ${CXX:+--compiler "$CXX"} "$@" >&2
+}
+
+# Whether the native kernels were built from the sources as they are now.
+has_native() {
+    find_python
+    native_sum=$(native_digest)
+    [ -e "$NATIVE/_native.so" ] && [ "$(cat "$ROOT/build/native.sum" 2>/dev/null)" = "$native_sum" ]
 }
 
 # The native kernels, built from the sources as they are now. Returns 1 where that can't be done.
 ensure_native() {
-    native_sum=$(native_digest)
-    if [ -e "$NATIVE/_native.so" ] && [ "$(cat "$VENV/.quire-native" 2>/dev/null)" = "$native_sum" ]
-    then
-        return
-    fi
+    if has_native; then return; fi
     say "building the native kernels"
     compile_native || return 1
-    printf '%s\n' "$native_sum" >"$VENV/.quire-native"
+    printf '%s\n' "$native_sum" >"$ROOT/build/native.sum"
 }
 
-# ensure runtime|dev: after it, .venv has quire and what it (or its development) needs.
+# ensure runtime|dev: after it, .venv has quire and what it (or its development) needs. The kernels
+# are compiled while packages are fetched and installed.
 ensure() {
+    building=
+    if ! has_native; then
+        ensure_native &
+        building=$!
+    fi
     ensure_installed "$1"
-    ensure_native || say "note: without the native kernels torch computes, which is slower"
+    [ -z "$building" ] || wait "$building" ||
+        say "note: without the native kernels torch computes, which is slower"
 }
 
 ensure_installed() {

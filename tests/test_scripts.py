@@ -67,11 +67,15 @@ class Machine:
         """As if `kind` had been installed: the stamps, and a quire that tells its words."""
         self.program(self.root / ".venv" / "bin" / "quire", 'printf "<%s>" "$@"')
         self.python('printf "<%s>" "$@"')
-        for name, function in ((kind, "checksum"), ("native", "native_digest")):
+        for stamp, function in (
+            (Path(".venv", f".quire-{kind}"), "checksum"),
+            (Path("build", "native.sum"), "find_python; native_digest"),
+        ):
             script = self.root / "scripts" / "stamp"
             self.program(script, f'. "{self.root}/scripts/lib.sh"; {function}')
-            stamp = subprocess.run([script], check=True, capture_output=True, text=True).stdout
-            (self.root / ".venv" / f".quire-{name}").write_text(stamp)
+            run = subprocess.run([script], check=True, capture_output=True, text=True)
+            (self.root / stamp).parent.mkdir(exist_ok=True)
+            (self.root / stamp).write_text(run.stdout)
         (self.root / NATIVE / "_native.so").write_text("")
 
 
@@ -191,10 +195,8 @@ def test_a_change_of_the_native_sources_compiles_them_and_no_more(
     with (machine.root / NATIVE / name).open("a") as file:
         file.write("\n")
     run = machine.run("demo", "chat")
-    folder = machine.root / "build" / "native"
-    assert run.stderr == (
-        f"quire: building the native kernels\n<-m><quire.kernels.cpu.build><--objects><{folder}>"
-    )
+    build, folder = machine.root / NATIVE / "build.py", machine.root / "build" / "native"
+    assert run.stderr == (f"quire: building the native kernels\n<-I><{build}><--objects><{folder}>")
     assert run.stdout == "<chat>"
     assert machine.run("demo", "chat").stderr == ""
 
@@ -208,7 +210,7 @@ def test_a_missing_library_is_built(machine: Machine) -> None:
 def test_kernels_that_can_not_be_built_are_told_of_each_time(machine: Machine) -> None:
     machine.set_up("runtime")
     (machine.root / NATIVE / "_native.so").unlink()
-    machine.python('echo "no compiler" >&2; exit 1')
+    machine.python('case "$*" in *build.py*) echo "no compiler" >&2; exit 1; esac')
     for _ in range(2):
         run = machine.run("demo", "chat")
         assert run.stderr.splitlines() == [
@@ -223,7 +225,7 @@ def test_the_tests_end_without_native_kernels_unless_told_to_go_on(machine: Mach
     machine.set_up("dev")
     (machine.root / NATIVE / "_native.so").unlink()
     machine.python(
-        'case "$*" in *cpu.build*) echo "no compiler" >&2; exit 1; esac; printf "<%s>" "$@"'
+        'case "$*" in *build.py*) echo "no compiler" >&2; exit 1; esac; printf "<%s>" "$@"'
     )
     run = machine.run("test", "tests/core")
     assert (run.returncode, run.stdout) == (1, "")
