@@ -23,7 +23,7 @@ SRC = Path(__file__).parent.parent / "src" / "quire"
 ARROWS = {
     "cli": "server cluster simulation planning replay",
     "replay": "planning traces",
-    "planning": "bench traces",
+    "planning": "bench simulation traces",
     "bench": "offline measurement_file",
     "simulation": "engine routing traces cluster",
     "server": "engine_client traces cluster",

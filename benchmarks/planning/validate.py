@@ -42,10 +42,10 @@ from quire.planning.candidates import as_numbers
 from quire.planning.load import LengthLoad, LoadRequest, at_once, draw_lengths
 from quire.planning.measuring import MeasuredStep
 from quire.planning.plan import engine_shape
-from quire.planning.planned_work import PlannedWork
 from quire.planning.step_bench import StepBench
 from quire.planning.step_costs import StepCosts, fit_costs
 from quire.planning.virtual_run import run_virtually
+from quire.simulation.planned_work import PlannedWork
 
 SEQS, RATIOS, FORMATS = (64, 16, 4), (SERVED_MAX_ITL_RATIO, 0.0), (None, "int8")
 BUSY = 0.35

@@ -5,9 +5,9 @@ import random
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.planning.measuring import MeasuredStep
-from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import StepCosts, fit_costs
-from quire.planning.virtual_run import EngineShape
+from quire.simulation.planned_work import PlannedWork
+from quire.simulation.virtual_engine import EngineShape
 
 FULL = (KVGroup((0, 1), KVKind.FULL, 1024),)
 

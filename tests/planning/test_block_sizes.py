@@ -13,9 +13,10 @@ from quire.options.engine_options import EngineOptions
 from quire.planning import block_sizes
 from quire.planning.block_sizes import SIZES, SizeOutcome, choose_size, host_block_s, try_sizes
 from quire.planning.load import read_load
-from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import BlockFactors
-from quire.planning.virtual_run import EngineShape, RunOutcome
+from quire.planning.virtual_run import RunOutcome
+from quire.simulation.planned_work import PlannedWork
+from quire.simulation.virtual_engine import EngineShape
 
 SLOTS = 6400
 

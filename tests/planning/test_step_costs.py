@@ -8,8 +8,8 @@ from tests.planning.costs import draw_steps, draw_work, known_step_costs, true_s
 
 from quire.core.scheduling.cost_model import StepLoad
 from quire.planning.measuring import MeasuredStep
-from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import MeasuredBounds, StepCosts, fit_costs, mean_error
+from quire.simulation.planned_work import PlannedWork
 
 
 def test_a_fit_recovers_costs_of_the_models_form() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from quire.core.scheduling.cost_model import StepLoad
 from quire.planning.measuring import MeasuredStep
-from quire.planning.planned_work import PlannedWork
 from quire.planning.step_spread import StepSpread, fit_spread
+from quire.simulation.planned_work import PlannedWork
 
 DECODES = PlannedWork(StepLoad(4, 400), 100, (0, 1, 2, 3))
 PROMPTS = PlannedWork(StepLoad(4, 400).with_chunk(0, 50), 100, (0, 1, 2, 3))

@@ -10,8 +10,8 @@ from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.planning.load import LoadRequest, at_once, read_load
 from quire.planning.objectives import quantile
-from quire.planning.planned_work import PlannedWork
 from quire.planning.virtual_run import RunOutcome, learned_pacer, run_virtually
+from quire.simulation.planned_work import PlannedWork
 
 COSTS = KnownCosts()
 
@@ -51,6 +51,28 @@ def test_several_answers_share_a_prompt() -> None:
     assert outcome.most_decodes == 3
     alone = run_virtually([replace(each, num_choices=1) for each in load], small_shape(), COSTS)
     assert outcome.ttft_s[0] == pytest.approx(alone.ttft_s[0], rel=0.03)
+
+
+def test_beams_fork_and_their_tokens_come_at_the_end() -> None:
+    load = [LoadRequest(float(number), range(100), 20, beam_width=3) for number in range(4)]
+    outcome = run_virtually(load, small_shape(), COSTS)
+    assert (outcome.num_output_tokens, outcome.itl_s) == (4 * 3 * 20, [])
+    assert outcome.most_decodes == 3
+    sampled = [replace(each, beam_width=0, num_choices=3) for each in load]
+    assert min(outcome.ttft_s) > 5 * max(run_virtually(sampled, small_shape(), COSTS).ttft_s)
+
+
+def test_grammars_and_adapters_are_simulated() -> None:
+    load = [
+        LoadRequest(0.0, range(100), 20, adapter=str(number), has_grammar=True)
+        for number in range(3)
+    ]
+    alone = run_virtually(load, small_shape(max_loras=1), COSTS)
+    together = run_virtually(load, small_shape(max_loras=3), COSTS)
+    assert (alone.most_rows, together.most_rows) == (1, 3)
+    assert alone.hit_tokens == 0
+    base = run_virtually([replace(each, adapter="") for each in load], small_shape(), COSTS)
+    assert base.hit_tokens > 150 and base.num_output_tokens == 60
 
 
 def test_a_pace_shortens_intervals() -> None:

@@ -73,22 +73,56 @@ def test_requests_beyond_queue_and_pool_are_refused() -> None:
 
 
 def test_differences_from_the_recording_are_reported() -> None:
-    odd = replace(CALL, options=TraceOptions(beam_width=2, has_grammar=True, adapter=1))
+    beams = replace(CALL, options=TraceOptions(beam_width=2, has_grammar=True, adapter=1))
+    grammar = replace(CALL, options=TraceOptions(has_grammar=True))
     figures = replay_in_simulation(
-        Trace(32, (odd,)),
+        Trace(32, (beams, grammar)),
         small_shape(),
         COSTS,
         bounds=MeasuredBounds(1, 10, 50, 1000),
         max_queued_requests=9,
     )
-    assert [note.split(",")[0] for note in figures.notes] == [
-        "1 requests had a grammar",
+    assert [note.split(",")[0].split(";")[0] for note in figures.notes] == [
         "1 requests named an adapter",
         "1 requests used beam search",
-        "the times are unreliable; steps exceeded the measured ones: 2 rows in a step"
-        " (measured: 1)",
+        "1 requests had a grammar",
+        "the times are unreliable",
     ]
-    assert figures.replies[0].num_output_tokens == 40
+    assert {reply.number: reply.num_output_tokens for reply in figures.replies} == {0: 40, 1: 20}
+
+
+def test_beams_answer_at_their_end_and_cost_rows() -> None:
+    beams, sampled = (
+        replayed(replace(CALL, options=TraceOptions(**options))).replies[0]
+        for options in ({"beam_width": 4}, {"num_choices": 4})
+    )
+    assert beams.num_output_tokens == sampled.num_output_tokens == 80
+    assert beams.first_s == beams.end_s and not beams.gaps_s
+    assert beams.end_s == pytest.approx(sampled.end_s, rel=0.3)
+
+
+def test_adapters_have_slots_and_prefixes_of_their_own() -> None:
+    calls = [replace(CALL, at_s=number, options=TraceOptions(adapter=number)) for number in (1, 2)]
+    again = replace(calls[1], at_s=3.0)
+    with_slots, without = (replayed(*calls, again, max_loras=slots) for slots in (1, 0))
+    assert [reply.num_cached_tokens for reply in with_slots.replies] == [0, 0, 96]
+    assert [reply.num_cached_tokens for reply in without.replies] == [0, 96, 96]
+    # Two adapters take turns in one slot, so that their requests can't run together.
+    together = [replace(call, at_s=0.0) for call in calls]
+    turns, beside = (replayed(*together, max_loras=slots).replies for slots in (1, 2))
+    assert turns[1].first_s == pytest.approx(turns[0].end_s, abs=0.1)
+    assert beside[1].first_s is not None and beside[1].first_s < beside[0].end_s
+
+
+def test_a_grammar_waits_for_its_last_token() -> None:
+    """So its steps can't be planned while the one before runs, and take every other turn."""
+    ends_s = {}
+    for has_grammar in (False, True):
+        call = replace(CALL, options=TraceOptions(has_grammar=has_grammar))
+        replies = replayed(call, CALL, overlap=True).replies
+        assert [reply.num_output_tokens for reply in replies] == [20, 20]
+        ends_s[has_grammar] = {reply.number: reply.end_s for reply in replies}
+    assert ends_s[True][0] > 1.3 * ends_s[False][0]
 
 
 @settings(max_examples=15)

@@ -18,9 +18,10 @@ from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.errors import InsufficientMemoryError
 from quire.options.engine_options import EngineOptions
 from quire.planning.load import LengthLoad, LoadRequest, at_once, draw_lengths
-from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import BlockFactors, StepCosts
-from quire.planning.virtual_run import EngineShape, RunOutcome, run_virtually
+from quire.planning.virtual_run import RunOutcome, run_virtually
+from quire.simulation.planned_work import PlannedWork
+from quire.simulation.virtual_engine import EngineShape
 
 SIZES = tuple(1 << power for power in range(3, 12))
 DEFAULT = 16

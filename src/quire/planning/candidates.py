@@ -12,9 +12,10 @@ from math import ceil
 from quire.core.scheduling.cost_model import StepCostModel
 from quire.planning.load import LoadRequest, at_once, offered_rate
 from quire.planning.objectives import PERCENTILE, Objectives, excess, quantile
-from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import StepCosts
-from quire.planning.virtual_run import EngineShape, RunOutcome, learned_pacer, run_virtually
+from quire.planning.virtual_run import RunOutcome, learned_pacer, run_virtually
+from quire.simulation.planned_work import PlannedWork
+from quire.simulation.virtual_engine import EngineShape
 
 #: Saturation rates that differ by less than this share count as equal, since the measurements are
 #: not more exact.

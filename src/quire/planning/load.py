@@ -41,6 +41,11 @@ class LoadRequest:
     cache_domain: str = ""
     #: Number of answers to the prompt.
     num_choices: int = 1
+    #: Number of beams of a beam search, instead of `num_choices`; 0 for a request that samples.
+    beam_width: int = 0
+    has_grammar: bool = False
+    #: The name of the request's adapter; empty for the base model.
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +141,7 @@ def read_load(text: str, most_tokens: int = MOST_TOKENS) -> Load:
 def _from_trace(name: str, trace: Trace, most_tokens: int) -> Load:
     """The load of a trace.
 
-    Leaves out refused requests, and requests without a prompt or an answer. Only sampling can be
-    simulated, so a beam search is replaced by the same number of sampled answers.
+    Leaves out refused requests, and requests without a prompt or an answer.
     """
     tokens = PromptTokens(trace, _VOCABULARY)
     first_s: float | None = None
@@ -148,7 +152,8 @@ def _from_trace(name: str, trace: Trace, most_tokens: int) -> Load:
             request.num_prompt_tokens and request.num_output_tokens
         ):
             continue
-        num_choices = request.options.beam_width or request.options.num_choices
+        options = request.options
+        num_choices = options.beam_width or options.num_choices
         num_tokens += request.num_prompt_tokens + num_choices * request.num_output_tokens
         if num_tokens > most_tokens and found:
             num_left_out += 1
@@ -160,7 +165,11 @@ def _from_trace(name: str, trace: Trace, most_tokens: int) -> Load:
                 tokens.prompt(number),
                 request.num_output_tokens,
                 str(request.tenant),
-                num_choices,
+                options.num_choices,
+                options.beam_width,
+                # A beam search obeys no grammar.
+                options.has_grammar and not options.beam_width,
+                str(options.adapter or ""),
             )
         )
     if not found:

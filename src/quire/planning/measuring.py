@@ -26,7 +26,7 @@ from quire.planning.calibration_runs import (
     NUM_STEADY_STEPS,
     CalibrationRun,
 )
-from quire.planning.planned_work import PlannedWork, PlannedWorkCounter
+from quire.simulation.planned_work import PlannedWork, PlannedWorkCounter
 
 #: Calibration runs per round. Each round is measured twice in succession, under similar conditions.
 ROUND = 4

@@ -29,7 +29,7 @@ from quire.planning.objectives import Objectives
 from quire.planning.step_bench import StepBench
 from quire.planning.step_cost_file import StepCostFile
 from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
-from quire.planning.virtual_run import EngineShape
+from quire.simulation.virtual_engine import EngineShape
 from quire.version import __version__
 
 #: Stands for the precision of the given options, or if they name none, of the model's files.
@@ -263,6 +263,7 @@ def engine_shape(options: EngineOptions, fit: MemoryFit) -> EngineShape:
         enable_prefix_caching=bool(options.enable_prefix_caching),
         num_lookahead_blocks=options.num_lookahead_blocks,
         scheduling_policy=options.scheduling_policy,
+        max_loras=options.num_lora_slots,
         overlap=_overlaps(options, fit),
     )
 

@@ -34,8 +34,8 @@ from quire.core.scheduling.cost_model import (
     load_parts,
 )
 from quire.planning.measuring import ROUND, MeasuredStep
-from quire.planning.planned_work import PlannedWork
 from quire.planning.step_spread import StepSpread, fit_spread
+from quire.simulation.planned_work import PlannedWork
 
 _Floats = npt.NDArray[np.float64]
 

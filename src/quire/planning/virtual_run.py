@@ -1,57 +1,32 @@
-"""Serves a load with the real scheduler on a virtual clock.
+"""Serves a load with the real engine on a virtual clock.
 
 Nothing is computed. A step takes the time that the costs predict. Each row whose tokens have all
-been computed gets a new token. Admission, chunks, pacing, prefix cache and preemption run the code
-of a real engine.
+been computed gets a new token. Admission, chunks, pacing, prefix cache, preemption, beams, grammars
+and adapters run the code of a real engine.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import Protocol
 
-from quire.core.adapters import BASE_MODEL
-from quire.core.kv_groups import KVGroup
-from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.request import Request
+from quire.core.adapters import AdapterRef
+from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.cost_model import StepCostModel
-from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
-from quire.core.scheduling.policy import find_policy
-from quire.core.scheduling.scheduler import Scheduler
-from quire.core.sequence import make_sequences
-from quire.core.step import StepPlan, StepResult
 from quire.errors import RequestNeverFitsError
 from quire.planning.load import LoadRequest
-from quire.planning.planned_work import PlannedWork, PlannedWorkCounter
+from quire.simulation.planned_work import PlannedWork
+from quire.simulation.virtual_engine import ANY_TEXT, EngineShape, VirtualEngine
 
 #: The token that every row samples; its value has no effect.
 _TOKEN = 7
 #: Multiples of this number modulo 1 are spread more evenly than random numbers (Weyl; Knuth, volume
 #: 3, 6.4). So the total time of even a few steps is near the expected time.
 _GOLDEN = (5**0.5 - 1) / 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineShape:
-    """The sizes and options of a simulated engine. The fields have the names of engine options."""
-
-    #: The groups of the KV layout.
-    groups: tuple[KVGroup, ...]
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_itl_ratio: float = 0.0
-    enable_prefix_caching: bool = True
-    num_lookahead_blocks: int = 1
-    scheduling_policy: str = "fcfs"
-    #: Whether a step is planned while the previous one runs.
-    overlap: bool = False
 
 
 @dataclass(slots=True)
@@ -141,7 +116,7 @@ def run_virtually(
     Equal arguments give equal outcomes.
     """
     pacer = pacer or learned_pacer(load, shape, costs)
-    return _VirtualEngine(load, shape, costs, pacer).run()
+    return _Run(load, shape, costs, pacer).run()
 
 
 def learned_pacer(
@@ -153,15 +128,15 @@ def learned_pacer(
         return None
     pacing = PacingConfig(shape.max_itl_ratio)
     learned = StepPacer(pacing, costs.pacing_model(), num_late_rows=0.0)
-    _VirtualEngine(load, shape, costs, learned).run()
+    _Run(load, shape, costs, learned).run()
     # The load is an excerpt of a long run, so the new pacer's balance of late rows starts at 0.
     pacer = StepPacer(pacing, learned.model, num_late_rows=0.0)
     pacer.margin = learned.margin
     return pacer
 
 
-class _VirtualEngine:
-    """The state of one run.
+class _Run:
+    """The state of one run; also the costs of its engine.
 
     Invariant: `_last_s` maps each unfinished answer that has begun to the time of its last token.
     """
@@ -174,107 +149,71 @@ class _VirtualEngine:
         pacer: StepPacer | None,
     ) -> None:
         self._shape, self._costs = shape, costs
-        self._memory = KVCacheManager(
-            KVCacheConfig(
-                shape.groups,
-                shape.num_blocks,
-                shape.block_size,
-                shape.enable_prefix_caching,
-                secret=b"planning",
-            )
+        self._virtual: VirtualEngine[LoadRequest] = VirtualEngine(
+            shape, self, pacer=pacer, tokens=repeat(_TOKEN), secret=b"planning"
         )
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                shape.max_num_seqs, shape.max_num_batched_tokens, shape.num_lookahead_blocks
-            ),
-            self._memory,
-            find_policy(shape.scheduling_policy),
-        )
-        if pacer is not None:
-            self._scheduler.pacer = pacer
-        self._work_counter = PlannedWorkCounter(shape.block_size)
-        self._arrivals = deque(sorted(load, key=lambda each: each.at_s))
+        self._first_s = min((each.at_s for each in load), default=0.0)
+        for each in load:
+            self._virtual.expect(each.at_s, each)
         self._begun_s: dict[str, float] = {}
         self._last_s: dict[tuple[str, int], float] = {}
-        self._lengths: dict[str, int] = {}
         # Which quantile of its time the next step takes, for steps with and without prompts.
         self._places = {True: 0.5, False: 0.5}
-        self._num_added = 0
-        self._in_flight: deque[tuple[int, tuple[int, ...], float, float]] = deque()
-        self._now_s = 0.0
+        self._numbers = count()
         self.outcome = RunOutcome()
 
     def run(self) -> RunOutcome:
-        scheduler, outcome = self._scheduler, self.outcome
-        first_s = self._arrivals[0].at_s if self._arrivals else 0.0
-        while self._arrivals or scheduler.has_unfinished or self._in_flight:
-            self._admit_arrivals()
-            plan = scheduler.schedule(self._now_s) if scheduler.has_unfinished else None
-            if plan is not None:
-                self._launch(plan)
-            if len(self._in_flight) > self._shape.overlap or (self._in_flight and plan is None):
-                self._finish_step()
-            elif plan is None and self._arrivals:
-                self._now_s = max(self._now_s, self._arrivals[0].at_s)
-        outcome.duration_s = self._now_s - first_s
-        outcome.hit_tokens = self._memory.prefixes.num_hit_tokens
-        outcome.query_tokens = self._memory.prefixes.num_query_tokens
-        outcome.num_preemptions = scheduler.running_set.stats.num_preemptions
+        virtual, outcome = self._virtual, self.outcome
+        virtual.run(self._add, self._receive)
+        outcome.duration_s = virtual.clock.now_s - self._first_s
+        outcome.hit_tokens = virtual.memory.prefixes.num_hit_tokens
+        outcome.query_tokens = virtual.memory.prefixes.num_query_tokens
+        outcome.num_preemptions = virtual.scheduler.running_set.stats.num_preemptions
         return outcome
 
-    def _admit_arrivals(self) -> None:
-        while self._arrivals and self._arrivals[0].at_s <= self._now_s:
-            self._add(self._arrivals.popleft())
+    def step_s(self, work: PlannedWork) -> float:
+        """See `VirtualCosts`."""
+        seconds = self._costs.predict_s(work)
+        kind = work.load.num_chunk_tokens > 0
+        seconds *= self._costs.deviation(work, seconds, self._places[kind])
+        self._places[kind] = (self._places[kind] + _GOLDEN) % 1.0
+        self.outcome.note_step(work, seconds)
+        return seconds
+
+    def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
+        """See `VirtualCosts`."""
+        seconds = self._costs.ending_s(num_ended, num_ended_tokens)
+        self.outcome.busy_s += seconds
+        return seconds
 
     def _add(self, wanted: LoadRequest) -> None:
-        num_prompt, num_output = len(wanted.prompt), wanted.num_output_tokens
-        if num_prompt + num_output > self._shape.max_model_len:
+        num_prompt = len(wanted.prompt)
+        if num_prompt + wanted.num_output_tokens > self._shape.max_model_len:
             self.outcome.num_refused += 1
             return
+        adapter = wanted.adapter if self._shape.max_loras else ""
         request = Request(
-            request_id=str(self._num_added),
+            request_id=str(next(self._numbers)),
             prompt_token_ids=wanted.prompt,
-            params=DecodingParams(max_tokens=num_output),
-            n=wanted.num_choices,
+            params=DecodingParams(
+                max_tokens=wanted.num_output_tokens,
+                beam_width=wanted.beam_width,
+                grammar=ANY_TEXT if wanted.has_grammar else None,
+            ),
+            n=wanted.beam_width or wanted.num_choices,
             cache_domain=wanted.cache_domain,
+            adapter=AdapterRef(adapter, "", adapter) if adapter else None,
         )
-        self._num_added += 1
-        root = self._memory.prefixes.start_chain(wanted.cache_domain, BASE_MODEL)
-        (branches,) = make_sequences(request, self._shape.max_model_len, root, self._now_s)
         try:
-            self._scheduler.add(branches, self._now_s)
+            self._virtual.add(request)
         except RequestNeverFitsError:
             self.outcome.num_refused += 1
             return
         self.outcome.num_prompt_tokens += num_prompt
         self._begun_s[request.request_id] = wanted.at_s
-        self._lengths[request.request_id] = num_prompt + num_output
 
-    def _launch(self, plan: StepPlan) -> None:
-        work = self._work_counter.count(plan)
-        seconds = self._costs.predict_s(work)
-        kind = work.load.num_chunk_tokens > 0
-        seconds *= self._costs.deviation(work, seconds, self._places[kind])
-        self._places[kind] = (self._places[kind] + _GOLDEN) % 1.0
-        begins_s = max(self._now_s, self._in_flight[-1][3]) if self._in_flight else self._now_s
-        self._in_flight.append((plan.step_id, work.sampled, seconds, begins_s + seconds))
-        self.outcome.note_step(work, seconds)
-
-    def _finish_step(self) -> None:
-        step_id, sampled, seconds, end_s = self._in_flight.popleft()
-        outputs = self._scheduler.apply(
-            StepResult(step_id, list(sampled), [(_TOKEN,)] * len(sampled))
-        )
-        lengths = [
-            self._lengths[output.request_id]
-            for output in outputs
-            if output.finish_reason is not None
-        ]
-        ending_s = self._costs.ending_s(len(lengths), sum(lengths)) if lengths else 0.0
-        self._now_s = max(self._now_s, end_s) + ending_s
-        self._scheduler.pacer.observe(step_id, seconds + ending_s)
-        outcome, now_s = self.outcome, self._now_s
-        outcome.busy_s += ending_s
+    def _receive(self, outputs: list[SequenceOutput]) -> None:
+        outcome, now_s = self.outcome, self._virtual.clock.now_s
         for output in outputs:
             answer = output.request_id, output.branch_index
             last_s = self._last_s.get(answer)

@@ -1,11 +1,11 @@
 """Counts the work of each step from its plan alone.
 
 A plan contains only changes, so this module tracks the lengths of the rows. The same code counts
-the work of measured steps (beside the real runner) and of predicted steps (in `virtual_run`).
+the work of measured steps (beside the real runner) and of predicted steps (in `virtual_engine`).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ _FEW, _MOST = 32, 1024
 _WARMING = 1 / 3
 #: A smaller coldness counts as 0.
 _WARM = 0.001
+
+NO_BEAMS: Mapping[int, int] = {}
 
 
 @dataclass(slots=True)
@@ -97,32 +99,85 @@ class PlannedWork(NamedTuple):
     num_read: int = 0
     #: New blocks in the tables of rows that were live before the step.
     num_appended_blocks: int = 0
+    #: For each live row of a beam search, the number of candidates that its result has.
+    beams: Mapping[int, int] = NO_BEAMS
 
 
 class PlannedWorkCounter:
     """Tracks the lengths of all live rows, and counts the work of each plan.
 
-    Invariant: a row has the same tokens here as in the runner, including tokens in flight.
+    Invariant: a row has the same tokens here as in the runner, including tokens in flight, except
+    for the last `_num_ahead` tokens of all rows.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._rows: dict[int, _Row] = {}
+        self._beams: dict[int, int] = {}
+        # The load, the longest row and the sampled rows of the last step, if it decoded all rows.
+        self._decoding: tuple[StepLoad, int, tuple[int, ...]] | None = None
+        self._num_ahead = 0
         self._coldness = 0.0
         self._common = _CommonBlocks()
 
     def reset(self) -> None:
         """Drop all rows."""
         self._rows.clear()
+        self._beams.clear()
+        self._decoding, self._num_ahead = None, 0
         self._common = _CommonBlocks()
         self._coldness = 0.0
 
     def count(self, plan: StepPlan) -> PlannedWork:
         """Apply a plan and return its step's work. Every plan must be given once and in order."""
-        # First, change the rows and tables.
+        # First, change the rows and tables. If the rows of the last step decode again, no other
+        # count is needed.
+        changes_rows = plan.release or plan.admit or plan.forks or plan.token_edits or plan.chunks
+        decoding = self._decoding
+        if changes_rows or decoding is None or _cuts(plan):
+            self._catch_up()
+            decoding = None
         num_new_blocks, num_appended_blocks, joining = self._change_rows(plan)
-        # Then, count the tokens of each row. A row without an entry in `chunks` decodes.
-        counts = dict(plan.chunks)
+        if decoding is None:
+            load, longest, sampled = self._compute(plan, joining)
+            if sampled and load.num_decodes == len(self._rows) == len(sampled):
+                self._decoding = load, longest, sampled
+        else:
+            (num_decodes, num_pairs, *_), longest, sampled = decoding
+            load, longest = StepLoad(num_decodes, num_pairs + num_decodes), longest + 1
+            self._decoding, self._num_ahead = (load, longest, sampled), self._num_ahead + 1
+        num_pairs = load.num_decode_pairs
+        num_read = num_pairs - self._block_size * self._common.num_common
+        # `num_common` also counts rows with prompts, so it may be too large for the decoding rows.
+        # They read at least as many tokens as their mean context.
+        num_read = max(num_read, -(-num_pairs // max(1, load.num_decodes)))
+        assert load.num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
+        # Finally, update the coldness for the next step.
+        coldness = self._coldness
+        warmer = coldness * _WARMING if coldness > _WARM else 0.0
+        self._coldness = max(_coldness_after(load.num_chunk_tokens), warmer)
+        return PlannedWork(
+            load,
+            longest,
+            sampled,
+            len(self._rows),
+            num_new_blocks,
+            len(plan.admit) + len(plan.forks),
+            sum(len(admission.token_ids) for admission in plan.admit),
+            len(plan.release),
+            coldness=coldness,
+            num_read=num_read,
+            num_appended_blocks=num_appended_blocks,
+            beams=dict(self._beams) if self._beams else NO_BEAMS,
+        )
+
+    def _compute(
+        self, plan: StepPlan, joining: Mapping[int, int]
+    ) -> tuple[StepLoad, int, tuple[int, ...]]:
+        """Count a step's tokens as computed. Returns its load, its longest row and the rows that
+        sample."""
+        # A row without an entry in `chunks` decodes.
+        counts = {chunk.row: chunk.num_new_tokens for chunk in plan.chunks}
         num_decodes = num_pairs = longest = 0
         load = StepLoad()
         sampled: list[int] = []
@@ -148,31 +203,15 @@ class PlannedWorkCounter:
             row, other = self._rows[number], self._rows[source]
             row.num_computed, row.num_tokens = other.num_computed, other.num_tokens
             sampled.append(number)
-        num_read = num_pairs - self._block_size * self._common.num_common
-        # `num_common` also counts rows with prompts, so it may be too large for the decoding rows.
-        # They read at least as many tokens as their mean context.
-        num_read = max(num_read, -(-num_pairs // max(1, num_decodes)))
         load = load._replace(num_decodes=num_decodes, num_decode_pairs=num_pairs)
-        assert num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
-        num_tokens = sum(len(admission.token_ids) for admission in plan.admit)
-        num_admissions = len(plan.admit) + len(plan.forks)
-        # Finally, update the coldness for the next step.
-        coldness = self._coldness
-        warmer = coldness * _WARMING if coldness > _WARM else 0.0
-        self._coldness = max(_coldness_after(load.num_chunk_tokens), warmer)
-        return PlannedWork(
-            load,
-            longest,
-            tuple(sampled),
-            len(self._rows),
-            num_new_blocks,
-            num_admissions,
-            num_tokens,
-            len(plan.release),
-            coldness=coldness,
-            num_read=num_read,
-            num_appended_blocks=num_appended_blocks,
-        )
+        return load, longest, tuple(sampled)
+
+    def _catch_up(self) -> None:
+        """Count the tokens of the steps that only decoded all rows."""
+        for row in self._rows.values() if self._num_ahead else ():
+            row.num_computed += self._num_ahead
+            row.num_tokens += self._num_ahead
+        self._num_ahead, self._decoding = 0, None
 
     def _change_rows(self, plan: StepPlan) -> tuple[int, int, dict[int, int]]:
         """Apply a plan's changes to the rows.
@@ -180,9 +219,11 @@ class PlannedWorkCounter:
         Returns the number of blocks that entered tables, how many of them were appended to rows
         that were live before, and the source row of each row that joins the step.
         """
+        # First, release, admit and fork rows.
         rows, common, num_new_blocks, num_appended_blocks = self._rows, self._common, 0, 0
         for number in plan.release:
             common.leave(rows.pop(number).blocks)
+            self._beams.pop(number, None)
         for admission in plan.admit:
             blocks = list(admission.block_tables[0])
             rows[admission.row] = _Row(
@@ -190,6 +231,8 @@ class PlannedWorkCounter:
             )
             common.enter(blocks)
             num_new_blocks += sum(map(len, admission.block_tables))
+            if admission.params.beam_width:
+                self._beams[admission.row] = admission.params.num_beam_candidates
         joining: dict[int, int] = {}
         for fork in plan.forks:
             source = rows[fork.source_row]
@@ -197,6 +240,12 @@ class PlannedWorkCounter:
             common.enter(source.blocks)
             if fork.joins_step:
                 joining[fork.row] = fork.source_row
+            if fork.params.beam_width:
+                self._beams[fork.row] = fork.params.num_beam_candidates
+        # Then edit their tokens and tables.
+        for token_edit in plan.token_edits:
+            edited = rows[token_edit.row]
+            edited.num_tokens = token_edit.first_position + len(token_edit.token_ids)
         for edit in plan.table_edits:
             if edit.kind is EditKind.APPEND:
                 num_appended_blocks += len(edit.block_ids)
@@ -217,6 +266,11 @@ class PlannedWorkCounter:
         self._common.leave(row.blocks[first:end])
         row.blocks[first:end] = edit.block_ids
         self._common.enter(edit.block_ids)
+
+
+def _cuts(plan: StepPlan) -> bool:
+    """Whether a plan makes a table shorter."""
+    return any(edit.kind is EditKind.TRUNCATE for edit in plan.table_edits)
 
 
 def _coldness_after(num_tokens: int) -> float:

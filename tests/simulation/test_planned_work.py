@@ -15,7 +15,7 @@ from quire.core.step import (
     StepPlan,
     TableEdit,
 )
-from quire.planning.planned_work import PlannedWorkCounter
+from quire.simulation.planned_work import PlannedWorkCounter
 from quire.simulation.simulator import Simulator, run_simulator
 from quire.simulation.worlds import draw_world
 
