@@ -45,7 +45,7 @@ def test_every_request_gets_all_its_tokens_once(name: str) -> None:
     assert simulator.router.num_requests == 0
     simulator.router.check()
     for replica in simulator.replicas.values():
-        assert not replica.scheduler.has_unfinished and not replica.is_busy
+        assert not replica.has_work and not replica.is_busy
 
 
 def test_a_run_is_repeated_exactly() -> None:

@@ -1,4 +1,4 @@
-"""A simulated replica: the real scheduler and memory, with step times from a cost model.
+"""A simulated replica: the real engine on a virtual clock, with a cost model's times.
 
 No model is computed. Every sampled token is 0, and a sequence ends at its length in the trace.
 Unlike `simulation.simulator`, this module checks no invariants, so that simulating a fleet with
@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from itertools import repeat
 
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.eviction import DEFAULT_ORDER
-from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.request import SequenceOutput
+from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.cost_model import StepCostModel, StepLoad
-from quire.core.scheduling.options import SchedulerConfig
+from quire.core.scheduling.cost_model import StepCostModel
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
-from quire.core.scheduling.scheduler import Scheduler
-from quire.core.sequence import Sequence
-from quire.core.step import StepPlan, StepResult
 from quire.routing.replica import ReplicaFacts
+from quire.simulation.planned_work import PlannedWork
+from quire.simulation.virtual_engine import VOCABULARY, EngineShape, VirtualEngine
 
 GROUP = KVGroup((0,), KVKind.FULL, 1)
 
@@ -52,119 +50,73 @@ class ReplicaShape:
 
 
 class SimulatedReplica:
-    """A replica whose steps `begin_step` plans and `end_step` applies. At most one step is in
-    flight."""
+    """A replica, which is also the costs of its engine.
+
+    Invariant: while a step is in flight, the engine's clock is at its end, and `end_step` returns
+    its outputs.
+    """
 
     def __init__(self, name: str, shape: ReplicaShape, secret: bytes) -> None:
         self.name = name
-        self.costs = shape.costs
-        self.memory = KVCacheManager(
-            KVCacheConfig(
-                (GROUP,),
-                shape.num_blocks,
-                shape.block_size,
-                secret=secret,
-                eviction=shape.eviction,
-            )
-        )
-        config = SchedulerConfig(shape.max_num_seqs, shape.max_num_batched_tokens)
-        self.scheduler = Scheduler(config, self.memory)
+        self.is_busy = False
+        # The real seconds of all steps, and the seconds that the cost model predicts for them.
+        self.busy_s = self.told_s = 0.0
+        self._costs, self._slowness = shape.costs, shape.slowness
+        pacer = None
         if shape.max_itl_ratio:
             # The pacer's model learns, while the router's remains as reported.
             learning = StepCostModel(shape.costs.coefficients)
-            self.scheduler.pacer = StepPacer(PacingConfig(shape.max_itl_ratio), learning)
-        # The real seconds of all steps, and the seconds that the cost model predicts for them.
-        self.busy_s = self.told_s = 0.0
-        self._slowness = shape.slowness
-        self.num_computed_tokens = self.num_generated_tokens = 0
-        self._rows = _Rows(shape.max_num_seqs)
-        self._plan: StepPlan | None = None
-        self._step_s = 0.0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a step is in flight."""
-        return self._plan is not None
+            pacer = StepPacer(PacingConfig(shape.max_itl_ratio), learning)
+        self._virtual: VirtualEngine[None] = VirtualEngine(
+            EngineShape(
+                groups=(GROUP,),
+                num_blocks=shape.num_blocks,
+                block_size=shape.block_size,
+                max_model_len=VOCABULARY,
+                max_num_seqs=shape.max_num_seqs,
+                max_num_batched_tokens=shape.max_num_batched_tokens,
+                eviction=shape.eviction,
+            ),
+            self,
+            pacer=pacer,
+            tokens=repeat(0),
+            secret=secret,
+        )
+        self._outputs: list[SequenceOutput] = []
 
     def add(
         self, request_id: str, token_ids: Tokens[int], num_output_tokens: int, now_s: float
     ) -> None:
         """Add a request. Raises RequestNeverFitsError if it is too long for the pool."""
-        root = self.memory.prefixes.start_chain("")
-        params = DecodingParams(max_tokens=num_output_tokens)
-        self.scheduler.add([Sequence(request_id, token_ids, params, chain_root=root)], now_s)
+        self._virtual.clock.wait_until(now_s)
+        self._virtual.add(Request(request_id, token_ids, DecodingParams(num_output_tokens)))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended."""
+        return self._virtual.engine.has_work()
 
     def begin_step(self, now_s: float) -> float | None:
-        """Plan the next step; returns the time at which it ends, or None if no step is planned."""
-        plan = self.scheduler.schedule(now_s) if self.scheduler.has_unfinished else None
-        if plan is None:
+        """Begin the next step; returns the time at which it ends, or None if no step is planned."""
+        virtual = self._virtual
+        if not self.has_work:
             return None
-        load = self._rows.execute(plan)
-        told_s = self.costs.predict_s(load)
-        self._plan, self._step_s = plan, self._slowness * told_s
-        self.busy_s += self._step_s
-        self.told_s += told_s
-        self.num_computed_tokens += plan.num_tokens
-        return now_s + self._step_s
+        virtual.clock.wait_until(now_s)
+        self._outputs, self.is_busy = virtual.engine.step(), True
+        return virtual.clock.now_s
 
     def end_step(self) -> list[SequenceOutput]:
         """End the step in flight; returns its outputs."""
-        plan = self._plan
-        assert plan is not None
-        self._plan = None
-        rows = self._rows.sample()
-        self.num_generated_tokens += len(rows)
-        outputs = self.scheduler.apply(StepResult(plan.step_id, rows, [(0,)] * len(rows)))
-        self.scheduler.pacer.observe(plan.step_id, self._step_s)
-        return outputs
+        self.is_busy = False
+        return self._outputs
 
+    def step_s(self, work: PlannedWork) -> float:
+        """See `VirtualCosts`."""
+        told_s = self._costs.predict_s(work.load)
+        self.busy_s += self._slowness * told_s
+        self.told_s += told_s
+        return self._slowness * told_s
 
-class _Rows:
-    """Tracks the rows of a runner, to find the rows that sample and the work of each step.
-
-    Invariant: for each live row, `_computed` has the number of computed tokens and `_missing` the
-    number of tokens that are not computed.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self._computed = [0] * num_rows
-        self._missing = [0] * num_rows
-        self._live: dict[int, None] = {}
-        self._num_pairs = 0  # sum of the computed tokens of all live rows
-        self._sampling: list[int] = []
-
-    def execute(self, plan: StepPlan) -> StepLoad:
-        """Apply a plan; returns the load of its step."""
-        computed, missing, live = self._computed, self._missing, self._live
-        for row in plan.release:
-            self._num_pairs -= computed[row]
-            del live[row]
-        for entry in plan.admit:
-            row = entry.row
-            live[row] = None
-            computed[row] = entry.num_computed_tokens
-            missing[row] = len(entry.token_ids) - entry.num_computed_tokens
-            self._num_pairs += entry.num_computed_tokens
-        assert not plan.forks and not plan.token_edits, "traces have one branch a request"
-        load, chunk_rows = StepLoad(), {}
-        num_pairs = self._num_pairs
-        for row, num_new in plan.chunks:
-            chunk_rows[row] = num_new
-            num_pairs -= computed[row]
-            if num_new:
-                load = load.with_chunk(computed[row], num_new)
-        num_decodes = len(live) - len(chunk_rows)
-        self._sampling = []
-        for row in live:
-            num_new = chunk_rows.get(row, 1)
-            computed[row] += num_new
-            missing[row] -= num_new
-            if num_new and not missing[row]:
-                self._sampling.append(row)
-                missing[row] = 1
-        self._num_pairs += load.num_chunk_tokens + num_decodes
-        return load._replace(num_decodes=num_decodes, num_decode_pairs=num_pairs + num_decodes)
-
-    def sample(self) -> list[int]:
-        """The rows that sample in the last executed step."""
-        return self._sampling
+    def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
+        """See `VirtualCosts`."""
+        return 0.0
