@@ -56,7 +56,7 @@ def fill(memory: KVCacheManager, sequence: Sequence) -> None:
     num_tokens = len(sequence.token_ids)
     sequence.block_tables = ([],)
     memory.grow(sequence, num_tokens)
-    sequence.num_computed_tokens = sequence.num_written_tokens = num_tokens
+    sequence.num_computed_tokens = sequence.num_confirmed_tokens = num_tokens
     memory.publish(sequence, num_tokens)
 
 

@@ -133,10 +133,10 @@ def leave_states_shared(original: Any) -> Any:
 
 
 def publish_a_state_that_goes_on(original: Any) -> Any:
-    def publish(self: PrefixIndex, sequence: Sequence, num_written_tokens: int) -> None:
-        original(self, sequence, num_written_tokens)
-        if self._snapshots.stops_at(sequence, num_written_tokens):
-            last = num_written_tokens // self.cache.block_size - 1
+    def publish(self: PrefixIndex, sequence: Sequence, num_confirmed_tokens: int) -> None:
+        original(self, sequence, num_confirmed_tokens)
+        if self._snapshots.stops_at(sequence, num_confirmed_tokens):
+            last = num_confirmed_tokens // self.cache.block_size - 1
             self._snapshots.publish(sequence, sequence.chain[last])
 
     return publish

@@ -152,6 +152,7 @@ class Sequence:
         "num_cached_tokens",
         "num_common_tokens",
         "num_computed_tokens",
+        "num_confirmed_tokens",
         "num_lost_tokens",
         "num_matched_tokens",
         "num_overtaken",
@@ -161,7 +162,6 @@ class Sequence:
         "num_registered_blocks",
         "num_served_tokens",
         "num_slots",
-        "num_written_tokens",
         "order",
         "params",
         "parent",
@@ -251,8 +251,9 @@ class Sequence:
         """Set the fields about computed tokens, blocks, cached content and forks."""
         #: Number of tokens whose K and V are written once the steps in flight have ended.
         self.num_computed_tokens = 0
-        #: Number of tokens whose K and V are written, by steps that have ended.
-        self.num_written_tokens = 0
+        #: Number of leading tokens that are confirmed, and whose K and V are written by steps that
+        #: have ended. Only their blocks are published, stored in tiers, or passed by windows.
+        self.num_confirmed_tokens = 0
         #: Number of tokens that the steps in flight will append to token_ids.
         self.num_pending_tokens = 0
         #: Number of prompt tokens that its first admission found in the cache.

@@ -137,7 +137,7 @@ def test_a_run_that_a_step_may_read_comes_back_with_it() -> None:
 def test_a_cut_takes_the_whole_run_or_nothing() -> None:
     memory = make_memory()
     sequence = admitted(memory, 10, 10)
-    sequence.num_computed_tokens = sequence.num_written_tokens = 11
+    sequence.num_computed_tokens = sequence.num_confirmed_tokens = 11
     assert memory.num_kept_blocks(sequence, 1) == 0
     assert memory.truncate(sequence, 5) == 0
     assert sequence.num_computed_tokens == 11 and memory.num_run_blocks(sequence) == 5
@@ -152,7 +152,7 @@ def test_a_cut_takes_the_whole_run_or_nothing() -> None:
 def test_nothing_is_cached() -> None:
     memory = make_memory()
     sequence = admitted(memory, 20, 4)
-    sequence.num_computed_tokens = sequence.num_written_tokens = 20
+    sequence.num_computed_tokens = sequence.num_confirmed_tokens = 20
     memory.publish(sequence, 20)
     memory.free(sequence)
     assert len(memory.cache) == 0

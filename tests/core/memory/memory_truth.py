@@ -147,7 +147,7 @@ class Truth:
             num_findable = self.num_findable_tokens(sequence)
             found = memory.prefixes.match(sequence)  # before a part is left out for want of room
             assert found.num_tokens >= num_findable, f"{found}, but {num_findable} of {sequence}"
-            assert match.num_tokens in (found.num_tokens, found.num_written_tokens)
+            assert match.num_tokens in (found.num_tokens, found.num_confirmed_tokens)
 
     def num_findable_tokens(self, sequence: Sequence) -> int:
         """The longest prefix that the cache has for it, by a look at each block of it."""

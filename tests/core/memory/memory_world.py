@@ -55,12 +55,12 @@ class World:
         prefixes, pool = self.memory.prefixes, self.memory.pool
         publish, publish_tail, take = prefixes.publish, prefixes.publish_tail, pool.take
 
-        def publish_and_note(sequence: Sequence, num_written_tokens: int) -> None:
-            publish(sequence, num_written_tokens)
-            self.truth.note(sequence, num_written_tokens)
+        def publish_and_note(sequence: Sequence, num_confirmed_tokens: int) -> None:
+            publish(sequence, num_confirmed_tokens)
+            self.truth.note(sequence, num_confirmed_tokens)
 
         def publish_tail_and_note(sequence: Sequence) -> None:
-            self.truth.note(sequence, sequence.num_written_tokens)
+            self.truth.note(sequence, sequence.num_confirmed_tokens)
             publish_tail(sequence)
 
         def take_and_look(count: int) -> tuple[list[int], list[tuple[int, bytes]]]:
@@ -203,7 +203,7 @@ class World:
             if sequence.is_finished:
                 continue
             if sequence.state is RUNNING and sequence.num_admissions == num_admissions:
-                sequence.num_written_tokens = end
+                sequence.num_confirmed_tokens = end
                 memory.publish(sequence, end)
             if end == len(sequence.token_ids) and sequence.num_pending_tokens:
                 sequence.num_pending_tokens -= 1
@@ -307,8 +307,8 @@ class World:
             for rule in memory.growth.growing if sequence.block_tables else ():
                 group, table = rule.group, sequence.block_tables[rule.group]
                 first = rule.first_needed(sequence.num_computed_tokens)
-                for index in range(first, -(-sequence.num_written_tokens // self.size)):
-                    end = min(sequence.num_written_tokens, (index + 1) * self.size)
+                for index in range(first, -(-sequence.num_confirmed_tokens // self.size)):
+                    end = min(sequence.num_confirmed_tokens, (index + 1) * self.size)
                     prefix = tuple(sequence.token_ids[:end])
                     if table[index] not in to_come:
                         assert truth.begins(table[index], group, prefix), "a wrong table"

@@ -20,7 +20,7 @@ def admit(memory: KVCacheManager, sequence: Sequence) -> list[BlockCopy]:
 
 def compute(memory: KVCacheManager, sequence: Sequence) -> None:
     """All its tokens are computed, and the step has ended."""
-    sequence.num_computed_tokens = sequence.num_written_tokens = len(sequence.token_ids)
+    sequence.num_computed_tokens = sequence.num_confirmed_tokens = len(sequence.token_ids)
     memory.publish(sequence, len(sequence.token_ids))
 
 
@@ -122,7 +122,7 @@ def test_a_block_that_agrees_in_part_is_copied_and_its_source_held_for_the_step(
     mine = sequence.block_tables
     assert copies == [BlockCopy(theirs[group][1], mine[group][1]) for group in range(num_groups)]
     assert [table[0] for table in mine] == [table[0] for table in theirs]
-    assert (sequence.num_computed_tokens, sequence.num_written_tokens) == (6, 4)
+    assert (sequence.num_computed_tokens, sequence.num_confirmed_tokens) == (6, 4)
     assert sorted(memory.deferred.blocks()) == sorted(table[1] for table in theirs)
     live = [sequence, other] if is_held else [sequence]
     invariants.check_memory(memory, live)
@@ -160,7 +160,7 @@ def test_only_what_is_written_counts_as_published_of_what_a_running_parent_gives
     memory.admit(child, match, STEP)
     assert (match.num_tokens, child.num_computed_tokens) == (11, 11)
     assert child.block_tables[0][:2] == parent.block_tables[0][:2]
-    assert (child.num_written_tokens, child.num_published_blocks) == (6, 1)
+    assert (child.num_confirmed_tokens, child.num_published_blocks) == (6, 1)
 
 
 # ---- growing ------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_forking_takes_over_counts_and_hashes() -> None:
     parent = write(memory, list(range(10)))
     parent.public_chain.append(b"x")
     child = fork(memory, parent)
-    assert (child.num_computed_tokens, child.num_written_tokens) == (10, 10)
+    assert (child.num_computed_tokens, child.num_confirmed_tokens) == (10, 10)
     assert child.num_published_blocks == 2
     assert child.chain == parent.chain and child.chain is not parent.chain
     assert child.public_chain == [b"x"] and child.public_chain is not parent.public_chain
@@ -348,10 +348,10 @@ def test_a_cut_takes_the_tail_and_counts_no_more_than_is_left(
 ) -> None:
     memory = make_memory()
     sequence = write(memory, list(range(10)))
-    sequence.num_written_tokens = 9
+    sequence.num_confirmed_tokens = 9
     assert memory.truncate(sequence, num_kept) == 3 - num_kept
     assert [len(table) for table in sequence.block_tables] == [num_kept]
-    assert (sequence.num_computed_tokens, sequence.num_written_tokens) == (computed, written)
+    assert (sequence.num_computed_tokens, sequence.num_confirmed_tokens) == (computed, written)
     assert sequence.num_published_blocks == published
     invariants.check_memory(memory, [sequence])
 

@@ -34,7 +34,7 @@ def admitted(
 ) -> Sequence:
     sequence = make_sequence(memory, range(first, first + length))
     memory.admit(sequence, memory.match(sequence), step_id=0)
-    sequence.num_computed_tokens = sequence.num_written_tokens = num_computed
+    sequence.num_computed_tokens = sequence.num_confirmed_tokens = num_computed
     sequence.tenant = tenant
     return sequence
 
@@ -398,7 +398,7 @@ def test_each_block_of_two_groups_with_two_branches() -> None:
     memory = make_memory(8, num_groups=2)
     parent = make_sequence(memory, range(1, 7), name="a")
     memory.admit(parent, memory.match(parent), step_id=0)
-    parent.num_computed_tokens = parent.num_written_tokens = 6
+    parent.num_computed_tokens = parent.num_confirmed_tokens = 6
     memory.publish(parent, 6)
     child = parent.branch(3, parent.params)
     memory.fork(child, parent)
@@ -422,7 +422,7 @@ def test_a_hit_makes_a_block_hotter_and_its_content_outlives_its_owner() -> None
     for _ in range(3):
         sequence = make_sequence(memory, range(1, 10), name="s")
         memory.admit(sequence, memory.match(sequence), step_id=0)
-        sequence.num_computed_tokens = sequence.num_written_tokens = 9
+        sequence.num_computed_tokens = sequence.num_confirmed_tokens = 9
         memory.publish(sequence, 9)
         first, second, _ = sequence.block_tables[0]
         memory.free(sequence)

@@ -38,7 +38,7 @@ def test_a_match_is_to_the_token_and_leaves_one_to_compute(
     write(memory, list(range(cached)))
     match = memory.match(make_sequence(memory, list(range(asked))))
     assert match.num_tokens == expected
-    assert match.num_written_tokens == expected // 4 * 4
+    assert match.num_confirmed_tokens == expected // 4 * 4
     assert [len(ids) for ids in match.blocks] == [expected // 4] * num_groups
     assert len(match.partial) == (expected % 4 > 0) * num_groups
 

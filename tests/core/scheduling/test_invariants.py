@@ -74,7 +74,7 @@ def keep_what_was_not_computed(harness: Harness) -> None:
 
 
 def write_beyond_computed(harness: Harness) -> None:
-    harness.scheduler.running[0].num_written_tokens = 7
+    harness.scheduler.running[0].num_confirmed_tokens = 7
 
 
 def fork_of_another(harness: Harness) -> None:

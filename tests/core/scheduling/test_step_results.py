@@ -34,7 +34,7 @@ def test_full_blocks_are_published_and_log_probabilities_kept() -> None:
     memory = make_memory()
     sequence = running(memory)
     take_in(sequence, memory)
-    assert sequence.num_written_tokens == 9 and sequence.num_published_blocks == 2
+    assert sequence.num_confirmed_tokens == 9 and sequence.num_published_blocks == 2
     assert sequence.prompt_logprobs == ENTRIES
     assert len(memory.cache) == 2
 
@@ -48,7 +48,7 @@ def test_no_blocks_are_taken_from_sequences_that_changed_since_the_step(why: str
     elif why == "admitted again":
         sequence.num_admissions += 1
     take_in(sequence, memory, **({"failed": {3: "NaN"}} if why == "failed" else {}))
-    assert sequence.num_written_tokens == 0 and len(memory.cache) == 0
+    assert sequence.num_confirmed_tokens == 0 and len(memory.cache) == 0
     assert (sequence.prompt_logprobs == []) is (why != "ended")
 
 
@@ -60,7 +60,7 @@ def test_a_preempted_one_keeps_log_probabilities_only_with_the_token_that_follow
         sequence.num_pending_tokens = num_pending
         take_in(sequence, memory)
         assert sequence.prompt_logprobs == expected
-        assert sequence.num_written_tokens == 0
+        assert sequence.num_confirmed_tokens == 0
 
 
 # ---- outputs ------------------------------------------------------------------------------------

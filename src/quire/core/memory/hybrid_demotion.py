@@ -79,16 +79,16 @@ class HybridDemotion:
             if content is not None and (self._cache.num_tokens(content[1]) or size) < size:
                 self._pool.demote(block)
 
-    def demote_dead_end(self, sequence: Sequence, num_written: int) -> None:
+    def demote_dead_end(self, sequence: Sequence, num_confirmed: int) -> None:
         """When a sequence ends, with its written blocks published, demote the end (of its prompt or
         of its output) from which no follow-up starts."""
         size = self._growth.block_size
         # First, record every end except the dead one as a resume point.
-        dead = self._dead_end(sequence, num_written)
+        dead = self._dead_end(sequence, num_confirmed)
         prompt_end = (sequence.num_prompt_tokens - 1) // size * size
-        kept_ends = {num_written, prompt_end, *sequence.anchors} - {dead}
+        kept_ends = {num_confirmed, prompt_end, *sequence.anchors} - {dead}
         for end in sorted(kept_ends):
-            if end <= num_written:
+            if end <= num_confirmed:
                 self._add_resume_point(sequence, end)
         if dead is None:
             return
@@ -99,7 +99,7 @@ class HybridDemotion:
                 block = self._cache.find(rule.group, sequence.chain[index])
                 if block is not None and not any([index in run for run in kept]):
                     self._pool.demote(block)
-        if dead == num_written and dead % size:  # the end is a partly filled block
+        if dead == num_confirmed and dead % size:  # the end is a partly filled block
             for table in [sequence.block_tables[rule.group] for rule in self._growth.growing]:
                 self._pool.demote(table[dead // size])
         if self._snapshots.enabled:
@@ -107,15 +107,15 @@ class HybridDemotion:
             is_last = last.num_tokens == dead
             self._snapshots.demote(last.digest if is_last else sequence.chain[dead // size - 1])
 
-    def _dead_end(self, sequence: Sequence, num_written: int) -> int | None:
+    def _dead_end(self, sequence: Sequence, num_confirmed: int) -> int | None:
         """Number of tokens at the end from which no follow-up starts, judging by past hits; None if
         prompt and output may both be hit."""
         size = self._growth.block_size
         prompt_end = (sequence.num_prompt_tokens - 1) // size * size
-        if not 0 < prompt_end < num_written:
+        if not 0 < prompt_end < num_confirmed:
             return None
         if self.num_prompt_hits > self.num_tail_hits:
-            return num_written
+            return num_confirmed
         num_ends = self._num_ends.get(sequence.chain[prompt_end // size - 1], 0)
         return prompt_end if num_ends <= 1 else None
 

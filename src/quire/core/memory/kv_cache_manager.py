@@ -332,7 +332,7 @@ class KVCacheManager:
         # Then copy the counts and hashes that belong to these blocks.
         child.num_slots = self.growth.num_slots(child)
         child.num_computed_tokens = parent.num_computed_tokens
-        child.num_written_tokens = parent.num_written_tokens
+        child.num_confirmed_tokens = parent.num_confirmed_tokens
         child.num_published_blocks = parent.num_published_blocks
         child.num_registered_blocks = 0
         child.anchors = parent.anchors
@@ -426,7 +426,7 @@ class KVCacheManager:
         sequence.num_slots = growth.num_slots(sequence) if num_kept else 0
         slots = num_kept * self.block_size
         sequence.num_computed_tokens = min(computed, slots)
-        sequence.num_written_tokens = min(sequence.num_written_tokens, slots)
+        sequence.num_confirmed_tokens = min(sequence.num_confirmed_tokens, slots)
         sequence.num_published_blocks = min(sequence.num_published_blocks, num_kept)
         # Last, release the blocks, or let the step that reads them do so.
         ref_count = self.pool.ref_count
@@ -453,20 +453,20 @@ class KVCacheManager:
         self._free_ended(sequence, keeps_tail=True)
 
     def _free_ended(self, sequence: Sequence, *, keeps_tail: bool) -> None:
-        index, tables = sequence.num_written_tokens // self.block_size, sequence.block_tables
+        index, tables = sequence.num_confirmed_tokens // self.block_size, sequence.block_tables
         growing = [tables[rule.group] for rule in self.growth.growing if tables]
         last = [table[index] for table in growing if index < len(table)]
         last += [page for rule in self.growth.states if tables for page in tables[rule.group]]
         if keeps_tail and not any(map(self.deferred.is_incomplete, last)):
             self.prefixes.publish_tail(sequence)
             if self.growth.bounded and self.config.enable_prefix_caching:
-                self.demotion.demote_dead_end(sequence, sequence.num_written_tokens)
+                self.demotion.demote_dead_end(sequence, sequence.num_confirmed_tokens)
         self.truncate(sequence, 0)
         sequence.block_tables = ()
 
-    def publish(self, sequence: Sequence, num_written_tokens: int) -> None:
-        """Make the full blocks among the first num_written_tokens findable by their content."""
-        self.prefixes.publish(sequence, num_written_tokens)
+    def publish(self, sequence: Sequence, num_confirmed_tokens: int) -> None:
+        """Make the full blocks among the first num_confirmed_tokens findable by their content."""
+        self.prefixes.publish(sequence, num_confirmed_tokens)
 
     def set_time(self, now_s: float) -> None:
         """Set the engine time before a step is planned: evictions are recorded with it, pins end by
@@ -485,8 +485,8 @@ class KVCacheManager:
         for sequence in ended:
             self.leaving.remove(sequence)
             if not has_failed:
-                sequence.num_written_tokens = sequence.num_computed_tokens
-                self.publish(sequence, sequence.num_written_tokens)
+                sequence.num_confirmed_tokens = sequence.num_computed_tokens
+                self.publish(sequence, sequence.num_confirmed_tokens)
             # After a failed step, the tail and the states have not been written.
             self._free_ended(sequence, keeps_tail=not has_failed)
 
@@ -494,11 +494,11 @@ class KVCacheManager:
 def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None:
     """Count matched tokens as computed, and as written and published as far as they are."""
     held = sequence.num_computed_tokens
-    num_written = max(held, match.num_written_tokens)
+    num_confirmed = max(held, match.num_confirmed_tokens)
     if sequence.num_published_blocks == held // block_size:
-        sequence.num_published_blocks = num_written // block_size
-    if sequence.num_written_tokens == held:
-        sequence.num_written_tokens = num_written
+        sequence.num_published_blocks = num_confirmed // block_size
+    if sequence.num_confirmed_tokens == held:
+        sequence.num_confirmed_tokens = num_confirmed
     sequence.num_computed_tokens = match.num_tokens
 
 

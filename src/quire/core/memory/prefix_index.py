@@ -37,7 +37,7 @@ class PrefixMatch(NamedTuple):
     num_tokens: int
     #: Number of leading tokens of the prefix whose K and V are already written; a step in flight or
     #: a copy writes the others.
-    num_written_tokens: int
+    num_confirmed_tokens: int
     #: Full blocks to share, by group, with holes for blocks that are not read. All groups have the
     #: same number, except groups of states, which have none.
     blocks: tuple[tuple[int, ...], ...]
@@ -148,9 +148,9 @@ class PrefixIndex:
         partial: tuple[int, ...] = ()
         if common % size:
             partial = tuple(tables[group][full] for group in self._growing)
-        num_written = min(full * size, parent.num_written_tokens)
+        num_confirmed = min(full * size, parent.num_confirmed_tokens)
         states = tuple(tuple(tables[rule.group]) for rule in growth.states)
-        return PrefixMatch(common, num_written, blocks, partial, states=states)
+        return PrefixMatch(common, num_confirmed, blocks, partial, states=states)
 
     def _match_cache(self, sequence: Sequence) -> PrefixMatch:
         held, size = sequence.num_computed_tokens, self.cache.block_size
@@ -266,13 +266,13 @@ class PrefixIndex:
 
     # ---- publishing -------------------------------------------------------------------------
 
-    def publish(self, sequence: Sequence, num_written_tokens: int) -> None:
-        """Make the full blocks among the first num_written_tokens findable by their content.
+    def publish(self, sequence: Sequence, num_confirmed_tokens: int) -> None:
+        """Make the full blocks among the first num_confirmed_tokens findable by their content.
 
         A content that is cached already keeps its older block; the new block is not published.
         """
         size = self.cache.block_size
-        full = num_written_tokens // size
+        full = num_confirmed_tokens // size
         first, sequence.num_published_blocks = sequence.num_published_blocks, full
         if not self.enabled:
             return
@@ -283,8 +283,8 @@ class PrefixIndex:
         self._insert(sequence, first, digests, tokens)
         snapshots = self._snapshots
         if snapshots.enabled:
-            is_settled = num_written_tokens == sequence.num_computed_tokens
-            if is_settled and snapshots.stops_at(sequence, num_written_tokens):
+            is_settled = num_confirmed_tokens == sequence.num_computed_tokens
+            if is_settled and snapshots.stops_at(sequence, num_confirmed_tokens):
                 snapshots.publish(sequence, sequence.chain[full - 1])
 
     def publish_tail(self, sequence: Sequence) -> None:
@@ -294,18 +294,18 @@ class PrefixIndex:
         later do not change its content.
         """
         size = self.cache.block_size
-        num_written = min(sequence.num_written_tokens, len(sequence.token_ids))
-        index, offset = divmod(num_written, size)
+        num_confirmed = min(sequence.num_confirmed_tokens, len(sequence.token_ids))
+        index, offset = divmod(num_confirmed, size)
         keeps = self.enabled and sequence.num_published_blocks == index
-        if not keeps or not num_written or not (offset or self._snapshots.enabled):
+        if not keeps or not num_confirmed or not (offset or self._snapshots.enabled):
             return
         self._extend_chain(sequence)
         parent = digest = sequence.chain[index - 1] if index else sequence.chain_root
         if offset:
-            token_ids = sequence.token_ids[index * size : num_written]
+            token_ids = sequence.token_ids[index * size : num_confirmed]
             digest = hash_tail(parent, token_ids)
             self._insert(sequence, index, [digest], [sortable(token_ids)])
-        if self._snapshots.enabled and num_written == sequence.num_computed_tokens:
+        if self._snapshots.enabled and num_confirmed == sequence.num_computed_tokens:
             self._snapshots.publish(sequence, digest)
 
     def _insert(

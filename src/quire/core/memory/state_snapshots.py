@@ -86,7 +86,7 @@ class StateSnapshots:
         """Whether the sequence must not compute its next token yet, because a step in flight writes
         a state that will be kept as a snapshot."""
         computed = sequence.num_computed_tokens
-        return sequence.num_written_tokens < computed and self.stops_at(sequence, computed)
+        return sequence.num_confirmed_tokens < computed and self.stops_at(sequence, computed)
 
     # ---- contents ---------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def check_sequence(sequence: Sequence, growth: Growth) -> None:
     check_tables(sequence, growth)
     assert sequence.num_computed_tokens <= sequence.num_tokens, sequence
     assert sequence.num_computed_tokens <= sequence.num_slots, sequence
-    assert sequence.num_written_tokens <= sequence.num_computed_tokens, sequence
+    assert sequence.num_confirmed_tokens <= sequence.num_computed_tokens, sequence
     assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens, sequence
     assert len(sequence.token_ids) <= sequence.max_num_tokens, sequence
     if sequence.state is SequenceState.PREEMPTED:

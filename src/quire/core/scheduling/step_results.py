@@ -35,16 +35,16 @@ class StepInFlight:
                 sequence.prompt_logprobs.extend(prompt_logprobs)
         # A sequence that was preempted since the step began must not publish blocks again.
         block_size, failed, running = memory.block_size, result.failed, SequenceState.RUNNING
-        for row, (sequence, num_admissions, num_written) in self.rows.items():
+        for row, (sequence, num_admissions, num_confirmed) in self.rows.items():
             if (
                 sequence.state is not running
                 or sequence.num_admissions != num_admissions
                 or row in failed
             ):
                 continue
-            sequence.num_written_tokens = num_written
-            if num_written >= (sequence.num_published_blocks + 1) * block_size:
-                memory.publish(sequence, num_written)
+            sequence.num_confirmed_tokens = num_confirmed
+            if num_confirmed >= (sequence.num_published_blocks + 1) * block_size:
+                memory.publish(sequence, num_confirmed)
 
 
 def extend(
