@@ -93,6 +93,50 @@ def test_ends_that_are_put_off_come_when_nothing_else_is_left() -> None:
     assert over.accept_token(0)
 
 
+def followed(grammar: str, grammars: FakeGrammars | None = None, **params: object):
+    work = GrammarWork(grammars or FakeGrammars(VOCABULARY), (0,))
+    return work._constraint(work.compile(grammar), [], DecodingParams(9, **params))
+
+
+def test_drafts_are_cut_at_the_first_token_that_is_not_allowed_or_ends_the_sequence() -> None:
+    """Each token equals the sum of those before modulo 3: 3, 3, 6, 1 is allowed up to the 1."""
+    cut = [followed("3 2 9").allowed_prefix(drafts) for drafts in ((), (3, 3, 6, 1), (1,))]
+    assert cut == [0, 3, 0]
+    assert followed("3 2 9").allowed_prefix((3, 3, 0, 3)) == 2  # 0 is an end token
+    assert followed("3 2 3").allowed_prefix((3, 3, 3)) == 2  # the third completes it
+    slow = followed("3 2 9")
+    slow._is_slow = True
+    assert slow.allowed_prefix((3, 3)) == 0
+
+
+def test_masks_behind_drafts_are_those_of_the_tokens() -> None:
+    """With min_tokens 3, the end may come after the third token."""
+    drafts = (3, 6, 9)
+    masks = followed("3 2 9", min_tokens=3, end_token_ids=(0,)).masks(drafts)
+    follows = followed("3 2 9", min_tokens=3, end_token_ids=(0,))
+    expected = [follows.mask()]
+    for token_id in drafts:
+        assert not follows.accept_token(token_id)
+        expected.append(follows.mask())
+    assert list(masks) == expected
+    assert [mask[0] & 1 for mask in masks] == [0, 0, 0, 1]
+
+
+def test_a_mask_that_can_not_be_made_behind_drafts_ends_the_sequence_only_there() -> None:
+    """Its masks fail from the fourth token on."""
+    for drafts, ends in (((7, 14, 21, 28, 35), 4), ((7, 14), None)):
+        constraint = followed("7 9 20", FailingGrammars(VOCABULARY))
+        masks = constraint.masks(drafts)
+        assert len(masks) == 1 + len(drafts)
+        taken = [constraint.accept_token(token_id) for token_id in (*drafts, 42)]
+        assert (taken.index(True) if True in taken else None) == ends
+        assert (constraint.error is None) is (ends is None)
+    rejected = followed("7 9 20", FailingGrammars(VOCABULARY))
+    rejected.masks((7, 14, 21, 28))
+    assert not rejected.accept_token(14)
+    assert rejected.masks(()) is not None and rejected.error is None
+
+
 def test_others_go_on_while_a_grammar_is_compiled() -> None:
     gate = Gate()
     engine = engine_with(gate)

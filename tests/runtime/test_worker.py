@@ -88,7 +88,7 @@ def start_worker(sock, build):
         Execute(FULL_PLAN),
         Execute(StepPlan(0, 1, 1)),
         Sample(),
-        Sample({3: b"\x00\xff", 0: b""}),
+        Sample({3: [b"\x00\xff"], 0: [b"", b""]}),
         FetchResult(),
         Reset(),
     ],
@@ -147,7 +147,7 @@ def test_a_worker_makes_the_calls_in_their_order(sockets) -> None:
     send(ours, JOIN)
     assert receive_news(ours) == Joining()
     assert receive_news(ours) == WorkerReady()
-    send(ours, Execute(FULL_PLAN), Sample(), Execute(StepPlan(8, 1, 1)), Sample({0: b"\x01"}))
+    send(ours, Execute(FULL_PLAN), Sample(), Execute(StepPlan(8, 1, 1)), Sample({0: [b"\x01"]}))
     send(ours, FetchResult(), Reset())
     ours.close()
     thread.join()
@@ -156,7 +156,7 @@ def test_a_worker_makes_the_calls_in_their_order(sockets) -> None:
         f"execute {FULL_PLAN}",
         "sample None",
         f"execute {StepPlan(8, 1, 1)}",
-        "sample {0: b'\\x01'}",
+        "sample {0: [b'\\x01']}",
         "result",
         "reset",
     ]

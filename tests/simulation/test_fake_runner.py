@@ -331,7 +331,7 @@ def test_a_refusal_tells_the_rows_history() -> None:
     assert lines[1] == "the last plans, for row 0:"
     assert lines[2].startswith("  step 0: 1 rows, 6 tokens; admit 0 with 0 of 6 tokens computed")
     assert lines[3] == "  step 1: 2 rows, 3 tokens"
-    assert lines[4] == "  step 2: 2 rows, 3 tokens; Chunk(row=0, num_new_tokens=2)"
+    assert lines[4] == f"  step 2: 2 rows, 3 tokens; {Chunk(0, 2)}"
 
 
 def test_a_cut_row_computes_again_what_was_cut() -> None:

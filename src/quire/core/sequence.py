@@ -119,6 +119,10 @@ class Constraint(Protocol):
         grammar is complete, the token is an end token, or an error occurred."""
         ...
 
+    def allowed_prefix(self, token_ids: Tokens[int]) -> int:
+        """Number of leading token_ids that may follow the sequence's tokens without ending it."""
+        ...
+
 
 class Sequence:
     """One branch of one request.
@@ -139,6 +143,7 @@ class Sequence:
         "chain_tokens",
         "constraint",
         "deadline_s",
+        "draft_token_ids",
         "end_token_ids",
         "finish_reason",
         "first_scheduled_s",
@@ -254,8 +259,11 @@ class Sequence:
         #: Number of leading tokens that are confirmed, and whose K and V are written by steps that
         #: have ended. Only their blocks are published, stored in tiers, or passed by windows.
         self.num_confirmed_tokens = 0
-        #: Number of tokens that the steps in flight will append to token_ids.
+        #: Number of tokens that the steps in flight will append to token_ids, without drafts.
         self.num_pending_tokens = 0
+        #: The drafts that a step in flight verifies. The sequence waits for the step's result, from
+        #: which alone its number of tokens is known.
+        self.draft_token_ids: tuple[int, ...] = ()
         #: Number of prompt tokens that its first admission found in the cache.
         self.num_cached_tokens = 0
         #: Number of tokens that were computed when it was last preempted.

@@ -222,8 +222,9 @@ class StepResult:
     pooled: Mapping[int, bytes] = field(default_factory=dict)
 
 
-TokenMasks = Mapping[int, bytes]
-"""Row -> bitmask over the vocabulary: bit (t % 8) of byte t // 8 is set if token t is allowed.
+TokenMasks = Mapping[int, Sequence[bytes]]
+"""Row -> a bitmask over the vocabulary for each position at which the row samples: 1, or 1 + the
+number of its drafts. Bit (t % 8) of byte t // 8 is set if token t is allowed.
 
 A mask that ends early allows none of the tokens beyond its end. It may also be padded to a whole
 word of 32 bits.

@@ -193,7 +193,7 @@ class GrammarWork:
     def begin_masks(self, step_id: int, running: list[Sequence]) -> PendingMasks:
         """Begin the masks of the sequences that sample in the step that was just planned."""
         found = [
-            (sequence.row, sequence.constraint)
+            (sequence.row, sequence.constraint, sequence.draft_token_ids)
             for sequence in running
             if isinstance(sequence.constraint, GrammarConstraint)
             and sequence.row is not None
@@ -224,14 +224,14 @@ class GrammarWork:
         """After a failed step, wait until no thread reads a constraint."""
         self._last.collect()
 
-    def _begin(self, found: list[tuple[int, GrammarConstraint]]) -> PendingMasks:
-        early = [(row, each.early) for row, each in found if each.early is not None]
+    def _begin(self, found: list[tuple[int, GrammarConstraint, tuple[int, ...]]]) -> PendingMasks:
+        early = [(row, each.early) for row, each, _ in found if each.early is not None]
         begun = {row for row, _ in early}
-        others = [(row, each) for row, each in found if row not in begun]
+        others = [entry for entry in found if entry[0] not in begun]
         size = max(LEAST_ROWS, -(-len(others) // self._num_threads))
         parts = [others[first : first + size] for first in range(0, len(others), size)]
-        jobs = [self._quick.submit(compute_masks, [each for _, each in part]) for part in parts]
-        return PendingMasks(jobs, [[row for row, _ in part] for part in parts], early)
+        jobs = [self._quick.submit(compute_masks, [entry[1:] for entry in part]) for part in parts]
+        return PendingMasks(jobs, [[row for row, *_ in part] for part in parts], early)
 
     def _prepare(self, compiler: GrammarSource, groups: list[list[Sequence]], domain: str) -> None:
         """Give the sequences of a request their constraints; runs in a thread.

@@ -49,6 +49,7 @@ class GrammarConstraint:
     __slots__ = (
         "_early",
         "_ends",
+        "_failure",
         "_is_slow",
         "_num_tokens",
         "_params",
@@ -79,6 +80,8 @@ class GrammarConstraint:
         self._num_tokens = len(token_ids)
         self._early: Future[bytes | None] | None = None
         self._is_slow = False
+        # Number of tokens after which no mask could be computed behind drafts, and the error.
+        self._failure: tuple[int, str] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -93,6 +96,8 @@ class GrammarConstraint:
     def accept_token(self, token_id: int) -> bool:
         """See `Constraint.accept_token`."""
         self._early = None
+        if self._failure is not None and self._failure[0] == self._num_tokens:
+            self.error = self._failure[1]
         self._num_tokens += 1
         if self.error is not None:
             return True
@@ -106,13 +111,29 @@ class GrammarConstraint:
         self.ends_with_text = self._state.is_finished
         return self.ends_with_text
 
+    def allowed_prefix(self, token_ids: Tokens[int]) -> int:
+        """See `Constraint.allowed_prefix`. 0 after a slow mask: several would delay the step."""
+        if self._is_slow or self.error is not None:
+            return 0
+        state = self._state.copy()
+        for count, token_id in enumerate(token_ids):
+            if token_id in self._ends:
+                return count
+            try:
+                state.consume((token_id,))
+            except ValueError:
+                return count
+            if state.is_finished:
+                return count
+        return len(token_ids)
+
     def begin_early(self, threads: Executor) -> None:
         """Begin the next mask now, if the last one was slow."""
         if self._is_slow and self._early is None and self.error is None:
             self._early = threads.submit(self.mask)
 
     def mask(self) -> bytes | None:
-        """The tokens that may come next, as a row of `core.step.TokenMasks`.
+        """The tokens that may come next, as a mask of `core.step.TokenMasks`.
 
         None after an error, which ends the sequence whatever is sampled for it. Called in a thread,
         one call at a time.
@@ -124,7 +145,27 @@ class GrammarConstraint:
             self.error = str(error)
             return None
         self._is_slow = time.thread_time() - began_s > SLOW_MASK_S
-        return self._without_ends(mask)
+        return self._without_ends(mask, self._num_tokens)
+
+    def masks(self, draft_token_ids: Tokens[int]) -> tuple[bytes, ...] | None:
+        """`mask`, and the tokens that may follow each of the drafts, which the grammar allows.
+
+        If the grammar can't be followed behind a draft, all tokens are allowed from there on, and
+        the sequence ends with an error if it gets there.
+        """
+        first = self.mask()
+        if first is None or not draft_token_ids:
+            return None if first is None else (first,)
+        masks, state, self._failure = [first], self._state.copy(), None
+        for num_tokens, token_id in enumerate(draft_token_ids, self._num_tokens + 1):
+            try:
+                state.consume((token_id,))
+                masks.append(self._without_ends(state.mask(), num_tokens))
+            except ValueError as error:
+                self._failure = num_tokens, str(error)
+                masks += [b"\xff" * len(first)] * (1 + len(draft_token_ids) - len(masks))
+                break
+        return tuple(masks)
 
     def copy(self, params: DecodingParams) -> "GrammarConstraint":
         """The constraint of a sequence with the same tokens and other params."""
@@ -135,15 +176,15 @@ class GrammarConstraint:
         copied._is_slow = self._is_slow
         return copied
 
-    def _without_ends(self, mask: bytes) -> bytes:
-        """Remove end tokens that may not come yet (min_tokens) from a mask, if other tokens are
-        left.
+    def _without_ends(self, mask: bytes, num_tokens: int) -> bytes:
+        """Remove end tokens that may not come yet (min_tokens) from the mask after num_tokens
+        generated tokens, if other tokens are left.
 
         With ignore_eos, the model's end tokens are always removed.
         """
         params = self._params
         put_off: Iterable[int] = ()
-        if self._num_tokens < params.min_tokens:
+        if num_tokens < params.min_tokens:
             put_off = chain(self._ends, params.stop_token_ids)
         elif not params.end_token_ids:
             put_off = self._ends
@@ -157,11 +198,15 @@ class GrammarConstraint:
         return bytes(edited) if any(edited) else mask
 
 
+RowMasks = tuple[bytes, ...] | None
+"""The result of `GrammarConstraint.masks`."""
+
+
 class PendingMasks:
     """The masks of one step while they are computed."""
 
     def __init__(
-        self, jobs: list[Future[list[bytes | None]]], rows: list[list[int]], early: "EarlyMasks"
+        self, jobs: list[Future[list[RowMasks]]], rows: list[list[int]], early: "EarlyMasks"
     ) -> None:
         """`jobs` and `rows` are parallel: each job computes the masks of its rows. `early` has the
         rows whose masks were begun before the step was planned."""
@@ -173,15 +218,15 @@ class PendingMasks:
         """Wait for all masks and return them; None if the step has none."""
         if not self._jobs and not self._early:
             return None
-        masks: dict[int, bytes] = {}
+        masks: dict[int, tuple[bytes, ...]] = {}
         for job, rows in zip(self._jobs, self._rows, strict=True):
-            for row, mask in zip(rows, job.result(), strict=True):
-                if mask is not None:
-                    masks[row] = mask
+            for row, found in zip(rows, job.result(), strict=True):
+                if found is not None:
+                    masks[row] = found
         for row, computed in self._early:
-            found = computed.result()
-            if found is not None:
-                masks[row] = found
+            mask = computed.result()
+            if mask is not None:
+                masks[row] = (mask,)
         return masks or None
 
 
@@ -189,6 +234,6 @@ EarlyMasks = list[tuple[int, Future[bytes | None]]]
 NO_MASKS = PendingMasks([], [], [])
 
 
-def compute_masks(constraints: Tokens[GrammarConstraint]) -> list[bytes | None]:
-    """Compute the masks of several constraints, one after another."""
-    return [constraint.mask() for constraint in constraints]
+def compute_masks(found: Iterable[tuple[GrammarConstraint, tuple[int, ...]]]) -> list[RowMasks]:
+    """Compute the masks of several constraints with their drafts, one after another."""
+    return [constraint.masks(drafts) for constraint, drafts in found]

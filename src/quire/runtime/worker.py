@@ -13,7 +13,7 @@ import select
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,7 +44,7 @@ class Execute(msgspec.Struct, tag="execute", array_like=True, frozen=True):
 class Sample(msgspec.Struct, tag="sample", array_like=True, frozen=True):
     """`Runner.sample`."""
 
-    masks: dict[int, bytes] | None = None
+    masks: dict[int, Sequence[bytes]] | None = None
 
 
 class FetchResult(msgspec.Struct, tag="result", array_like=True, frozen=True):

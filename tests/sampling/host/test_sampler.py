@@ -124,7 +124,7 @@ def test_equals_the_reference_alone_and_in_a_crowd(
     branches = list(range(len(crowd)))
     batch = make_batch(V, [sequence for sequence, _ in crowd], branches)
     order = np.roll(np.arange(len(crowd)), shift)
-    masks = {row: mask for row, (_, mask) in enumerate(crowd) if mask is not None}
+    masks = {row: (mask,) for row, (_, mask) in enumerate(crowd) if mask is not None}
     together = batch.sample(lines[order], order, masks)
     for line, row in enumerate(order.tolist()):
         sequence, mask = crowd[row]
@@ -134,7 +134,7 @@ def test_equals_the_reference_alone_and_in_a_crowd(
         wants_logprobs = sequence[0].logprobs is not None and expected is not None
         assert (row in together.logprobs) == wants_logprobs
         alone = make_batch(V, [sequence], [row]).sample(
-            lines[row : row + 1], [0], None if mask is None else {0: mask}
+            lines[row : row + 1], [0], None if mask is None else {0: (mask,)}
         )
         assert alone.token_ids[0] == together.token_ids[line]
         assert alone.logprobs.get(0) == together.logprobs.get(row)
@@ -202,14 +202,14 @@ def test_minus_infinity_everywhere_is_broken_too(make_batch: Any) -> None:
 def test_a_row_whose_options_leave_no_token_fails_alone(make_batch: Any) -> None:
     crowd = [sampled(logprobs=2), sampled(allowed_token_ids=(3,), logprobs=2), greedy()]
     batch = make_batch(V, crowd)
-    result = batch.sample(np.zeros((3, V)), masks={1: b"\x07\x00\x00"})
+    result = batch.sample(np.zeros((3, V)), masks={1: (b"\x07\x00\x00",)})
     assert list(result.failed) == [1]
     assert "allowed_token_ids" in result.failed[1]
     assert result.token_ids[1] == NO_TOKEN
     assert list(result.logprobs) == [0]
     assert result.token_ids[2] == 0
     # With another mask the same row goes on.
-    assert batch.sample(np.zeros((3, V)), masks={1: b"\x08\x00\x00"}).token_ids[1] == 3
+    assert batch.sample(np.zeros((3, V)), masks={1: (b"\x08\x00\x00",)}).token_ids[1] == 3
 
 
 def test_greedy_takes_the_lowest_of_equal_tokens(make_batch: Any) -> None:

@@ -157,7 +157,7 @@ class FakeRunner:
         if self._is_sampled:
             self.history.refuse("sample without a step that was executed and not yet sampled")
         self._is_sampled = True
-        self._steps[-1].masks = {row: bytes(mask) for row, mask in (masks or {}).items()}
+        self._steps[-1].masks = {row: tuple(found) for row, found in (masks or {}).items()}
 
     def result(self) -> StepResult:
         """Run the forward pass of the oldest step, check what it reads, and sample."""
@@ -371,7 +371,7 @@ class FakeRunner:
         for sample, row in enumerate(step.sampling.tolist()):
             if row in step.masks:
                 draw = int(last[sample]), int(step.salts[sample])
-                token_ids[sample] = self.model.next_token(*draw, step.masks[row])
+                token_ids[sample] = self.model.next_token(*draw, step.masks[row][0])
         extras = [entry for entry in step.special if entry[1] >= 0]
         for _, sample, admission in extras:
             if admission.params.beam_width:

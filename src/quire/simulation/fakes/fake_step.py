@@ -53,8 +53,8 @@ class FakeStep:
     pages: dict[int, Ints] = field(default_factory=dict)
     #: For each group with a window, the tokens of the window.
     windows: dict[int, int] = field(default_factory=dict)
-    #: For each row with a mask, a bitmask of the tokens that may be sampled.
-    masks: dict[int, bytes] = field(default_factory=dict)
+    #: For each row with masks, a bitmask of the tokens that may be sampled at each position.
+    masks: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     #: The fingerprint after each token, [R, longest]; None until the previous step's tokens are
     #: known.
     fingerprints: Fingerprints | None = None
