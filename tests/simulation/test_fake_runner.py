@@ -344,7 +344,7 @@ def test_a_cut_row_computes_again_what_was_cut() -> None:
 def test_a_mask_leaves_the_tokens_that_it_allows() -> None:
     runner = make()
     runner.execute(first())
-    runner.sample({0: bytes([0, 0b1010])})  # tokens 9 and 11
+    runner.sample({0: [bytes([0, 0b1010])]})  # tokens 9 and 11
     (token_ids,) = runner.result().token_ids
     assert token_ids[0] in (9, 11)
     launch(runner, plan(1, 1, 1))

@@ -15,6 +15,7 @@ from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import (
     HOLE_BLOCK,
     AdapterLoad,
+    Chunk,
     EditKind,
     RowAdmission,
     RowFork,
@@ -106,6 +107,9 @@ class FakeRows:
         self.num_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
         #: The maximum of `num_computed` since the row's admission.
         self.num_ever_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
+        #: The number of a row's drafts that a step in flight verifies. Until the result, `num_tokens`
+        #: and `num_computed` count as if all were rejected.
+        self.num_drafts: Ints = np.zeros(max_num_rows, dtype=np.int64)
         #: Maps the row of each fork that joins the step to its source row, from whose logits it
         #: samples. The fork's tables are counted after the step's accesses are known, since the
         #: source row writes the blocks for it.
@@ -141,6 +145,7 @@ class FakeRows:
     def release(self, row: int) -> None:
         self._check_live(row, "release")
         self.live[row] = False
+        self.num_drafts[row] = 0
         for group, tables in enumerate(self.tables):
             self._count(row, tables[row], -1)
             tables[row] = []
@@ -268,6 +273,33 @@ class FakeRows:
             self.fingerprints[row, position] = fingerprint
         self.num_tokens[row] = num_tokens
 
+    def add_drafts(self, chunk: Chunk) -> None:
+        """Write the fingerprints of drafts behind a row's tokens, which the chunk computes."""
+        row, num_new, drafts = chunk
+        refuse, num_tokens = self.history.refuse, int(self.num_tokens[row])
+        if any(group.kind is KVKind.STATE for group in self.groups):
+            refuse(f"{chunk} has drafts, but a state can't be cut behind those accepted", row)
+        if self.num_computed[row] + num_new != num_tokens + len(drafts):
+            refuse(f"{chunk} does not end with its drafts: row {row} has {num_tokens} tokens", row)
+        if num_tokens + len(drafts) >= self.max_num_tokens:
+            refuse(f"{chunk} leaves no room for a token: row {row} has {num_tokens} tokens", row)
+        fingerprint = int(self.fingerprints[row, num_tokens - 1])
+        for position, token_id in enumerate(drafts, num_tokens):
+            fingerprint = extend(fingerprint, token_id)
+            self.fingerprints[row, position] = fingerprint
+        self.num_drafts[row] = len(drafts)
+
+    def end_drafts(self, row: int, sampled: list[tuple[int, int]]) -> None:
+        """Add to a row's tokens the ones sampled after the first, which confirm its drafts.
+
+        `sampled` has the tokens with the fingerprints before them. Rejected drafts become part of
+        no later fingerprint.
+        """
+        self.num_drafts[row] = 0
+        self.num_tokens[row] += len(sampled) - 1
+        self.num_computed[row] += len(sampled) - 1
+        self.fingerprints[row, self.num_tokens[row] - 1] = extend(*sampled[-1])
+
     def edit(self, edit: TableEdit) -> None:
         """Change a table."""
         row, group, kind, first, ids = edit
@@ -283,6 +315,8 @@ class FakeRows:
         if first + len(ids) > len(table):
             self.history.refuse(f"{kind.value} beyond a table of {len(table)} blocks", row)
         if kind is EditKind.TRUNCATE:
+            if self.num_drafts[row]:
+                self.history.refuse(f"{edit} of a row whose drafts are in flight", row)
             self.num_computed[row] = min(self.num_computed[row], first * self.block_size)
             self._count(row, table[first:], -1)
             del table[first:]

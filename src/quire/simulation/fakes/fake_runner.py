@@ -38,6 +38,7 @@ from quire.simulation.fakes.fake_step import (
     logprobs_of,
     pooled_rows,
     prompt_logprobs_of,
+    verified,
 )
 from quire.simulation.fakes.fake_store import FakeStore
 
@@ -258,6 +259,13 @@ class FakeRunner:
             refuse(f"{counts.sum()} tokens to compute, the plan says {plan.num_tokens}")
         if not len(computing):
             refuse("a step that computes nothing")
+        # Then, add the drafts. Rows whose drafts are in flight have no known number of tokens.
+        for row in computing[rows.num_drafts[computing] > 0].tolist():
+            refuse(f"row {row} computes while its drafts are in flight", row)
+        for chunk in chunks:
+            if chunk.draft_token_ids:
+                self._check_known(chunk.row, "drafts")
+                rows.add_drafts(chunk)
         return self._plan_accesses(plan, computing, counts)
 
     def _plan_accesses(self, plan: StepPlan, computing: Ints, counts: Ints) -> FakeStep:
@@ -266,13 +274,15 @@ class FakeRunner:
         rows, refuse = self.rows, self.history.refuse
         starts = rows.num_computed[computing]
         ends = starts + counts
-        wrong = (ends > rows.num_tokens[computing]) | (counts < 1)
+        num_drafts = rows.num_drafts[computing]
+        num_tokens = rows.num_tokens[computing] + num_drafts
+        wrong = (ends > num_tokens) | (counts < 1)
         if wrong.any():
             row = int(computing[wrong][0])
             refuse(f"a chunk of row {row} ends beyond its {rows.num_tokens[row]} tokens", row)
         offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
         # Then, find the rows that sample: rows without uncomputed tokens, and forks that join.
-        closing = np.flatnonzero(ends == rows.num_tokens[computing])
+        closing = np.flatnonzero(ends == num_tokens)
         sources = np.array([*closing, *self._sources_of_joins(computing, closing)], dtype=np.int64)
         sampling = np.array([*computing[closing], *rows.joining], dtype=np.int64)
         step = FakeStep(
@@ -280,6 +290,7 @@ class FakeRunner:
             rows=computing,
             starts=starts,
             ends=ends,
+            num_drafts=num_drafts,
             write_rows=np.repeat(computing, counts),
             write_positions=np.repeat(starts, counts) + offsets,
             sampling=sampling,
@@ -306,9 +317,9 @@ class FakeRunner:
             self._check_writable(step, slots)
             step.write_slots[group] = slots
             step.read_slots[group] = rows.slots[group, computing, :longest]
-        # Finally, advance the rows.
-        rows.num_computed[computing] = ends
-        rows.num_computed[sampling] = ends[sources]
+        # Finally, advance the rows, as if all drafts were rejected.
+        rows.num_computed[computing] = ends - num_drafts
+        rows.num_computed[sampling] = step.num_tokens
         rows.num_ever_computed = np.maximum(rows.num_ever_computed, rows.num_computed)
         rows.num_tokens[sampling] += 1
         rows.count_joined()
@@ -332,6 +343,8 @@ class FakeRunner:
         for row, source in self.rows.joining.items():
             if source not in found:
                 self.history.refuse(f"row {row} joins row {source}, which closes no gap", row)
+            if self.rows.num_drafts[source]:
+                self.history.refuse(f"row {row} joins row {source}, which verifies drafts", row)
         return [found[source] for source in self.rows.joining.values()]
 
     def _check_writable(self, step: FakeStep, slots: Ints) -> None:
@@ -377,19 +390,28 @@ class FakeRunner:
             if admission.params.beam_width:
                 token_ids[sample] = self.model.beam_candidates(int(last[sample]), 1)[0][0]
         # Then, append the tokens to the rows that still have the same sequence.
-        ends = step.ends[step.sources]
+        ends = step.num_tokens
         still = (rows.epoch[step.sampling] == step.epochs) & (ends < rows.max_num_tokens)
         rows.fingerprints[step.sampling[still], ends[still]] = extend_array(
             last[still], token_ids[still]
         )
+        # Of the rows with drafts, sample at the drafts, too.
+        several: dict[int, list[tuple[int, int]]] = {}
+        for sample in np.flatnonzero(step.num_drafts[step.sources]).tolist():
+            row = int(step.sampling[sample])
+            several[row] = verified(self.model, step, sample, int(token_ids[sample]))
+            if still[sample]:
+                rows.end_drafts(row, several[row])
         # Finally, add log-probabilities and results of pooling, and leave out failed rows.
         logprobs = {
-            admission.row: (entry,)
+            admission.row: entries
             for _, sample, admission in extras
             if admission.row not in failed
             and (
-                entry := logprobs_of(
-                    self.model, admission, int(last[sample]), int(token_ids[sample])
+                entries := logprobs_of(
+                    self.model,
+                    admission,
+                    several.get(admission.row, [(int(last[sample]), int(token_ids[sample]))]),
                 )
             )
         }
@@ -404,10 +426,13 @@ class FakeRunner:
             for row, token_id in zip(step.sampling.tolist(), token_ids.tolist(), strict=True)
             if row not in failed
         ]
+        tokens_of = {
+            row: tuple(token_id for _, token_id in found) for row, found in several.items()
+        }
         return StepResult(
             step.plan.step_id,
             [row for row, _ in sampled],
-            [tokens for _, tokens in sampled],
+            [tokens_of.get(row, tokens) for row, tokens in sampled],
             logprobs,
             prompt_logprobs,
             failed,

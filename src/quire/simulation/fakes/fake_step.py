@@ -25,8 +25,10 @@ class FakeStep:
     rows: Ints
     #: Number of computed tokens of these rows before the step, [R].
     starts: Ints
-    #: Number of computed tokens of these rows after the step, [R].
+    #: Number of computed tokens of these rows after the step, drafts included, [R].
     ends: Ints
+    #: Number of drafts among the computed tokens of these rows, [R].
+    num_drafts: Ints
     #: The row of each written token, [W].
     write_rows: Ints
     #: The position of each written token in its row, [W].
@@ -66,10 +68,16 @@ class FakeStep:
         """The most tokens that any row has computed after the step."""
         return int(self.ends.max())
 
+    @property
+    def num_tokens(self) -> Ints:
+        """The number of tokens of each sampling row without drafts, [S]."""
+        found: Ints = (self.ends - self.num_drafts)[self.sources]
+        return found
+
     def last_fingerprints(self) -> Fingerprints:
-        """The fingerprint of all tokens of each sampling row, [S]."""
+        """The fingerprint of all tokens of each sampling row without drafts, [S]."""
         assert self.fingerprints is not None
-        return self.fingerprints[self.sources, self.ends[self.sources] - 1]
+        return self.fingerprints[self.sources, self.num_tokens - 1]
 
     def touched_blocks(self, block_size: int) -> npt.NDArray[np.bool_] | Ints:
         """All blocks that the step reads, writes or copies; a block may occur several times."""
@@ -89,19 +97,46 @@ class FakeStep:
         return found
 
 
+def verified(
+    model: FakeModel, step: FakeStep, sample: int, first_token_id: int
+) -> list[tuple[int, int]]:
+    """The tokens that a row with drafts samples, each with the fingerprint of the tokens before it.
+
+    sample: the row's index in `step.sampling`. first_token_id: the token sampled at the row's last
+    token.
+    """
+    assert step.fingerprints is not None
+    row, index = int(step.sampling[sample]), int(step.sources[sample])
+    drafts = next(chunk.draft_token_ids for chunk in step.plan.chunks if chunk.row == row)
+    masks = step.masks.get(row)
+    last = int(step.num_tokens[sample]) - 1
+    found = [(int(step.fingerprints[index, last]), first_token_id)]
+    for count, draft in enumerate(drafts, 1):
+        if found[-1][1] != draft:
+            break
+        prefix = int(step.fingerprints[index, last + count])
+        mask = None if masks is None else masks[count]
+        found.append((prefix, model.next_token(prefix, int(step.salts[sample]), mask)))
+    return found
+
+
 def logprobs_of(
-    model: FakeModel, admission: RowAdmission, prefix: int, token_id: int
-) -> TokenLogprobs | None:
-    """The log-probabilities at a sampled token: of a beam's candidates, or of as many tokens as the
-    request asks for. None if the request asks for none."""
+    model: FakeModel, admission: RowAdmission, sampled: list[tuple[int, int]]
+) -> tuple[TokenLogprobs, ...]:
+    """The log-probabilities at a row's sampled tokens: of a beam's candidates, or of as many tokens
+    as the request asks for. Empty if the request asks for none.
+
+    `sampled` has the tokens with the fingerprints before them.
+    """
     params = admission.params
     if params.beam_width:
+        ((prefix, token_id),) = sampled
         candidates = model.beam_candidates(prefix, params.num_beam_candidates)
         token_ids, logprobs = zip(*candidates, strict=True)
-        return TokenLogprobs(token_id, logprobs[0], 1, token_ids, logprobs)
+        return (TokenLogprobs(token_id, logprobs[0], 1, token_ids, logprobs),)
     if params.logprobs is None:
-        return None
-    return fake_logprobs(prefix, token_id, params.logprobs)
+        return ()
+    return tuple(fake_logprobs(prefix, token_id, params.logprobs) for prefix, token_id in sampled)
 
 
 def prompt_logprobs_of(
