@@ -146,6 +146,11 @@ class BlockPool:
         """Number of blocks with at least one holder."""
         return self.num_blocks - self.num_free
 
+    @property
+    def num_free_pinned(self) -> int:
+        """Number of free blocks whose contents are pinned."""
+        return self._pins.num_free
+
     def take(self, count: int) -> tuple[list[int], list[ContentKey]]:
         """Hold the first `count` free blocks in eviction order; returns their ids and the content
         keys that they lose.

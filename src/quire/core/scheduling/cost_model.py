@@ -34,13 +34,15 @@ _NUM_SWEEPS = 400
 class StepLoad(NamedTuple):
     """The work of one step, in counts."""
 
-    #: Number of rows that compute one token.
+    #: Number of tokens at which decoding rows sample: one of each row, and its drafts.
     num_decodes: int = 0
-    #: Number of tokens that a decoding row's token attends to, summed over the rows.
+    #: Number of tokens that a decoding row's token attends to, summed over the rows. The row's
+    #: drafts read the same tokens with it, and count as pairs of chunks.
     num_decode_pairs: int = 0
     #: Number of tokens that all other rows compute, in chunks.
     num_chunk_tokens: int = 0
-    #: Number of tokens that a chunk's token attends to, summed over all tokens of all chunks.
+    #: Number of tokens that a chunk's token attends to, summed over all tokens of all chunks, and
+    #: over drafts.
     num_chunk_pairs: int = 0
     #: Number of chunk tokens whose log-probabilities are wanted.
     num_logprob_tokens: int = 0
@@ -63,6 +65,13 @@ class StepLoad(NamedTuple):
             self.num_logprob_tokens + (num_new_tokens if wants_logprobs else 0),
             self.num_chunks + (num_new_tokens > 0),
             self.num_context_tokens + num_computed_tokens + num_new_tokens,
+        )
+
+    def with_drafts(self, num_computed_tokens: int, num_drafts: int) -> "StepLoad":
+        """Return this load with drafts behind the token of a row that it has already."""
+        pairs = num_drafts * (num_computed_tokens + 1) + num_drafts * (num_drafts + 1) // 2
+        return self._replace(
+            num_decodes=self.num_decodes + num_drafts, num_chunk_pairs=self.num_chunk_pairs + pairs
         )
 
 

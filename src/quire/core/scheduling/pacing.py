@@ -89,6 +89,16 @@ class StepBudget:
         self._count(num_computed_tokens, num_taken, wants_logprobs)
         return num_taken
 
+    def most_drafts(self, num_computed_tokens: int, most: int) -> int:
+        """Number of drafts, at most `most`, that the step may verify behind the token of a decoding
+        row with num_computed_tokens. Called when all chunks are taken."""
+        return min(most, self.num_tokens)
+
+    def take_drafts(self, num_computed_tokens: int, num_drafts: int) -> None:
+        """Count the drafts of a decoding row, not more than `most_drafts`."""
+        self.num_tokens -= num_drafts
+        self.load = self.load.with_drafts(num_computed_tokens, num_drafts)
+
     def _count(self, num_computed_tokens: int, num_taken: int, wants_logprobs: bool) -> None:
         self.num_tokens -= num_taken
         self.load = self.load.with_chunk(
@@ -177,6 +187,8 @@ class PacedBudget(StepBudget):
     def __init__(self, demand: StepDemand, model: StepCostModel, ratio: float, least: int) -> None:
         """`least` tokens of the first chunk are computed, however long they take."""
         super().__init__(demand.num_tokens, demand.decode_load)
+        #: Number of rows that decode in the step.
+        self.num_decodes = demand.num_decodes
         #: Number of decoding rows that wait for the end of the step.
         self.num_streams = demand.num_decodes + demand.num_paused
         #: Predicted time of the decoding rows alone, including prompts that count as such.
@@ -204,11 +216,7 @@ class PacedBudget(StepBudget):
         is_first = not self.load.num_chunk_tokens
         # First, set the time limit when the first chunk is planned.
         if is_first:
-            # Prompts behind the first count as decoding rows with short contexts. So once they
-            # decode, intervals stay within the ratio for contexts of any length.
-            crowd = self.load._replace(num_decodes=self.num_streams + self._num_behind)
-            self.alone_s = self._model.predict_s(crowd)
-            self._limit_s = self._ratio * self.alone_s
+            self._set_time_limit()
             if self.is_late:
                 self._lift_time_limit()
         # Then find the longest chunk within the limit, and be late if that is worth it.
@@ -221,6 +229,28 @@ class PacedBudget(StepBudget):
         # The next prompt begins in this step only if its least chunk fits, too.
         self._is_full = num_taken < num_wanted or not self._may_go_on()
         return num_taken
+
+    def most_drafts(self, num_computed_tokens: int, most: int) -> int:
+        """See `StepBudget`. Drafts keep the time limit even if prompts make the step late."""
+        if not self.alone_s:
+            self._set_time_limit()
+        return bisect_right(
+            range(1, super().most_drafts(num_computed_tokens, most) + 1),
+            self._ratio * self.alone_s,
+            key=lambda size: self._model.predict_s(
+                self.load.with_drafts(num_computed_tokens, size)
+            ),
+        )
+
+    def _set_time_limit(self) -> None:
+        """Set the time limit of a step whose load has decoding rows only.
+
+        Prompts behind the first count as decoding rows with short contexts. So once they decode,
+        intervals stay within the ratio for contexts of any length.
+        """
+        crowd = self.load._replace(num_decodes=self.num_streams + self._num_behind)
+        self.alone_s = self._model.predict_s(crowd)
+        self._limit_s = self._ratio * self.alone_s
 
     def _lift_time_limit(self) -> None:
         """Lift the time limit: allow all tokens of the budget, but no extra time for
@@ -305,7 +335,7 @@ class StepPacer:
         if budget is None or not budget.num_streams:
             return
         self._in_flight[step_id] = budget
-        saved = self.config.late_share * budget.load.num_decodes
+        saved = self.config.late_share * budget.num_decodes
         spent = budget.num_streams if budget.is_late else 0
         # If there are more rows than max_late_rows, they may save up for one late step.
         most = max(self.config.max_late_rows, budget.num_streams)

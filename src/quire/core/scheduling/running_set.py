@@ -161,7 +161,7 @@ class RunningSet:
         """
         self._builder.clear()
         for sequence in [*self.running, *self._waiting]:
-            sequence.num_pending_tokens = 0
+            sequence.num_pending_tokens, sequence.draft_token_ids = 0, ()
         for sequence in list(self.running):
             self.preempt_alone(sequence, 0)
         for sequence in self.preempted:
@@ -257,6 +257,8 @@ class RunningSet:
         for sequence in sorted(self._reserving, key=rank_of, reverse=True):
             if memory.num_free_soon >= num_wanted:
                 return
+            if sequence.draft_token_ids:
+                continue  # a step in flight writes its drafts into these blocks
             self._reserving.discard(sequence)
             # Blocks that the coming step writes are in use, even if it is planned already.
             num_used = -(-sequence.num_tokens // memory.block_size)
@@ -407,4 +409,26 @@ class AppendSlots:
         assert grown is not None, "blocks were found, but are not there"
         builder.edit_tables(grown)
         if num_extra:
+            self._running_set.record_reserve(sequence)
+
+    def most_after(self, sequence: Sequence) -> int:
+        """Number of tokens after the next one for which there are slots, or free blocks.
+
+        Leaves out pinned contents, and for each running sequence the blocks to grow once.
+        """
+        memory, pool = self._memory, self._memory.pool
+        num_slots = sequence.num_slots - sequence.num_computed_tokens - 1
+        num_spare = len(self._running_set.running) * memory.num_blocks_to_grow
+        num_free = max(0, pool.num_free - pool.num_free_pinned - num_spare)
+        return num_slots + num_free // memory.num_blocks_to_grow * memory.block_size
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        """Get slots for num_tokens tokens after the next one; `most_after` allows as many.
+
+        Blocks for them count as reserved ahead.
+        """
+        grown = self._memory.grow(sequence, sequence.num_computed_tokens + 1 + num_tokens)
+        assert grown is not None, "free blocks were counted, but are not there"
+        if grown:
+            self._builder.edit_tables(grown)
             self._running_set.record_reserve(sequence)

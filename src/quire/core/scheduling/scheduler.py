@@ -25,6 +25,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.admission import Admission
 from quire.core.scheduling.beams.scheduling import BeamScheduling
+from quire.core.scheduling.drafts import Drafting, Proposer
 from quire.core.scheduling.fault_isolation import FaultIsolation
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.output_length import OutputLengthPredictor
@@ -53,6 +54,10 @@ class SchedulerStats:
 
     num_steps: int = 0
     num_failed_steps: int = 0
+    #: Number of drafts that steps verified.
+    num_drafts: int = 0
+    #: Number of drafts that equalled the sampled tokens.
+    num_accepted_drafts: int = 0
 
 
 class Scheduler:
@@ -69,11 +74,13 @@ class Scheduler:
         policy: Policy | None = None,
         lengths: OutputLengthPredictor | None = None,
         adapters: AdapterResidency | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         """The `policy` serves this scheduler alone; None is first come, first served. `lengths`
         predicts output lengths, for which admission leaves blocks; None learns them from outputs
         that have ended. `adapters` has the slots of LoRA adapters; None means there are no
-        adapters."""
+        adapters. `proposer` guesses tokens, which steps then verify. No row has drafts if it is
+        None, or if the model has recurrent states, which can't be cut behind accepted drafts."""
         self.config = config
         self.memory = memory
         #: Sets each step's token budget. May be replaced while no step is in flight.
@@ -91,6 +98,10 @@ class Scheduler:
         self._slots = AppendSlots(
             memory, self.running_set, self._builder, config.num_lookahead_blocks
         )
+        #: Adds drafts to steps; None if no row has drafts.
+        self.drafting: Drafting | None = None
+        if proposer is not None and not memory.growth.states:
+            self.drafting = Drafting(proposer, memory, self.running_set, self._slots)
         self.beams = BeamScheduling(
             self.policy, memory, self.running_set, self._slots, self._builder
         )
@@ -230,6 +241,8 @@ class Scheduler:
         if self.policy.counts_steps:
             self.policy.on_step(now_s)
         step, named = self._launch(chunks)
+        if self.drafting is not None:
+            named += self.drafting.launch(step)
         self.pacer.launch(step.step_id)
         if self.memory.moves is not None:
             self.memory.moves.launch(step.step_id, chunks)
@@ -251,6 +264,9 @@ class Scheduler:
         if has_preempted and (chunks or self._in_flight):
             return []
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
+        # Last, add drafts behind decoding rows, with what the others leave.
+        if self.drafting is not None:
+            self.drafting.plan(chunks, budget)
         return [
             sequence
             for sequence, count in chunks.items()
@@ -291,15 +307,19 @@ class Scheduler:
         """
         partial: list[Sequence] = []
         num_pairs = num_paused = 0
-        snapshots = self.memory.snapshots
-        keeps_states = snapshots.enabled
+        # Sequences may have to wait for a step in flight: with drafts, or else with states.
+        drafting = self.drafting if self._in_flight else None
+        awaits = self.memory.snapshots.awaits if self.memory.snapshots.enabled else None
+        if drafting is not None:
+            awaits = drafting.awaits
         # First, give one token to each decoding row, and collect the rows that need a chunk.
         # Most rows take the loop's last branch, which therefore makes no calls.
         for sequence in self.running:  # preemption removes from the end of the list
             num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
             computed = sequence.num_computed_tokens
             gap = num_tokens - computed
-            if keeps_states and snapshots.awaits(sequence):
+            if awaits is not None and awaits(sequence):
+                num_paused += drafting is not None
                 continue
             if gap > 1:
                 if (
@@ -441,9 +461,15 @@ class Scheduler:
             else:
                 outputs.append(extend(sequence, token_ids, logprobs.get(row)))
             if sequence.finish_reason is not None:
+                if self.drafting is not None and row in step.drafts:
+                    self.drafting.confirm(step, row)  # before its blocks are freed
                 self._finish(sequence, sequence.finish_reason)
         for row, message in result.failed.items():
             outputs += self.fail(step.rows[row][0], message)
+        if self.drafting is not None and step.drafts:
+            self.drafting.end(step)
+            self.stats.num_drafts += sum(map(len, step.drafts.values()))
+            self.stats.num_accepted_drafts += sum([len(ids) - 1 for ids in result.token_ids if ids])
         if self._fault_isolation.next_suspect() is not None:
             self._fault_isolation.clear(step.rows[row][0] for row in result.rows)
         return outputs

@@ -20,12 +20,17 @@ class StepInFlight:
     #: Row -> (its sequence, the sequence's num_admissions at that time, tokens written when the
     #: step has ended).
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
+    #: Row -> the drafts that the step verifies behind the row's tokens.
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_tokens: int = 0
     #: Rows that close their gap, so that a token must come back for each.
     num_sampling: int = 0
 
     def apply_result(self, result: StepResult, memory: KVCacheManager) -> None:
-        """Publish the blocks that the step filled, and keep the log-probabilities of prompts."""
+        """Publish the blocks that the step filled, and keep the log-probabilities of prompts.
+
+        Leaves out rows with drafts, of which only the sampled tokens say how many are confirmed.
+        """
         for row, prompt_logprobs in result.prompt_logprobs.items():
             sequence, num_admissions, _ = self.rows[row]
             is_current = sequence.num_admissions == num_admissions and row not in result.failed
@@ -34,12 +39,13 @@ class StepInFlight:
             if is_current and is_kept and sequence.needs_prompt_logprobs:
                 sequence.prompt_logprobs.extend(prompt_logprobs)
         # A sequence that was preempted since the step began must not publish blocks again.
-        block_size, failed, running = memory.block_size, result.failed, SequenceState.RUNNING
+        block_size, running = memory.block_size, SequenceState.RUNNING
+        left_out = {*result.failed, *self.drafts} if self.drafts else result.failed
         for row, (sequence, num_admissions, num_confirmed) in self.rows.items():
             if (
                 sequence.state is not running
                 or sequence.num_admissions != num_admissions
-                or row in failed
+                or row in left_out
             ):
                 continue
             sequence.num_confirmed_tokens = num_confirmed
@@ -67,7 +73,11 @@ def extend(
     stop_reason = None
     constraint = sequence.constraint
     if constraint is not None and constraint.error is not None:
-        return failure(sequence, constraint.error)
+        # The last token is not allowed. Tokens before it were sampled by the same step, as drafts.
+        return failure(sequence, constraint.error)._replace(
+            token_ids=token_ids[:-1],
+            logprobs=None if logprobs is None else logprobs[: len(token_ids) - 1],
+        )
     if sequence.finish_reason is FinishReason.STOP:
         last = sequence.token_ids[-1]
         stop_reason = last if last in params.stop_token_ids else None
