@@ -8,6 +8,7 @@ from quire.core.scheduling.policy import POLICIES
 from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import (
     STEPS_PER_WORLD,
+    draw_draft_world,
     draw_hybrid_world,
     draw_world,
     draw_worlds,
@@ -39,6 +40,7 @@ def test_every_option_takes_more_than_one_value() -> None:
     fixed |= {"num_cache_domains", "num_priorities", "num_tenants", "check_every"}
     fixed |= {"policy_options", "step_base_s", "step_token_s"}
     fixed |= {"kinds", "snapshot_tokens"}  # of `draw_hybrid_world`
+    fixed |= {"max_drafts", "draft_error_rate"}  # of `draw_draft_world`
     fixed |= {"adapter_rate", "num_adapters", "max_loras"}  # of `test_adapter_worlds.py`
     worlds = [draw_world(0, index) for index in range(60)]
     for option in fields(SimulationConfig):
@@ -56,6 +58,16 @@ def test_a_hybrid_world_differs_in_its_memory_alone() -> None:
     own = {name: getattr(plain, name) for name in names}
     assert replace(hybrid, **own) == plain
     assert draw_hybrid_world(1, 5) == hybrid
+
+
+def test_a_draft_world_has_drafts_and_no_states() -> None:
+    worlds = [draw_draft_world(0, index) for index in range(60)]
+    assert draw_draft_world(0, 5) == worlds[5]
+    assert {world.max_drafts for world in worlds} == {1, 2, 3, 7, 20}
+    assert {world.draft_error_rate for world in worlds} == {0.0, 0.1, 0.3, 0.6, 1.0}
+    kinds = [world.kinds for world in worlds]
+    assert "" in kinds and any("window" in words for words in kinds)
+    assert not any("state" in words for words in kinds)
 
 
 def test_hybrid_worlds_have_all_kinds_and_room_for_a_short_sequence() -> None:

@@ -22,11 +22,11 @@ from quire.simulation.fleet import fleet_command
 from quire.simulation.report import SimulationReport, add_up, printed_lines
 from quire.simulation.simulator import SimulationError
 from quire.simulation.workload import SimulationConfig
-from quire.simulation.worlds import draw_hybrid_world, draw_world, draw_worlds
+from quire.simulation.worlds import draw_draft_world, draw_hybrid_world, draw_world, draw_worlds
 
 DrawWorld = Callable[[int, int, int, int], SimulationConfig]
 DEFAULT = SimulationConfig()
-DEFAULT_NUM_STEPS = 20_000  # with --everything or --hybrids
+DEFAULT_NUM_STEPS = 20_000  # with --everything, --hybrids or --drafts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def replay_command(config: SimulationConfig) -> str:
 
 def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld | None]:
     """(the simulation that the options describe, the function that draws random simulations for
-    --everything or --hybrids). The function is None if neither option is given."""
+    --everything, --hybrids or --drafts). The function is None if neither option is given."""
     parser = argparse.ArgumentParser(
         prog="python -m quire.simulation",
         description=f"{__doc__}\n{SimulationConfig.__doc__}",
@@ -98,6 +98,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
         action="store_true",
         help="the same, of models with KV groups of other kinds than full",
     )
+    parser.add_argument(
+        "--drafts", action="store_true", help="the same, of both kinds, with drafts behind tokens"
+    )
     notes = field_comments(SimulationConfig)
     for option in dataclasses.fields(SimulationConfig):
         default = getattr(DEFAULT, option.name)
@@ -109,9 +112,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
             help=f"{notes.get(option.name, '')} ({shown})".lstrip(),
         )
     options = vars(parser.parse_args(arguments))
-    has_everything, has_hybrids = options.pop("everything"), options.pop("hybrids")
-    draw = draw_hybrid_world if has_hybrids else draw_world if has_everything else None
-    return SimulationConfig(**options), draw
+    draws = {"drafts": draw_draft_world, "hybrids": draw_hybrid_world, "everything": draw_world}
+    asked = [draw for name, draw in draws.items() if options.pop(name)]
+    return SimulationConfig(**options), asked[0] if asked else None
 
 
 def field_comments(owner: type) -> dict[str, str]:

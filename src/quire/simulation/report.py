@@ -83,6 +83,10 @@ class SimulationReport:
     tier_faults: dict[str, int] = field(default_factory=dict)
     #: Loads of adapters into slots.
     num_adapter_loads: int = 0
+    #: Drafts that steps verified.
+    num_drafts: int = 0
+    #: Drafts that equalled the sampled tokens.
+    num_accepted_drafts: int = 0
     num_failed_steps: int = 0
     num_interrupts: int = 0
     num_crashes: int = 0
@@ -127,6 +131,8 @@ class SimulationReport:
                 self.misses[reason.value] = self.misses.get(reason.value, 0) + count
         self.num_evicted_blocks += memory.num_evicted_blocks
         self.num_adapter_loads += scheduler.adapters.num_loads
+        self.num_drafts += scheduler.stats.num_drafts
+        self.num_accepted_drafts += scheduler.stats.num_accepted_drafts
         if memory.moves is not None:
             loads = memory.moves.loads.stats
             self.num_loads += loads.num_loads

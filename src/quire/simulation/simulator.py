@@ -31,6 +31,7 @@ from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.clients import Clients
 from quire.simulation.fakes.fake_adapters import FakeAdapters
 from quire.simulation.fakes.fake_grammar import fake_grammar_work
+from quire.simulation.fakes.fake_proposer import FakeProposer
 from quire.simulation.fakes.fake_runner import FakeRunner, Faults, InjectedFailureError
 from quire.simulation.fakes.fake_tiers import FakeTiers, KeptContents, simulated_tier
 from quire.simulation.report import SimulationReport
@@ -128,6 +129,7 @@ class Simulator:
             find_policy(config.policy, dict(config.policy_options)),
             None if config.forecasts else NoGrowth(),
             AdapterResidency(config.max_loras, self.adapters),
+            _make_proposer(self),
         )
         self.grammars = fake_grammar_work(config.vocab_size)
         if config.max_itl_ratio:
@@ -391,6 +393,19 @@ def _make_tiers(simulator: Simulator, kept: KeptContents) -> FakeTiers | None:
 def _make_adapters(simulator: Simulator) -> FakeAdapters:
     rng = random.Random(f"adapters of {simulator.config.seed}, {simulator.report.num_crashes}")
     return FakeAdapters(rng, lambda: simulator.now_s, _waiting(simulator))
+
+
+def _make_proposer(simulator: Simulator) -> FakeProposer | None:
+    config = simulator.config
+    if not config.max_drafts:
+        return None
+    return FakeProposer(
+        config.model,
+        lambda: simulator.scheduler.running,
+        most=config.max_drafts,
+        error_rate=config.draft_error_rate,
+        seed=config.seed,
+    )
 
 
 def _waiting(simulator: Simulator) -> Callable[[float], None]:

@@ -116,6 +116,11 @@ class SimulationConfig:
     logprobs_rate: float = 0.1
     #: The share of requests, except beam searches, whose tokens must match a grammar.
     grammar_rate: float = 0.0
+    #: The maximum number of drafts that follow a sequence's tokens in a step; 0 means that nothing
+    #: proposes drafts.
+    max_drafts: int = 0
+    #: The share of drafts that are wrong.
+    draft_error_rate: float = 0.3
     #: The share of steps before which the scheduler crashes. A new scheduler resumes all requests.
     crash_rate: float = 0.0
     #: The share of steps that fail as a whole.

@@ -32,6 +32,9 @@ HYBRIDS = (
     "state,state",
 )
 
+# Those whose sequences can have drafts: their contexts can be cut behind any token.
+DRAFTABLE = tuple(kinds for kinds in HYBRIDS if "state" not in kinds)
+
 
 def draw_world(
     seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
@@ -123,9 +126,14 @@ def draw_hybrid_world(
 ) -> SimulationConfig:
     """The world of `draw_world` with other kinds of KV groups, and a pool large enough for them."""
     world = draw_world(seed, index, num_steps, check_every)
-    rng = random.Random(f"hybrid world {index} of {seed}")
+    return _with_groups(world, HYBRIDS, random.Random(f"hybrid world {index} of {seed}"))
+
+
+def _with_groups(
+    world: SimulationConfig, choices: tuple[str, ...], rng: random.Random
+) -> SimulationConfig:
     size = world.block_size
-    words = rng.choice(HYBRIDS).split(",")
+    words = rng.choice(choices).split(",")
     for place, word in enumerate(words):
         if word == "window":
             words[place] = f"window:{rng.choice((1, 2, size, 2 * size + 1, 13, 40, 200))}"
@@ -143,6 +151,23 @@ def draw_hybrid_world(
         num_groups=1,
         num_blocks=rng.randint(fewest, longest * most + 2),
         snapshot_tokens=rng.choice((0, 0, size, 3 * size, 64 // size * size)),
+    )
+
+
+def draw_draft_world(
+    seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
+) -> SimulationConfig:
+    """The world of `draw_world` with drafts, often other kinds of KV groups, and sometimes
+    adapters."""
+    rng = random.Random(f"draft world {index} of {seed}")
+    world = draw_world(seed, index, num_steps, check_every)
+    if rng.random() < 0.5:
+        world = _with_groups(world, DRAFTABLE, rng)
+    return replace(
+        world,
+        max_drafts=rng.choice((1, 2, 3, 7, 20)),
+        draft_error_rate=rng.choice((0.0, 0.1, 0.3, 0.3, 0.6, 1.0)),
+        adapter_rate=rng.choice((0.0, 0.0, 0.3)),
     )
 
 

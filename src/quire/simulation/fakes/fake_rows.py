@@ -107,8 +107,8 @@ class FakeRows:
         self.num_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
         #: The maximum of `num_computed` since the row's admission.
         self.num_ever_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
-        #: The number of a row's drafts that a step in flight verifies. Until the result, `num_tokens`
-        #: and `num_computed` count as if all were rejected.
+        #: The number of a row's drafts that a step in flight verifies. `num_tokens` and
+        #: `num_computed` count as if all were rejected, until the result is known.
         self.num_drafts: Ints = np.zeros(max_num_rows, dtype=np.int64)
         #: Maps the row of each fork that joins the step to its source row, from whose logits it
         #: samples. The fork's tables are counted after the step's accesses are known, since the

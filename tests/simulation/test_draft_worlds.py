@@ -1,0 +1,53 @@
+"""Random worlds whose steps verify drafts, wrong at random positions, keep all laws."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.simulation.engine_simulator import run_world
+from quire.simulation.report import add_up
+from quire.simulation.simulator import run
+from quire.simulation.workload import SimulationConfig
+from quire.simulation.worlds import draw_draft_world
+
+CONFIG = SimulationConfig(
+    seed=3,
+    num_requests=50,
+    num_blocks=40,
+    fork_rate=0.1,
+    grammar_rate=0.3,
+    logprobs_rate=0.3,
+    abort_rate=0.2,
+    near_rate=0.4,
+    step_failure_rate=0.02,
+    max_drafts=4,
+)
+
+
+def test_random_worlds_keep_all_laws() -> None:
+    """`python -m quire.simulation --drafts` runs longer ones."""
+    total = add_up([run_world(draw_draft_world(2, index, 150, 5)) for index in range(14)], 2)
+    assert 0 < total.num_accepted_drafts < total.num_drafts
+    assert total.num_preemptions and total.num_failed_steps and total.num_forks
+    assert total.num_constrained and total.num_stored_blocks and total.num_beams
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_tokens_take_fewer_steps_with_drafts(overlap: int) -> None:
+    """The simulator compares every token with those of the request alone."""
+    config = replace(CONFIG, overlap=overlap, step_failure_rate=0.0, arrivals="at_once")
+    plain = run(replace(config, max_drafts=0))
+    drafted = run(replace(config, draft_error_rate=0.1))
+    assert plain.num_drafts == 0
+    assert drafted.num_accepted_drafts > 0.5 * drafted.num_drafts
+    assert drafted.num_steps < (0.8 if overlap else 0.65) * plain.num_steps
+
+
+def test_the_same_seed_drafts_the_same() -> None:
+    assert run(CONFIG) == run(CONFIG)
+
+
+def test_models_with_states_have_no_drafts() -> None:
+    config = SimulationConfig(kinds="full,state:2", num_blocks=90, num_requests=20)
+    with_proposer = run(replace(config, max_drafts=4))
+    assert with_proposer == run(config) and with_proposer.num_drafts == 0
