@@ -326,6 +326,8 @@ class Engine:
             num_preemptions=scheduler.running_set.stats.num_preemptions,
             num_recomputed_tokens=scheduler.running_set.stats.num_recomputed_tokens,
             num_failed_steps=scheduler.stats.num_failed_steps,
+            num_drafts=scheduler.stats.num_drafts,
+            num_accepted_drafts=scheduler.stats.num_accepted_drafts,
             num_query_tokens=memory.prefixes.num_query_tokens,
             num_hit_tokens=memory.prefixes.num_hit_tokens,
             num_computed_tokens=self.times.num_computed_tokens,
@@ -380,15 +382,18 @@ class Engine:
         fetched_s, step = self._clock(), self._in_flight.pop_oldest()
         if self._timing.is_of_result:
             step = replace(step, timing=replace(self._timing))
+        num_accepted, num_rejected = step.count_drafts(result)
         busy_s, gap_s = self.utilization.account_step(
             fetched_s,
             step.launched_s,
             self._timing.device_s,
             step.load,
-            len(result.rows),
+            len(result.rows) + num_accepted,
             self._timing.launching_s,
+            num_rejected,
         )
-        return step, result, Landing(fetched_s, fetched_s - asked_s, busy_s, gap_s)
+        landing = Landing(fetched_s, fetched_s - asked_s, busy_s, gap_s, num_rejected)
+        return step, result, landing
 
     def _apply(
         self, step: LaunchedStep, result: StepResult, landing: Landing
@@ -400,7 +405,7 @@ class Engine:
         if is_known:
             self.scheduler.pacer.observe(step.plan.step_id, elapsed_s)
             self.tier_work.observe(step.plan.step_id, elapsed_s)
-        num_tokens = step.plan.num_tokens
+        num_tokens = step.plan.num_tokens - landing.num_rejected
         self.times.on_step(elapsed_s, num_tokens)
         if self.trace is not None or STEP_LOGGER.isEnabledFor(logging.DEBUG):
             record = step.record(

@@ -38,7 +38,8 @@ class RequestTimes:
         self._first_tokens: dict[str, dict[int, float]] = {}
 
     def on_step(self, elapsed_s: float, num_tokens: int) -> None:
-        """Record a step that succeeded, took elapsed_s in all and computed num_tokens."""
+        """Record a step that succeeded, took elapsed_s in all and computed num_tokens, without
+        rejected drafts."""
         self.step_s.observe(elapsed_s)
         self.num_computed_tokens += num_tokens
 

@@ -31,10 +31,14 @@ class EngineStats:
     num_query_tokens: int
     #: Number of prompt tokens served from the prefix cache.
     num_hit_tokens: int
-    #: Number of tokens computed by steps that succeeded.
+    #: Number of tokens computed by steps that succeeded, without rejected drafts.
     num_computed_tokens: int = 0
     #: Number of tokens that sequences got from steps that succeeded.
     num_generated_tokens: int = 0
+    #: Number of drafts that steps verified; 0 without a proposer.
+    num_drafts: int = 0
+    #: Number of drafts that equalled the sampled tokens.
+    num_accepted_drafts: int = 0
     #: Number of requests, by the reason why the cache had no more of their prompts
     #: (`core.sequence.COUNTED_REASONS`).
     prefix_misses: dict[str, int] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from quire.core.scheduling.cost_model import (
     StepLoad,
 )
 from quire.core.sequence import Sequence
-from quire.core.step import StepPlan
+from quire.core.step import StepPlan, StepResult
 from quire.observability.step_trace import StepRecord, StepTiming
 
 OnStep: TypeAlias = Callable[[Collection[str] | None], None]
@@ -44,6 +44,14 @@ class LaunchedStep:
         it."""
         return self.began_s + self.schedule_s + self.timing.build_s
 
+    def count_drafts(self, result: StepResult) -> tuple[int, int]:
+        """(accepted, rejected) numbers of the step's drafts."""
+        num_drafts = sum([len(chunk.draft_token_ids) for chunk in self.plan.chunks])
+        if not num_drafts:
+            return 0, 0
+        num_accepted = sum([len(token_ids) - 1 for token_ids in result.token_ids if token_ids])
+        return num_accepted, num_drafts - num_accepted
+
     def record(
         self, landing: "Landing", *, apply_s: float, elapsed_s: float, num_blocks_used: int
     ) -> StepRecord:
@@ -53,7 +61,9 @@ class LaunchedStep:
             step_id=plan.step_id,
             num_rows=plan.num_rows,
             num_tokens=plan.num_tokens,
-            num_prefill_tokens=sum(chunk.num_new_tokens for chunk in plan.chunks),
+            num_prefill_tokens=sum(
+                chunk.num_new_tokens for chunk in plan.chunks if not chunk.draft_token_ids
+            ),
             num_waiting=self.num_waiting,
             schedule_s=self.schedule_s,
             build_s=timing.build_s,
@@ -81,6 +91,8 @@ class Landing(NamedTuple):
     #: the rest of that time.
     busy_s: float
     gap_s: float
+    #: Number of the step's drafts that were rejected, so that computing them was no use.
+    num_rejected: int = 0
 
 
 class StepClock:

@@ -57,7 +57,7 @@ class StepWork(NamedTuple):
     experts: tuple[ExpertWork, ...] = ()
 
     def of(self, load: StepLoad, num_sampled: int) -> tuple[float, float]:
-        """(bytes, operations) of a step; num_sampled: rows that got a token.
+        """(bytes, operations) of a step; num_sampled: tokens that its rows got.
 
         Two numbers are estimates. A window is subtracted from the mean context of the step's
         decoding rows, and of its chunks, not from each context. The number of experts that are read

@@ -97,12 +97,14 @@ class Utilization:
         load: StepLoad,
         num_sampled: int,
         launching_s: float = 0.0,
+        num_rejected: int = 0,
     ) -> tuple[float, float]:
         """Account for a step whose result has come; returns the busy and the gap time since the
         last event.
 
         The step could run from `launched_s` on. It ran for `device_s`; 0 if that was not measured.
-        See `StepTiming` about `launching_s`.
+        See `StepTiming` about `launching_s`. The work of the num_rejected drafts in `load` does not
+        count as useful, except for their attention, which is not known apart.
         """
         passed_s = now_s - self._until_s
         ran_s = device_s or max(0.0, now_s - max(launched_s, self._landed_s))
@@ -115,6 +117,8 @@ class Utilization:
         if self.expected is not None:
             self.expected_s += self.expected.predict_s(load)
         if self.work is not None:
+            if num_rejected:
+                load = load._replace(num_decodes=load.num_decodes - num_rejected)
             num_bytes, operations = self.work.of(load, num_sampled)
             self.num_bytes += num_bytes
             self.operations += operations
