@@ -93,12 +93,12 @@ def test_a_call_waits_for_nothing_and_what_was_lent_is_copied() -> None:
     lent = [1, 2, 3]
     admission = RowAdmission(0, lent, 3, 0, ((0,),), DecodingParams(max_tokens=2))
     runner.execute(StepPlan(0, 1, 3, admit=(admission,)))
-    runner.sample({0: b"x"})
+    runner.sample({0: [b"x"]})
     lent.append(4)
     assert inner.done == []
     inner.may_go.set()
     assert runner.result().step_id == 2
-    assert inner.done == [[[1, 2, 3]], {0: b"x"}]
+    assert inner.done == [[[1, 2, 3]], {0: [b"x"]}]
     assert (runner.timing.device_s, runner.timing.build_s) == (3.0, 4.0)
 
 

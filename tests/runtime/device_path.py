@@ -7,7 +7,6 @@ import torch
 
 from quire.attention.interface import AttentionBatch, GroupBatch, rotated
 from quire.attention.torch_paged import TorchPagedAttention
-from quire.core.step import TokenMasks
 from quire.engine.engine import Engine
 from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.transfers import DeviceLink
@@ -18,6 +17,7 @@ from quire.runtime.graphs import RepeatedCalls, graph_sizes
 from quire.runtime.model_runner import ModelRunner
 from quire.sampling.device.history import DeviceHistory
 from quire.sampling.host.history import Ints, TokenHistory
+from quire.sampling.host.processors import RowMasks
 from quire.sampling.host.sampler import (
     HostStepSampler,
     PendingLogprobs,
@@ -55,7 +55,7 @@ class HistorySampler:
         self._sampler = HostStepSampler(Sampler(rows), tokens)
 
     def sample(
-        self, logits: torch.Tensor, rows: Rows, masks: TokenMasks | None = None
+        self, logits: torch.Tensor, rows: Rows, masks: RowMasks | None = None
     ) -> PendingSample:
         assert torch.isfinite(logits).all() or logits.isnan().any()
         found = self._sampler.sample(logits, rows, masks).fetch()

@@ -20,6 +20,8 @@ from quire.core.step import (
     StepPlan,
     StepResult,
     TableEdit,
+    TokenLogprobs,
+    TokenMasks,
 )
 from quire.runtime.model_runner import ModelRunner
 
@@ -46,6 +48,7 @@ class Held:
     tables: list[list[int]]
     num_computed: int = 0
     logprobs: list[float] = field(default_factory=list)
+    entries: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def sampled(self) -> list[int]:
@@ -171,6 +174,7 @@ class HandCore:
             branch_index=branch_index,
             tables=[self.share(table) for table in source.tables],
             logprobs=[],
+            entries=[],
         )
         self.live.append(held)
         return held
@@ -205,17 +209,23 @@ class HandCore:
     # ---- steps ------------------------------------------------------------------------------
 
     def step(
-        self, counts: dict[int, int] | None = None, joins: Sequence[tuple[Held, Held]] = ()
+        self,
+        counts: dict[int, int] | None = None,
+        joins: Sequence[tuple[Held, Held]] = (),
+        drafts: dict[int, tuple[int, ...]] | None = None,
+        masks: TokenMasks | None = None,
     ) -> StepResult:
         """All live sequences compute what is left of their tokens, or what counts says by row.
-        joins: (branch, source) that join this step."""
-        counts = counts or {}
+        joins: (branch, source) that join this step. drafts: by row, of rows that close their gap.
+        """
+        counts, drafts = counts or {}, drafts or {}
         joining = {branch.row for branch, _ in joins}
         sizes: dict[int, int] = {}
         for held in self.live:
             if held.row not in joining:
                 gap = len(held.tokens) - held.num_computed
                 sizes[held.row] = min(gap, counts.get(held.row, gap))
+                sizes[held.row] += len(drafts.get(held.row, ()))
                 self._grow(held, held.num_computed + sizes[held.row])
         for branch, source in joins:
             for index, group in enumerate(self.groups):
@@ -227,11 +237,13 @@ class HandCore:
             step_id=self._step_id,
             num_rows=len(self.live),
             num_tokens=sum(sizes.values()),
-            chunks=tuple(Chunk(row, size) for row, size in sizes.items() if size != 1),
+            chunks=tuple(
+                Chunk(row, size, drafts.get(row, ())) for row, size in sizes.items() if size != 1
+            ),
         )
         self._step_id, self._plan = self._step_id + 1, StepPlan(0, 0, 0)
         self.runner.execute(plan)
-        self.runner.sample()
+        self.runner.sample(masks)
         result = self.runner.result()
         assert not result.failed
         self._apply(result, sizes, joins)
@@ -261,7 +273,9 @@ class HandCore:
             held.num_computed += sizes.get(held.row, 0)
             if held.row in by_row:
                 held.tokens += by_row[held.row]
-                held.logprobs += [entry.logprob for entry in result.logprobs[held.row]]
+                held.num_computed = len(held.tokens) - 1
+                held.entries += result.logprobs.get(held.row, ())
+                held.logprobs = [entry.logprob for entry in held.entries]
         for held in self.live:
             self._pass_windows(held)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.runtime.fake_rank import COMMAND, RecordingRunner
 
-from quire.core.step import StepPlan
+from quire.core.step import Chunk, StepPlan
 from quire.errors import CheckpointError, EngineDeadError
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
 
@@ -69,8 +69,8 @@ def test_all_ranks_make_all_calls(start, tmp_path) -> None:
     runner, workers = start({"calls": str(calls)}, own)
     runner.execute(StepPlan(0, 1, 1))
     runner.sample()
-    runner.execute(StepPlan(1, 1, 1))
-    runner.sample({0: b"\x03"})
+    runner.execute(StepPlan(1, 1, 2, chunks=(Chunk(0, 2, (7,)),)))
+    runner.sample({0: [b"\x03", b"\x05"]})
     assert [runner.result().step_id for _ in range(2)] == [0, 1]
     runner.reset()
     assert len(own.calls) == 7 == runner.num_calls

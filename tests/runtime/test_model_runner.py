@@ -127,7 +127,7 @@ def test_a_grammar_mask_binds_its_row(runner) -> None:
     mask = bytearray(512)
     mask[allowed // 8] |= 1 << (allowed % 8)
     runner.execute(StepPlan(0, 1, 10, admit=(admission(2, (3, 5)),), chunks=(Chunk(2, 10),)))
-    runner.sample({2: bytes(mask)})
+    runner.sample({2: [bytes(mask)]})
     assert runner.result().token_ids == [(allowed,)]
 
 

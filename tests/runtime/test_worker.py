@@ -56,7 +56,7 @@ FULL_PLAN = StepPlan(
         TableEdit(1, 0, EditKind.APPEND, 2, (10,)),
         TableEdit(1, 1, EditKind.HOLE, 0, (-1,)),
     ),
-    chunks=(Chunk(1, 15), Chunk(0, 0)),
+    chunks=(Chunk(1, 15), Chunk(0, 0), Chunk(3, 3, (8, 9))),
     copies=(BlockCopy(1, 2),),
 )
 

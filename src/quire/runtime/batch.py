@@ -20,6 +20,7 @@ from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.core.step import EditKind, RowAdmission, RowFork, StepPlan, TableEdit, TokenEdit
 from quire.recurrence.state_backend import StateBatch
 from quire.runtime.block_tables import BlockTables, Int32, Int64
+from quire.runtime.drafts import StepDrafts, find_drafts
 from quire.sampling.host.history import TokenHistory
 from quire.sampling.host.sampler import PendingSample
 
@@ -40,7 +41,8 @@ class StepBatch:
     num_new_tokens: Int64
     #: The rows that close their gap in this step and so sample a token.
     sample_rows: Int64
-    #: For each sample row, the index of the step's token whose hidden state predicts the next.
+    #: For each sample row, the index of the step's token whose hidden state predicts the next. It
+    #: is the row's last token that is not a draft.
     sample_index: torch.Tensor
     #: For each new fork, the index of its source row in `sample_rows`. The forks are the last of
     #: `sample_rows`: they compute nothing, and sample from the hidden state of the source row.
@@ -55,6 +57,8 @@ class StepBatch:
     #: Writes the token ids into `token_ids`. It must be called once before they are read, and may
     #: be captured with their reader. None means that `token_ids` has the ids already.
     gather: Callable[[], None] | None = None
+    #: None if the step verifies no drafts.
+    drafts: StepDrafts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,16 +216,25 @@ class RowBatch:
         np.cumsum(counts, out=query_start[1:])
         num_tokens = int(query_start[-1])
         assert num_tokens == plan.num_tokens, f"{num_tokens} tokens, the plan has {plan.num_tokens}"
+        drafts = find_drafts(plan, rows, query_start)
+        if drafts is not None:
+            assert not self._state_tables, "a recurrent state can't drop drafts that are rejected"
+            places = drafts.places(self.num_tokens, self.token_ids.shape[1])
+            self.token_ids.reshape(-1)[places] = drafts.token_ids
         self._fill_decodes(rows[:num_decodes])
         for index in range(num_decodes, len(rows)):
             self._fill_chunk(int(rows[index]), int(query_start[index]), int(counts[index]))
-        # Count the tokens as computed. The rows that thereby close their gap sample.
-        computed = self.num_computed[rows] + counts
+        # Count the tokens, drafts aside, as computed. Rows that thereby close their gap sample.
+        context_lens = computed = self.num_computed[rows] + counts
+        last = query_start[1:].astype(np.int64) - 1
+        if drafts is not None:
+            computed, last = computed - drafts.counts, last - drafts.counts
         assert (computed <= self.num_tokens[rows]).all(), "a row computes beyond its tokens"
         spans = self._prompt_logprob_spans(rows, query_start, counts)
         self.num_computed[rows] = computed
         closes = computed == self.num_tokens[rows]
-        sample_rows, sample_index = rows[closes], query_start[1:][closes].astype(np.int64) - 1
+        assert drafts is None or closes[drafts.counts > 0].all(), "drafts follow an open gap"
+        sample_rows, sample_index = rows[closes], last[closes]
         joined_lines = NO_LINES
         # A joining row samples from the hidden state of its source.
         if joins:
@@ -229,7 +242,7 @@ class RowBatch:
             sample_rows = np.append(sample_rows, [fork.row for fork in joins])
             sample_index = np.append(sample_index, sample_index[joined_lines.numpy()])
         attention = self._attention_batch(
-            rows, query_start, counts, computed.astype(np.int32), num_decodes
+            rows, query_start, counts, context_lens.astype(np.int32), num_decodes
         )
         return StepBatch(
             token_ids=torch.from_numpy(self._input_ids[:num_tokens]),
@@ -242,6 +255,7 @@ class RowBatch:
             sample_index=torch.from_numpy(sample_index),
             joined_lines=joined_lines,
             prompt_logprob_spans=spans,
+            drafts=drafts,
         )
 
     def _build_decodes(self, plan: StepPlan, paused: tuple[int, ...]) -> StepBatch | None:

@@ -15,7 +15,7 @@ Legend: R rows, L tokens of a row, S sequences of the step, T tokens of the step
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -128,6 +128,7 @@ class DeviceRows:
         """
         self.max_num_tokens = host.max_num_tokens
         self.num_prompt_tokens = host.num_prompt_tokens
+        self.num_computed = host.num_computed
         self._host = host
         self._link = link
         self._static_sizes = sorted(static_sizes)
@@ -208,6 +209,10 @@ class DeviceRows:
     def build(self, plan: StepPlan) -> StepBatch:
         """See `StepRows`."""
         step = self._host.build(plan)
+        length = self._host.token_ids.shape[1]
+        if step.drafts is not None:
+            places = step.drafts.places(self._host.num_tokens, length)
+            self._write(self._token_ids, places, self._host.token_ids)
         num_tokens, num_seqs = len(step.positions), len(step.rows)
         size = self._static_size(num_seqs) if num_tokens == num_seqs else 0
         place = self._static_place(size) if size else self._make_place(num_tokens, num_seqs)
@@ -215,9 +220,7 @@ class DeviceRows:
         numbers = place.layout.open(words, np.int32)
         lengths = step.num_new_tokens
         numbers.positions[:num_tokens] = step.positions.numpy()
-        numbers.token_index[:num_tokens] = np.repeat(
-            step.rows * self._host.token_ids.shape[1], lengths
-        )
+        numbers.token_index[:num_tokens] = np.repeat(step.rows * length, lengths)
         numbers.token_index[:num_tokens] += numbers.positions[:num_tokens]
         for slots, group in zip(numbers.slots, step.attention.groups, strict=True):
             slots[:num_tokens] = group.slot_mapping.numpy()
@@ -289,6 +292,9 @@ class DeviceRows:
         joined_lines = NO_LINES
         if len(step.joined_lines):
             joined_lines = self._link.upload(step.joined_lines.numpy())
+        drafts = step.drafts
+        if drafts is not None:
+            drafts = replace(drafts, index=self._link.upload(drafts.index.numpy()))
         attention = _attention_batch(place, lists, num_decodes)
         return StepBatch(
             token_ids=place.token_ids,
@@ -303,6 +309,7 @@ class DeviceRows:
             prompt_logprob_spans=step.prompt_logprob_spans,
             static_size=size,
             gather=partial(self._gather, place) if size else None,
+            drafts=drafts,
         )
 
 

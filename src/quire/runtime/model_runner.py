@@ -6,11 +6,12 @@ the device (`device_rows.py`), and only `result` waits.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from quire.adapters.row_adapters import RowAdapters
@@ -27,10 +28,18 @@ from quire.runtime.forward import NativeForward, make_forward
 from quire.runtime.graphs import GraphCapture, GraphForward
 from quire.runtime.kv_cache import KVCache
 from quire.runtime.row_pooling import PendingPooled, RowPooling
-from quire.sampling.host.sampler import NO_TOKEN, PendingLogprobs, PendingSample, StepSampler
+from quire.sampling.host.sampler import (
+    NO_TOKEN,
+    PendingLogprobs,
+    PendingSample,
+    SampledNow,
+    SampledTokens,
+    StepSampler,
+)
 
 # Prompt log-probabilities need logits of the whole vocabulary, so they are computed for at most
-# this number of positions at once.
+# this number of positions at once. If a step samples at more positions, drafts included, the logits
+# behind drafts are computed round by round.
 PROMPT_LOGPROB_ROWS = 128
 
 
@@ -41,6 +50,9 @@ class StepRows(Protocol):
     max_num_tokens: int
     #: The number of prompt tokens of each row.
     num_prompt_tokens: Int32
+    #: The number of computed tokens of each row. `build` counts no drafts: the runner does so as
+    #: they are accepted.
+    num_computed: Int64
 
     def change(self, plan: StepPlan) -> None:
         """Carry out release, admit, forks, token_edits and table_edits."""
@@ -74,6 +86,9 @@ class _SampledStep:
     sample: PendingSample | None
     prompt_logprobs: list[tuple[int, PendingLogprobs]]
     pooled: PendingPooled
+    #: The tokens after accepted drafts, round by round: the rows that sampled another token, and
+    #: these tokens.
+    after_drafts: Sequence[tuple[Int64, SampledTokens]] = ()
 
     def fetch(self) -> StepResult:
         """Wait for the results."""
@@ -95,7 +110,7 @@ class _SampledStep:
         if sampled.failed:
             succeeded = token_ids != NO_TOKEN
             rows, token_ids = rows[succeeded], token_ids[succeeded]
-        return StepResult(
+        result = StepResult(
             self.step_id,
             [*rows.tolist(), *pooled],
             [*((token_id,) for token_id in token_ids.tolist()), *[()] * len(pooled)],
@@ -104,6 +119,18 @@ class _SampledStep:
             failed={**sampled.failed, **failed},
             pooled=pooled,
         )
+        return self._with_drafts(result) if self.after_drafts else result
+
+    def _with_drafts(self, first: StepResult) -> StepResult:
+        """The result `first`, which has one token for each row, with the tokens after drafts."""
+        token_ids = dict(zip(first.rows, first.token_ids, strict=True))
+        logprobs = dict(first.logprobs)
+        for rows, sampled in self.after_drafts:
+            for row, token_id in zip(rows.tolist(), sampled.token_ids.tolist(), strict=True):
+                token_ids[row] = (*token_ids[row], token_id)
+            for row, entry in sampled.logprobs.items():
+                logprobs[row] = (*logprobs[row], entry)
+        return replace(first, token_ids=list(token_ids.values()), logprobs=logprobs)
 
 
 class _Span(NamedTuple):
@@ -304,13 +331,22 @@ class ModelRunner:
             prompt_logprobs = self._prompt_logprobs(step, hidden)
             pooled, step = self._pooling.add_hidden_states(step, hidden)
             sample: PendingSample | None = None
-            if len(step.sample_rows):
-                sample = self._sampler.sample(self._logits(step, hidden), step.sample_rows, masks)
-                self._rows.store_sampled(step.sample_rows, sample)
+            after_drafts: list[tuple[Int64, SampledTokens]] = []
+            rows = step.sample_rows
+            if len(rows):
+                logits, of_drafts = self._logits(step, hidden), None
+                if step.drafts is not None:
+                    logits, of_drafts = logits[: len(rows)], logits[len(rows) :]
+                sample = self._sampler.sample(logits, rows, _masks_at(masks, 0))
+                self._rows.store_sampled(rows, sample)
+                if of_drafts is not None:
+                    sample = SampledNow(sample.fetch())
+                    after_drafts = self._verify(step, hidden, of_drafts, sample.tokens, masks)
             if self._timer is not None:
                 self._timer.end()
-        rows = step.sample_rows
-        self._sampled.append(_SampledStep(plan.step_id, rows, sample, prompt_logprobs, pooled))
+        self._sampled.append(
+            _SampledStep(plan.step_id, rows, sample, prompt_logprobs, pooled, after_drafts)
+        )
         self.timing.sample_s = perf_counter() - started_s
 
     def result(self) -> StepResult:
@@ -346,18 +382,62 @@ class ModelRunner:
             self._rows.reset()
 
     def _logits(self, step: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] of the sample rows.
+        """The logits [R, V] of the sample rows. Behind them those of all drafts [D, V], unless
+        these are too many to be computed at once.
 
         A fork that joins in this step computes no token: it gets a copy of the logits of the row
         that it was forked from. The copy is needed because the sampler edits logits in place.
         """
         num_computing = len(step.sample_rows) - len(step.joined_lines)
-        if num_computing < len(hidden):  # otherwise each token is the last one of its sequence
-            hidden = hidden[step.sample_index[:num_computing]]
+        index, drafts = step.sample_index[:num_computing], step.drafts
+        if drafts is not None and num_computing + len(drafts.index) <= PROMPT_LOGPROB_ROWS:
+            hidden = hidden[torch.cat([index, drafts.index])]
+        elif num_computing < len(hidden):  # otherwise each token is the last one of its sequence
+            hidden = hidden[index]
         logits = self._forward.logits(hidden)
         if len(step.joined_lines) == 0:
             return logits
-        return torch.cat([logits, logits[step.joined_lines]])
+        of_rows, of_drafts = logits[:num_computing], logits[num_computing:]
+        return torch.cat([of_rows, of_rows[step.joined_lines], of_drafts])
+
+    def _verify(
+        self,
+        step: StepBatch,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        last: SampledTokens,
+        masks: TokenMasks | None,
+    ) -> list[tuple[Int64, SampledTokens]]:
+        """Sample after the drafts that are right, round by round.
+
+        `logits` are those of all drafts, or empty. `last` are the tokens of the sample rows, which
+        are stored. A row stays while its last token equals its next draft. A row also leaves if
+        sampling fails: the next step computes the draft's token again, and fails as it would
+        without drafts. So no row fails here.
+        """
+        assert step.drafts is not None
+        found: list[tuple[Int64, SampledTokens]] = []
+        rows, first = step.sample_rows, 0
+        for place, drafts in enumerate(step.drafts.rounds, 1):
+            last_of_row = np.full(len(self._rows.num_prompt_tokens), NO_TOKEN)
+            last_of_row[rows] = last.token_ids
+            held = np.flatnonzero(last_of_row[drafts.rows] == drafts.token_ids)
+            if not len(held):
+                break
+            rows, lines = drafts.rows[held], torch.from_numpy(first + held)
+            first += len(drafts.rows)
+            if len(logits):
+                own = logits[lines]
+            else:
+                own = self._forward.logits(hidden[step.drafts.index[lines]])
+            last = self._sampler.sample(own, rows, _masks_at(masks, place)).fetch()
+            if last.failed:
+                succeeded = last.token_ids != NO_TOKEN
+                rows, last = rows[succeeded], replace(last, token_ids=last.token_ids[succeeded])
+            self._rows.num_computed[rows] += 1
+            self._rows.store_sampled(rows, SampledNow(last))
+            found.append((rows, last))
+        return found
 
     def _change_rows(self, plan: StepPlan) -> None:
         self._rows.change(plan)
@@ -400,3 +480,10 @@ class ModelRunner:
                 entries = self._sampler.prompt_logprobs(logits, following, num_top)
                 found.append((row, entries))
         return found
+
+
+def _masks_at(masks: TokenMasks | None, place: int) -> Mapping[int, bytes] | None:
+    """The masks of all rows at their position number `place` among the sampled ones."""
+    if masks is None:
+        return None
+    return {row: of_row[place] for row, of_row in masks.items() if place < len(of_row)}

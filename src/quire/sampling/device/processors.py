@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.core.step import TokenMasks
 from quire.kernels.transfers import DeviceLink
 from quire.kernels.triton.sampling import edit_logits, penalties
 from quire.sampling.host.history import Ints
@@ -27,6 +26,7 @@ from quire.sampling.host.processors import (
     LogitBias,
     MinTokens,
     PenaltyRow,
+    RowMasks,
     split_words,
 )
 from quire.sampling.host.sampler import Rows, SamplingRows
@@ -74,7 +74,7 @@ def upload_columns(link: DeviceLink, columns: Sequence[npt.NDArray[Any]]) -> lis
     return found
 
 
-def forbid_by_masks(logits: torch.Tensor, rows: Rows, masks: TokenMasks, link: DeviceLink) -> None:
+def forbid_by_masks(logits: torch.Tensor, rows: Rows, masks: RowMasks, link: DeviceLink) -> None:
     """The device's version of `host.processors.apply_token_masks`."""
     lines = [line for line, row in enumerate(rows.tolist()) if row in masks]
     if not lines:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from quire.core.sampling_params import DecodingParams
-from quire.core.step import TokenLogprobs, TokenMasks
+from quire.core.step import TokenLogprobs
 from quire.kernels.transfers import DeviceLink, Download
 from quire.kernels.triton.sampling import gumbel_sample, token_logprobs
 from quire.kernels.triton.sampling.gumbel_sample import (
@@ -44,6 +44,7 @@ from quire.sampling.device.processors import (
 )
 from quire.sampling.host.history import Ints
 from quire.sampling.host.logprobs import related
+from quire.sampling.host.processors import RowMasks
 from quire.sampling.host.sampler import (
     NO_LOGPROBS,
     PendingLogprobs,
@@ -72,7 +73,7 @@ class DeviceSampler:
 
     @torch.inference_mode()
     def sample(
-        self, logits: torch.Tensor, rows: Rows, masks: TokenMasks | None = None
+        self, logits: torch.Tensor, rows: Rows, masks: RowMasks | None = None
     ) -> PendingSample:
         """See `StepSampler.sample`. Does not wait for the device."""
         if len(rows) == 0:
@@ -166,7 +167,7 @@ class DeviceSampler:
         logits: torch.Tensor,
         bound: "_BoundDeviceRows",
         step: StepInputs,
-        masks: TokenMasks | None,
+        masks: RowMasks | None,
     ) -> Scan:
         """Apply masks and options to the logits, in place. Returns a scan of the result."""
         if masks:

@@ -11,7 +11,7 @@ vocabulary size, W words.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 
 from quire.core.sampling_params import DecodingParams
-from quire.core.step import TokenMasks
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.sampling.host.history import Ints, TokenHistory
 
@@ -27,6 +26,9 @@ T = TypeVar("T")
 Number = TypeVar("Number", bound=np.generic)
 Rows = npt.NDArray[np.int64]
 NEVER = float("-inf")
+
+RowMasks = Mapping[int, bytes]
+"""The token mask of each row with a grammar, in the format of `core.step.TokenMasks`."""
 
 BoundProcessor = Callable[[torch.Tensor, TokenHistory], None]
 """A function that edits logits [R, V] in place, for the set of rows to which the option was
@@ -406,7 +408,7 @@ def _grown(array: npt.NDArray[Number], axis: int, size: int) -> npt.NDArray[Numb
 
 
 def apply_token_masks(
-    logits: torch.Tensor, rows: Rows, masks: TokenMasks, native: NativeSampling | None = None
+    logits: torch.Tensor, rows: Rows, masks: RowMasks, native: NativeSampling | None = None
 ) -> None:
     """Make tokens impossible, in place, if their bit is not set; see `core.step.TokenMasks`.
 
@@ -426,9 +428,7 @@ def apply_token_masks(
     logits[index_tensor] = logits[index_tensor].masked_fill_(forbidden, NEVER)
 
 
-def mask_words(
-    rows: Rows, masks: TokenMasks, vocab_size: int
-) -> tuple[Rows, npt.NDArray[np.uint32]]:
+def mask_words(rows: Rows, masks: RowMasks, vocab_size: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
     """The lines [n] (indices into `rows`) that have a mask, and the masks' bits.
 
     The bits are words [n, ceil(vocab_size / 32)]; bits after a mask's end are 0.

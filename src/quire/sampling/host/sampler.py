@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from quire.core.sampling_params import DecodingParams
-from quire.core.step import TokenLogprobs, TokenMasks
+from quire.core.step import TokenLogprobs
 from quire.errors import NoTokenLeftError
 from quire.kernels.cpu.sampling import SAMPLE_ROW, NativeSampling, SamplingCall
 from quire.sampling.host import choice, logprobs, noise
@@ -38,6 +38,7 @@ from quire.sampling.host.processors import (
     LogitBias,
     MinTokens,
     Penalties,
+    RowMasks,
     apply_token_masks,
     mask_words,
 )
@@ -148,21 +149,30 @@ class _BoundRows:
     call: SamplingCall | None
 
 
+MAX_BOUND = 16
+"""The most sets of rows whose derived data is kept: all rows of a step, and the rows of each round
+of its drafts."""
+
+
 class Sampler:
-    """Samples the rows of a step. Keeps the data derived from a set of rows until it changes."""
+    """Samples the rows of a step.
+
+    Keeps the data derived from a few sets of rows until the options of any row change.
+    """
 
     def __init__(self, rows: SamplingRows, native: NativeSampling | None = None) -> None:
         """`native` chooses tokens if logits are in main memory; if it is None, torch does."""
         self.rows = rows
         self._native = native
-        self._bound: tuple[tuple[int, bytes, torch.device], _BoundRows] | None = None
+        self._bound: dict[tuple[bytes, torch.device], _BoundRows] = {}
+        self._bound_version = rows.version
 
     def sample(
         self,
         logits: torch.Tensor,
         rows: Sequence[int] | Rows,
         tokens: TokenHistory,
-        masks: TokenMasks | None = None,
+        masks: RowMasks | None = None,
     ) -> SampledTokens:
         """One token for each of `rows`, all different, at position tokens.num_tokens[row].
 
@@ -194,10 +204,16 @@ class Sampler:
         return logprobs.token_logprobs(logits, next_token_ids, num_top, native=native)
 
     def _bind(self, rows: Rows, device: torch.device) -> _BoundRows:
-        key = (self.rows.version, rows.tobytes(), device)
-        if self._bound is None or self._bound[0] != key:
-            self._bound = (key, self._derive(rows.copy(), device))
-        return self._bound[1]
+        key = (rows.tobytes(), device)
+        if self._bound_version != self.rows.version:
+            self._bound.clear()
+            self._bound_version = self.rows.version
+        bound = self._bound.get(key)
+        if bound is None:
+            if len(self._bound) == MAX_BOUND:
+                self._bound.clear()
+            bound = self._bound[key] = self._derive(rows.copy(), device)
+        return bound
 
     def _derive(self, rows: Rows, device: torch.device) -> _BoundRows:
         bound = (processor.bind(rows, device) for processor in self.rows.processors)
@@ -221,7 +237,7 @@ class Sampler:
         logits: torch.Tensor,
         bound: _BoundRows,
         tokens: TokenHistory,
-        masks: TokenMasks | None,
+        masks: RowMasks | None,
     ) -> SampledTokens:
         """Samples by the native library, after options change the logits."""
         assert self._native is not None
@@ -248,7 +264,7 @@ class Sampler:
         logits: torch.Tensor,
         bound: _BoundRows,
         tokens: TokenHistory,
-        masks: TokenMasks | None,
+        masks: RowMasks | None,
     ) -> SampledTokens:
         if bound.only_argmax and not masks:
             best = choice.first_argmax(logits)
@@ -327,7 +343,7 @@ def _edit(
     logits: torch.Tensor,
     bound: _BoundRows,
     tokens: TokenHistory,
-    masks: TokenMasks | None,
+    masks: RowMasks | None,
     native: NativeSampling | None = None,
 ) -> None:
     """Apply masks and options to the logits, in place."""
@@ -396,7 +412,7 @@ class StepSampler(Protocol):
     rows: SamplingRows
 
     def sample(
-        self, logits: torch.Tensor, rows: Rows, masks: TokenMasks | None = None
+        self, logits: torch.Tensor, rows: Rows, masks: RowMasks | None = None
     ) -> PendingSample:
         """One token for each of `rows`, all different, at position num_tokens[row] of the sampler's
         history.
@@ -414,7 +430,7 @@ class StepSampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _SampledNow:
+class SampledNow:
     """A complete result: `fetch` doesn't wait."""
 
     tokens: SampledTokens
@@ -442,9 +458,9 @@ class HostStepSampler:
         self._history = history
 
     def sample(
-        self, logits: torch.Tensor, rows: Rows, masks: TokenMasks | None = None
+        self, logits: torch.Tensor, rows: Rows, masks: RowMasks | None = None
     ) -> PendingSample:
-        return _SampledNow(self._sampler.sample(logits, rows, self._history, masks))
+        return SampledNow(self._sampler.sample(logits, rows, self._history, masks))
 
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Ints, k: int
