@@ -2,10 +2,12 @@
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from quire.core.content_spans import ContentSpan
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
@@ -52,6 +54,14 @@ def run(engine: Engine) -> dict[tuple[str, int], list[SequenceOutput]]:
         for output in engine.step():
             found.setdefault((output.request_id, output.branch_index), []).append(output)
     raise AssertionError("the engine did not end")
+
+
+def test_contents_are_refused_by_an_engine_without_an_encoder():
+    engine = make_engine()
+    spans = (ContentSpan(2, 4, "ab" * 16),)
+    with pytest.raises(InvalidRequestError, match="this model takes text only"):
+        engine.add(replace(request("image"), content_spans=spans))
+    assert not engine.has_work()
 
 
 def tokens(outputs: list[SequenceOutput]) -> list[int]:

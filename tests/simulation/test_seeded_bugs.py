@@ -86,7 +86,7 @@ def match_one_token_too_many(original: Any) -> Any:
 
 def forget_the_parent(original: Any) -> Any:
     def extend_chain(
-        self: PrefixCache, chain: list[bytes], root: bytes, token_ids: list[int]
+        self: PrefixCache, chain: list[bytes], root: bytes, token_ids: list[int], *_: Any
     ) -> list[bytes]:
         size, tokens = self.block_size, []
         while (len(chain) + 1) * size <= len(token_ids):

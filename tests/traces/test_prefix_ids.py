@@ -43,6 +43,19 @@ def test_a_later_turn_has_the_blocks_of_the_answer_and_its_parent() -> None:
     assert ids.add(8, "b", [1, 2, 3, 4, 5, 6, 7, 8], [[]]).parent is None
 
 
+def test_placeholders_of_other_contents_have_other_numbers() -> None:
+    ids = PrefixIds(SIZE)
+    prompt = [1, 2, 9, 9, 9, 9, 9, 3]
+    found = [
+        ids.add(number, "", prompt, [[4]], contents=[(2, count, digest)]).prefix_ids
+        for number, (count, digest) in enumerate([(5, "a"), (5, "b"), (5, "a"), (4, "a")])
+    ]
+    assert found == [(0, 1), (2, 3), (0, 1), (0, 4)]  # the last has a token behind its content
+    assert ids.add(4, "", prompt, [[4]]).prefix_ids == (5, 6)
+    # "b" shares the two tokens before it, and so does the text.
+    assert ids.overlap._num_common_tokens == 2 + 2
+
+
 def test_without_a_key_nothing_is_numbered() -> None:
     one, other = PrefixIds(SIZE), PrefixIds(SIZE)
     assert one._key != other._key

@@ -61,7 +61,9 @@ class RoutedPlacement:
         if self._router is None:
             return None
         adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
-        digests = self._chains.of_prompt(request.prompt_token_ids, request.cache_domain, adapter)
+        digests = self._chains.of_prompt(
+            request.prompt_token_ids, request.cache_domain, adapter, request.content_spans
+        )
         routed = RoutedRequest(
             request.request_id,
             digests,

@@ -7,6 +7,7 @@ from operator import countOf
 from typing import NamedTuple
 
 from quire.core.adapters import AdapterRef
+from quire.core.content_spans import ContentSpan
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.step import TokenLogprobs
 from quire.errors import InvalidRequestError, PromptTooLongError
@@ -53,6 +54,9 @@ class Request:
     resumed: tuple[ResumedBranch, ...] = ()
     #: Adapter that computes all tokens; None means the base model.
     adapter: AdapterRef | None = None
+    #: Spans of the prompt that stand for contents, such as images, in ascending order. Their
+    #: positions have placeholder ids in prompt_token_ids.
+    content_spans: tuple[ContentSpan, ...] = ()
 
     def resume(
         self, branches: Mapping[int, Sequence[int]], *, has_output: bool, elapsed_s: float

@@ -383,6 +383,8 @@ class ModelLimits:
     num_token_types: int = 1
     #: How requests pool by default.
     pooling: ModelPooling = field(default_factory=ModelPooling)
+    #: Most tokens of one content in a prompt, such as an image; 0 if the model takes text only.
+    max_content_tokens: int = 0
 
     @property
     def num_token_ids(self) -> int:

@@ -11,6 +11,7 @@ from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
 from quire.core.adapters import BASE_MODEL, NO_SLOT
+from quire.core.content_spans import ContentSpan
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenLogprobs
@@ -80,7 +81,8 @@ class PrefixMiss:
     reason: MissReason
     #: Number of tokens found in the cache; also the index of the first missing token.
     num_found_tokens: int
-    #: For DIFFERS, the prompt's first differing token and up to 8 tokens on each side.
+    #: For DIFFERS, the prompt's first differing token and up to 8 tokens on each side, without
+    #: positions of contents.
     prompt_around: tuple[int, ...] = ()
     #: For DIFFERS, the cached tokens at the same positions.
     cached_around: tuple[int, ...] = ()
@@ -142,6 +144,7 @@ class Sequence:
         "chain_root",
         "chain_tokens",
         "constraint",
+        "content_spans",
         "deadline_s",
         "draft_token_ids",
         "end_token_ids",
@@ -208,6 +211,8 @@ class Sequence:
         #: The grammar that its tokens obey, or None. With a grammar, its next step is planned only
         #: once all its tokens are known.
         self.constraint: Constraint | None = None
+        #: Spans of its prompt that stand for contents, in ascending order.
+        self.content_spans: tuple[ContentSpan, ...] = ()
         #: Digest of the adapter that computes all of its tokens, or BASE_MODEL.
         self.adapter = BASE_MODEL
         #: Slot of the adapter while the sequence runs.
@@ -282,7 +287,7 @@ class Sequence:
         self.snapshot = Snapshot()
         #: Content hashes of the full blocks of token_ids, as far as they were needed.
         self.chain: list[bytes] = []
-        #: Tokens of the blocks in `chain`, packed as `hash_chain.sortable` does.
+        #: Tokens of the blocks in `chain`, packed by `packed_tokens`.
         self.chain_tokens: list[bytes] = []
         #: The hash from which `chain` starts; it depends on the cache domain and the adapter.
         self.chain_root = chain_root
@@ -314,7 +319,7 @@ class Sequence:
             output_token_ids=self.token_ids[self.num_prompt_tokens :],
         )
         child.tenant, child.deadline_s = self.tenant, self.deadline_s
-        child.adapter = self.adapter
+        child.adapter, child.content_spans = self.adapter, self.content_spans
         child.chain = list(self.chain)
         child.chain_tokens = list(self.chain_tokens)
         return child
@@ -445,7 +450,7 @@ def make_sequences(
             chain_root=chain_root,
             output_token_ids=token_ids,
         )
-        sequence.tenant = request.tenant
+        sequence.tenant, sequence.content_spans = request.tenant, request.content_spans
         sequence.adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
         if request.deadline_s is not None:
             sequence.deadline_s = now_s + request.deadline_s

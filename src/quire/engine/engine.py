@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from quire.core.adapters import BASE_MODEL
+from quire.core.content_spans import check_content_spans
 from quire.core.memory.memory_report import BlockMap, MemoryReport, block_map, memory_report
 from quire.core.request import Request, SequenceOutput, check_pooling, check_prompt, check_resumed
 from quire.core.sampling_params import DecodingParams, ModelLimits
@@ -149,6 +150,12 @@ class Engine:
         check_pooling(request, self.limits)
         generates = request.params.pooling is None
         check_prompt(request.prompt_token_ids, self.limits, generates=generates)
+        check_content_spans(
+            request.content_spans,
+            len(request.prompt_token_ids),
+            self.limits,
+            in_one_step=request.params.pooling is not None and request.params.pooling.in_one_step,
+        )
         check_resumed(request, self.limits)
         self.grammars.check(request.params)
         self.adapters.check(request)

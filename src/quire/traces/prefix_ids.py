@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from quire.traces.partial_block_overlap import PartialBlockOverlap
@@ -66,11 +66,19 @@ class PrefixIds:
         prompt: Sequence[int],
         outputs: Sequence[Sequence[int]],
         ended_ms: int = 0,
+        contents: Iterable[tuple[int, int, str]] = (),
     ) -> BlockNumbers:
         """Assign numbers to the blocks of request `number`, which ended at `ended_ms`.
 
         Requests of different domains share no prefixes, so their blocks have no number in common.
+        contents: the first position, length and digest of each span of the prompt that is not
+        tokens.
         """
+        prompt = list(prompt)
+        for first, count, digest in contents:
+            # Negative numbers name a content's positions, from a random one of 62 bits on.
+            name = -1 - int.from_bytes(self._digest(digest.encode(), b"content")[:8]) // 4
+            prompt[first : first + count] = range(name, name - count, -1)
         # First, number the prompt's blocks; find the last block that an earlier request has, and
         # the parent.
         size = self._block_tokens

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, field
 
+from quire.core.content_spans import ContentSpan
 from quire.core.memory.hash_chain import DIGEST_BYTES, hash_tail
 from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.memory.packed_tokens import pack
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.memory.prefix_index import PrefixMatch
 from quire.core.sequence import Sequence
 from quire.core.step import HOLE_BLOCK, BlockCopy
 
 DOMAINS = ("a", "b", PUBLIC_DOMAIN)
-Tokens = tuple[int, ...]
+Tokens = tuple[int | str, ...]  # a position of a content is named by its digest and offset
 Place = tuple[int, int]  # the group of a state, and which of its pages
 
 
@@ -73,13 +75,14 @@ class Truth:
         """What the digests of its blocks stand for, computed anew."""
         cache, domain, token_ids = self.memory.cache, self.domain(sequence), sequence.token_ids
         chain: list[bytes] = []
-        cache.extend_chain(chain, sequence.chain_root, token_ids[:num_tokens])
+        spans, tokens = sequence.content_spans, positions(sequence)
+        cache.extend_chain(chain, sequence.chain_root, token_ids[:num_tokens], spans)
         for index, digest in enumerate(chain):
-            self.prefixes[digest] = domain, tuple(token_ids[: (index + 1) * self.size])
-        tail = token_ids[len(chain) * self.size : num_tokens]
-        if tail:
-            digest = hash_tail(chain[-1] if chain else sequence.chain_root, tail)
-            self.prefixes[digest] = domain, tuple(token_ids[:num_tokens])
+            self.prefixes[digest] = domain, tokens[: (index + 1) * self.size]
+        packed = pack(token_ids, len(chain) * self.size, num_tokens, spans)
+        if packed:
+            digest = hash_tail(chain[-1] if chain else sequence.chain_root, packed)
+            self.prefixes[digest] = domain, tokens[:num_tokens]
 
     def carry_out(self, step: Step) -> None:
         """Copies, writes, and then every context is read."""
@@ -88,15 +91,15 @@ class Truth:
             assert content is not None, "a copy of nothing"
             self.stored[target] = content
         for block, group, sequence, end in step.writes:
-            self.stored[block] = group, tuple(sequence.token_ids[:end])
+            self.stored[block] = group, positions(sequence)[:end]
         for block, group, sequence, end in step.context:
-            prefix = tuple(sequence.token_ids[:end])
+            prefix = positions(sequence)[:end]
             assert self.begins(block, group, prefix) or sequence.is_finished, "a wrong token"
         for page, place, sequence, start, end in step.states:
-            before = place, tuple(sequence.token_ids[:start])
+            before = place, positions(sequence)[:start]
             is_right = not start or self.stored.get(page) == before
             assert is_right or sequence.is_finished, "a wrong state"
-            self.stored[page] = place, tuple(sequence.token_ids[:end])
+            self.stored[page] = place, positions(sequence)[:end]
 
     def holds(self, block: int, key: tuple[int, bytes]) -> bool:
         """Whether a findable block has what it is found by."""
@@ -151,7 +154,7 @@ class Truth:
 
     def num_findable_tokens(self, sequence: Sequence) -> int:
         """The longest prefix that the cache has for it, by a look at each block of it."""
-        held, token_ids = sequence.num_computed_tokens, tuple(sequence.token_ids)
+        held, token_ids = sequence.num_computed_tokens, positions(sequence)
         if held % self.size:
             return held
         found = {
@@ -168,6 +171,32 @@ class Truth:
             if len(tokens) - held <= self.size
         )
         return max(agreeing, default=held)
+
+
+def positions(sequence: Sequence) -> Tokens:
+    """What stands at each position: two are equal if and only if their K and V are."""
+    found: list[int | str] = list(sequence.token_ids)
+    for first, count, digest in sequence.content_spans:
+        found[first : first + count] = [f"{digest} {offset}" for offset in range(count)]
+    return tuple(found)
+
+
+def make_spans(drawn: list[tuple[int, int, int]], num_tokens: int) -> tuple[ContentSpan, ...]:
+    """Spans of a prompt from (gap before it, length, number of its content), as far as they fit."""
+    spans: list[ContentSpan] = []
+    end = 0
+    for gap, count, number in drawn:
+        span = ContentSpan(end + gap, count, digest_of(number))
+        if span.end >= num_tokens:
+            break
+        spans.append(span)
+        end = span.end
+    return tuple(spans)
+
+
+def digest_of(number: int) -> str:
+    """The digest of one of the contents of tests."""
+    return f"{number:032x}"
 
 
 def num_common(first: Tokens, second: Tokens) -> int:

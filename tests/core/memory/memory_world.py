@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from tests.core.harness import make_groups
-from tests.core.memory.memory_truth import Step, Tokens, Truth
+from tests.core.memory.memory_truth import Step, Tokens, Truth, make_spans, positions
 
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
@@ -76,13 +76,21 @@ class World:
 
     # ---- coming in --------------------------------------------------------------------------
 
-    def new(self, token_ids: list[int], domain: str, prompt_logprobs: bool = False) -> Sequence:
-        """The sequence of a new request."""
+    def new(
+        self,
+        token_ids: list[int],
+        domain: str,
+        prompt_logprobs: bool = False,
+        spans: Iterable[tuple[int, int, int]] = (),
+    ) -> Sequence:
+        """The sequence of a new request; spans: as `make_spans` takes them."""
         params = DecodingParams(MAX_NUM_TOKENS, prompt_logprobs=0 if prompt_logprobs else None)
         root = self.memory.prefixes.start_chain(domain)
-        return Sequence(
+        made = Sequence(
             next(self._names), token_ids, params, max_num_tokens=MAX_NUM_TOKENS, chain_root=root
         )
+        made.content_spans = make_spans(list(spans), len(token_ids))
+        return made
 
     def _branch(self, parent: Sequence) -> Sequence:
         child = parent.branch(1, parent.params)
@@ -309,7 +317,7 @@ class World:
                 first = rule.first_needed(sequence.num_computed_tokens)
                 for index in range(first, -(-sequence.num_confirmed_tokens // self.size)):
                     end = min(sequence.num_confirmed_tokens, (index + 1) * self.size)
-                    prefix = tuple(sequence.token_ids[:end])
+                    prefix = positions(sequence)[:end]
                     if table[index] not in to_come:
                         assert truth.begins(table[index], group, prefix), "a wrong table"
 
@@ -356,4 +364,4 @@ def beam_pairs(world: World) -> list[tuple[Sequence, Sequence]]:
 
 
 def prompt_of(sequence: Sequence) -> Tokens:
-    return tuple(sequence.token_ids[: sequence.num_prompt_tokens])
+    return positions(sequence)[: sequence.num_prompt_tokens]

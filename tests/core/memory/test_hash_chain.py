@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from quire.core.memory.hash_chain import DIGEST_BYTES, HashChains
 from quire.core.memory.prefix_cache import PrefixCache
 
-TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
 
 @given(TOKENS, st.sampled_from([1, 4, 16]), st.text(max_size=4), st.sampled_from(["", "a1b2"]))

@@ -26,6 +26,7 @@ INDICES = st.integers(0, 7)
 TOKENS = st.integers(0, 1)
 CHUNKS = st.integers(1, 9)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=12)
+SPANS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), TOKENS), max_size=2)
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -45,11 +46,17 @@ class MemoryMachine(RuleBasedStateMachine):
         domain=st.sampled_from(DOMAINS),
         prompt_logprobs=st.sampled_from([False, False, True]),
         chunk=CHUNKS,
+        spans=SPANS,
     )
     def admit(
-        self, prompts: list[list[int]], domain: str, prompt_logprobs: bool, chunk: int
+        self,
+        prompts: list[list[int]],
+        domain: str,
+        prompt_logprobs: bool,
+        chunk: int,
+        spans: list[tuple[int, int, int]],
     ) -> None:
-        newcomers = [self.world.new(prompt, domain, prompt_logprobs) for prompt in prompts]
+        newcomers = [self.world.new(prompt, domain, prompt_logprobs, spans) for prompt in prompts]
         self.world.launch(self.all_but(9, chunk), 0, newcomers)
 
     @precondition(lambda self: self.world.live)
@@ -143,7 +150,9 @@ def act(world: World, rng: random.Random) -> None:
         newcomers = rng.sample(world.resting(), min(2, len(world.resting())))
         if sequence is None or kind < 0.15:
             prompt = [rng.randrange(2) for _ in range(rng.randint(1, 14))]
-            newcomers = [world.new(prompt, rng.choice(DOMAINS), rng.random() < 0.2)]
+            drawn = [(rng.randrange(4), rng.randint(1, 6), rng.randrange(2)) for _ in range(2)]
+            spans = drawn[: rng.randrange(3)]
+            newcomers = [world.new(prompt, rng.choice(DOMAINS), rng.random() < 0.2, spans)]
         world.launch(chunks, rng.choice([0, 0, 1, 2]), newcomers)
     elif kind < 0.7:
         if world.in_flight:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.memory.hash_chain import DIGEST_BYTES, hash_tail, sortable
+from quire.core.memory.hash_chain import DIGEST_BYTES, hash_tail
+from quire.core.memory.packed_tokens import pack_tokens, unpack
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN, Eviction, PrefixCache
 
 
@@ -47,7 +48,7 @@ def test_equal_blocks_after_different_parents_differ() -> None:
 
 
 @settings(max_examples=60, deadline=None, database=None)
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=24), st.integers(0, 24))
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=24), st.integers(0, 24))
 def test_a_chain_grown_in_parts_equals_one_made_at_once(token_ids: list[int], cut: int) -> None:
     cache = make(3)
     chain: list[bytes] = []
@@ -85,18 +86,18 @@ def test_domains_extras_and_secrets_separate_roots() -> None:
     assert cache.root("a") == make().root("a")
 
 
-def test_token_ids_use_all_their_32_bits() -> None:
+def test_token_ids_use_all_their_31_bits() -> None:
     cache = make(1)
-    ids = [0, 1, 255, 256, 65536, 2**31, 2**32 - 1]
+    ids = [0, 1, 255, 256, 65536, 2**30, 2**31 - 1]
     assert len({chain_of(cache, [token_id])[0] for token_id in ids}) == len(ids)
 
 
 def test_a_partly_filled_block_has_a_hash_of_its_own() -> None:
     cache = make()
     (full,) = chain_of(cache, [1, 2, 3, 4])
-    hashes = {hash_tail(cache.root(""), [1, 2, 3, 4][:end]) for end in range(1, 4)}
+    hashes = {hash_tail(cache.root(""), pack_tokens([1, 2, 3, 4][:end])) for end in range(1, 4)}
     assert len(hashes | {full}) == 4
-    assert hash_tail(full, [1]) != hash_tail(cache.root(""), [1])
+    assert hash_tail(full, pack_tokens([1])) != hash_tail(cache.root(""), pack_tokens([1]))
 
 
 # ---- contents -----------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def insert(
     is_first: bool = False,
 ) -> None:
     """One block that is not known yet."""
-    run = cache.insert_run(group, [digest], [block], [sortable(token_ids)], parent, is_first)
+    run = cache.insert_run(group, [digest], [block], [pack_tokens(token_ids)], parent, is_first)
     assert run == [(block, digest)]
 
 
@@ -134,7 +135,9 @@ def test_groups_are_maps_of_their_own() -> None:
     assert cache.find_all(digest, (0, 1)) == (0, 18)
     cache.remove_run([(0, digest)])
     assert (cache.find(0, digest), cache.find(1, digest), len(cache)) == (None, 18, 1)
-    assert cache.closest_block(ROOT, [1, 2, 3, 4]) is None, "the tree has what group 0 has"
+    assert cache.closest_block(ROOT, pack_tokens([1, 2, 3, 4])) is None, (
+        "the tree has what group 0 has"
+    )
     cache.check()
 
 
@@ -177,11 +180,11 @@ def test_the_neighbour_is_the_block_that_agrees_longest(
     tokens = [[5, 6, 7, 8], [5, 6, 256, 8], [70000, 1]]
     for block, token_ids in enumerate(tokens):
         insert(cache, 0, b"%d" % block, block, ROOT, token_ids, True)
-    near = cache.closest_block(ROOT, wanted)
+    near = cache.closest_block(ROOT, pack_tokens(wanted))
     assert near is not None and near.num_common_tokens == num_common
-    assert found is None or near.token_ids == found
-    assert near.digest == b"%d" % tokens.index(list(near.token_ids))
-    assert cache.closest_block(b"another parent", wanted) is None
+    assert found is None or unpack(near.tokens) == list(found)
+    assert near.digest == b"%d" % tokens.index(unpack(near.tokens))
+    assert cache.closest_block(b"another parent", pack_tokens(wanted)) is None
 
 
 BLOCKS = st.lists(st.integers(0, 300), min_size=1, max_size=4)
@@ -194,10 +197,10 @@ def test_the_neighbour_agrees_as_long_as_any(blocks: list[list[int]], wanted: li
     for block, token_ids in enumerate(sorted(set(map(tuple, blocks)))):
         insert(cache, 0, repr(token_ids).encode(), block, ROOT, token_ids)
     cache.check()
-    near = cache.closest_block(ROOT, wanted)
+    near = cache.closest_block(ROOT, pack_tokens(wanted))
     assert near is not None
     agreeing = [num_common(token_ids, wanted) for token_ids in blocks]
-    assert near.num_common_tokens == max(agreeing) == num_common(near.token_ids, wanted)
+    assert near.num_common_tokens == max(agreeing) == num_common(unpack(near.tokens), wanted)
 
 
 def num_common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -228,12 +231,12 @@ def test_whether_others_have_a_first_block_is_counted_by_domain() -> None:
     for block, name in enumerate(("a", "b")):
         insert(cache, 0, name.encode(), block, cache.root(name), [1, 2, 3, 4], True)
     insert(cache, 0, b"later", 2, b"a", [9, 9, 9, 9])
-    assert cache.is_first_of_others([1, 2, 3, 4])
-    assert not cache.is_first_of_others([9, 9, 9, 9]), "it is no first block"
+    assert cache.is_first_of_others(pack_tokens([1, 2, 3, 4]))
+    assert not cache.is_first_of_others(pack_tokens([9, 9, 9, 9])), "it is no first block"
     cache.remove_run([(0, b"a")])
-    assert cache.is_first_of_others([1, 2, 3, 4])
+    assert cache.is_first_of_others(pack_tokens([1, 2, 3, 4]))
     cache.remove_run([(0, b"b")])
-    assert not cache.is_first_of_others([1, 2, 3, 4])
+    assert not cache.is_first_of_others(pack_tokens([1, 2, 3, 4]))
     cache.check()
 
 
@@ -245,15 +248,15 @@ def test_the_longest_block_that_agrees_whole_is_that_of_the_definition() -> None
         root = cache.root("")
         contents = {tuple(rng.choices((1, 2), k=rng.randrange(1, 5))) for _ in range(6)}
         for block, tokens in enumerate(contents):
-            name = hash_tail(root, tokens)
-            cache.insert_run(0, [name], [block], [sortable(tokens)], root)
+            name = hash_tail(root, pack_tokens(tokens))
+            cache.insert_run(0, [name], [block], [pack_tokens(tokens)], root)
         wanted = rng.choices((1, 2), k=rng.randrange(1, 5))
-        found = cache.closest_block(root, wanted, is_whole=True)
+        found = cache.closest_block(root, pack_tokens(wanted), is_whole=True)
         whole = [each for each in contents if list(each) == wanted[: len(each)]]
         longest = max(whole, key=len, default=None)
-        assert (found and found.token_ids) == longest
+        assert (found and tuple(unpack(found.tokens))) == longest
         num_found += found is not None
         if found is not None:
-            assert found.num_common_tokens == len(found.token_ids)
-            assert found.digest == hash_tail(root, found.token_ids)
+            assert found.num_common_tokens == len(unpack(found.tokens))
+            assert found.digest == hash_tail(root, found.tokens)
     assert 100 < num_found < 300

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.core.memory.hash_chain import TOKEN_BYTES, HashChains, sortable, words
+from quire.core.memory.hash_chain import HashChains
+from quire.core.memory.packed_tokens import TOKEN_BYTES, Spans, num_packed
 from quire.core.sequence import Eviction
 
 FIRST_LOOKUPS = 16
@@ -28,12 +29,13 @@ class Neighbour(NamedTuple):
 
     digest: bytes
     num_common_tokens: int
-    token_ids: tuple[int, ...]
+    #: Its positions, packed by `packed_tokens`.
+    tokens: bytes
 
 
 _Child = tuple[bytes, bytes]
-"""(tokens, digest) of a block that follows a parent. Tokens are packed big-endian, so that the
-bytes sort like the tokens."""
+"""(tokens, digest) of a block that follows a parent. Tokens are packed by `packed_tokens`, so that
+the bytes sort like the tokens."""
 
 _Node = tuple[bytes, bytes, bool]
 """(parent, tokens, whether the parent is the root of a domain) of a block."""
@@ -87,13 +89,11 @@ class PrefixCache:
         return self._chains.root(domain, extra)
 
     def extend_chain(
-        self, chain: list[bytes], root: bytes, token_ids: Sequence[int]
+        self, chain: list[bytes], root: bytes, token_ids: Sequence[int], spans: Spans = ()
     ) -> list[bytes]:
-        """Append the hashes of the full blocks of `token_ids` that `chain` lacks.
-
-        Returns the tokens of these blocks, packed by `sortable`.
-        """
-        return self._chains.extend(chain, root, token_ids)
+        """Append the hashes of the full blocks of `token_ids` that `chain` lacks; see
+        `HashChains.extend`."""
+        return self._chains.extend(chain, root, token_ids, spans)
 
     # ---- contents ---------------------------------------------------------------------------
 
@@ -129,14 +129,14 @@ class PrefixCache:
     def num_tokens(self, digest: bytes) -> int | None:
         """Number of tokens in the content; None if the main group does not have it."""
         block = None if self._main is None else self.find(self._main, digest)
-        return None if block is None else len(self._nodes[block][1]) // TOKEN_BYTES
+        return None if block is None else num_packed(self._nodes[block][1])
 
     def tail(self, digest: bytes) -> tuple[bytes, bytes] | None:
         """The parent and the tokens of a partly filled block in the main group; None for other
         contents."""
         block = None if self._main is None else self.find(self._main, digest)
         node = None if block is None else self._nodes[block]
-        if node is None or len(node[1]) == TOKEN_BYTES * self.block_size:
+        if node is None or num_packed(node[1]) == self.block_size:
             return None
         return node[:2]
 
@@ -155,9 +155,9 @@ class PrefixCache:
     ) -> list[tuple[int, bytes]]:
         """Make adjacent blocks of one prompt findable, except contents that are cached already.
 
-        tokens: the tokens of each block, packed by `sortable`. parent: the digest before the first
-        block, or the root if it is the first of the chain (is_first). Returns (block, digest) of
-        the new contents.
+        tokens: the tokens of each block, packed by `packed_tokens`. parent: the digest before the
+        first block, or the root if it is the first of the chain (is_first). Returns (block, digest)
+        of the new contents.
         """
         known, nodes, children = self._blocks[group], self._nodes, self._children
         parents = [parent, *digests][: len(digests)]
@@ -209,9 +209,10 @@ class PrefixCache:
             self._old_evictions, self._evictions = evictions, {}
 
     def closest_block(
-        self, parent: bytes, token_ids: Sequence[int], *, is_whole: bool = False
+        self, parent: bytes, wanted: bytes, *, is_whole: bool = False
     ) -> Neighbour | None:
-        """The block after `parent` that agrees longest with token_ids; None if no block follows.
+        """The block after `parent` that agrees longest with the packed positions `wanted`; None if
+        no block follows.
 
         A result with 0 common tokens only shows that other tokens follow `parent`. is_whole: only
         consider blocks all of whose tokens agree.
@@ -219,17 +220,15 @@ class PrefixCache:
         siblings = self._children.get(parent)
         if siblings is None:
             return None
-        wanted = sortable(token_ids)
         listed = self._listed(siblings)
         place = bisect_left(listed, (wanted, b""))
         near = listed[max(0, place - 1) : place + 1]
         common, tokens, digest = max(
             (_num_common_bytes(wanted, tokens), tokens, digest) for tokens, digest in near
         )
-        num_common = common // TOKEN_BYTES
-        if is_whole and num_common * TOKEN_BYTES < len(tokens):
-            return _longest_whole(listed, wanted[: num_common * TOKEN_BYTES])
-        return Neighbour(digest, num_common, _unsorted(tokens))
+        if is_whole and common < len(tokens):
+            return _longest_whole(listed, wanted[: common // TOKEN_BYTES * TOKEN_BYTES])
+        return Neighbour(digest, num_packed(wanted[:common]), tokens)
 
     def has_other_child(self, parent: bytes, digest: bytes) -> bool:
         """Whether a block other than that of `digest` follows `parent`."""
@@ -241,12 +240,12 @@ class PrefixCache:
         """The last eviction of a content that is not cached now; None if it is not remembered."""
         return self._evictions.get(digest) or self._old_evictions.get(digest)
 
-    def is_first_of_others(self, token_ids: Sequence[int]) -> bool:
-        """Whether some domain has a cached prompt that begins with this full block.
+    def is_first_of_others(self, tokens: bytes) -> bool:
+        """Whether some domain has a cached prompt that begins with this full block, packed.
 
         Called after the request's own domain was searched. For operators: never sent to clients.
         """
-        return bool(self._roots_of_first.get(sortable(token_ids)))
+        return bool(self._roots_of_first.get(tokens))
 
     # ---- checks -----------------------------------------------------------------------------
 
@@ -290,7 +289,7 @@ def _longest_whole(listed: Sequence[_Child], wanted: bytes) -> Neighbour | None:
         tokens = wanted[:length]
         place = bisect_left(listed, (tokens, b""))
         if place < len(listed) and listed[place][0] == tokens:
-            return Neighbour(listed[place][1], length // TOKEN_BYTES, _unsorted(tokens))
+            return Neighbour(listed[place][1], num_packed(tokens), tokens)
     return None
 
 
@@ -301,10 +300,6 @@ def _forget_first(roots_of_first: dict[bytes, Counter[bytes]], root: bytes, toke
         del counts[root]
     if not counts:
         del roots_of_first[tokens]
-
-
-def _unsorted(data: bytes) -> tuple[int, ...]:
-    return words(len(data) // TOKEN_BYTES).unpack(data)
 
 
 def _num_common_bytes(first: bytes, second: bytes) -> int:

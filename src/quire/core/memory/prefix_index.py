@@ -10,14 +10,14 @@ In a hybrid, groups that keep all tokens are searched first; `group_match` then 
 that prefix the other groups can serve.
 """
 
-from collections.abc import Sequence as Ids
 from typing import NamedTuple
 
 from quire.core.adapters import BASE_MODEL
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.group_match import GroupMatch, GroupPart, StatePages
 from quire.core.memory.growth import Growth
-from quire.core.memory.hash_chain import hash_tail, sortable
+from quire.core.memory.hash_chain import hash_tail
+from quire.core.memory.packed_tokens import NOT_A_TOKEN, num_packed, pack, unpack
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN, PrefixCache
 from quire.core.memory.resume_points import ResumePoints
 from quire.core.memory.state_snapshots import StateSnapshots, forget_unheld
@@ -219,7 +219,8 @@ class PrefixIndex:
         """The public chain's hashes of at least the sequence's first num_blocks blocks."""
         chain = sequence.public_chain
         if len(chain) < num_blocks:
-            self.cache.extend_chain(chain, public_root(self.cache, sequence), sequence.token_ids)
+            root = public_root(self.cache, sequence)
+            self.cache.extend_chain(chain, root, sequence.token_ids, sequence.content_spans)
         return chain
 
     def _find_part(self, sequence: Sequence, index: int) -> tuple[int, bytes, tuple[int, ...]]:
@@ -231,10 +232,11 @@ class PrefixIndex:
         part of it exists.
         """
         size, token_ids, cache = self.cache.block_size, sequence.token_ids, self.cache
-        tail = token_ids[index * size : min((index + 1) * size, len(token_ids) - 1)]
+        end = min((index + 1) * size, len(token_ids) - 1)
         best: tuple[int, bytes, tuple[int, ...]] = (0, b"", ())
-        if not tail:
+        if end <= index * size:
             return best
+        tail = pack(token_ids, index * size, end, sequence.content_spans)
         parents = [sequence.chain[index - 1] if index else sequence.chain_root]
         if _reads_public(self.cache, sequence):
             public_chain = self._public_chain(sequence, index)
@@ -302,9 +304,9 @@ class PrefixIndex:
         self._extend_chain(sequence)
         parent = digest = sequence.chain[index - 1] if index else sequence.chain_root
         if offset:
-            token_ids = sequence.token_ids[index * size : num_confirmed]
-            digest = hash_tail(parent, token_ids)
-            self._insert(sequence, index, [digest], [sortable(token_ids)])
+            tokens = pack(sequence.token_ids, index * size, num_confirmed, sequence.content_spans)
+            digest = hash_tail(parent, tokens)
+            self._insert(sequence, index, [digest], [tokens])
         if self._snapshots.enabled and num_confirmed == sequence.num_computed_tokens:
             self._snapshots.publish(sequence, digest)
 
@@ -346,7 +348,7 @@ class PrefixIndex:
         inserted = cache.insert_run(group, [digest], [block], [tokens], parent, index == 0)
         self._pool.set_contents(group, inserted)
 
-    def pin(self, token_ids: Ids[int], root: bytes, priority: int, until_s: float | None) -> int:
+    def pin(self, token_ids: list[int], root: bytes, priority: int, until_s: float | None) -> int:
         """Pin the cached full blocks at the beginning of token_ids, in the chain from `root`.
 
         See `BlockPool.pin`. Returns the number of tokens in the pinned blocks.
@@ -389,19 +391,13 @@ class PrefixIndex:
         elif match.num_tier_tokens > match.num_tokens:
             sequence.miss = PrefixMiss(MissReason.NOT_LOADED, match.num_tokens)
         else:
-            sequence.miss = explain_miss(
-                self.cache,
-                sequence.token_ids,
-                sequence.chain,
-                sequence.chain_root,
-                match.num_tokens,
-            )
+            sequence.miss = explain_miss(self.cache, sequence, match.num_tokens)
         self.misses[sequence.miss.reason] += 1
 
     def _extend_chain(self, sequence: Sequence) -> None:
         if len(sequence.chain) < len(sequence.token_ids) // self.cache.block_size:
             sequence.chain_tokens += self.cache.extend_chain(
-                sequence.chain, sequence.chain_root, sequence.token_ids
+                sequence.chain, sequence.chain_root, sequence.token_ids, sequence.content_spans
             )
 
 
@@ -417,18 +413,13 @@ def public_root(cache: PrefixCache, sequence: Sequence) -> bytes:
     return cache.root(PUBLIC_DOMAIN, adapter.encode()) if adapter else cache.public_root
 
 
-def explain_miss(
-    cache: PrefixCache,
-    token_ids: Ids[int],
-    chain: Ids[bytes],
-    root: bytes,
-    num_found_tokens: int,
-) -> PrefixMiss:
-    """Why no more than num_found_tokens of token_ids were found. Changes nothing.
+def explain_miss(cache: PrefixCache, sequence: Sequence, num_found_tokens: int) -> PrefixMiss:
+    """Why no more than num_found_tokens of a sequence's tokens were found. Changes nothing.
 
-    chain: the hashes of all full blocks of token_ids.
+    The sequence's `chain` has the hashes of all its full blocks.
     """
     # Return the first reason that applies, in the order of MissReason.
+    token_ids, spans, chain = sequence.token_ids, sequence.content_spans, sequence.chain
     num_missing = len(token_ids) - 1 - num_found_tokens
     if num_missing <= 0:
         return PrefixMiss(MissReason.NONE, num_found_tokens)
@@ -438,18 +429,20 @@ def explain_miss(
         eviction = cache.eviction_of(chain[index])
         if eviction is not None:
             return PrefixMiss(MissReason.EVICTED, num_found_tokens, eviction=eviction)
-    parent = chain[index - 1] if index else root
-    tail = token_ids[index * size : (index + 1) * size]
+    parent = chain[index - 1] if index else sequence.chain_root
+    tail = pack(token_ids, index * size, (index + 1) * size, spans)
     seen = cache.closest_block(parent, tail)
-    if seen is not None and seen.num_common_tokens < min(len(seen.token_ids), len(tail)):
-        start = max(0, num_found_tokens - TOKENS_AROUND)
-        before = tuple(token_ids[start:num_found_tokens])
+    if seen is not None and seen.num_common_tokens < min(num_packed(seen.tokens), num_packed(tail)):
+        start, end = max(0, num_found_tokens - TOKENS_AROUND), num_found_tokens + TOKENS_AROUND + 1
+        before = unpack(pack(token_ids, start, num_found_tokens, spans))
         first = num_found_tokens - index * size
+        cached = before + unpack(seen.tokens)[first : first + TOKENS_AROUND + 1]
+        prompt = unpack(pack(token_ids, start, end, spans))
         return PrefixMiss(
             MissReason.DIFFERS,
             num_found_tokens,
-            tuple(token_ids[start : num_found_tokens + TOKENS_AROUND + 1]),
-            before + seen.token_ids[first : first + TOKENS_AROUND + 1],
+            tuple(token_id for token_id in prompt if token_id != NOT_A_TOKEN),
+            tuple(token_id for token_id in cached if token_id != NOT_A_TOKEN),
         )
     if num_missing < size:
         return PrefixMiss(MissReason.BELOW_BLOCK, num_found_tokens)

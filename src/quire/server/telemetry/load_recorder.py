@@ -272,7 +272,12 @@ class LoadRecorder:
         domain = f"{len(adapter)}:{adapter}{request.cache_domain}"
         end_ms = self._at_ms(ended.ended_s)
         numbers = self._ids.add(
-            ended.number, domain, request.prompt_token_ids, ended.outputs, end_ms
+            ended.number,
+            domain,
+            request.prompt_token_ids,
+            ended.outputs,
+            end_ms,
+            request.content_spans,
         )
         self._counts["requests"] += 1
         if ended.first_s is not None:  # without output the number of cached tokens is unknown

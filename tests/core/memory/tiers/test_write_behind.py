@@ -5,8 +5,8 @@ from tests.core.memory.test_kv_cache_manager import STEP, admit, compute, fork, 
 from tests.core.memory.tiers.slow_tiers import SlowTiers
 
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.memory.hash_chain import sortable
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.memory.packed_tokens import pack_tokens
 from quire.core.memory.tiers.write_behind import (
     BETWEEN_ORDERS_S,
     LENT_S,
@@ -41,7 +41,7 @@ def test_full_blocks_are_stored_at_once_and_tails_once_unheld() -> None:
     memory.set_time(0.2)
     *full, tail = tiers.stores.values()
     assert all(not each.tokens and not each.parent for each in full)
-    assert (tail.parent, tail.tokens) == (sequence.chain[-1], sortable(PROMPT[12:]))
+    assert (tail.parent, tail.tokens) == (sequence.chain[-1], pack_tokens(PROMPT[12:]))
     tiers.end(tiers.stores)
     memory.set_time(0.3)
     assert stores_of(memory).num_stored == 4

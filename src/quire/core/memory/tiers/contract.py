@@ -36,7 +36,7 @@ class StoreOrder(NamedTuple):
     name: bytes
     #: Digest before a partly filled block; empty for other contents.
     parent: bytes = b""
-    #: Tokens of a partly filled block, packed by `hash_chain.sortable`; empty for other contents.
+    #: Tokens of a partly filled block, packed by `packed_tokens`; empty for other contents.
     tokens: bytes = b""
 
 
@@ -58,7 +58,7 @@ class MoveEnd(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """A stored, partly filled block: its tokens, 4 bytes each, and its name."""
+    """A stored, partly filled block: its tokens, packed by `packed_tokens`, and its name."""
 
     tokens: bytes
     name: bytes

@@ -301,11 +301,12 @@ class Loads:
         chains, roots = [sequence.chain], [sequence.chain_root]
         first: list[bytes] = []
         public = public_root(cache, sequence)
-        cache.extend_chain(first, public, sequence.token_ids[:size])
+        spans = sequence.content_spans
+        cache.extend_chain(first, public, sequence.token_ids[:size], spans)
         main = self._growth.main
         is_kept = first and main is not None and self._tiers.find(main, first[0])
         if is_kept or cache.has_public(public):
-            cache.extend_chain(sequence.public_chain, public, sequence.token_ids)
+            cache.extend_chain(sequence.public_chain, public, sequence.token_ids, spans)
             chains.append(sequence.public_chain)
             roots.append(public)
         return self._finder.longest(
@@ -315,6 +316,7 @@ class Loads:
                 chains,
                 roots,
                 sequence.num_computed_tokens // size,
+                spans,
             )
         )
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from quire.core.memory.group_match import Chains
 from quire.core.memory.growth import Growth, GrowthRule
-from quire.core.memory.hash_chain import TOKEN_BYTES, sortable
+from quire.core.memory.packed_tokens import Spans, num_packed, pack
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.state_snapshots import page_name
 from quire.core.memory.tiers.contract import Tiers
@@ -46,13 +46,15 @@ class TierPrefix(NamedTuple):
 
     #: All tokens of the sequence.
     token_ids: Ids[int]
-    #: Tokens of each of its full blocks, packed by `hash_chain.sortable`.
+    #: Tokens of each of its full blocks, packed by `packed_tokens`.
     chain_tokens: Ids[bytes]
     #: Alternative hash chains, with their roots in `roots`; see `group_match.Chains`.
     chains: Chains
     roots: Ids[bytes]
     #: Number of leading full blocks that the sequence holds, which are not looked for.
     held: int
+    #: All contents of the sequence.
+    spans: Spans = ()
 
 
 class TierFinder:
@@ -94,14 +96,14 @@ class TierFinder:
     def _with_tail(self, prefix: TierPrefix, index: int) -> TierMatch | None:
         """The longest prefix that ends in a stored, partly filled block after block `index`."""
         size, best = self._growth.block_size, None
-        rest = sortable(prefix.token_ids[index * size : (index + 1) * size])
+        rest = pack(prefix.token_ids, index * size, (index + 1) * size, prefix.spans)
         num_left = len(prefix.token_ids) - 1 - index * size
         for chain, root in zip(prefix.chains, prefix.roots, strict=True):
             if index > len(chain):
                 continue
             parent = chain[index - 1] if index else root
             for tail in self._tiers.tails(parent):
-                length = len(tail.tokens) // TOKEN_BYTES
+                length = num_packed(tail.tokens)
                 num_tokens = index * size + length
                 # Skip tails that agree only in part: a state is that after all tokens of the tail.
                 if length > num_left or not rest.startswith(tail.tokens):

@@ -1,0 +1,79 @@
+"""Spans of a prompt that are not token ids, such as the embeddings of an image.
+
+A prompt stays a flat list of token ids. A span covers some of its positions, which have placeholder
+ids: there, the model reads the embeddings of the content that the span's digest names. Two
+positions are equal if both are of the same token, or both at the same offset in equal contents.
+"""
+
+from collections.abc import Sequence
+from string import hexdigits
+from typing import NamedTuple
+
+from quire.core.sampling_params import ModelLimits
+from quire.errors import InvalidRequestError, shown
+
+DIGEST_CHARACTERS = 32
+
+
+class ContentSpan(NamedTuple):
+    """Consecutive positions of a prompt that stand for one content."""
+
+    first_position: int
+    num_tokens: int
+    #: Digest of the content and of everything else that its embeddings depend on: 16 bytes, in
+    #: lower-case hexadecimal.
+    digest: str
+
+    @property
+    def end(self) -> int:
+        """The position after the span's last one."""
+        return self.first_position + self.num_tokens
+
+
+def check_content_spans(
+    spans: Sequence[ContentSpan],
+    num_prompt_tokens: int,
+    limits: ModelLimits,
+    *,
+    in_one_step: bool = False,
+) -> None:
+    """Raise InvalidRequestError for spans that the model can't compute.
+
+    Spans ascend and don't overlap. A token follows the last span, because a step samples behind a
+    token. in_one_step: whether the request's whole prompt must be computed in one step; then all
+    contents would need slots at once.
+    """
+    # First, refuse all contents if the model or the request takes none.
+    if not spans:
+        return
+    if not limits.max_content_tokens:
+        raise InvalidRequestError(
+            "the prompt has content beside its text, but this model takes text only", "prompt"
+        )
+    if in_one_step:
+        raise InvalidRequestError(
+            "the prompt is computed in one step, so it must be text only", "prompt"
+        )
+    # Then check each span.
+    end = 0
+    for span in spans:
+        if span.first_position < end or span.num_tokens < 1 or span.end >= num_prompt_tokens:
+            raise InvalidRequestError(
+                f"{span} must have at least 1 position, begin at {end} or later and end before the"
+                f" last of the prompt's {num_prompt_tokens} tokens",
+                "prompt",
+            )
+        if span.num_tokens > limits.max_content_tokens:
+            raise InvalidRequestError(
+                f"{span} is longer than {limits.max_content_tokens} tokens, the most that this"
+                " model takes of one content",
+                "prompt",
+            )
+        is_lower = span.digest == span.digest.lower() and set(span.digest) <= set(hexdigits)
+        if len(span.digest) != DIGEST_CHARACTERS or not is_lower:
+            raise InvalidRequestError(
+                f"the digest of a content is {shown(span.digest)}, but must be {DIGEST_CHARACTERS}"
+                " lower-case hexadecimal digits",
+                "prompt",
+            )
+        end = span.end
