@@ -5,7 +5,7 @@ import torch
 
 from quire.adapters.row_adapters import RowAdapters
 from quire.core.sampling_params import DecodingParams
-from quire.core.step import AdapterLoad, RowAdmission, RowFork, StepPlan
+from quire.core.step import ItemLoad, RowAdmission, RowFork, StepPlan
 
 
 class Slots:
@@ -37,7 +37,7 @@ def set_rows(adapters: RowAdapters, rows: list[int], counts: list[int], num_toke
 
 def test_each_token_has_the_slot_of_its_row() -> None:
     adapters, slots = make()
-    loads = (AdapterLoad(1, "a"), AdapterLoad(0, "b"))
+    loads = (ItemLoad(1, "a"), ItemLoad(0, "b"))
     admitted = (admission(0, 1), admission(2, -1), admission(3, 0))
     adapters.change(StepPlan(0, 3, 6, admit=admitted, adapter_loads=loads))
     assert slots.calls == [(1, "adapter a"), (0, "adapter b")]
@@ -61,7 +61,7 @@ def test_rows_are_set_again_only_after_a_slot_was_filled() -> None:
     for _ in range(3):
         set_rows(adapters, [0], [1], 1)
     assert slots.calls == [[0]]
-    adapters.change(StepPlan(1, 1, 1, adapter_loads=(AdapterLoad(1, "a"),)))
+    adapters.change(StepPlan(1, 1, 1, adapter_loads=(ItemLoad(1, "a"),)))
     set_rows(adapters, [0], [1], 1)
     adapters.set_base(1)
     assert slots.calls == [[0], (1, "adapter a"), [0], [-1]]

@@ -10,9 +10,9 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
-from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.policy import Policy
+from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import Runner, StepPlan, StepResult
@@ -79,7 +79,7 @@ class Harness:
         model: FakeModel = NEVER_ENDS,
         faults: Faults | None = None,
         num_lookahead_blocks: int = 0,
-        adapters: AdapterResidency | None = None,
+        adapters: Residency | None = None,
     ) -> None:
         self.memory = memory or make_memory()
         self.scheduler = Scheduler(

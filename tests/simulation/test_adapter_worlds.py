@@ -7,10 +7,10 @@ import pytest
 from quire.core.memory import prefix_index
 from quire.core.memory.prefix_index import PrefixIndex
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.policy import POLICIES
+from quire.core.scheduling.residency import Residency
 from quire.core.sequence import Sequence
-from quire.core.step import AdapterLoad, Chunk, RowAdmission, StepPlan
+from quire.core.step import Chunk, ItemLoad, RowAdmission, StepPlan
 from quire.simulation.engine_simulator import run_world
 from quire.simulation.fakes.fake_runner import FakeRunner
 from quire.simulation.simulator import SimulationError
@@ -85,7 +85,7 @@ def test_the_fake_runner_refuses_to_fill_a_slot_in_use():
         8,
         admit=(admission(0, 1, (0, 1)),),
         chunks=(Chunk(0, 8),),
-        adapter_loads=(AdapterLoad(1, "a"),),
+        adapter_loads=(ItemLoad(1, "a"),),
     )
     runner.execute(first)
     runner.sample()
@@ -95,7 +95,7 @@ def test_the_fake_runner_refuses_to_fill_a_slot_in_use():
         9,
         admit=(admission(1, 1, (2, 3)),),
         chunks=(Chunk(1, 8),),
-        adapter_loads=(AdapterLoad(1, "b"),),
+        adapter_loads=(ItemLoad(1, "b"),),
     )
     with pytest.raises(AssertionError, match="slot 1, which row 0 uses"):
         runner.execute(second)
@@ -116,13 +116,13 @@ def break_public_root(monkeypatch):
 
 def break_victim(monkeypatch):
     """A slot is given away while its adapter is in use."""
-    whole = AdapterResidency._find_victim
+    whole = Residency._find_victim
 
     def find(self):
         found = whole(self)
         return next(iter(self._slots), None) if found is None else found
 
-    monkeypatch.setattr(AdapterResidency, "_find_victim", find)
+    monkeypatch.setattr(Residency, "_find_victim", find)
 
 
 def break_forks(monkeypatch):

@@ -70,7 +70,7 @@ class AdapterStore:
             self._remember_source(ref)
 
     def begin(self, digest: str) -> bool:
-        """See `core.scheduling.adapter_residency.AdapterSource`. Must be called after
+        """See `core.scheduling.residency.ItemSource`. Must be called after
         `remember_source` or `find`."""
         with self._lock:
             if digest in self._ready:
@@ -86,7 +86,7 @@ class AdapterStore:
             return False
 
     def release(self, digest: str) -> None:
-        """See `core.scheduling.adapter_residency.AdapterSource`."""
+        """See `core.scheduling.residency.ItemSource`."""
         with self._lock:
             self._ready.pop(digest, None)
             self._reading.pop(digest, None)

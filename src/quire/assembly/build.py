@@ -35,11 +35,11 @@ from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.memory.tiers.contract import Tiers
 from quire.core.sampling_params import ModelLimits
-from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.cost_model import StepCostModel
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepPacer
 from quire.core.scheduling.policy import Policy, find_policy
+from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import Runner
 from quire.distributed.group import ProcessGroup
@@ -216,7 +216,7 @@ def _build(
     memory = make_memory(
         _memory_config(checked, layout, memory_plan, cache, tiers), memory_plan.max_model_len
     )
-    residency = AdapterResidency(checked.num_lora_slots, rank.adapters)
+    residency = Residency(checked.num_lora_slots, rank.adapters)
     scheduler = Scheduler(
         SchedulerConfig(**checked.part(SchedulerConfig)), memory, policy, adapters=residency
     )

@@ -5,6 +5,7 @@ ids: there, the model reads the embeddings of the content that the span's digest
 positions are equal if both are of the same token, or both at the same offset in equal contents.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from string import hexdigits
 from typing import NamedTuple
@@ -28,6 +29,12 @@ class ContentSpan(NamedTuple):
     def end(self) -> int:
         """The position after the span's last one."""
         return self.first_position + self.num_tokens
+
+
+def spans_between(spans: Sequence[ContentSpan], first: int, end: int) -> Sequence[ContentSpan]:
+    """The spans with a position from `first` to `end`; spans: in ascending order."""
+    begin = bisect_right(spans, first, key=lambda span: span.end)
+    return spans[begin : bisect_left(spans, end, begin, key=lambda span: span.first_position)]
 
 
 def check_content_spans(

@@ -45,8 +45,8 @@ hold. A state that other rows share, or that is kept as a snapshot, is copied fi
 has a REPLACE of the table's entries and a copy of each block.
 
 The runner executes a plan in this order: release, admit, forks, token_edits, table_edits,
-copies, adapter_loads, the forward pass. A row's tokens and results belong to the sequence that had
-the row when the step was planned.
+copies, adapter_loads, content_loads, the forward pass. A row's tokens and results belong to the
+sequence that had the row when the step was planned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,6 +55,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from quire.core.adapters import NO_SLOT
+from quire.core.content_spans import ContentSpan
 from quire.core.sampling_params import DecodingParams
 
 
@@ -76,6 +77,9 @@ class RowAdmission(NamedTuple):
     branch_index: int = 0
     #: Slot of the adapter that computes the row's tokens; NO_SLOT means the base model.
     adapter_slot: int = NO_SLOT
+    #: Spans of token_ids that stand for contents: there, the row reads embeddings from the slot
+    #: that has the content with the span's digest.
+    content_spans: tuple[ContentSpan, ...] = ()
 
 
 class RowFork(NamedTuple):
@@ -154,11 +158,11 @@ class BlockCopy(NamedTuple):
     target: int
 
 
-class AdapterLoad(NamedTuple):
-    """Loads the adapter with this digest into `slot`.
+class ItemLoad(NamedTuple):
+    """Loads the adapter or the content with this digest into `slot`.
 
-    Only rows that this plan admits use the slot. The runner gets the weights from `AdapterSource`,
-    which has them ready.
+    An adapter's slot is used only by rows that this plan admits. A content's slot is read in this
+    step, and maybe in later ones. The runner gets the item from `ItemSource`, which has it ready.
     """
 
     slot: int
@@ -181,7 +185,8 @@ class StepPlan:
     table_edits: tuple[TableEdit, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    adapter_loads: tuple[AdapterLoad, ...] = ()
+    adapter_loads: tuple[ItemLoad, ...] = ()
+    content_loads: tuple[ItemLoad, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):

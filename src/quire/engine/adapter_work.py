@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from quire.core.adapters import AdapterRef
-from quire.core.request import Request, SequenceOutput
-from quire.core.scheduling.adapter_residency import AdapterSource
-from quire.core.scheduling.scheduler import Scheduler, fail_adapter
+from quire.core.request import Request
+from quire.core.scheduling.scheduler import Scheduler
+from quire.engine.item_work import ItemWork, ReadItems
 from quire.errors import InvalidRequestError
 
 NOT_ENABLED = (
@@ -22,7 +22,7 @@ NOT_ENABLED = (
 )
 
 
-class StoredAdapters(AdapterSource, Protocol):
+class StoredAdapters(ReadItems, Protocol):
     """The interface of `adapters.store`. Any thread may call `find`; only the engine's thread may
     call the other methods."""
 
@@ -41,36 +41,18 @@ class StoredAdapters(AdapterSource, Protocol):
         """
         ...
 
-    def pop_failed(self) -> dict[str, str]:
-        """Adapters that could not be made ready since the last call: digest -> message."""
-        ...
-
-    def wait(self) -> None:
-        """Wait briefly for an adapter that is being read, if there is one."""
-        ...
-
     def counts(self) -> Mapping[str, int]:
         """Number of adapters that were read, and number that are in the host's memory, by name."""
         ...
 
 
-class AdapterWork:
-    """The adapters of one engine.
-
-    Invariant: a sequence that ended because its adapter could not be read has its output in
-    `_ended`, until that is taken.
-    """
+class AdapterWork(ItemWork):
+    """The adapters of one engine."""
 
     def __init__(self, scheduler: Scheduler, store: StoredAdapters | None = None) -> None:
         """store: None refuses adapters."""
-        self._scheduler = scheduler
+        super().__init__(scheduler, scheduler.adapters, store)
         self._store = store
-        self._ended: list[SequenceOutput] = []
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `pop_ended` would return anything."""
-        return bool(self._ended)
 
     def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]":
         """See `StoredAdapters.find`. Raises InvalidRequestError. Any thread may call."""
@@ -82,28 +64,11 @@ class AdapterWork:
         if request.adapter is not None:
             self._find_store().remember_source(request.adapter)
 
-    def end_failed(self) -> None:
-        """End all sequences that wait for an adapter which could not be read."""
-        if self._store is not None:
-            for digest, message in self._store.pop_failed().items():
-                self._ended += fail_adapter(self._scheduler, digest, message)
-
-    def pop_ended(self) -> list[SequenceOutput]:
-        """Return the outputs of sequences that ended, because an adapter could not be read, since
-        the last call."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def wait(self) -> None:
-        """Wait a little for an adapter, if sequences need one that is being read."""
-        if self._store is not None and self._scheduler.adapters.num_reading:
-            self._store.wait()
-
     def counts(self) -> dict[str, Any]:
         """The counts of adapters for `EngineStats`; empty without adapters."""
         if self._store is None:
             return {}
-        adapters = self._scheduler.adapters
+        adapters = self._residency
         own = {
             "num_slots": adapters.num_slots,
             "num_resident": adapters.num_resident,

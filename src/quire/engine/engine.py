@@ -24,6 +24,7 @@ from quire.core.sequence import PrefixMiss, Sequence, make_sequences
 from quire.core.step import Runner, StepPlan, StepResult
 from quire.engine.adapter_work import AdapterWork
 from quire.engine.grammar_work import GrammarWork
+from quire.engine.item_work import ItemWork
 from quire.engine.request_times import RequestTimes
 from quire.engine.stats import EngineStats, StatsLog
 from quire.engine.step_clock import Landing, LaunchedStep, OnStep, StepClock, StepMembers
@@ -97,6 +98,7 @@ class Engine:
         self.on_step: OnStep | None = None
         self.grammars = GrammarWork(None, limits.end_token_ids)
         self.adapters = AdapterWork(scheduler)
+        self.contents = ItemWork(scheduler, scheduler.contents)
         #: KV memory that can be given back while the engine sleeps (`sleep`); None if the memory
         #: can't be given back.
         self.kv_memory: KVMemory | None = None
@@ -132,7 +134,7 @@ class Engine:
         """Whether `step` would do anything, even if it only fetches a result."""
         if not launches:
             return len(self._in_flight) > 0
-        has_outputs = self.grammars.has_work or self.adapters.has_ended
+        has_outputs = self.grammars.has_work or self.adapters.has_ended or self.contents.has_ended
         return self.scheduler.has_unfinished or len(self._in_flight) > 0 or has_outputs
 
     def add(self, request: Request) -> None:
@@ -277,6 +279,7 @@ class Engine:
         self._in_flight.begin_call(began_s)
         self.grammars.add_compiled(self.scheduler)
         self.adapters.end_failed()
+        self.contents.end_failed()
         plan = self.scheduler.schedule(began_s) if launches else None
         planned_s = self._clock()
         # Then launch it and fetch the oldest result that is due.
@@ -293,12 +296,18 @@ class Engine:
             raise
         else:
             outputs = [] if landed is None else self._apply(*landed)
-        # With no step in flight and none possible, wait a little for a grammar, load or adapter.
+        # With no step in flight and none possible, wait a little for what is awaited.
         if plan is None and launches and not self._in_flight:
             self.grammars.wait(self.scheduler.running)
             self.tier_work.wait()
             self.adapters.wait()
-        if refused := [*self.grammars.pop_refused(), *self.adapters.pop_ended()]:
+            self.contents.wait()
+        refused = [
+            *self.grammars.pop_refused(),
+            *self.adapters.pop_ended(),
+            *self.contents.pop_ended(),
+        ]
+        if refused:
             self._record_outputs(refused, 0, self._clock())
         left_s = self._clock()
         self._in_flight.end_call(left_s)

@@ -18,11 +18,11 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
-from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.scheduling.policy import find_policy
-from quire.core.scheduling.scheduler import Scheduler, fail_adapter
+from quire.core.scheduling.residency import Residency
+from quire.core.scheduling.scheduler import Scheduler, fail_item
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
 from quire.engine.tier_work import TierWork
@@ -128,8 +128,8 @@ class Simulator:
             self.memory,
             find_policy(config.policy, dict(config.policy_options)),
             None if config.forecasts else NoGrowth(),
-            AdapterResidency(config.max_loras, self.adapters),
-            _make_proposer(self),
+            Residency(config.max_loras, self.adapters),
+            proposer=_make_proposer(self),
         )
         self.grammars = fake_grammar_work(config.vocab_size)
         if config.max_itl_ratio:
@@ -180,7 +180,7 @@ class Simulator:
         Returns whether a step was planned and no step failed.
         """
         for digest, message in self.adapters.pop_failed().items():
-            self._receive(fail_adapter(self.scheduler, digest, message))
+            self._receive(fail_item(self.scheduler, digest, message))
         try:
             plan = self._execute() if self.scheduler.has_unfinished else None
             self._abort_due(is_between=True)

@@ -25,10 +25,10 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.tiers.contract import Tiers
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
-from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepPacer
 from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.engine.adapter_work import AdapterWork
@@ -217,11 +217,11 @@ class ReadyAdapters:
     """Adapters that are in the host's memory: a `StoredAdapters` that reads nothing."""
 
     def begin(self, digest: str) -> bool:
-        """See `AdapterSource`."""
+        """See `ItemSource`."""
         return True
 
     def release(self, digest: str) -> None:
-        """See `AdapterSource`."""
+        """See `ItemSource`."""
 
     def find(self, name: str, path: str, *, anew: bool = False) -> Future[AdapterRef]:
         """See `StoredAdapters`."""
@@ -294,7 +294,7 @@ class VirtualEngine(Generic[T]):
             ),
             self.memory,
             find_policy(shape.scheduling_policy),
-            adapters=None if adapters is None else AdapterResidency(shape.max_loras, adapters),
+            adapters=None if adapters is None else Residency(shape.max_loras, adapters),
         )
         self.scheduler.pass_time = self._end_sequences
         if pacer is not None:

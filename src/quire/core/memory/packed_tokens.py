@@ -10,11 +10,10 @@ cache hashes and compares these bytes, and tiers store them.
 """
 
 import struct
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
 
-from quire.core.content_spans import DIGEST_CHARACTERS, ContentSpan
+from quire.core.content_spans import DIGEST_CHARACTERS, ContentSpan, spans_between
 
 TOKEN_BYTES = 4
 CONTENT_BYTES = TOKEN_BYTES + DIGEST_CHARACTERS // 2
@@ -37,10 +36,8 @@ def pack(token_ids: Sequence[int], first: int, end: int, spans: Spans = ()) -> b
     packed: list[bytes] = []
     end = min(end, len(token_ids))
     at = first
-    for span in spans[bisect_right(spans, first, key=lambda span: span.end) :]:
+    for span in spans_between(spans, first, end):
         start, stop = max(span.first_position, first), min(span.end, end)
-        if start >= stop:
-            break
         offset = start - span.first_position
         packed += [
             pack_tokens(token_ids[at:start]),

@@ -229,7 +229,7 @@ class Admission:
     def _is_early(self, sequence: Sequence) -> bool:
         """Whether the sequence can't continue yet, however many blocks are free."""
         moves = self._memory.moves
-        if self._running_set.adapters.awaits(sequence):
+        if self._running_set.adapters.is_reading(sequence.adapter):
             return True
         if moves is not None and moves.loads.awaits(sequence):
             return True
@@ -253,9 +253,15 @@ class Admission:
 
         The sequence must have a slot for at least one more token. The block tables of its sliding
         windows grow as far as free blocks allow, but leave each running sequence blocks to grow.
+        Returns 0 if the content that it reads next is not ready.
         """
         memory, computed = self._memory, sequence.num_computed_tokens
         num_wanted = memory.snapshots.tokens_to_stop(sequence, sequence.num_tokens - computed)
+        contents, has_contents = self._running_set.content_loads, bool(sequence.content_spans)
+        if has_contents:
+            num_wanted = contents.prepare(sequence, computed, min(num_wanted, budget.num_tokens))
+            if not num_wanted:
+                return 0
         num_slots = sequence.num_slots
         if computed + num_wanted > num_slots:
             num_spare = len(self._running_set.running) * memory.num_blocks_to_grow
@@ -263,6 +269,8 @@ class Admission:
             num_wanted = min(num_wanted, num_slots + num_blocks * memory.block_size - computed)
         wants_logprobs = sequence.needs_prompt_logprobs
         chunk = budget.take_chunk(computed, num_wanted, wants_logprobs=wants_logprobs)
+        if has_contents:
+            contents.load(sequence, computed, computed + chunk)
         if computed + chunk > num_slots:
             grown = memory.grow(sequence, computed + chunk)
             assert grown is not None, "free blocks were counted, but are not there"

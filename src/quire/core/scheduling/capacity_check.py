@@ -23,8 +23,8 @@ LONGEST_PAUSE_STEPS = 32
 class Verdict(Enum):
     """Why a waiting sequence can't be admitted now."""
 
-    NO_CAPACITY = "no_capacity"  # rows, blocks or a slot for its adapter are missing
-    LOADS = "loads"  # its blocks are being loaded from another tier, or its adapter is being read
+    NO_CAPACITY = "no_capacity"  # rows, blocks or a slot for its adapter or content are missing
+    LOADS = "loads"  # its blocks are loaded from another tier, or its adapter or content is read
     FOLLOWS = "follows"  # another sequence is computing its next tokens, which it can then share
 
 
@@ -83,7 +83,7 @@ class CapacityCheck:
         running_set, memory = self._running_set, self._memory
         self.forecast.step_id = step_id
         # First, the cheap reasons: no row, no adapter slot, or a load under way.
-        if not running_set.free_rows or not running_set.adapters.has_slot_for(sequence):
+        if not running_set.free_rows or not running_set.adapters.has_slot_for(sequence.adapter):
             return Verdict.NO_CAPACITY
         moves = memory.moves
         if moves is not None and moves.loads.awaits(sequence):
@@ -116,10 +116,15 @@ class CapacityCheck:
             return Verdict.FOLLOWS
         needed = memory.num_blocks_to_admit(sequence, match)
         if needed <= num_usable and (is_sure or self.forecast.fits_later(sequence, needed)):
-            if not running_set.adapters.prepare(sequence):
+            if not running_set.adapters.prepare(sequence.adapter):
                 return Verdict.LOADS
             if moves is not None and moves.loads.begin(sequence, match, memory.now_s):
                 self._failed.pop(sequence, None)  # the load took the blocks that it lacked
+                return Verdict.LOADS
+            contents, first = running_set.content_loads, match.num_tokens
+            if not contents.has_slot_at(sequence, first):
+                return Verdict.NO_CAPACITY
+            if not contents.prepare(sequence, first, 1):
                 return Verdict.LOADS
             self._note_start(sequence, needed, step_id)
             return match

@@ -9,6 +9,7 @@ adapter in use has a slot of its own.
 
 from collections import Counter
 
+from quire.core.adapters import BASE_MODEL, NO_SLOT
 from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.scheduling.scheduler import Scheduler
@@ -100,7 +101,13 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert sorted(row for row in rows if row is not None) == list(
         range(scheduler.config.max_num_seqs)
     )
-    scheduler.adapters.check(running_set.running)
+    scheduler.adapters.check(
+        Counter(sequence.adapter for sequence in running_set.running if sequence.adapter)
+    )
+    scheduler.contents.check(Counter())
+    slots = scheduler.adapters.slots() | {BASE_MODEL: NO_SLOT}
+    for sequence in running_set.running:
+        assert sequence.adapter_slot == slots[sequence.adapter], f"{sequence} is in a wrong slot"
     for sequence in live:
         check_sequence(sequence, scheduler.memory.growth)
         assert all(child.parent is sequence for child in sequence.forks), sequence

@@ -6,9 +6,9 @@ them, so that the runner's tables equal the scheduler's.
 
 from quire.core.sequence import Sequence
 from quire.core.step import (
-    AdapterLoad,
     BlockCopy,
     Chunk,
+    ItemLoad,
     RowAdmission,
     RowFork,
     StepPlan,
@@ -35,7 +35,8 @@ class PlanBuilder:
         self.token_edits: list[TokenEdit] = []
         self.table_edits: list[TableEdit] = []
         self.copies: list[BlockCopy] = []
-        self.adapter_loads: list[AdapterLoad] = []
+        self.adapter_loads: list[ItemLoad] = []
+        self.content_loads: list[ItemLoad] = []
 
     def admit(self, sequence: Sequence) -> None:
         """Record the whole state of a sequence that has just got its row."""
@@ -50,6 +51,7 @@ class PlanBuilder:
                 sequence.params,
                 sequence.branch_index,
                 sequence.adapter_slot,
+                sequence.content_spans,
             )
         )
 
@@ -117,6 +119,7 @@ class PlanBuilder:
             chunks=chunks,
             copies=tuple(self.copies),
             adapter_loads=tuple(self.adapter_loads),
+            content_loads=tuple(self.content_loads),
         )
         self.clear()
         return plan

@@ -14,9 +14,11 @@ import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
+from quire.core.adapters import NO_SLOT
 from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.scheduling.adapter_residency import AdapterResidency
+from quire.core.scheduling.content_loads import ContentLoads
 from quire.core.scheduling.plan_builder import PlanBuilder
+from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import EditKind, TableEdit
@@ -49,10 +51,12 @@ class RunningSet:
         memory: KVCacheManager,
         builder: PlanBuilder,
         waiting: WaitingQueue,
-        adapters: AdapterResidency | None = None,
+        adapters: Residency,
+        contents: Residency,
     ) -> None:
-        """adapters: slots of LoRA adapters; None means there are no adapters."""
-        self.adapters = adapters or AdapterResidency()
+        """adapters: the slots of LoRA adapters. contents: the slots of prompts' contents."""
+        self.adapters = adapters
+        self.content_loads = ContentLoads(contents, builder)
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
         #: A heap of the rows without a sequence.
@@ -90,6 +94,18 @@ class RunningSet:
             return num_free_rows
         return min(num_free_rows, pool.num_free * len(self.running) // num_held)
 
+    def add_demand(self, sequence: Sequence) -> None:
+        """Count the adapter and the contents of a sequence that the scheduler accepted."""
+        self.adapters.add_demand(sequence.adapter)
+        for digest in {span.digest for span in sequence.content_spans}:
+            self.content_loads.residency.add_demand(digest)
+
+    def end_demand(self, sequence: Sequence) -> None:
+        """Stop counting the adapter and the contents of a sequence that has ended."""
+        self.adapters.end_demand(sequence.adapter)
+        for digest in {span.digest for span in sequence.content_spans}:
+            self.content_loads.residency.end_demand(digest)
+
     # ---- rows -------------------------------------------------------------------------------
 
     def assign_row(self, sequence: Sequence) -> None:
@@ -101,7 +117,8 @@ class RunningSet:
         sequence.row = heapq.heappop(self.free_rows)
         sequence.move_to(SequenceState.RUNNING)
         insort(self.running, sequence, key=rank_of)
-        load = self.adapters.acquire_slot(sequence)
+        sequence.adapter_slot = self.adapters.acquire(sequence.adapter)
+        load = self.adapters.take_load(sequence.adapter)
         if load is not None:
             self._builder.adapter_loads.append(load)
 
@@ -173,6 +190,7 @@ class RunningSet:
             self._memory.truncate(sequence, num_kept)
             _drop_prompt_logprobs(sequence)
         self.adapters.clear()
+        self.content_loads.residency.clear()
         self._builder.clear()
 
     def free_adapter_slot(self, needy: Sequence, *, from_all: bool = False) -> None:
@@ -182,7 +200,7 @@ class RunningSet:
         them: the adapter is the one whose first-ranked sequence ranks last. from_all: ignore the
         rank of `needy`.
         """
-        if self.adapters.has_slot_for(needy):
+        if self.adapters.has_slot_for(needy.adapter):
             return
         first_users: dict[str, Sequence] = {}
         for sequence in self.running:
@@ -200,7 +218,8 @@ class RunningSet:
     def _release_row(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         remove_ranked(self.running, sequence)
-        self.adapters.release_slot(sequence)
+        self.adapters.release(sequence.adapter)
+        sequence.adapter_slot = NO_SLOT
         self._reserving.discard(sequence)
         self._builder.release(sequence.row)
         heapq.heappush(self.free_rows, sequence.row)

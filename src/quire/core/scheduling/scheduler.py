@@ -19,10 +19,10 @@ that would not fit alone.
 from collections import deque
 from dataclasses import dataclass, replace
 
+from quire.core.content_spans import spans_between
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.admission import Admission
 from quire.core.scheduling.beams.scheduling import BeamScheduling
 from quire.core.scheduling.drafts import Drafting, Proposer
@@ -32,6 +32,7 @@ from quire.core.scheduling.output_length import OutputLengthPredictor
 from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget, StepDemand
 from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.policy import FcfsPolicy, Policy
+from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.running_set import AppendSlots, RunningSet
 from quire.core.scheduling.step_results import (
     StepInFlight,
@@ -73,14 +74,16 @@ class Scheduler:
         memory: KVCacheManager,
         policy: Policy | None = None,
         lengths: OutputLengthPredictor | None = None,
-        adapters: AdapterResidency | None = None,
+        adapters: Residency | None = None,
+        contents: Residency | None = None,
         proposer: Proposer | None = None,
     ) -> None:
         """The `policy` serves this scheduler alone; None is first come, first served. `lengths`
         predicts output lengths, for which admission leaves blocks; None learns them from outputs
-        that have ended. `adapters` has the slots of LoRA adapters; None means there are no
-        adapters. `proposer` guesses tokens, which steps then verify. No row has drafts if it is
-        None, or if the model has recurrent states, which can't be cut behind accepted drafts."""
+        that have ended. `adapters` has the slots of LoRA adapters, `contents` those of prompts'
+        contents; None means there are none. `proposer` guesses tokens, which steps then verify. No
+        row has drafts if it is None, or if the model has recurrent states, which can't be cut
+        behind accepted drafts."""
         self.config = config
         self.memory = memory
         #: Sets each step's token budget. May be replaced while no step is in flight.
@@ -91,9 +94,10 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.waiting = WaitingQueue(self.policy, lambda sequence: memory.match(sequence).num_tokens)
         self._builder = PlanBuilder()
-        self.adapters = adapters or AdapterResidency()
+        self.adapters = adapters or Residency()
+        self.contents = contents or Residency()
         self.running_set = RunningSet(
-            config.max_num_seqs, memory, self._builder, self.waiting, self.adapters
+            config.max_num_seqs, memory, self._builder, self.waiting, self.adapters, self.contents
         )
         self._slots = AppendSlots(
             memory, self.running_set, self._builder, config.num_lookahead_blocks
@@ -187,7 +191,7 @@ class Scheduler:
         sequence.arrival_s = now_s
         sequence.order = self._num_added
         self._num_added += 1
-        self.adapters.count_sequence(sequence)
+        self.running_set.add_demand(sequence)
         self.waiting.enter(sequence, now_s)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -205,7 +209,7 @@ class Scheduler:
                 child.parent = heir
                 child.num_common_tokens = min(child.num_common_tokens, heir.num_common_tokens)
                 heir.forks.append(child)
-        self.adapters.end(sequence)
+        self.running_set.end_demand(sequence)
         self.policy.on_leave(sequence)
         self.admission.observe_end(sequence)
 
@@ -217,9 +221,10 @@ class Scheduler:
         now_s: engine time, in seconds from any fixed point. Raises SchedulerStalledError if there
         is work, but no step in flight and no possible progress.
         """
-        # First, advance moves and adapter reads, and free the blocks that windows have passed.
+        # First, advance moves and reads, and free the blocks that windows have passed.
         self.memory.set_time(now_s)
         self.adapters.refresh()
+        self.contents.refresh()
         if self.memory.growth.windows:
             for sequence in self.running:
                 self._builder.edit_tables(self.memory.forget_passed(sequence))
@@ -231,10 +236,12 @@ class Scheduler:
             joins: list[Sequence] = []
         else:
             joins = self._plan_all(chunks, now_s)
-        # Nothing to compute is an error unless a step, mask, move or adapter is awaited.
+        self.running_set.content_loads.end_plan()
+        # Nothing to compute is an error unless a step, mask, move, adapter or content is awaited.
         if not chunks:
             awaits = self._in_flight or _await_masks(self.running) or _moves_blocks(self.memory)
-            if self.has_unfinished and not awaits and not self.adapters.num_reading:
+            num_reading = self.adapters.num_reading + self.contents.num_reading
+            if self.has_unfinished and not awaits and not num_reading:
                 raise SchedulerStalledError(_describe(self))
             return None
         # Last, count the tokens as computed and let forks join the step.
@@ -284,12 +291,15 @@ class Scheduler:
             while not self.running_set.free_rows:
                 self.running_set.preempt(self.running[-1], 0)
             self.running_set.free_adapter_slot(suspect, from_all=True)
-            if not self.adapters.has_slot_for(suspect) or not self.adapters.prepare(suspect):
+            adapter = suspect.adapter
+            if not self.adapters.has_slot_for(adapter) or not self.adapters.prepare(adapter):
                 return  # its adapter, or the adapters in the slots, are still being read
             self.admission.reclaim_for(suspect, from_all=True)
             match = self.memory.match(suspect)
             if self.memory.num_blocks_to_admit(suspect, match) > self.memory.pool.num_free:
                 return  # moves between tiers still hold blocks that it needs
+            if not self.running_set.content_loads.prepare(suspect, match.num_tokens, 1):
+                return  # its content is still being read
             self.admission.admit(suspect, match, self._next_step_id, now_s)
         elif suspect.num_computed_tokens >= suspect.num_slots or suspect.shares_tail:
             num_wanted = self.memory.copy_on_write.num_blocks([suspect])
@@ -297,7 +307,8 @@ class Scheduler:
             if self.memory.pool.num_free < num_wanted:
                 return
             self._slots.append(suspect, self._next_step_id)
-        chunks[suspect] = self.admission.chunk(suspect, budget)
+        if num_tokens := self.admission.chunk(suspect, budget):
+            chunks[suspect] = num_tokens
 
     def _plan_running(self, chunks: dict[Sequence, int]) -> StepBudget:
         """Give tokens to running sequences: one to each that decodes, then chunks by rank.
@@ -356,8 +367,10 @@ class Scheduler:
         )
         # Last, give chunks to prompts by rank, while the budget lasts.
         for sequence in partial:
-            if not budget.is_spent and sequence.state is SequenceState.RUNNING:
-                chunks[sequence] = self.admission.schedule_prefill(sequence, budget)
+            if budget.is_spent or sequence.state is not SequenceState.RUNNING:
+                continue
+            if num_tokens := self.admission.schedule_prefill(sequence, budget):
+                chunks[sequence] = num_tokens
         return budget
 
     def _launch(self, chunks: dict[Sequence, int]) -> tuple[StepInFlight, tuple[Chunk, ...]]:
@@ -513,12 +526,18 @@ class Scheduler:
         return outputs
 
 
-def fail_adapter(scheduler: Scheduler, digest: str, message: str) -> list[SequenceOutput]:
-    """End all sequences that wait for an adapter which can't be read, with `message`."""
+def fail_item(scheduler: Scheduler, digest: str, message: str) -> list[SequenceOutput]:
+    """End all sequences that still need an adapter or a content which can't be read, with
+    `message`."""
     scheduler.adapters.drop(digest)
+    scheduler.contents.drop(digest)
     outputs: list[SequenceOutput] = []
-    for sequence in [each for each in scheduler.waiting if each.adapter == digest]:
-        outputs += scheduler.fail(sequence, message)
+    for sequence in [*scheduler.running, *scheduler.waiting]:
+        rest = spans_between(
+            sequence.content_spans, sequence.num_computed_tokens, sequence.num_prompt_tokens
+        )
+        if digest in (sequence.adapter, *(span.digest for span in rest)):
+            outputs += scheduler.fail(sequence, message)
     return outputs
 
 

@@ -1,7 +1,7 @@
 """A fake source of LoRA adapters: reading takes time, and fails for broken adapters.
 
 Reading an adapter takes a random time of the virtual clock, after which a broken adapter fails.
-`core.scheduling.adapter_residency.AdapterSource` forbids loading an adapter before it is ready;
+`core.scheduling.residency.ItemSource` forbids loading an adapter before it is ready;
 `pop_ready` checks this.
 """
 
@@ -32,7 +32,7 @@ class FakeAdapters:
         self._ready: set[str] = set()
 
     def begin(self, digest: str) -> bool:
-        """See `AdapterSource`."""
+        """See `ItemSource`."""
         if digest in self._ready:
             return True
         if digest not in self._due_s:
@@ -45,7 +45,7 @@ class FakeAdapters:
         return True
 
     def release(self, digest: str) -> None:
-        """See `AdapterSource`."""
+        """See `ItemSource`."""
         self._due_s.pop(digest, None)
         self._ready.discard(digest)
 

@@ -14,9 +14,9 @@ from quire.core.adapters import NO_SLOT
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import (
     HOLE_BLOCK,
-    AdapterLoad,
     Chunk,
     EditKind,
+    ItemLoad,
     RowAdmission,
     RowFork,
     StepPlan,
@@ -204,7 +204,7 @@ class FakeRows:
             self._write_ids(row, group, 0, table[:first_new])
             self._append_new(row, group, table[first_new:])
 
-    def load_adapters(self, loads: tuple[AdapterLoad, ...]) -> None:
+    def load_adapters(self, loads: tuple[ItemLoad, ...]) -> None:
         """Load adapters into slots, which no live row may use."""
         for slot, digest in loads:
             for row in np.flatnonzero(self.live).tolist():

@@ -192,6 +192,7 @@ class BeamScheduling:
     def _fork(self, group: BeamGroup, parent: Sequence) -> Sequence:
         """Make a child of `parent` as a new sequence, with a row if one is free."""
         child = parent.branch(group.num_made, parent.params)
+        self._running_set.add_demand(child)
         child.order, child.arrival_s = parent.order, parent.arrival_s
         child.num_admissions, child.num_cached_tokens = 1, parent.num_cached_tokens
         self._policy.on_enter(child, self._memory.now_s)

@@ -1,4 +1,6 @@
-"""Slots for adapters: who gets one, who gives one up, and who waits."""
+"""Slots for adapters and contents: who gets one, who gives one up, and who waits."""
+
+from collections import Counter
 
 import pytest
 from tests.core.harness import Harness, make_memory
@@ -6,16 +8,16 @@ from tests.core.harness import Harness, make_memory
 from quire.core.adapters import NO_SLOT
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.admission import MAX_OVERTAKEN
 from quire.core.scheduling.policy import PriorityPolicy
-from quire.core.scheduling.scheduler import fail_adapter
-from quire.core.sequence import Sequence, SequenceState
-from quire.core.step import AdapterLoad
+from quire.core.scheduling.residency import Residency
+from quire.core.scheduling.scheduler import fail_item
+from quire.core.sequence import SequenceState
+from quire.core.step import ItemLoad
 
 
 class Source:
-    """Adapters are ready as soon as they are named here, and not while they are in `slow`."""
+    """Items are ready as soon as they are named here, and not while they are in `slow`."""
 
     def __init__(self) -> None:
         self.slow: set[str] = set()
@@ -29,105 +31,96 @@ class Source:
         self.calls.append(f"release {digest}")
 
 
-def make(num_slots: int) -> tuple[AdapterResidency, Source]:
+def make(num_slots: int) -> tuple[Residency, Source]:
     source = Source()
-    return AdapterResidency(num_slots, source), source
+    return Residency(num_slots, source), source
 
 
-def sequence(adapter: str) -> Sequence:
-    made = Sequence("s", [1, 2], DecodingParams(4))
-    made.adapter = adapter
-    return made
+def load_and_release(items: Residency, digest: str) -> None:
+    assert items.prepare(digest)
+    items.acquire(digest)
+    items.take_load(digest)
+    items.release(digest)
 
 
-def test_the_base_model_needs_no_slot():
-    adapters, source = make(0)
-    base = sequence("")
-    assert adapters.has_slot_for(base) and adapters.prepare(base)
-    assert adapters.acquire_slot(base) is None and base.adapter_slot == NO_SLOT
-    adapters.release_slot(base)
+def test_nothing_needs_no_slot():
+    items, source = make(0)
+    assert items.has_slot_for("") and items.prepare("")
+    assert items.acquire("") == NO_SLOT and items.take_load("") is None
+    items.release("")
     assert not source.calls
 
 
-def test_an_engine_without_adapters_has_none():
-    adapters = AdapterResidency()
-    assert not adapters.has_slot_for(sequence("a"))
+def test_an_engine_without_items_has_no_slots():
+    assert not Residency().has_slot_for("a")
 
 
-def test_an_adapter_is_loaded_once_and_stays():
-    adapters, _ = make(2)
-    first, second = sequence("a"), sequence("a")
-    assert adapters.prepare(first) and adapters.num_resident == 0
-    assert adapters.acquire_slot(first) == AdapterLoad(0, "a")
-    assert adapters.acquire_slot(second) is None
-    assert first.adapter_slot == second.adapter_slot == 0
-    adapters.check([first, second])
-    adapters.release_slot(first)
-    adapters.release_slot(second)
-    assert first.adapter_slot == NO_SLOT and adapters.num_resident == 1
-    assert adapters.prepare(first) and adapters.acquire_slot(first) is None
-    assert adapters.num_loads == 1
+def test_an_item_is_loaded_once_and_stays():
+    items, _ = make(2)
+    assert items.prepare("a") and items.num_resident == 0
+    assert items.acquire("a") == 0 and items.take_load("a") == ItemLoad(0, "a")
+    assert items.acquire("a") == 0 and items.take_load("a") is None
+    items.check(Counter(a=2))
+    items.release("a")
+    items.release("a")
+    assert items.num_resident == 1
+    assert items.prepare("a") and items.take_load("a") is None
+    assert items.num_loads == 1
 
 
 def test_a_slot_goes_from_the_least_recently_used():
-    adapters, _ = make(2)
-    for name in "aba":
-        user = sequence(name)
-        adapters.prepare(user)
-        adapters.acquire_slot(user)
-        adapters.release_slot(user)
-    adapters.prepare(sequence("c"))
-    assert adapters.slots() == {"a": 0, "c": 1}
+    items, _ = make(2)
+    for digest in "aba":
+        load_and_release(items, digest)
+    items.prepare("c")
+    assert items.slots() == {"a": 0, "c": 1}
 
 
-def test_adapters_without_requests_lose_their_slots_first():
-    adapters, _ = make(2)
-    users = [sequence("a"), sequence("b")]
-    for user in users:
-        adapters.count_sequence(user)
-        adapters.prepare(user)
-        adapters.acquire_slot(user)
-        adapters.release_slot(user)
-    adapters.end(users[1])
-    adapters.prepare(sequence("c"))
-    assert adapters.slots() == {"a": 0, "c": 1}
+def test_items_without_requests_lose_their_slots_first():
+    items, _ = make(2)
+    for digest in "ab":
+        items.add_demand(digest)
+        load_and_release(items, digest)
+    items.end_demand("b")
+    items.prepare("c")
+    assert items.slots() == {"a": 0, "c": 1}
 
 
 def test_a_slot_in_use_or_being_filled_is_not_reassigned():
-    adapters, source = make(2)
-    user = sequence("a")
-    adapters.prepare(user)
-    adapters.acquire_slot(user)
+    items, source = make(2)
+    items.prepare("a")
+    items.acquire("a")
+    items.take_load("a")
     source.slow.add("b")
-    assert not adapters.prepare(sequence("b")) and adapters.num_reading == 1
-    assert adapters.awaits(sequence("b")) and not adapters.has_slot_for(sequence("c"))
+    assert not items.prepare("b") and items.num_reading == 1
+    assert items.is_reading("b") and not items.has_slot_for("c")
     source.slow.clear()
-    adapters.refresh()
-    assert not adapters.awaits(sequence("b")) and adapters.has_slot_for(sequence("c"))
+    items.refresh()
+    assert not items.is_reading("b") and items.has_slot_for("c")
 
 
-def test_an_unused_adapter_is_released():
-    adapters, source = make(1)
-    adapters.prepare(sequence("a"))
-    adapters.prepare(sequence("b"))
-    assert "release a" in source.calls and adapters.slots() == {"b": 0}
-    adapters.clear()
-    assert source.calls[-1] == "release b" and not adapters.slots()
+def test_an_unused_item_is_released():
+    items, source = make(1)
+    items.prepare("a")
+    items.prepare("b")
+    assert "release a" in source.calls and items.slots() == {"b": 0}
+    items.clear()
+    assert source.calls[-1] == "release b" and not items.slots()
 
 
-def test_an_unreadable_adapter_gives_its_slot_back():
-    adapters, source = make(1)
+def test_an_unreadable_item_gives_its_slot_back():
+    items, source = make(1)
     source.slow.add("a")
-    adapters.prepare(sequence("a"))
-    adapters.drop("a")
-    assert adapters.slots() == {} and adapters.num_reading == 0
-    adapters.drop("never was")
+    items.prepare("a")
+    items.drop("a")
+    assert items.slots() == {} and items.num_reading == 0
+    items.drop("never was")
 
 
 def test_a_wrong_count_is_found():
-    adapters, _ = make(1)
-    with pytest.raises(AssertionError, match="adapters in use"):
-        adapters.check([sequence("a")])
+    items, _ = make(1)
+    with pytest.raises(AssertionError, match="in use are"):
+        items.check(Counter(a=1))
 
 
 # ---- with a scheduler ---------------------------------------------------------------------------
@@ -168,7 +161,7 @@ def test_a_broken_adapter_ends_its_own_requests():
     harness.add("beams", 8, params=beams, adapter="broken")
     harness.add("fine", 8, adapter="a")
     harness.step()
-    outputs = fail_adapter(harness.scheduler, "broken", "it is gone")
+    outputs = fail_item(harness.scheduler, "broken", "it is gone")
     assert [output.error for output in outputs] == ["it is gone"] * 4
     assert all(output.finish_reason is FinishReason.ERROR for output in outputs)
     harness._note(outputs)
@@ -190,6 +183,16 @@ def test_a_sequence_without_a_slot_is_overtaken_a_bounded_number_of_times():
             break
     assert other.num_admissions and other.num_overtaken <= MAX_OVERTAKEN
     harness.run()
+
+
+def test_beams_count_as_requests_for_their_adapter():
+    harness, _ = make_harness(2)
+    beams = DecodingParams(4, beam_width=3, logprobs=6)
+    harness.add("beams", 8, params=beams, adapter="a")
+    while harness.scheduler.has_unfinished:
+        assert harness.scheduler.adapters._demand["a"] > 0
+        harness.step()
+    assert not harness.scheduler.adapters._demand
 
 
 def test_a_sequence_that_outranks_all_users_of_a_slot_takes_it():
@@ -219,9 +222,9 @@ def test_a_failed_step_forgets_what_the_slots_have():
     harness, _ = make_harness(2)
     harness.add("a", 8, adapter="a")
     plan = harness.step()
-    assert plan.adapter_loads == (AdapterLoad(0, "a"),)
+    assert plan.adapter_loads == (ItemLoad(0, "a"),)
     harness.recover()
-    assert harness.step().adapter_loads == (AdapterLoad(0, "a"),)
+    assert harness.step().adapter_loads == (ItemLoad(0, "a"),)
     harness.run()
 
 
