@@ -163,8 +163,8 @@ FINE = {
     "observability/log.py": "import logging",
     "runtime/batch.py": "from quire.models import llama\nfrom quire.core.x import S",
     "offline/llm.py": "from quire.runtime.batch import StepBatch\nfrom quire.options.x import X",
-    "engine_client/async_engine.py": "import asyncio\ndef f():\n    # it\n    import quire.text.x",
-    "server/app.py": "import asyncio\nfrom quire.engine_client.async_engine import AsyncEngine",
+    "engine_client/request_book.py": "import asyncio\ndef f():\n    # it\n    import quire.text.x",
+    "server/app.py": "import asyncio\nfrom quire.engine_client.request_book import RequestBook",
     "server/launch.py": "from quire.options.x import X",
 }
 

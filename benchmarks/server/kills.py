@@ -83,15 +83,15 @@ def run_engine(argv: Sequence[str]) -> int:
 
 def run_api_server() -> int:
     """A server whose engine process is this script."""
-    from quire.server import launch
+    from quire.server import fleet_launch, launch
 
-    start = launch.AsyncEngine.start
-    patience = launch.RecoveryConfig(
+    start = fleet_launch.start_one_engine
+    patience = fleet_launch.RecoveryConfig(
         max_restarts=10**6, heartbeat_timeout_s=HEARTBEAT_S, first_backoff_s=0.0, max_backoff_s=0.0
     )
     command = (sys.executable, "-m", "benchmarks.server.kills", "--engine")
-    launch.AsyncEngine.start = functools.partial(start, command=command)  # type: ignore[method-assign]
-    launch.RecoveryConfig = lambda *_, **__: patience  # type: ignore[assignment, misc]
+    fleet_launch.start_one_engine = functools.partial(start, command=command)  # type: ignore[assignment]
+    fleet_launch.RecoveryConfig = lambda *_, **__: patience  # type: ignore[assignment, misc]
     return launch.serve(OPTIONS, launch.ServerConfig(port=0))
 
 

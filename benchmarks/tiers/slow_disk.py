@@ -73,10 +73,12 @@ def main(words: Sequence[str]) -> int:
         use_files(ThrottledFiles(float(rate)))
         return engine_main.main(others)
     from quire.cli import main as cli
-    from quire.engine_client.async_engine import AsyncEngine
+    from quire.server import fleet_launch
 
     engine = [*command(float(rate)), "--engine"]
-    AsyncEngine.start = functools.partial(AsyncEngine.start, command=engine)  # type: ignore[method-assign]
+    fleet_launch.start_one_engine = functools.partial(  # type: ignore[assignment]
+        fleet_launch.start_one_engine, command=engine
+    )
     return cli.main([first, *others])
 
 

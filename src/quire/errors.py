@@ -25,7 +25,7 @@ QuireError                      500
 ├── UploadsFullError            503  the bodies of all calls together have reached their limit
 ├── ExhaustedError              503  the system has no memory or file descriptor left
 ├── NoReplicaError              503  no replica of the fleet accepts requests now
-├── RequestKillsEngineError     500  the engine died twice in trials of this request
+├── RequestKillsEngineError     500  the engine died repeatedly while it computed this request
 ├── StepFailedError             500  a forward pass failed, which ends the requests in it
 └── SchedulerStalledError       500  no step can make progress, which is a bug of quire
 """
@@ -302,7 +302,7 @@ class NoReplicaError(QuireError):
 
 
 class RequestKillsEngineError(QuireError):
-    """The engine died twice in trials of this request, so it is ended. Other requests continue."""
+    """The engine died repeatedly while it computed this request. Other requests continue."""
 
     code = "request_kills_engine"
     may_be_retried = False

@@ -11,12 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.cluster.engine_harness import Pulled, engines, request
 from tests.cluster.fleet_world import GivenSlots, LeastOpen, costs
-from tests.engine_client.async_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND
 
 from quire.cluster import silence_watch, slowness_poller
 from quire.cluster.engine_slots import EngineSlot
+from quire.cluster.failover.connected_replicas import ConnectedReplica
 from quire.cluster.fleet import EngineFleet, _summed
 from quire.engine_client.messages import GetStats
 from quire.engine_client.process.process_link import ProcessLink
@@ -151,7 +152,7 @@ def test_numbers_are_of_all_replicas() -> None:
         ) == {"a": 4, "b": {"x": 2, "busy_share": 0.75, "y": 5}}
         assert (await fleet.ask(GetStats()))["num_steps"] == sum(per_replica) > max(per_replica)
         assert (await fleet.find_adapter("name", "/somewhere")).digest == "digest"
-        assert fleet.pid is None and fleet.last_step_age_s < 5
+        assert fleet.last_step_age_s < 5
 
     with_fleet(test, {}, {})
 
@@ -380,7 +381,7 @@ def test_streams_of_a_stopped_replica_go_on_in_another(monkeypatch: pytest.Monke
     async def test(fleet: EngineFleet) -> None:
         streams = [generate(fleet, f"q{number}", max_tokens=40) for number in range(4)]
         replicas = fleet.dispatcher.replicas
-        await until(lambda: all(len(replica.with_tokens) == 2 for _, replica in replicas))
+        await until(lambda: all(has_begun(replica, 2) for _, replica in replicas))
         stopped = fleet.engines.all["r0"]
         assert stopped.pid is not None
         os.kill(stopped.pid, signal.SIGSTOP)
@@ -407,7 +408,7 @@ def test_requests_stay_with_a_replica_whose_step_does_not_end(
     async def test(fleet: EngineFleet) -> None:
         stream = generate(fleet, "q", max_tokens=40)
         replica = fleet.dispatcher.replicas.get("r0")
-        await until(lambda: len(replica.with_tokens) == 1)
+        await until(lambda: has_begun(replica, 1))
         stopped = fleet.engines.all["r0"]
         assert stopped.pid is not None
         os.kill(stopped.pid, signal.SIGSTOP)
@@ -417,6 +418,11 @@ def test_requests_stay_with_a_replica_whose_step_does_not_end(
         assert await tokens(stream) == COUNT
 
     with_fleet(test, MEASURED, MEASURED)
+
+
+def has_begun(replica: ConnectedReplica, num_requests: int) -> bool:
+    """Whether the replica has sent tokens of that number of requests, which are all of its."""
+    return len(replica.requests) == num_requests and not replica.without_tokens
 
 
 async def tokens_of_all(streams: list[Pulled]) -> list[list[int]]:

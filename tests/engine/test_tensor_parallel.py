@@ -10,12 +10,13 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.cluster.engine_harness import collect, pull, tokens_of
 from tests.engine.checkpoints import save_checkpoint
-from tests.engine_client.async_harness import collect, pull, tokens_of
 
+from quire.cluster.fleet import EngineFleet
+from quire.cluster.one_engine import start_one_engine
 from quire.core.request import Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
-from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.recovery import Cause, Death
 from quire.engine_client.results import CompletionOutput
 from quire.errors import ConfigurationError, EngineDeadError
@@ -130,8 +131,8 @@ def test_streams_outlive_a_rank(tmp_path: Path) -> None:
 
     async def run() -> None:
         ranks = {"tensor_parallel_size": 2, "cache_dir": str(tmp_path / "cache")}
-        engine = await AsyncEngine.start(options | ranks)
-        listener = engine._dispatcher
+        engine = await start_one_engine(options | ranks)
+        listener = engine.engines_by_name[""]
         judge, deaths = listener.on_death, []
 
         def on_death(death: Death) -> frozenset[Death]:
@@ -145,8 +146,8 @@ def test_streams_outlive_a_rank(tmp_path: Path) -> None:
             reader = asyncio.ensure_future(collect(stream))
             await until(lambda: engine.num_open == 1)
             await until_steps(engine, 10)
-            assert engine.pid is not None
-            (worker,) = psutil.Process(engine.pid).children()
+            assert listener.pid is not None
+            (worker,) = psutil.Process(listener.pid).children()
             os.kill(worker.pid, signal.SIGKILL)
             outputs = await reader
             assert tokens_of(outputs, "r") == list(expected.outputs[0].token_ids)
@@ -165,6 +166,6 @@ async def until(is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-async def until_steps(engine: AsyncEngine, count: int) -> None:
+async def until_steps(engine: EngineFleet, count: int) -> None:
     while (await engine.stats())["num_steps"] < count:
         pass

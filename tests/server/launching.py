@@ -27,8 +27,8 @@ from quire.server import fleet_launch, launch
 
 spec = json.loads(sys.argv[1])
 if spec["command"]:
-    start = fleet_launch.AsyncEngine.start
-    fleet_launch.AsyncEngine.start = functools.partial(start, command=spec["command"])
+    start = fleet_launch.start_one_engine
+    fleet_launch.start_one_engine = functools.partial(start, command=spec["command"])
 if "log_format" in spec["server"]:
     launch.log.configure("info", spec["server"]["log_format"])
 try:

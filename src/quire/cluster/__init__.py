@@ -1,1 +1,1 @@
-"""Serves one model from several engines: places requests, watches engines and handles failures."""
+"""Serves one model from one or several engines: places requests, handles the deaths of engines."""

@@ -24,6 +24,9 @@ from quire.numa.numa_options import AUTO, NumaOptions
 from quire.numa.planning import Part
 from quire.observability.machine_processors import cpu_limit
 
+ONLY_ENGINE = ""
+"""Name of the engine of a server without replicas. Reports about it name no replica."""
+
 GPU_FILES = "/dev"
 """The folder with a file nvidia<number> for each GPU that this process may see, if NVIDIA's driver
 is installed."""

@@ -1,10 +1,14 @@
-"""A fleet: several engines of one model, used by a server like one `AsyncEngine`.
+"""A fleet: one or several engines of one model, which take requests and stream their outputs.
 
     FleetEngines      the engines, each behind a supervisor that restarts it
     FleetDispatcher   which engine has which request, and where requests go when an engine dies
     Placement         chooses the engine of each request
 
-Uses neither HTTP, nor text, nor torch. Called by `server`.
+When an engine's process dies, or hangs in a step, it is restarted. Every open request continues
+from the tokens received so far, so its sink notices only a pause. A request that repeatedly kills
+its engine ends with an error instead. However this process ends, no engine process stays behind.
+
+Uses neither HTTP, nor text, nor torch. Called by `server` and `offline.async_llm`.
 """
 
 import asyncio
@@ -12,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from quire.cluster.engine_slots import EngineSlots
+from quire.cluster.engine_slots import ONLY_ENGINE, EngineSlots
 from quire.cluster.fleet_dispatcher import FleetDispatcher, Placement
 from quire.cluster.fleet_engine import FleetEngine
 from quire.cluster.fleet_engines import FleetEngines, any_ready
@@ -32,10 +36,8 @@ from quire.errors import EngineDeadError, QuireError
 
 
 class EngineFleet:
-    """An `EngineClient` made of several engines. Belongs to one event loop."""
-
-    #: Always None, since a fleet has no single process: each engine has its own.
-    pid: int | None = None
+    """Engines of one model, independent of the processes that they currently run in. Belongs to one
+    event loop."""
 
     def __init__(
         self,
@@ -69,8 +71,9 @@ class EngineFleet:
             await self.engines.start()
             if self._scaler is not None:
                 self._scaler.start()
-            for watch in self._watches:
-                watch.start()
+            if ONLY_ENGINE not in self.engines.all:  # it has no other to move requests to
+                for watch in self._watches:
+                    watch.start()
         except BaseException:
             await self.shutdown(drain=False, timeout_s=0.0)
             raise
@@ -79,7 +82,7 @@ class EngineFleet:
 
     @property
     def engines_by_name(self) -> Mapping[str, FleetEngine]:
-        """The engines by name."""
+        """The engines by name. The engine of a server without replicas has the empty name."""
         return self.engines.all
 
     @property
@@ -108,8 +111,10 @@ class EngineFleet:
     @property
     def facts(self) -> Mapping[str, Any]:
         """The facts that the first engine reported, but with `max_num_seqs` summed over the ready
-        engines."""
+        engines, and the number of replicas if there are any."""
         facts = self.engines.facts
+        if ONLY_ENGINE in self.engines.all:
+            return facts
         rows = sum(int(each.facts.get("max_num_seqs", 0)) for each in self.engines.ready)
         return {
             **facts,
@@ -134,23 +139,36 @@ class EngineFleet:
 
     @property
     def last_step_age_s(self) -> float:
-        """Seconds since the most recent step of any engine; see `AsyncEngine`."""
+        """Seconds since the most recent step of any engine; see `FleetEngine`."""
         return min((each.last_step_age_s for each in self.engines.all.values()), default=0.0)
 
     # ---- requests and control ---------------------------------------------------------------
 
     def check_room(self, num_generations: int) -> None:
-        """See `AsyncEngine.check_room`."""
+        """Raises the error that `generate` would now raise for `num_generations`, the number of
+        prompts times n: EngineDeadError, OverloadedError, or InvalidRequestError if they would
+        never fit."""
         self._check_alive()
         self.dispatcher.check_room(num_generations)
 
     def generate(self, requests: Sequence[Request], sink: OutputSink) -> RequestStream:
-        """See `AsyncEngine.generate`."""
+        """Accept requests. Their outputs are pushed into `sink` after this returns. Closing the
+        stream aborts its requests that are still running.
+
+        Raises OverloadedError if they exceed the limit of open requests, EngineDeadError, and
+        InvalidRequestError for an id that is in use. The stream ends with an error if an engine
+        refuses a request. It ends with RequestKillsEngineError if one of its requests repeatedly
+        kills its engine, and with EngineDeadError if the engines fail for good or are shut down.
+        """
         self._check_alive()
         return self.dispatcher.open(requests, sink)
 
     async def send_control(self, message: Control) -> None:
-        """See `AsyncEngine.send_control`."""
+        """Pause or continue the steps of all engines, or clear their cached prefixes.
+
+        When this returns, each engine has read the message, or has no process. A restarted process
+        starts paused if the last SetPaused said so. Raises EngineDeadError.
+        """
         self._check_alive()
         self.dispatcher.send_control(message)
         # An engine answers this ping after it has handled the message sent before.
@@ -162,14 +180,15 @@ class EngineFleet:
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """EngineStats by field name, combined over the engines that answer: counts are summed,
         shares of time are averaged. Histograms are left out, since each engine has its own, see
-        `engines_by_name`."""
+        `engines_by_name`. If none answers, raises the error of the first engine."""
         found = await asyncio.gather(
             *[engine.stats(timeout_s) for engine in self.engines.all.values()],
             return_exceptions=True,
         )
         answers = [each for each in found if not isinstance(each, BaseException)]
         if not answers:
-            raise EngineDeadError("no engine of the fleet answers; ask once more in a moment")
+            errors = [each for each in found if isinstance(each, BaseException)]
+            raise errors[0] if errors else EngineDeadError("there is no engine to ask")
         total: dict[str, Any] = _summed([{**each, "times": {}} for each in answers])
         return total
 
@@ -180,7 +199,7 @@ class EngineFleet:
         return await any_ready(self.engines).ask(question, timeout_s)
 
     async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
-        """Find an adapter, see `Supervisor.find_adapter`. Only one engine searches, since the
+        """Find an adapter, see `AdapterSearch.find`. Only one engine searches, since the
         engines share the adapter's files. If that engine dies, another engine is asked, because the
         dead engine's machine may not come back. Waits while no engine is ready."""
         return await self._adapters.find(name, path, anew=anew)
@@ -202,14 +221,13 @@ class EngineFleet:
         try:
             await self.engines.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)
         finally:
-            self.dispatcher.on_end(
-                reason or EngineDeadError("the fleet was shut down before the request had finished")
-            )
+            ended = EngineDeadError("the engine was shut down before the request had finished")
+            self.dispatcher.on_end(reason or ended)
             await asyncio.to_thread(self.engines.slots.close)
 
     def _check_alive(self) -> None:
         if not self.is_alive:
-            raise EngineDeadError("the fleet is not running, so it takes no requests")
+            raise EngineDeadError("the engine is not running, so it takes no requests")
 
 
 async def _next_link(fleet: EngineFleet) -> EngineLink:

@@ -11,11 +11,10 @@ Pure: uses neither processes nor asyncio, and only the clock that is passed in. 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from quire.cluster.failover.connected_replicas import ConnectedReplica, ConnectedReplicas
+from quire.cluster.failover.connected_replicas import ConnectedReplica, ConnectedReplicas, Wire
 from quire.cluster.failover.isolated_trials import IsolatedTrials
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
-from quire.engine_client.async_engine import Wire
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
@@ -27,15 +26,15 @@ from quire.engine_client.messages import (
     error_from,
 )
 from quire.engine_client.process.activity import Activity, Doing
-from quire.engine_client.recovery import Cause, Death, OpenRequest
-from quire.engine_client.request_book import OutputSink, RequestBook, RequestStream
+from quire.engine_client.recovery import Cause, Death
+from quire.engine_client.request_book import OpenRequest, OutputSink, RequestBook, RequestStream
 from quire.errors import QuireError, RequestKillsEngineError
 from quire.ipc import encode
 from quire.observability.log import get_logger
 
 BLAMED = (
-    "engines died while they computed this request, so the request is ended and the others go on"
-    " without it; don't send it again as it is"
+    "the engine died twice while it computed this request, so the request is ended and the others"
+    " go on without it; don't send it again as it is"
 )
 
 logger = get_logger(__name__)
@@ -132,7 +131,7 @@ class FleetDispatcher:
         if replica is not None:
             replica.wire.send(encode(AbortRequest(request_id, branch_index)))
         if not request.branches:
-            self._remove_ended(request)
+            self._remove_ended(request, has_left=True)
         self._book.end_if_done(request)
 
     def send_control(self, message: Control) -> None:
@@ -177,15 +176,18 @@ class FleetDispatcher:
             if message.request_id in replica.requests and message.request_id not in replica.leaving:
                 self._book.fail(message.request_id, error_from(message))
             return
+        # This loop runs for each token, so it looks up as little as possible.
+        requests, leaving = replica.requests, replica.leaving
+        without_tokens, attribution = replica.without_tokens, self.trials.attribution
         for output in message.outputs:
-            request = replica.requests.get(output.request_id)
-            if request is None or output.request_id in replica.leaving:
+            request = requests.get(output.request_id)
+            if request is None or (leaving and output.request_id in leaving):
                 continue  # the output is stale: its request has ended or was moved away
-            if output.token_ids and output.request_id not in replica.with_tokens:
-                replica.with_tokens.add(output.request_id)
+            if without_tokens and output.token_ids and output.request_id in without_tokens:
+                without_tokens.remove(output.request_id)
                 self.placement.on_first_token(output.request_id)
-            self._book.deliver(output)
-            if request is self.trials.attribution.trial:
+            self._book.deliver(request, output)
+            if request is attribution.trial:
                 self.trials.note_output(request)
         if self.trials.waits_for_replica:
             self.trials.start_next()
@@ -199,16 +201,18 @@ class FleetDispatcher:
         self.placement.remove(name)
         requests = list(replica.requests.values())
         suspects = self.trials.attribution
-        verdict = suspects.on_death(death, requests)
+        verdict = suspects.on_death(death, requests, had_trial=self.trials.run_in(replica))
+        label = f"replica {name}" if name else "the engine"
         if death.cause is Cause.REQUESTED:
             logger.info(
-                "replica %s was stopped as requested; requests that go on elsewhere: %d",
-                *(name, len(verdict.continuing)),
+                "%s was stopped as requested; requests that go on: %d",
+                *(label, len(verdict.continuing)),
             )
         else:
             logger.warning(
-                "replica %s is gone (%s): requests that go on elsewhere: %d; to be tried: %d",
-                *(name, death.cause, len(verdict.continuing), suspects.num_waiting),
+                "%s is gone (%s) while it was %s: requests that go on: %d; to be tried: %d",
+                *(label, death.cause, death.activity.doing.name.lower()),
+                *(len(verdict.continuing), suspects.num_waiting),
             )
         if verdict.blamed is not None:
             request_id = verdict.blamed.request_id
@@ -216,8 +220,11 @@ class FleetDispatcher:
             self.num_blamed += 1
             self._book.fail(request_id, RequestKillsEngineError(BLAMED))
         self.num_moved += len(verdict.continuing)
+        # Those that no replica takes wait before the requests that came later.
+        waiting, self._waiting = self._waiting, {}
         for request in verdict.continuing:
             self._place(request)
+        self._waiting |= waiting
         self.trials.start_next()
         return verdict.explained
 
@@ -310,9 +317,12 @@ class FleetDispatcher:
         for request in waiting.values():
             self._place(request)
 
-    def _remove_ended(self, request: OpenRequest) -> None:
-        """Remove a request that has ended, whatever the reason."""
+    def _remove_ended(self, request: OpenRequest, *, has_left: bool = False) -> None:
+        """Remove a request that was answered, refused or blamed, or whose client has left."""
         self._waiting.pop(request.request_id, None)
         self.replicas.unassign(request.request_id)
         self.placement.on_end(request.request_id)
-        self.trials.remove(request)
+        if has_left:
+            self.trials.leave(request)
+        else:
+            self.trials.remove(request)

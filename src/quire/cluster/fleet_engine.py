@@ -3,7 +3,7 @@
 Made by `fleet_engines`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from quire.core.sampling_params import ModelLimits
@@ -21,12 +21,6 @@ class FleetEngineOwner(Protocol):
         """The replica's process is ready, and has no requests yet."""
         ...
 
-    def on_message(
-        self, replica: "FleetEngine", link: EngineLink, message: Outputs | RequestFailed
-    ) -> None:
-        """The replica sent outputs or a failure of its requests."""
-        ...
-
     def on_death(self, replica: "FleetEngine", death: Death) -> frozenset[Death]:
         """The replica's process is gone. If a request is found guilty, returns all deaths that it
         caused; else an empty set."""
@@ -38,7 +32,7 @@ class FleetEngineOwner(Protocol):
 
 
 class FleetEngine:
-    """An `EngineHandle` of one engine. It passes the events of its supervisor on to its owner."""
+    """One engine and its state. It passes the events of its supervisor on to its owner."""
 
     def __init__(
         self,
@@ -47,12 +41,15 @@ class FleetEngine:
         open_link: OpenLink,
         recovery: RecoveryConfig,
         owner: FleetEngineOwner,
+        on_message: Callable[[EngineLink, Outputs | RequestFailed], None],
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Create the replica without starting it; `start` does that."""
+        """Create the replica without starting it; `start` does that. `on_message` gets the outputs
+        and failures of its requests."""
         self.name = name
+        #: See `OutputListener`.
+        self.on_message = on_message
         self.supervisor = Supervisor(options, open_link, recovery, self, on_progress)
-        self.find_adapter = self.supervisor.find_adapter
         self.start = self.supervisor.start
         self.shutdown = self.supervisor.shutdown
         #: Why the fleet refuses this engine; None if the fleet accepts it.
@@ -65,12 +62,12 @@ class FleetEngine:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """See `AsyncEngine.facts`."""
+        """Facts about the current process by name, for display (see `build_engine`)."""
         return self.supervisor.facts
 
     @property
     def limits(self) -> ModelLimits:
-        """See `AsyncEngine.limits`."""
+        """The limits that the engine was built for."""
         assert self.supervisor.limits is not None, "the replica was never ready"
         return self.supervisor.limits
 
@@ -92,7 +89,8 @@ class FleetEngine:
 
     @property
     def last_step_age_s(self) -> float:
-        """See `AsyncEngine.last_step_age_s`."""
+        """Seconds since the last message of the process; 0 while there is no process. It is sent
+        several pings per `heartbeat_timeout_s`, and answers them between steps."""
         return self.supervisor.silence_s
 
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
@@ -100,7 +98,7 @@ class FleetEngine:
         return await self.ask(GetStats(), timeout_s)
 
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
-        """See `AsyncEngine.ask`."""
+        """See `supervisor.ask_link`. Raises EngineDeadError, too, if the engine has ended."""
         if self.state not in (EngineState.READY, EngineState.RECOVERING):
             raise EngineDeadError(f"replica {self.name} is {self.state.value}")
         return await ask_link(self.supervisor.link, question, timeout_s)
@@ -110,10 +108,6 @@ class FleetEngine:
     def on_ready(self, link: EngineLink) -> None:
         """See `EngineListener`."""
         self._owner.on_ready(self, link)
-
-    def on_message(self, link: EngineLink, message: Outputs | RequestFailed) -> None:
-        """See `OutputListener`."""
-        self._owner.on_message(self, link, message)
 
     def on_death(self, death: Death) -> frozenset[Death]:
         """See `EngineListener`."""

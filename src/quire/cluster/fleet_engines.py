@@ -6,6 +6,7 @@ A new engine joins only if its weights, code and options equal those of the firs
 
 import asyncio
 from collections.abc import Awaitable, Collection, Mapping
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -14,7 +15,7 @@ from quire.cluster.fleet_dispatcher import FleetDispatcher
 from quire.cluster.fleet_engine import FleetEngine
 from quire.cluster.identity import check_same
 from quire.core.sampling_params import ModelLimits
-from quire.engine_client.messages import OnProgress, Outputs, RequestFailed
+from quire.engine_client.messages import OnProgress
 from quire.engine_client.process.link import EngineLink
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
 from quire.errors import ConfigurationError, EngineDeadError, QuireError
@@ -114,6 +115,7 @@ class FleetEngines:
             slot.open_link,
             self._recovery,
             self,
+            partial(self._dispatcher.on_message, slot.name),
             self._on_progress if limit_s is None else lambda *_: _extend(limit, limit_s),
         )
         self.all[slot.name] = engine
@@ -247,12 +249,6 @@ class FleetEngines:
             self._dispatcher.undo_losses(request_ids)
         self._dispatcher.on_ready(engine.name, link, engine.limits, engine.facts)
 
-    def on_message(
-        self, engine: FleetEngine, link: EngineLink, message: Outputs | RequestFailed
-    ) -> None:
-        """See `FleetEngineOwner`."""
-        self._dispatcher.on_message(engine.name, link, message)
-
     def on_death(self, engine: FleetEngine, death: Death) -> frozenset[Death]:
         """See `FleetEngineOwner`."""
         replica = self._dispatcher.replicas.get(engine.name)
@@ -314,5 +310,5 @@ def _check_spare(engines: FleetEngines, name: str) -> None:
 def any_ready(engines: FleetEngines) -> FleetEngine:
     """The first ready engine. Raises EngineDeadError if no engine is ready."""
     if not engines.ready:
-        raise EngineDeadError("no engine of the fleet is ready; ask once more in a moment")
+        raise EngineDeadError("no engine is ready; ask once more in a moment")
     return engines.ready[0]

@@ -9,7 +9,7 @@ no new requests until it answers. Its process is killed only after
 
 An engine that answers no ping but uses CPU time is assumed to be in a step that never ends, perhaps
 because of one of its requests. Its requests are not moved, since that request could block other
-replicas, too. After the process is killed, `engine_client.recovery` finds that request. Created by
+replicas, too. After the process is killed, `failover` finds that request. Created by
 `fleet`.
 """
 
@@ -25,7 +25,7 @@ from quire.cluster.loop_task import LoopTask
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.engine_client.process.link import EngineLink
-from quire.engine_client.recovery import OpenRequest
+from quire.engine_client.request_book import OpenRequest
 from quire.observability.log import get_logger
 from quire.observability.machine_processors import processor_s
 

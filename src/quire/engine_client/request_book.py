@@ -1,16 +1,14 @@
 """Open requests and the streams that receive their outputs.
 
-Shared by the dispatchers of one engine and of a fleet: the book limits the number of open requests,
-and keeps each request's stream and its tokens so far. The dispatchers decide which process computes
-a request.
+The book limits the number of open requests, and keeps each request's stream and its tokens so far.
+`cluster.fleet_dispatcher` decides which process computes a request.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from quire.core.request import Request, SequenceOutput
 from quire.engine_client.messages import AddRequest
-from quire.engine_client.recovery import OpenRequest
 from quire.errors import InvalidRequestError, OverloadedError, QuireError
 from quire.ipc import MessageError, encode
 
@@ -82,6 +80,64 @@ class RequestStream:
             self._sink.on_end(error)
 
 
+class OpenRequest:
+    """A request that was accepted, and its outputs so far."""
+
+    __slots__ = ("accepted_s", "branches", "has_output", "request", "stream")
+
+    def __init__(self, request: Request, accepted_s: float, stream: RequestStream) -> None:
+        self.request = request
+        self.accepted_s = accepted_s
+        #: The stream of the call that the request belongs to.
+        self.stream = stream
+        #: Maps the index of each unfinished branch to its tokens so far.
+        self.branches: dict[int, list[int]] = {index: [] for index in range(request.n)}
+        #: Whether any branch, even an ended one, has produced a token.
+        self.has_output = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far in the unfinished branches."""
+        return sum(map(len, self.branches.values()))
+
+    @property
+    def is_beam_search(self) -> bool:
+        """Whether it is a beam search, which returns all of its outputs at its end."""
+        return self.request.params.beam_width > 0
+
+    def record_output(self, output: SequenceOutput) -> bool:
+        """Record an output. Returns whether it is still wanted."""
+        token_ids = self.branches.get(output.branch_index)
+        if token_ids is None:
+            return False
+        token_ids += output.token_ids
+        if output.token_ids:
+            self.has_output = True
+        if output.finish_reason is not None:
+            del self.branches[output.branch_index]
+        return True
+
+    def drop(self, branch_index: int | None) -> int:
+        """Remove a branch (None: all branches) that ends without an output. Returns the number of
+        branches removed."""
+        num_before = len(self.branches)
+        if branch_index is None:
+            self.branches.clear()
+        else:
+            self.branches.pop(branch_index, None)
+        return num_before - len(self.branches)
+
+    def to_send(self, now_s: float) -> Request:
+        """The request to send to another engine process, which resumes it from its tokens so
+        far."""
+        elapsed_s = now_s - self.accepted_s
+        return self.request.resume(self.branches, has_output=self.has_output, elapsed_s=elapsed_s)
+
+
 class RequestBook:
     """All open requests.
 
@@ -98,15 +154,11 @@ class RequestBook:
         self._max_num_open = max_num_open
         self._abort = abort
         self._on_end = on_end
-        self._open: dict[str, tuple[OpenRequest, RequestStream]] = {}
-
-    def __iter__(self) -> Iterator[OpenRequest]:
-        """The requests in the book, in the order of their arrival."""
-        return iter([request for request, _ in self._open.values()])
+        self._open: dict[str, OpenRequest] = {}
 
     def get(self, request_id: str) -> OpenRequest | None:
         """The open request of this id, or None."""
-        return self._open.get(request_id, (None, None))[0]
+        return self._open.get(request_id)
 
     def check_room(self, num_wanted: int) -> None:
         """Raises OverloadedError if `num_wanted` more branches don't fit now, InvalidRequestError
@@ -144,28 +196,27 @@ class RequestBook:
             raise InvalidRequestError(str(error)) from error
         # Then add them.
         stream = RequestStream(self._abort, ids, sink)
-        opened = [OpenRequest(request, now_s) for request in requests]
+        opened = [OpenRequest(request, now_s, stream) for request in requests]
         for request in opened:
-            self._open[request.request_id] = request, stream
+            self._open[request.request_id] = request
             self.num_open += request.request.n
         return stream, list(zip(opened, frames, strict=True))
 
-    def deliver(self, output: SequenceOutput) -> None:
-        """Pass an output to its stream, unless it is no longer wanted."""
-        request, stream = self._open.get(output.request_id, (None, None))
-        if request is None or stream is None or not request.record_output(output):
-            return  # aborted before this output arrived
+    def deliver(self, request: OpenRequest, output: SequenceOutput) -> None:
+        """Pass an output of a request in the book to its stream, unless it is no longer wanted."""
+        if not request.record_output(output):
+            return  # its branch was aborted before this output arrived
         if output.finish_reason is not None:
             self.num_open -= 1
             if not request.branches:
                 self._forget(request)
                 self._on_end(request)
-        stream.push(output)
+        request.stream.push(output)
 
     def drop(self, request_id: str, branch_index: int | None) -> OpenRequest | None:
         """Drop a request, or one branch, that its client no longer wants. Returns the request, or
         None if nothing was dropped. Its stream ends later, by `end_if_done`."""
-        request, _ = self._open.get(request_id, (None, None))
+        request = self._open.get(request_id)
         if request is None:
             return None
         num_dropped = request.drop(branch_index)
@@ -175,29 +226,28 @@ class RequestBook:
     def end_if_done(self, request: OpenRequest) -> None:
         """End the stream of a dropped request if that was its last request. Called after the abort
         was sent."""
-        _, stream = self._open[request.request_id]
         if not request.branches:
             self._forget(request)
-        stream.end_if_done()
+        request.stream.end_if_done()
 
     def fail(self, request_id: str, error: QuireError) -> None:
         """End one request, and with it its stream, with an error."""
-        request, stream = self._open.get(request_id, (None, None))
-        if request is None or stream is None:
+        request = self._open.get(request_id)
+        if request is None:
             return
         self.num_open -= request.drop(None)
         self._forget(request)
         self._on_end(request)
-        stream.end(error)
+        request.stream.end(error)
 
     def end(self, error: QuireError) -> None:
         """End all streams."""
-        streams = list(dict.fromkeys(stream for _, stream in self._open.values()))
+        streams = list(dict.fromkeys(request.stream for request in self._open.values()))
         self._open.clear()
         self.num_open = 0
         for stream in streams:
             stream.end(error)
 
     def _forget(self, request: OpenRequest) -> None:
-        _, stream = self._open.pop(request.request_id)
-        stream.forget(request.request_id)
+        del self._open[request.request_id]
+        request.stream.forget(request.request_id)

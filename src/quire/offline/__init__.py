@@ -1,1 +1,1 @@
-"""`LLM(...)`: an engine inside the caller's process."""
+"""The Python API: `LLM(...)`, an engine inside the caller's process, and `AsyncLLM(...)`."""

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire.cluster.fleet import EngineFleet
 from quire.core.adapters import AdapterRef
-from quire.engine_client.engine_interface import EngineClient
 from quire.errors import (
     AdapterError,
     ConfigurationError,
@@ -61,7 +61,7 @@ class AdapterNames:
 
     def __init__(
         self,
-        engine: EngineClient | None = None,
+        engine: EngineFleet | None = None,
         paths: Mapping[str, str] | None = None,
         model_names: Iterable[str] = (),
     ) -> None:
@@ -159,7 +159,7 @@ class AdapterNames:
                 f"there are {MAX_NAMES} adapters already; unload some", "lora_name"
             )
 
-    def _enabled(self) -> EngineClient:
+    def _enabled(self) -> EngineFleet:
         if self._engine is None:
             raise InvalidRequestError(NOT_ENABLED)
         return self._engine

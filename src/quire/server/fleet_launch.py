@@ -11,10 +11,9 @@ from quire.cluster.engine_slots import AgentSlots, EngineSlots, LocalSlots, new_
 from quire.cluster.fleet import EngineFleet
 from quire.cluster.machines.cluster_key import new_key, read_key
 from quire.cluster.machines.ray_agents import RayAgents
+from quire.cluster.one_engine import start_one_engine
 from quire.cluster.placement import RoutedPlacement
 from quire.cluster.scaling import ScalingConfig
-from quire.engine_client.async_engine import AsyncEngine
-from quire.engine_client.engine_interface import EngineClient
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.recovery import RecoveryConfig
 from quire.errors import ConfigurationError
@@ -30,14 +29,14 @@ LONGEST_RETRY_S = 5.0
 
 async def start_engines(
     options: Mapping[str, object], server: ServerConfig, on_progress: OnProgress
-) -> EngineClient:
+) -> EngineFleet:
     """Start one engine or a fleet, according to `server`. `options` are the options of each engine.
     If an engine can't be built, raises the engine's error and leaves no process behind."""
     recovery = RecoveryConfig(
         max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
     )
     if server.replicas == (server.max_replicas or 1) == 1 and not server.is_over_machines:
-        return await AsyncEngine.start(
+        return await start_one_engine(
             options,
             max_queued_requests=server.max_queued_requests,
             recovery=recovery,

@@ -24,8 +24,8 @@ from typing import Any, TextIO, cast
 import pydantic.dataclasses  # noqa: F401 - pydantic would import it at the first /openapi.json
 import uvicorn
 
+from quire.cluster.fleet import EngineFleet
 from quire.core.sampling_params import ModelLimits
-from quire.engine_client.engine_interface import EngineClient
 from quire.engine_client.process.grammar_compilers import GrammarCompilers
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.hub.found_model import FoundModel
@@ -206,7 +206,7 @@ async def _serve(plan: ServerPlan, sock: socket.socket, connections: OpenConnect
     return INTERRUPTED if stopper.ended_loading is signal.SIGINT else 0
 
 
-async def start_engine(plan: ServerPlan) -> EngineClient:
+async def start_engine(plan: ServerPlan) -> EngineFleet:
     """Start the engine and show the progress of loading the model on stderr. Raises
     EngineDeadError, or the error that kept the engine from being built."""
     plan.files.grammars.begin()
@@ -279,7 +279,7 @@ def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
     return compilers
 
 
-def make_service(plan: ServerPlan, engine: EngineClient, monitor: Monitor) -> Service:
+def make_service(plan: ServerPlan, engine: EngineFleet, monitor: Monitor) -> Service:
     """Make the `Service` of the HTTP application for an engine that has started."""
     compilers = _grammars(plan.files, engine.limits)
     return Service(

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from starlette.requests import Request as HTTPRequest
 
-from quire.engine_client.engine_interface import EngineClient
+from quire.cluster.fleet import EngineFleet
 from quire.errors import InvalidRequestError, QuireError, ServerDrainingError
 from quire.server.adapter_names import ANY_MODEL, AdapterNames
 from quire.server.config import KEEP_ALIVE_S
@@ -69,7 +69,7 @@ class Drain:
 class Service:
     """One served model with everything that its calls share."""
 
-    engine: EngineClient
+    engine: EngineFleet
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     #: Main name of the model, which logs and metrics use.

@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.cluster.engine_harness import Pulled, engines, request
 from tests.cluster.fleet_world import GivenSlots, LeastOpen
 from tests.cluster.machines.cluster_keys import KEY, OTHER_KEY
 from tests.cluster.test_fleet import generate, tokens, until
-from tests.engine_client.async_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
 
 from quire.cluster.engine_slots import AgentSlots, EngineSlot

@@ -24,7 +24,7 @@ from quire.engine_client.process.link import EngineLink
 from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.process.supervisor import Supervisor
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
-from quire.errors import AdapterError, CheckpointError, EngineDeadError, QuireError
+from quire.errors import CheckpointError, EngineDeadError, QuireError
 from quire.ipc import encode
 
 WAIT_S = 30.0
@@ -114,21 +114,6 @@ def test_a_process_that_dies_is_started_again_with_what_was_chosen() -> None:
             assert (supervisor.num_restarts, len(listener.deaths), listener.ends) == (1, 1, [])
             assert supervisor._options == options | {"max_model_len": 512}
             assert told == [("loading nothing", 1, 1)], "of the first process only"
-
-    run(test)
-
-
-def test_an_adapter_that_ends_the_process_is_not_read_again_and_again() -> None:
-    async def test() -> None:
-        async with kept() as (supervisor, listener):
-            assert (await supervisor.find_adapter("a", "/a")).digest == "digest"
-            with pytest.raises(AdapterError, match="adapter 'kills': 2 engine processes died"):
-                await supervisor.find_adapter("kills", "/b")
-            await listener.ready(2)
-            with pytest.raises(AdapterError, match="adapter 'kills': 2 engine processes died"):
-                await supervisor.find_adapter("kills", "/b")
-            assert (await supervisor.find_adapter("a", "/a")).digest == "digest"
-            assert len(listener.deaths) == 2 and supervisor.failure is None
 
     run(test)
 

@@ -4,12 +4,26 @@ Used by `fleet_dispatcher` and `isolated_trials`.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from quire.engine_client.async_engine import Wire
 from quire.engine_client.messages import AbortRequest
-from quire.engine_client.recovery import OpenRequest
+from quire.engine_client.request_book import OpenRequest
 from quire.ipc import encode
+
+
+class Wire(Protocol):
+    """The connection to an engine process; implemented by `link.EngineLink`."""
+
+    def send(self, frame: bytes) -> None:
+        """Send an encoded message."""
+        ...
+
+    def call_between_steps(self, call: Callable[[], None]) -> None:
+        """Call `call` in this process, when the engine's process reports that it is between two
+        steps and has read all messages sent so far. If that process dies first, `call` is never
+        called."""
+        ...
 
 
 class ConnectedReplica:
@@ -20,8 +34,8 @@ class ConnectedReplica:
         self.wire = wire
         #: The replica's requests by id, in the order in which they were sent.
         self.requests: dict[str, OpenRequest] = {}
-        #: Ids of the requests for which the replica has sent tokens.
-        self.with_tokens: set[str] = set()
+        #: Ids of the replica's requests for which it has sent no token yet.
+        self.without_tokens: set[str] = set()
         #: By id of each request that was moved away: number of aborts that the engine has not
         #: handled yet. Until then the request's outputs are stale, even if the request has come
         #: back.
@@ -94,6 +108,7 @@ class ConnectedReplicas:
         replica = self._replicas[name]
         assert request.request_id not in self._names, "it is assigned already"
         replica.requests[request.request_id] = request
+        replica.without_tokens.add(request.request_id)
         self._names[request.request_id] = name
         return replica
 
@@ -103,7 +118,7 @@ class ConnectedReplicas:
         if name is not None:
             replica = self._replicas[name]
             del replica.requests[request_id]
-            replica.with_tokens.discard(request_id)
+            replica.without_tokens.discard(request_id)
 
     def replica_of(self, request_id: str) -> ConnectedReplica | None:
         """The replica that a request is assigned to, or None."""

@@ -1,20 +1,26 @@
-"""Decides which request of a fleet crashed an engine.
+"""Decides which request crashed an engine.
 
-`engine_client.recovery` describes deaths. Requests that were not in the engine's last step
-continue at once in other engines. The others are suspects: `isolated_trials` runs them one after
-another, each alone in an engine. A suspect is cleared once it has recomputed the tokens that were
-being computed at the death. If an engine dies during a trial, the request on trial is to blame,
-because the engine ran no other request. So a deadly request is ended after two deaths, even in a
-large fleet. There are three exceptions:
+`engine_client.recovery` describes deaths. If a death came from outside, or while nothing was
+computed, no request is to blame, and all requests continue. Otherwise the requests in the engine's
+last step are suspects: `isolated_trials` runs them one after another, each alone in an engine if
+possible. A suspect is cleared once it has recomputed the tokens that were being computed at the
+death. What a death during a trial proves depends on its cause:
 
-- Out of memory: another program may have used up the memory. So the request is blamed only if an
-  engine dies in its second trial, too. The second trial comes after the other suspects' trials.
-- An engine is lost if its machine or the network fails: its last step is unknown. Its requests
-  continue at once. A request that was in two lost engines gets a trial. After four lost engines it
-  is blamed if the last loss was on its trial. A loss no longer counts if the engine is alive.
-- The trial ran beside other requests, because no engine could be emptied: a death proves nothing.
-  The other requests of the step become suspects, too, and the request on trial waits for another
-  trial. It is blamed at the third death during its trials, even without proof.
+- The engine crashed or hung: the request on trial is to blame if the engine ran no other request.
+  Otherwise the other requests of the step become suspects, too, and the request is tried again at
+  once, alone. So a deadly request is ended at the latest after its second trial.
+- Memory ran out: another program may have used it up, so all other suspects are tried first. The
+  request is to blame if the engine dies on its trial again, and another request has passed a trial
+  in between.
+- The engine is lost because its machine or the network has failed: its last step is unknown. Its
+  requests continue at once. A request that was in two lost engines gets a trial. After four lost
+  engines it is blamed if the last loss was on its trial. A loss no longer counts if the engine is
+  alive.
+
+A request is blamed at the third death during its trials even without proof. Two requests that kill
+an engine only together would otherwise be tried forever. `core.scheduling.fault_isolation` has the
+same idea for a step that fails in an engine that continues: it tries each sequence in a step of its
+own.
 
 This module imports no process, clock or asyncio. `isolated_trials` and `fleet_dispatcher` call it.
 """
@@ -23,7 +29,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine_client.recovery import NUM_PROOF_TOKENS, Cause, Death, OpenRequest
+from quire.engine_client.recovery import Cause, Death
+from quire.engine_client.request_book import OpenRequest
+
+NUM_PROOF_TOKENS = 2
+"""A suspect is cleared when each branch that had begun has this many more tokens: the token that
+was being computed at the death, and one more, since the last message may not have arrived."""
 
 MAX_TRIAL_DEATHS = 3
 """A request is to blame, without further proof, once this many engines died during its trials."""
@@ -37,9 +48,11 @@ the last loss was on its trial."""
 class _Evidence:
     """The deaths of engines that one suspect may have caused."""
 
-    #: Deaths of engines that computed the request, unless another request was blamed.
+    #: Deaths of engines that computed the request. A passed trial removes all of them, and the
+    #: blame of another request removes those that it explains.
     deaths: set[Death] = field(default_factory=set)
-    #: Those of `deaths` that happened during a trial of the request.
+    #: Deaths during the request's trials. A passed trial removes those for lack of memory, since
+    #: another program has used up the memory.
     on_trial: list[Death] = field(default_factory=list)
 
 
@@ -47,11 +60,13 @@ class _Evidence:
 class FleetVerdict:
     """The request to blame for an engine's death, if any, and the requests that continue."""
 
-    #: The request that is blamed for the death and ended; None if no request is blamed yet.
+    #: The request that is blamed for the death and ended; it has no open branches if its client has
+    #: left. None if no request is blamed yet.
     blamed: OpenRequest | None
-    #: All deaths that the blamed request has caused.
+    #: All deaths that the blamed request has caused. After a crash on a trial that proves nothing
+    #: yet, only this death, whose cause the next trials will show.
     explained: frozenset[Death]
-    #: The requests that are not suspects. They continue at once in other engines.
+    #: The requests that are not suspects. They continue at once.
     continuing: list[OpenRequest]
 
 
@@ -59,8 +74,8 @@ class CrashAttribution:
     """Collects evidence against the requests that may have crashed an engine: the suspects.
 
     Invariant: each suspect has an entry in `_evidence` and is either in `_waiting` or on trial.
-    Other requests have no entry. A request without open branches is dropped from the suspects when
-    its trial is due.
+    Cleared requests keep theirs until no suspect is left. A request without open branches is
+    dropped from the suspects when its trial is due.
     """
 
     def __init__(self) -> None:
@@ -71,6 +86,10 @@ class CrashAttribution:
         self._goals: dict[int, int] = {}
         #: Number of lost engines that had been computing each request.
         self._losses: Counter[OpenRequest] = Counter()
+        #: The request on whose trial an engine died last; None once it has passed a trial since.
+        self._last_struck: OpenRequest | None = None
+        #: Whether another request has passed a trial since that death.
+        self._others_passed = False
         #: The request on trial; None while there is no trial.
         self.trial: OpenRequest | None = None
 
@@ -79,20 +98,39 @@ class CrashAttribution:
         """Number of suspects that wait for their trial."""
         return len(self._waiting)
 
-    def on_death(self, death: Death, requests: Sequence[OpenRequest]) -> FleetVerdict:
-        """Judge the death of an engine that had `requests`."""
-        concerned = [each for each in requests if self._is_concerned(death, each)]
-        continuing = [each for each in requests if each not in concerned]
-        trial = self.trial if self.trial in requests else None
-        if trial is not None:
-            self.trial = None
-        if trial is None or trial not in concerned:
-            if trial is not None:  # repeat the trial: the request did not run
-                self._waiting.appendleft(trial)
-            self._suspect([each for each in concerned if each is not trial], death)
-            continuing = [each for each in continuing if each is not trial]
+    @property
+    def delays_others(self) -> bool:
+        """Whether new requests have to wait if only the engine of the trials can take them. They
+        don't wait for the first trial of a beam search, which has no output before its end, if it
+        is the last suspect."""
+        trial = self.trial
+        if self._waiting or trial is None or not trial.is_beam_search:
+            return True
+        return bool(self._evidence[trial].on_trial)
+
+    def on_death(
+        self, death: Death, requests: Sequence[OpenRequest], *, had_trial: bool
+    ) -> FleetVerdict:
+        """Judge the death of an engine that had `requests`. `had_trial` tells whether it ran the
+        trial, even if the client of the request on trial has left."""
+        trial = self.trial if had_trial else None
+        # First, divide the requests beside the one on trial by whether they may have caused the
+        # death.
+        suspects: list[OpenRequest] = []
+        continuing: list[OpenRequest] = []
+        for request in requests:
+            if request is not trial:
+                (suspects if self._is_concerned(death, request) else continuing).append(request)
+        if trial is None:
+            self._suspect(suspects, death)
             return FleetVerdict(None, frozenset(), continuing)
-        return self._on_trial_death(trial, death, concerned, continuing)
+        # Then decide by whether the request on trial was in the step.
+        self.trial = None
+        if self._is_concerned(death, trial):
+            return self._on_trial_death(trial, death, suspects, continuing)
+        self._waiting.appendleft(trial)
+        self._suspect(suspects, death)
+        return FleetVerdict(None, frozenset(), continuing)
 
     def undo_loss(self, requests: Sequence[OpenRequest]) -> None:
         """Decrease the number of lost engines of each request, since their engine turned out to be
@@ -116,7 +154,8 @@ class CrashAttribution:
                     if token_ids
                 }
                 return first
-            self._evidence.pop(first, None)
+        self._evidence.clear()
+        self._last_struck = None
         return None
 
     def note_output(self, request: OpenRequest) -> bool:
@@ -128,12 +167,21 @@ class CrashAttribution:
         return True
 
     def remove(self, request: OpenRequest) -> bool:
-        """Remove a request that has ended or whose client has left. Returns True if the request was
-        on trial."""
+        """Remove a request that was answered, refused or blamed. Returns True if it was on
+        trial."""
         self._losses.pop(request, None)
         was_on_trial = request is self.trial
         if was_on_trial:
             self._clear(request)
+        return was_on_trial
+
+    def release(self, request: OpenRequest) -> bool:
+        """Remove a request whose client has left, and which no engine computes any more. Returns
+        True if it was on trial, which proves nothing."""
+        self._losses.pop(request, None)
+        was_on_trial = request is self.trial
+        if was_on_trial:
+            self.trial = None
         return was_on_trial
 
     def _is_concerned(self, death: Death, request: OpenRequest) -> bool:
@@ -146,33 +194,37 @@ class CrashAttribution:
         self,
         trial: OpenRequest,
         death: Death,
-        concerned: Sequence[OpenRequest],
+        beside: list[OpenRequest],
         continuing: list[OpenRequest],
     ) -> FleetVerdict:
         # First, decide whether this death proves that the request on trial is to blame.
         evidence = self._evidence[trial]
         evidence.deaths.add(death)
         evidence.on_trial.append(death)
-        beside = [each for each in concerned if each is not trial]
-        # If steps overlap, a request that was moved away may still be in the running step.
-        was_alone = not beside and not death.activity.names_others(trial.request_id)
-        num_deaths = len(evidence.on_trial)
-        is_proof = was_alone and (death.cause is not Cause.MEMORY or num_deaths > 1)
-        is_last = num_deaths >= MAX_TRIAL_DEATHS
-        if death.cause is Cause.LOST:
-            is_proof = is_last = self._losses[trial] >= MAX_LOSSES
-        # If there is no proof, the requests in the same step become suspects, too, and the request
-        # on trial waits for another trial.
-        if not (is_proof or is_last):
-            self._suspect(beside, death)
-            self._waiting.append(trial)
-            return FleetVerdict(None, frozenset(), continuing)
-        # Else blame the request for all deaths in its evidence. This clears the suspects whose
-        # evidence has no other death.
-        explained = frozenset(evidence.deaths)
-        del self._evidence[trial]
-        cleared = self._clear_explained(explained)
-        return FleetVerdict(trial, explained, [*continuing, *beside, *cleared])
+        is_last = len(evidence.on_trial) >= MAX_TRIAL_DEATHS
+        match death.cause:
+            case Cause.MEMORY:
+                is_proof = self._last_struck is trial and self._others_passed
+            case Cause.LOST:
+                is_proof = is_last = self._losses[trial] >= MAX_LOSSES
+            case _:
+                # If steps overlap, a request that was moved away may still be in the running step.
+                is_proof = not beside and not death.activity.names_others(trial.request_id)
+        self._last_struck, self._others_passed = trial, False
+        # If so, or if its client has left, blame it for all deaths in its evidence. This clears the
+        # suspects whose evidence has no other death.
+        if is_proof or is_last or not trial.branches:
+            explained = frozenset(self._evidence.pop(trial).deaths)
+            cleared = self._clear_explained(explained)
+            return FleetVerdict(trial, explained, [*continuing, *beside, *cleared])
+        # Else try it again: at once after a crash, and after all other suspects if another program
+        # or machine may be the cause.
+        self._suspect(beside, death)
+        if death.cause is Cause.CRASH:
+            self._waiting.appendleft(trial)
+            return FleetVerdict(None, frozenset([death]), continuing)
+        self._waiting.append(trial)
+        return FleetVerdict(None, frozenset(), continuing)
 
     def _suspect(self, requests: Sequence[OpenRequest], death: Death) -> None:
         """Make requests suspects of a death. A request that kills its engine usually does so in its
@@ -186,14 +238,12 @@ class CrashAttribution:
     def _clear_explained(self, explained: frozenset[Death]) -> list[OpenRequest]:
         """Remove explained deaths from all evidence. Returns the suspects whose evidence is now
         empty."""
-        cleared = []
-        for request in list(self._waiting):
+        suspects, self._waiting = self._waiting, deque()
+        cleared: list[OpenRequest] = []
+        for request in suspects:
             evidence = self._evidence[request]
             evidence.deaths -= explained
-            if not evidence.deaths:
-                del self._evidence[request]
-                cleared.append(request)
-        self._waiting = deque(each for each in self._waiting if each in self._evidence)
+            (self._waiting if evidence.deaths else cleared).append(request)
         return cleared
 
     def _has_passed(self, trial: OpenRequest) -> bool:
@@ -201,7 +251,7 @@ class CrashAttribution:
         died."""
         branches = trial.branches
         if self._goals:
-            return all(
+            return bool(branches) and all(
                 len(branches[index]) >= goal
                 for index, goal in self._goals.items()
                 if index in branches
@@ -209,7 +259,13 @@ class CrashAttribution:
         return any(len(token_ids) >= NUM_PROOF_TOKENS for token_ids in branches.values())
 
     def _clear(self, trial: OpenRequest) -> None:
-        """End the trial, and drop the evidence against its request."""
+        """End the trial of a request that has passed it, or was answered."""
         self.trial = None
-        self._evidence.pop(trial, None)
         self._losses.pop(trial, None)
+        evidence = self._evidence[trial]
+        evidence.deaths.clear()
+        evidence.on_trial = [past for past in evidence.on_trial if past.cause is not Cause.MEMORY]
+        if self._last_struck is trial:
+            self._last_struck = None
+        else:
+            self._others_passed = True

@@ -4,15 +4,16 @@ One replica is reserved for the trials: an idle replica, or the replica with the
 which first move to other replicas. A suspect that passes its trial also moves away, so the next
 suspect is alone again: if the engine dies, that suspect is the cause. If the only replica is busy,
 the trials wait for another replica. After PATIENCE_S they run beside the replica's other requests.
-Called by `fleet_dispatcher`.
+If no other replica takes requests, those that have passed stay beside the next trial, and new ones
+wait until the trials are over. Called by `fleet_dispatcher`.
 """
 
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.cluster.failover.connected_replicas import ConnectedReplicas
+from quire.cluster.failover.connected_replicas import ConnectedReplica, ConnectedReplicas
 from quire.cluster.failover.crash_attribution import CrashAttribution
-from quire.engine_client.recovery import OpenRequest
+from quire.engine_client.request_book import OpenRequest
 
 PATIENCE_S = 5.0
 """Seconds for which trials wait for another replica while the only replica is busy."""
@@ -29,6 +30,10 @@ class RequestMover(Protocol):
         """Move a request to another replica, if any takes it."""
         ...
 
+    def takes_any(self, beside: ConnectedReplica | None = None) -> bool:
+        """Whether any replica other than `beside` takes new requests."""
+        ...
+
     def reserve_for_trials(self, name: str, *, is_reserved: bool) -> None:
         """Set whether a replica takes suspects only. If so, its present requests move to other
         replicas."""
@@ -36,7 +41,9 @@ class RequestMover(Protocol):
 
 
 class IsolatedTrials:
-    """Runs the trials of one fleet. Invariant: a suspect on trial is in the replica `reserved`."""
+    """Runs the trials of one fleet. Invariant: a suspect is sent to the replica `reserved`, which
+    stays reserved during its trial unless no other replica takes requests (see
+    `CrashAttribution.delays_others`)."""
 
     def __init__(
         self, replicas: ConnectedReplicas, mover: RequestMover, clock: Callable[[], float]
@@ -46,6 +53,8 @@ class IsolatedTrials:
         self.attribution = CrashAttribution()
         #: Name of the replica that is reserved for the trials; None if there is no such replica.
         self.reserved: str | None = None
+        #: The replica of the latest trial.
+        self._replica: ConnectedReplica | None = None
         self._replicas = replicas
         self._mover = mover
         self._clock = clock
@@ -58,6 +67,10 @@ class IsolatedTrials:
         """Whether suspects wait for a replica. If so, the caller has to call `start_next`
         regularly."""
         return self._waiting_since_s is not None
+
+    def run_in(self, replica: ConnectedReplica) -> bool:
+        """Whether a trial is running in this replica."""
+        return self.attribution.trial is not None and self._replica is replica
 
     def start_next(self) -> None:
         """Send the next suspect to the reserved replica, unless a trial is running or no replica is
@@ -74,7 +87,10 @@ class IsolatedTrials:
             self._release_replica()
             return
         assert self.reserved is not None
+        self._replica = self._replicas.get(self.reserved)
         self._mover.send_to(request, self.reserved)
+        if not self.attribution.delays_others and not self._mover.takes_any(beside=self._replica):
+            self._release_replica()
 
     def note_output(self, request: OpenRequest) -> None:
         """Note that the request on trial has new tokens. If it has passed, starts the next
@@ -84,10 +100,24 @@ class IsolatedTrials:
             self.start_next()
 
     def remove(self, request: OpenRequest) -> None:
-        """Remove a request that has ended or whose client has left. Starts the next trial, since a
+        """Remove a request that was answered, refused or blamed. Starts the next trial, since a
         replica that has become empty sends no message that would start it."""
         if self.attribution.remove(request) or self.waits_for_replica:
             self.start_next()
+
+    def leave(self, request: OpenRequest) -> None:
+        """Remove a request whose client has left. Its engine may be in the very step that kills it,
+        so its trial lasts until the engine has handled the abort that was sent."""
+
+        def release() -> None:
+            if self.attribution.release(request) or self.waits_for_replica:
+                self.start_next()
+
+        if request is self.attribution.trial:
+            assert self._replica is not None, "the request was sent there"
+            self._replica.wire.call_between_steps(release)
+        else:
+            release()
 
     def _reserve_replica(self) -> bool:
         """Reserve a replica for the trials if none is reserved. Returns False if none is

@@ -2,7 +2,7 @@
 
 If a process dies while it reads several adapters, each may be the cause. The next process reads
 these adapters one by one, so that a second death shows which adapter is the cause. Called by
-`supervisor`, and by `cluster.fleet` for several engines.
+`cluster.fleet`.
 """
 
 import asyncio
@@ -50,7 +50,10 @@ class AdapterSearch:
         self._one_suspect = asyncio.Lock()
 
     async def find(self, name: str, path: str, *, anew: bool) -> AdapterRef:
-        """See `Supervisor.find_adapter`."""
+        """The adapter in a folder, with the digest that requests carry. Other requests continue
+        meanwhile. `anew` reads it even if its files have not changed. If the process dies, another
+        one is asked. Raises AdapterError, InvalidRequestError, and EngineDeadError if there will be
+        no process."""
         path = os.path.abspath(path)
         stamps = await asyncio.to_thread(file_stamps, path)
         if path in self._deaths and self._deaths[path].stamps != stamps:

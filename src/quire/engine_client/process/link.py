@@ -66,7 +66,7 @@ class LinkOwner(Protocol):
 
 
 class OutputListener(Protocol):
-    """Receives the outputs of requests; implemented by `Dispatcher`."""
+    """Receives the outputs of requests; implemented by `FleetEngine`."""
 
     def on_message(self, link: "EngineLink", message: Outputs | RequestFailed) -> None:
         """Handle the outputs of a step, or the failure of a request."""
@@ -185,7 +185,7 @@ class EngineLink(asyncio.Protocol):
         return waiter
 
     def call_between_steps(self, call: Callable[[], None]) -> None:
-        """See `async_engine.Wire`."""
+        """See `connected_replicas.Wire`."""
 
         def on_answer(answer: asyncio.Future[dict[str, Any]]) -> None:
             if not answer.cancelled() and answer.exception() is None:

@@ -1,8 +1,8 @@
 """Keeps an engine process running: starts it, checks its heartbeat, restarts it.
 
 It gives up when restarts don't help. The supervisor does not track requests: its listener
-(`async_engine.Dispatcher`) decides which requests continue after a death and which is to blame for
-it. The links pass outputs to the listener directly. Made by `async_engine`.
+(`cluster.fleet_engine`) learns which requests continue after a death and which is to blame for it.
+The links pass outputs to the listener directly.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from quire.core.adapters import AdapterRef
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.messages import (
     OnProgress,
@@ -22,7 +21,6 @@ from quire.engine_client.messages import (
     Start,
 )
 from quire.engine_client.process.activity import Activity, Doing
-from quire.engine_client.process.adapter_search import AdapterSearch
 from quire.engine_client.process.link import EngineLink, OpenLink, OutputListener
 from quire.engine_client.recovery import (
     Cause,
@@ -50,7 +48,7 @@ logger = get_logger(__name__)
 
 
 class EngineListener(OutputListener, Protocol):
-    """Receives the events of processes: ready, dead, given up. Implemented by `Dispatcher`."""
+    """Receives the events of processes: ready, dead, given up. Implemented by `FleetEngine`."""
 
     def on_ready(self, link: EngineLink) -> None:
         """A new process, which has no requests yet, accepts requests over `link`."""
@@ -90,7 +88,6 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._link: EngineLink | None = None
         self._budget = RestartBudget(recovery)
-        self._adapters = AdapterSearch(self._next_link)
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._failed: asyncio.Future[QuireError] = self._loop.create_future()
         self._restarting: asyncio.Task[None] | None = None
@@ -135,23 +132,6 @@ class Supervisor:
     async def wait_failed(self) -> QuireError:
         """Wait until the supervisor has given up restarting. Returns the reason."""
         return await asyncio.shield(self._failed)
-
-    async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
-        """The adapter in a folder, with the digest that requests carry. Other requests continue
-        meanwhile.
-
-        `anew` reads it even if its files have not changed. If the process dies, the next one is
-        asked; see `adapter_search`. Raises AdapterError, InvalidRequestError, and EngineDeadError
-        if there will be no process.
-        """
-        return await self._adapters.find(name, path, anew=anew)
-
-    async def _next_link(self) -> EngineLink:
-        while self.state in (EngineState.READY, EngineState.RECOVERING):
-            if self.link is not None:
-                return self.link
-            await asyncio.sleep(RECOVERY_POLL_S)
-        raise EngineDeadError("the engine is not running, so it finds no adapters")
 
     async def start(self) -> None:
         """Start the first process and wait until it is ready. Raises OSError if it can't be
@@ -200,7 +180,9 @@ class Supervisor:
             await link.wait_dead()
 
     async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
-        """See `AsyncEngine.shutdown`."""
+        """End the process. With `drain`, it finishes its open requests first. A process that still
+        runs after `timeout_s` is killed. When this returns or is cancelled, the process is gone.
+        May be called twice."""
         self.state = EngineState.CLOSING
         self._closed_error = reason or self._closed_error
         link = self._link
@@ -353,7 +335,9 @@ class Supervisor:
 
 
 async def ask_link(link: EngineLink | None, question: Question, timeout_s: float) -> dict[str, Any]:
-    """See `AsyncEngine.ask`. Without a process, `link` is None."""
+    """The fields of the engine's reply to a question, answered between two steps. Raises
+    EngineDeadError without a process (`link` is None), or if no reply comes within `timeout_s`
+    because a step does not end."""
     if link is None:
         raise EngineDeadError("the engine is being started again; ask once more in a moment")
     try:

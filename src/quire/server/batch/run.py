@@ -19,7 +19,7 @@ import msgspec
 from starlette.applications import Starlette
 from tqdm import tqdm
 
-from quire.engine_client.engine_interface import EngineClient
+from quire.cluster.fleet import EngineFleet
 from quire.errors import ConfigurationError, QuireError
 from quire.server.app import ENDPOINTS, create_app
 from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
@@ -121,7 +121,7 @@ class _Batch:
     """The open calls of a batch. Invariant: each call is answered once, or left for a later run."""
 
     def __init__(
-        self, app: Starlette, engine: EngineClient, calls: BatchInput, output: BatchOutput
+        self, app: Starlette, engine: EngineFleet, calls: BatchInput, output: BatchOutput
     ) -> None:
         self._app = app
         self._engine = engine

@@ -77,7 +77,11 @@ def test_replicas_may_go_while_metrics_are_gathered(monkeypatch) -> None:
     )
     engines_by_name = {"a": view, "b": view}
     service = SimpleNamespace(
-        engine=SimpleNamespace(engines_by_name=engines_by_name),
+        engine=SimpleNamespace(
+            engines_by_name=engines_by_name,
+            engines=SimpleNamespace(overview=dict),
+            dispatcher=SimpleNamespace(num_moved=0, num_blamed=0),
+        ),
         monitor=None,
         tenants=SimpleNamespace(num_open=lambda: 0),
         connections=OpenConnections(),

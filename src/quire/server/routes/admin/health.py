@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 
-from quire.engine_client.engine_interface import EngineHandle
+from quire.cluster.fleet import EngineFleet
 from quire.engine_client.recovery import EngineState
 from quire.errors import EngineDeadError, QuireError
 from quire.server.routes.endpoint import Endpoints
@@ -89,7 +89,7 @@ def why_not_ready(service: Service) -> str | None:
     return _NOT_READY.get(service.engine.state)
 
 
-async def _details(engine: EngineHandle) -> dict[str, Any] | None:
+async def _details(engine: EngineFleet) -> dict[str, Any] | None:
     """The fields of EngineStats by name, without the histograms, which are for /metrics."""
     try:
         stats = await engine.stats(DETAILS_TIMEOUT_S)

@@ -9,8 +9,9 @@ from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 
+from quire.cluster.fleet import EngineFleet
+from quire.cluster.fleet_engine import FleetEngine
 from quire.engine_client.device_ledger import ledger_parts
-from quire.engine_client.engine_interface import EngineHandle
 from quire.engine_client.messages import GetBlocks, GetMemory
 from quire.errors import InvalidRequestError
 from quire.server.routes.admin.health import ENGINE_TIMEOUT_S
@@ -69,7 +70,7 @@ async def memory_blocks(
     return page
 
 
-def _engine(http: HTTPRequest, replica: str | None) -> EngineHandle:
+def _engine(http: HTTPRequest, replica: str | None) -> EngineFleet | FleetEngine:
     engine = service_of(http).engine
     if replica is None:
         return engine

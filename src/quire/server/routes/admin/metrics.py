@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from quire.cluster.fleet import EngineFleet
-from quire.engine_client.engine_interface import EngineHandle
+from quire.cluster.engine_slots import ONLY_ENGINE
+from quire.cluster.fleet_engine import FleetEngine
 from quire.engine_client.messages import GetMemory
 from quire.engine_client.recovery import EngineState
 from quire.errors import QuireError
@@ -72,7 +72,7 @@ async def metrics(http: HTTPRequest) -> Response:
         *connection_families(service.connections, service.bodies.num_bytes),
         *by_replica(dict(zip(engines, found, strict=True))),
     ]
-    if isinstance(engine, EngineFleet):
+    if ONLY_ENGINE not in engines:
         dispatcher = engine.dispatcher
         families += fleet_families(
             engine.engines.overview(), dispatcher.num_moved, dispatcher.num_blamed
@@ -84,7 +84,7 @@ async def metrics(http: HTTPRequest) -> Response:
     return Response(encode(registry), headers={"content-type": content_type})
 
 
-async def _engine_families(engine: EngineHandle) -> list[Metric]:
+async def _engine_families(engine: FleetEngine) -> list[Metric]:
     stats, memory = await _ask(engine)
     families = list(
         engine_state_families(
@@ -101,7 +101,7 @@ async def _engine_families(engine: EngineHandle) -> list[Metric]:
     return [*families, *process.collect()]
 
 
-async def _ask(engine: EngineHandle) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+async def _ask(engine: FleetEngine) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The engine's stats and its memory report, as dicts by name. A reply that does not arrive in
     time is None."""
     stats = None

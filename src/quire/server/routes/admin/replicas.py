@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from starlette.requests import Request as HTTPRequest
 
+from quire.cluster.engine_slots import ONLY_ENGINE
 from quire.cluster.fleet import EngineFleet
 from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
@@ -112,13 +113,13 @@ def _explained_to_operator() -> Iterator[None]:
 
 
 def _fleet(http: HTTPRequest) -> EngineFleet:
-    engine = service_of(http).engine
-    if not isinstance(engine, EngineFleet):
+    fleet = service_of(http).engine
+    if ONLY_ENGINE in fleet.engines_by_name:
         raise InvalidRequestError(
             "this server has one engine and no replicas; start it with --replicas, --agents or"
             " --ray-address"
         )
-    return engine
+    return fleet
 
 
 def _known(fleet: EngineFleet, name: str) -> str:

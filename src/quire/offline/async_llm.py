@@ -16,11 +16,12 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, NoReturn, Self
 
+from quire.cluster.fleet import EngineFleet
+from quire.cluster.one_engine import start_one_engine
 from quire.compat.methods import COMPAT_METHODS
 from quire.core.adapters import AdapterRef, LoRARequest
 from quire.core.request import SequenceOutput
 from quire.core.sampling_params import SamplingParams
-from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.inputs import (
     InputProcessor,
     PromptInput,
@@ -117,7 +118,7 @@ class AsyncLLM:
         self._adapters: _KnownAdapters = {}
         self._may_begin = asyncio.Event()
         self._may_begin.set()
-        self._starting: asyncio.Task[AsyncEngine] | None = None
+        self._starting: asyncio.Task[EngineFleet] | None = None
         self._ending: asyncio.Task[None] | None = None
 
     @classmethod
@@ -136,12 +137,12 @@ class AsyncLLM:
         """
         await self._started()
 
-    async def _started(self) -> AsyncEngine:
+    async def _started(self) -> EngineFleet:
         if self._ending is not None:
             raise EngineDeadError("the engine was shut down; make another one")
         if self._starting is None:
             options = self.options.as_mapping()
-            self._starting = asyncio.ensure_future(AsyncEngine.start(options))
+            self._starting = asyncio.ensure_future(start_one_engine(options))
         return await asyncio.shield(self._starting)
 
     async def generate(
@@ -265,7 +266,7 @@ class AsyncLLM:
 
     def _opened(
         self,
-        engine: AsyncEngine,
+        engine: EngineFleet,
         name: str,
         given: PromptInput,
         params: SamplingParams,
@@ -290,12 +291,12 @@ class AsyncLLM:
             if not self._starting.done():
                 self._starting.cancel()
             found = await asyncio.gather(self._starting, return_exceptions=True)
-            if isinstance(found[0], AsyncEngine):
+            if isinstance(found[0], EngineFleet):
                 await found[0].shutdown(drain=False)
 
 
 async def _find_adapter(
-    engine: AsyncEngine, known: _KnownAdapters, given: LoRARequest | None
+    engine: EngineFleet, known: _KnownAdapters, given: LoRARequest | None
 ) -> AdapterRef | None:
     """The engine's reference to an adapter. The engine is asked again if the files may have
     changed."""

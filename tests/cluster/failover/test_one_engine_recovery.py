@@ -7,9 +7,10 @@ import random
 import signal
 
 import pytest
-from tests.engine_client.async_harness import (
+from tests.cluster.engine_harness import (
     ENDLESS,
     collect,
+    pid_of,
     pull,
     request,
     tokens_of,
@@ -25,7 +26,7 @@ IMPATIENT = dataclasses.replace(PATIENT, heartbeat_timeout_s=1.0)
 
 
 def kill(engine):
-    os.kill(engine.pid, signal.SIGKILL)
+    os.kill(pid_of(engine), signal.SIGKILL)
 
 
 async def wait_for_death(engine, num_restarts=0):
@@ -62,7 +63,7 @@ def test_calls_notice_nothing_of_a_process_that_is_told_to_end():
     async def test(engine):
         open_one = pull(engine, request("a", 10, max_tokens=60))
         first = await anext(open_one)
-        os.kill(engine.pid, signal.SIGTERM)
+        os.kill(pid_of(engine), signal.SIGTERM)
         late = [collect(pull(engine, request(f"l{i}", 20, max_tokens=5))) for i in range(3)]
         for index, outputs in enumerate(await asyncio.gather(*late)):
             assert tokens_of(outputs, f"l{index}") == [21, 22, 23, 24, 25]
@@ -196,7 +197,7 @@ def test_random_deaths_and_departures_change_no_other_tokens(seed):
         async def killer():
             for _ in range(3):
                 await asyncio.sleep(rng.uniform(0.05, 0.4))
-                if engine.pid is not None and engine.state is EngineState.READY:
+                if pid_of(engine) is not None and engine.state is EngineState.READY:
                     kill(engine)
 
         clients = [client(f"r{index}") for index in range(25)]

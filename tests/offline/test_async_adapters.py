@@ -12,8 +12,8 @@ from tests.adapters.embedded import save_adapter
 
 from quire.core.adapters import LoRARequest
 from quire.core.sampling_params import RequestOutputKind, SamplingParams
-from quire.engine_client.async_llm import AsyncLLM
 from quire.errors import AdapterError, InvalidRequestError
+from quire.offline.async_llm import AsyncLLM
 from quire.offline.llm import LLM
 
 OPTIONS = {
@@ -57,7 +57,7 @@ async def last(engine: AsyncLLM, adapter: LoRARequest | None) -> list[int]:
 
 async def kill_under(engine: AsyncLLM, adapter: LoRARequest) -> list[int]:
     """The tokens of a stream whose engine process is killed in the middle of it."""
-    inner = await engine._started()
+    inner = (await engine._started()).engines_by_name[""]
     first_pid = inner.pid
     async for output in engine.generate(PROMPT, WISH, lora_request=adapter):
         if inner.pid == first_pid and len(output.outputs[0].token_ids) >= 1:
@@ -95,7 +95,7 @@ async def lose(adapters, expected, folder: Path) -> None:
     async with AsyncLLM(**OPTIONS) as engine:
         own = LoRARequest("own", 3, str(folder / "own"))
         shutil.copytree(adapters[0].lora_path, own.lora_path)
-        inner, pid = await engine._started(), None
+        inner, pid = (await engine._started()).engines_by_name[""], None
         outputs = []
         async for output in engine.generate(PROMPT, WISH, lora_request=own):
             outputs.append(output)

@@ -7,9 +7,10 @@ import textwrap
 
 import psutil
 import pytest
-from tests.engine_client.async_harness import (
+from tests.cluster.engine_harness import (
     ENDLESS,
     collect,
+    pid_of,
     pull,
     request,
     tokens_of,
@@ -18,10 +19,11 @@ from tests.engine_client.async_harness import (
 )
 from tests.engine_client.fake_engine_process import COMMAND, REFUSE
 
-from quire.engine_client.async_engine import AsyncEngine
+from quire.cluster.one_engine import start_one_engine
 from quire.engine_client.messages import GetBlocks, GetMemory, GetStats
 from quire.engine_client.recovery import EngineState
 from quire.errors import (
+    AdapterError,
     CheckpointError,
     EngineDeadError,
     InvalidRequestError,
@@ -55,7 +57,7 @@ def test_a_started_engine_has_state_limits_and_facts():
         assert engine.state is EngineState.READY and engine.is_alive and engine.failure is None
         assert engine.limits.vocab_size == 4096
         assert engine.facts == {"kernels": "fake", "num_blocks": 12}
-        assert psutil.pid_exists(engine.pid) and engine.num_restarts == 0
+        assert psutil.pid_exists(pid_of(engine)) and engine.num_restarts == 0
         assert 0 <= engine.last_step_age_s < WAIT_S
 
     with_engine(test, {"num_progress": 2}, on_progress=lambda *news: told.append(news))
@@ -135,7 +137,7 @@ def test_aborting_the_last_branch_ends_the_stream():
             async for _ in stream:
                 pass
         assert engine.num_open == 0
-        engine.abort("a")
+        engine.dispatcher.abort("a")
         await wait_until_free(engine)
 
     with_engine(test)
@@ -190,7 +192,7 @@ def test_numbers_that_no_message_carries_are_the_requests_fault():
 
 def test_an_engine_that_cannot_be_built_raises_its_own_error():
     async def start():
-        await AsyncEngine.start({"fail": "no config.json in /x"}, command=COMMAND)
+        await start_one_engine({"fail": "no config.json in /x"}, command=COMMAND)
 
     before = psutil.Process().children()
     with pytest.raises(CheckpointError, match=r"no config\.json in /x"):
@@ -200,7 +202,7 @@ def test_an_engine_that_cannot_be_built_raises_its_own_error():
 
 def test_an_engine_that_dies_without_a_word_while_it_starts():
     async def start():
-        await AsyncEngine.start({}, command=(sys.executable, "-c", "raise SystemExit(3)"))
+        await start_one_engine({}, command=(sys.executable, "-c", "raise SystemExit(3)"))
 
     with pytest.raises(EngineDeadError, match="exit code 3"):
         asyncio.run(start())
@@ -211,7 +213,7 @@ def test_a_process_that_is_no_engine_is_refused_and_ended():
     talk += "s.sendall(b'HTTP/1.1 200'); time.sleep(600)"
 
     async def start():
-        await AsyncEngine.start({}, command=(sys.executable, "-c", talk))
+        await start_one_engine({}, command=(sys.executable, "-c", talk))
 
     before = psutil.Process().children()
     with pytest.raises(EngineDeadError, match="above the bound"):
@@ -222,7 +224,7 @@ def test_a_process_that_is_no_engine_is_refused_and_ended():
 def test_a_start_that_is_cancelled_leaves_no_process():
     async def start():
         before = psutil.Process().children()
-        starting = AsyncEngine.start({"hang_s": 600}, command=COMMAND)
+        starting = start_one_engine({"hang_s": 600}, command=COMMAND)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(starting, 0.3)
         assert psutil.Process().children() == before
@@ -265,6 +267,18 @@ def test_questions_asked_at_once_get_their_own_answers():
     with_engine(test)
 
 
+def test_an_adapter_that_ends_the_process_is_not_read_again_and_again():
+    async def test(engine):
+        assert (await engine.find_adapter("a", "/a")).digest == "digest"
+        for _ in range(2):
+            with pytest.raises(AdapterError, match="adapter 'kills': 2 engine processes died"):
+                await engine.find_adapter("kills", "/b")
+        assert (await engine.find_adapter("a", "/a")).digest == "digest"
+        assert engine.num_restarts == 2 and engine.failure is None
+
+    with_engine(test)
+
+
 def test_shutdown_drains_what_is_open_and_refuses_what_is_new():
     async def test(engine):
         reader = asyncio.ensure_future(collect(pull(engine, request("a", max_tokens=20))))
@@ -276,7 +290,7 @@ def test_shutdown_drains_what_is_open_and_refuses_what_is_new():
             pull(engine, request("late"))
         assert tokens_of(await reader, "a") == list(range(11, 31))
         await ending
-        assert engine.pid is None and engine.state is EngineState.CLOSING
+        assert pid_of(engine) is None and engine.state is EngineState.CLOSING
         await engine.shutdown()
 
     with_engine(test, {"step_s": 0.005})
@@ -288,7 +302,7 @@ def test_shutdown_ends_a_process_that_does_not_listen(drain):
         reader = asyncio.ensure_future(collect(pull(engine, request("a", max_tokens=9))))
         await asyncio.sleep(0)
         await engine.shutdown(drain=drain, timeout_s=0.3)
-        assert engine.pid is None and engine.state is EngineState.CLOSING
+        assert pid_of(engine) is None and engine.state is EngineState.CLOSING
         with pytest.raises(EngineDeadError, match="shut down before"):
             await reader
 
@@ -301,7 +315,8 @@ def test_engine_ends_when_the_api_server_is_killed():
         import asyncio
         from quire.core.request import Request
         from quire.core.sampling_params import DecodingParams
-        from quire.engine_client.async_engine import AsyncEngine
+        from quire.cluster.one_engine import start_one_engine
+
 
         class Sink:
             def on_output(self, output):
@@ -311,10 +326,10 @@ def test_engine_ends_when_the_api_server_is_killed():
         async def main():
             global first_output
             first_output = asyncio.get_running_loop().create_future()
-            engine = await AsyncEngine.start({{}}, command={COMMAND!r})
+            engine = await start_one_engine({{}}, command={COMMAND!r})
             engine.generate([Request("a", [1], DecodingParams(max_tokens=10**9))], Sink())
             await first_output
-            print(engine.pid, flush=True)
+            print(engine.engines_by_name[''].pid, flush=True)
             await asyncio.sleep(600)
 
         asyncio.run(main())
@@ -331,5 +346,5 @@ def test_engine_ends_when_the_api_server_is_killed():
 
 
 def test_api_server_imports_no_torch():
-    program = "import sys, quire.engine_client.async_engine; sys.exit('torch' in sys.modules)"
+    program = "import sys, quire.cluster.one_engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

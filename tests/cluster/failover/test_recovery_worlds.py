@@ -1,31 +1,79 @@
 """Random worlds of requests that kill, kills from outside and clients that leave: who is blamed.
 
-A model of the API server and of an engine process, without any process: it dies in the step that
-computes a killer's n-th token, and at random moments of something else.
+The real dispatcher before a model of an engine process, which dies in the step that computes a
+killer's n-th token, and at random moments of something else.
 """
 
 import random
 import signal
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from tests.cluster.fleet_world import LIMITS
 
+from quire.cluster.fleet_dispatcher import FleetDispatcher
+from quire.cluster.one_engine import OnlyPlacement
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
+from quire.engine_client.messages import AbortRequest, AddRequest, Outputs, decode_to_engine
 from quire.engine_client.process.activity import Activity, Doing
-from quire.engine_client.recovery import (
-    Cause,
-    Death,
-    OpenRequest,
-    RecoveryConfig,
-    RestartBudget,
-    ResumeQueue,
-)
+from quire.engine_client.recovery import Cause, Death, RecoveryConfig, RestartBudget
+from quire.errors import QuireError, RequestKillsEngineError
 
 NUM_TOKENS = 12
 STEP_S = 5.0
 KILLED = -int(signal.SIGKILL)
+
+
+class Client:
+    """A sink that notes how its request ends."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self._world, self._name = world, name
+
+    def on_output(self, output: SequenceOutput) -> None:
+        pass
+
+    def on_end(self, error: QuireError | None) -> None:
+        assert self._name not in self._world.ends or self._world.ends[self._name] == "left"
+        is_blamed = isinstance(error, RequestKillsEngineError)
+        assert is_blamed or error is None
+        self._world.ends.setdefault(self._name, "blamed" if is_blamed else "answered")
+
+
+class Engine:
+    """What an engine process has: the tokens of each branch of its requests."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, dict[int, int]] = {}
+        self.calls: list[Callable[[], None]] = []
+
+    def send(self, frame: bytes) -> None:
+        message = decode_to_engine(frame[4:])
+        if isinstance(message, AddRequest):
+            request = message.request
+            branches = request.resumed or [(index, ()) for index in range(request.n)]
+            self.running[request.request_id] = {index: len(past) for index, past in branches}
+        elif isinstance(message, AbortRequest):
+            self.running.pop(message.request_id, None)
+
+    def call_between_steps(self, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+
+    def step(self, names: list[str]) -> Outputs:
+        outputs = []
+        for name in names:
+            branches = self.running[name]
+            is_last = max(branches.values()) >= NUM_TOKENS - 1
+            reason = FinishReason.LENGTH if is_last else None
+            for branch in branches:
+                branches[branch] += 1
+                outputs.append(SequenceOutput(name, branch, (7,), finish_reason=reason))
+            if is_last:
+                del self.running[name]
+        return Outputs(outputs)
 
 
 @dataclass
@@ -54,51 +102,53 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.queue = ResumeQueue()
+        self.dispatcher = FleetDispatcher(10**6, lambda: 0.0, OnlyPlacement())
         self.budget = RestartBudget(RecoveryConfig(max_restarts=self.max_restarts))
-        self.running: list[OpenRequest] = []
         self.waiting = [
-            OpenRequest(
-                Request(f"r{i}", [1], DecodingParams(99), n=self.rng.randint(1, self.max_branches)),
-                0.0,
-            )
+            Request(f"r{i}", [1], DecodingParams(99), n=self.rng.randint(1, self.max_branches))
             for i in range(self.num_requests)
         ]
         self.ends: dict[str, str] = {}  # request -> "answered", "blamed", "left"
         self.deaths: Counter[Cause] = Counter()
         self.gave_up = False
         self.now_s = 0.0
+        self.engine = Engine()
+        self._start()
+
+    def _start(self) -> None:
+        self.engine = Engine()
+        self.dispatcher.on_ready("", self.engine, LIMITS, {})
 
     def run(self) -> "World":
         for _ in range(20_000):
             if len(self.ends) == self.num_requests or self.gave_up:
                 return self
             while self.waiting and self.rng.random() < self.arriving:
-                self.queue.add(self.waiting.pop(0))
+                request = self.waiting.pop(0)
+                self.dispatcher.open([request], Client(self, request.request_id))
             self._step()
         raise AssertionError(f"{self.num_requests - len(self.ends)} requests have no end")
 
     def _step(self) -> None:
         self.now_s += STEP_S
-        while (request := self.queue.next_to_send()) is not None:
-            self.running.append(request)
-        rows = self.running[: self.num_rows]
+        rows = list(self.engine.running)[: self.num_rows]
         death = self._death(rows)
         if death is None or (death.cause is Cause.OUTSIDE and self.rng.random() >= self.losses):
-            self._bring(rows)
+            self.dispatcher.on_message("", self.engine, self.engine.step(rows))
+            self._leave(rows)
         if death is not None:
             self._die(death)
 
-    def _death(self, rows: list[OpenRequest]) -> Death | None:
-        ids = frozenset(request.request_id for request in rows)
+    def _death(self, rows: list[str]) -> Death | None:
+        ids = frozenset(rows)
         computing = Activity(Doing.COMPUTING, ids)
-        for request in rows:
-            at, cause = self.killers.get(request.request_id, (999, Cause.CRASH))
-            if max(map(len, request.branches.values())) >= at:
+        for name in rows:
+            at, cause = self.killers.get(name, (999, Cause.CRASH))
+            if max(self.engine.running[name].values()) >= at:
                 return self._killed(cause, computing)
         if self.pair is not None and ids.issuperset(self.pair):
             return self._killed(Cause.CRASH, computing)
-        is_trying = self.queue._trial is not None
+        is_trying = self.dispatcher.trials.attribution.trial is not None
         if rows and self.rng.random() < self.pressure:
             return self._killed(Cause.MEMORY, computing)
         if self.rng.random() < (self.while_trying if is_trying else self.outside):
@@ -112,33 +162,23 @@ class World:
         num_oom_kills = int(cause is Cause.MEMORY) if self.counts else None
         return Death(activity, KILLED, num_oom_kills=num_oom_kills)
 
-    def _bring(self, rows: list[OpenRequest]) -> None:
-        for request in rows:
-            is_last = max(map(len, request.branches.values())) >= NUM_TOKENS - 1
-            reason = FinishReason.LENGTH if is_last else None
-            for branch in list(request.branches):
-                request.record_output(
-                    SequenceOutput(request.request_id, branch, (7,), finish_reason=reason)
-                )
-            if not request.branches:
-                self.queue.end(request)
-                self.ends[request.request_id] = "answered"
-            elif self.rng.random() < self.leaving:
-                request.drop(None)
-                self.ends[request.request_id] = "left"
-                if self.queue.remove_request(request):
-                    self.queue.clear(request)
-        self.running = [request for request in self.running if request.branches]
+    def _leave(self, rows: list[str]) -> None:
+        for name in rows:
+            if name not in self.ends and self.rng.random() < self.leaving:
+                self.ends[name] = "left"
+                self.dispatcher.abort(name)
+        calls, self.engine.calls = self.engine.calls, []
+        if self.rng.random() < 0.5:
+            for call in calls:
+                call()
+        else:  # they come after the next step, unless the process has died by then
+            self.engine.calls = calls
 
     def _die(self, death: Death) -> None:
-        self.running = []
         self.deaths[death.cause] += 1
-        verdict = self.queue.on_death(death)
-        if (blamed := verdict.blamed) is not None:
-            blamed.drop(None)
-            self.queue.end(blamed)
-            self.ends[blamed.request_id] = "blamed"
-        self.gave_up = self.budget.note_death(self.now_s, death, verdict.explained) is None
+        explained = self.dispatcher.on_death("", death)
+        self.gave_up = self.budget.note_death(self.now_s, death, explained) is None
+        self._start()
 
     @property
     def blamed(self) -> set[str]:
@@ -199,8 +239,9 @@ def test_a_lasting_lack_of_memory_ends_the_server_and_blames_no_request(seed: in
 @pytest.mark.parametrize("cause", [Cause.CRASH, Cause.MEMORY])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_killer_among_500_costs_three_deaths(seed: int, cause: Cause) -> None:
+    """Or two, if it crashes the engine and happens to be the first suspect."""
     rng = random.Random(seed)
-    killer = f"r{rng.randrange(500)}"
+    killer = f"r{rng.randrange(1, 500)}"
     world = World(seed, 500, killers={killer: (rng.randint(0, 9), cause)}).run()
     assert world.blamed == {killer} and not world.gave_up
     assert world.deaths.total() == 3
@@ -213,7 +254,7 @@ def test_killers_that_come_together_end_one_after_the_other(seed: int) -> None:
     killers = {name: (at, Cause.CRASH) for name, (at, _) in killers_of(rng, 6, 40).items()}
     world = World(seed, num_requests=40, killers=killers).run()
     assert world.blamed == set(killers) and not world.gave_up
-    assert world.deaths.total() == 3 * len(killers)
+    assert 2 * len(killers) <= world.deaths.total() <= 3 * len(killers)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,4 +1,4 @@
-"""An AsyncEngine on the fake engine's process, and what tests ask of it."""
+"""A fleet of one engine on the fake engine's process, and what tests ask of it."""
 
 import asyncio
 from collections import deque
@@ -6,9 +6,10 @@ from collections import deque
 import psutil
 from tests.engine_client.fake_engine_process import COMMAND
 
+from quire.cluster.fleet import EngineFleet
+from quire.cluster.one_engine import start_one_engine
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
-from quire.engine_client.async_engine import AsyncEngine
 
 ENDLESS = 10**9
 
@@ -25,6 +26,11 @@ def _is_engine(process):
         return False
 
 
+def pid_of(engine):
+    """The process id of a fleet's only engine; None while there is no process."""
+    return engine.engines_by_name[""].pid if engine.engines_by_name else None
+
+
 def request(request_id, *prompt, max_tokens=3, n=1):
     return Request(request_id, list(prompt or [10]), DecodingParams(max_tokens=max_tokens), n=n)
 
@@ -34,7 +40,7 @@ def with_engine(test, options=None, **arguments):
 
     async def run():
         before = psutil.Process().children()
-        engine = await AsyncEngine.start(options or {}, command=COMMAND, **arguments)
+        engine = await start_one_engine(options or {}, command=COMMAND, **arguments)
         try:
             return await test(engine)
         finally:
@@ -92,8 +98,8 @@ class Pulled:
 
 
 def pull(engine, *requests):
-    """The outputs of requests to an AsyncEngine, or to a Dispatcher, to be pulled."""
-    open_ = engine.generate if isinstance(engine, AsyncEngine) else engine.open
+    """The outputs of requests to a fleet, or to its dispatcher, to be pulled."""
+    open_ = engine.generate if isinstance(engine, EngineFleet) else engine.open
     pulled = Pulled()
     pulled.stream = open_(requests, pulled)
     return pulled

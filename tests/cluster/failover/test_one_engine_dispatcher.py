@@ -2,15 +2,17 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.engine_client.async_harness import Pulled, pull
+from tests.cluster.engine_harness import Pulled, pull
+from tests.cluster.failover.one_engine_world import FakeWire
+from tests.cluster.fleet_world import LIMITS
 
+from quire.cluster.fleet_dispatcher import FleetDispatcher
+from quire.cluster.one_engine import OnlyPlacement
 from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams
-from quire.engine_client.async_engine import Dispatcher
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
@@ -18,8 +20,6 @@ from quire.engine_client.messages import (
     Outputs,
     RequestFailed,
     SetPaused,
-    ToEngine,
-    decode_to_engine,
 )
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import Death
@@ -31,33 +31,6 @@ from quire.errors import (
     QuireError,
     RequestKillsEngineError,
 )
-
-
-class FakeWire:
-    """What was sent over it; `between_steps` plays the process's part."""
-
-    def __init__(self) -> None:
-        self.sent: list[ToEngine] = []
-        self._calls: list[Callable[[], None]] = []
-
-    def send(self, frame: bytes) -> None:
-        self.sent.append(decode_to_engine(frame[4:]))
-
-    def call_between_steps(self, call: Callable[[], None]) -> None:
-        self._calls.append(call)
-
-    def between_steps(self) -> None:
-        calls, self._calls = self._calls, []
-        for call in calls:
-            call()
-
-    def added(self) -> list[str]:
-        """The requests that were sent since the last look."""
-        found = [
-            message.request.request_id for message in self.sent if isinstance(message, AddRequest)
-        ]
-        self.sent.clear()
-        return found
 
 
 class Sink:
@@ -78,7 +51,7 @@ class World:
 
     def __init__(self, max_num_open: int = 100) -> None:
         self.now_s = 0.0
-        self.dispatcher = Dispatcher(max_num_open, lambda: self.now_s)
+        self.dispatcher = FleetDispatcher(max_num_open, lambda: self.now_s, OnlyPlacement())
         self.wire = FakeWire()
 
     def open(self, *names: str, n: int = 1, sink: Any = None, **more: Any) -> Any:
@@ -90,20 +63,20 @@ class World:
 
     def start_process(self) -> FakeWire:
         self.wire = FakeWire()
-        self.dispatcher.on_ready(self.wire)
+        self.dispatcher.on_ready("", self.wire, LIMITS, {})
         return self.wire
 
     def die(self) -> frozenset[Death]:
         """The process crashes in a step of all that it knows of; what that explains."""
         death = Death(Activity(Doing.COMPUTING, None), -int(signal.SIGSEGV))
-        return self.dispatcher.on_death(death)
+        return self.dispatcher.on_death("", death)
 
     def bring(
         self, *names: str, end: FinishReason | None = None, branch: int = 0, token: int = 7
     ) -> None:
         """A step that brings one token for each."""
         outputs = [SequenceOutput(name, branch, (token,), finish_reason=end) for name in names]
-        self.dispatcher.on_message(self.wire, Outputs(outputs))
+        self.dispatcher.on_message("", self.wire, Outputs(outputs))
 
 
 def drain(stream: Pulled) -> list[SequenceOutput]:
@@ -141,6 +114,8 @@ def test_each_new_process_is_told_of_a_pause() -> None:
     assert [type(message) for message in wire.sent] == [SetPaused, AddRequest]
     world.die()
     assert [type(message) for message in world.start_process().sent] == [SetPaused, AddRequest]
+    world.bring("a")
+    world.bring("a")
     world.dispatcher.send_control(SetPaused(False))
     world.dispatcher.send_control(ClearPrefixes())
     assert world.wire.sent[-2:] == [SetPaused(False), ClearPrefixes()]
@@ -204,8 +179,8 @@ def test_a_refusal_is_raised_by_its_stream_alone() -> None:
     world.start_process()
     bad, good = world.open("bad"), world.open("good")
     failed = RequestFailed("bad", "context_length_exceeded", "too long", 400, "prompt")
-    world.dispatcher.on_message(world.wire, failed)
-    world.dispatcher.on_message(world.wire, failed)
+    world.dispatcher.on_message("", world.wire, failed)
+    world.dispatcher.on_message("", world.wire, failed)
     with pytest.raises(PromptTooLongError, match="too long"):
         drain(bad)
     world.bring("good", end=FinishReason.STOP)
@@ -254,9 +229,7 @@ def test_the_one_on_trial_is_ended_alone() -> None:
     killer, other = world.open("killer"), world.open("other")
     world.die()
     world.start_process()
-    last = world.die()
-    assert len(last) == 1 and world.start_process().added() == ["killer"]
-    assert len(world.die()) == 3
+    assert len(world.die()) == 2
     with pytest.raises(RequestKillsEngineError, match="died twice"):
         drain(killer)
     assert world.start_process().added() == ["other"]
@@ -313,10 +286,10 @@ def test_messages_from_a_dead_process_are_dropped() -> None:
     late = Outputs([SequenceOutput("a", 0, (6,), finish_reason=FinishReason.STOP)])
     world.die()
     for message in (late, failed):
-        world.dispatcher.on_message(old, message)
+        world.dispatcher.on_message("", old, message)
     wire = world.start_process()
     for message in (late, failed):
-        world.dispatcher.on_message(old, message)
+        world.dispatcher.on_message("", old, message)
     assert wire.added() == ["a"] and world.dispatcher.num_open == 1
     world.bring("a", end=FinishReason.STOP)
     assert [output.token_ids for output in drain(stream)] == [(7,)]
@@ -338,7 +311,7 @@ def test_after_an_error_nothing_is_pushed_and_closing_aborts_the_rest() -> None:
     world, sink = World(), Sink()
     wire = world.start_process()
     stream = world.open("a", "b", sink=sink)
-    world.dispatcher.on_message(wire, RequestFailed("a", "internal_error", "gone", 500))
+    world.dispatcher.on_message("", wire, RequestFailed("a", "internal_error", "gone", 500))
     world.bring("b", token=5)
     assert world.dispatcher.num_open == 1
     stream.close()
