@@ -28,7 +28,7 @@ class AgedShortestPrompt(Policy):
 
 def main() -> None:
     """Compare it with first come, first served, under one load."""
-    POLICIES["aged_shortest_prompt"] = AgedShortestPrompt
+    POLICIES.register("aged_shortest_prompt", AgedShortestPrompt)
     print(f"{'policy':24}{'median':>10}{'p99':>10}{'longest':>10}   wait for the first token")
     for name in ("fcfs", "aged_shortest_prompt"):
         report = run(SimulationConfig(policy=name, num_requests=200, requests_per_s=30, seed=1))

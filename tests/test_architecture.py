@@ -57,6 +57,7 @@ ARROWS = {
     "measurement_file": "",
     "child_process": "",
     "observability": "",
+    "registry": "",
     "option_fields": "",
     "errors": "",
     "version": "",
@@ -64,8 +65,8 @@ ARROWS = {
 }
 """Left may import right, and what right may import. A folder is an area; so is a file in `quire/`.
 `__main__.py` belongs to `cli`; `quire` is the package's own `__init__.py`, which nobody imports.
-Everybody may import errors and how options are declared, option_fields; everybody but core,
-option_fields, errors and version observability.
+Everybody may import errors, how options are declared (option_fields) and registry; everybody but
+core, option_fields, registry, errors and version observability.
 """
 
 CORE_CONTRACTS = (
@@ -137,12 +138,12 @@ def may_import(module: str, target: str) -> bool:
         return right == "options" and left not in ("errors", "version")
     if right == "errors" or right in _reachable(left):
         return True
-    if right == "option_fields":
-        return left not in ("errors", "version")
+    if right in ("option_fields", "registry"):
+        return left not in ("errors", "version", "option_fields", "registry")
     if right == "observability":
-        return left not in ("core", "option_fields", "errors", "version")
+        return left not in ("core", "option_fields", "registry", "errors", "version")
     if right == "version":
-        return left not in ("core", "option_fields", "errors")
+        return left not in ("core", "option_fields", "registry", "errors")
     is_contract = target.removeprefix("quire.core.") in CORE_CONTRACTS
     return right == "core" and is_contract and left in CONTRACT_READERS
 

@@ -5,9 +5,9 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
+from tests.registering import restored
 from tests.server.launching import launched
 
 from quire.core.scheduling.policy import POLICIES
@@ -36,7 +36,7 @@ def test_beam_search_prints_the_best_first(monkeypatch, capsys):
 
 
 def test_a_policy_is_judged_beside_another(monkeypatch, capsys):
-    with patch.dict(POLICIES):  # which the program adds its own to; other tests count them
+    with restored(POLICIES):  # which the program adds its own to; other tests count them
         lines = run("scheduling_policy", monkeypatch, capsys).splitlines()
     medians = {line.split()[0]: float(line.split()[1]) for line in lines[1:]}
     assert medians["aged_shortest_prompt"] < medians["fcfs"]

@@ -23,10 +23,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quire.assembly.rank_build import build_rank
 from quire.assembly.reports.model_report import kv_kinds
-from quire.formats.registry import weight_format_names
+from quire.formats.format_registry import WEIGHT_FORMATS
 from quire.kernels.cpu.library import load_library
+from quire.models.architectures import MODELS
 from quire.models.config import ModelConfig
-from quire.models.registry import MODELS, load_config
+from quire.models.registry import load_config
 from quire.options.engine_options import EngineOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,7 +155,7 @@ def _lines(found: list[Family]) -> Iterator[str]:
     others = [f"`{name}`" for name, entry in MODELS.items() if not entry.generates]
     yield ""
     yield f"They embed or score, and predict no tokens: {', '.join(others)}."
-    formats = ", ".join(f"`{name}`" for name in weight_format_names())
+    formats = ", ".join(f"`{name}`" for name in WEIGHT_FORMATS)
     yield ""
     yield (
         f"Each was compared with transformers {_tested_version()}, token by token, and is served in"

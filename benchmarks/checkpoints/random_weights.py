@@ -18,8 +18,9 @@ import torch
 
 from quire.formats.dense import DenseMethod
 from quire.layers.sharded import LinearMethods
+from quire.models.architectures import MODELS
 from quire.models.checkpoints.loader import blueprint, tensor_shapes
-from quire.models.registry import MODELS, load_config
+from quire.models.registry import load_config
 
 NUM_DIFFERENT = 1 << 25
 DEVIATION = 0.02
@@ -34,7 +35,7 @@ Shapes = dict[str, tuple[int, ...]]
 def write_weights(folder: Path, shard_bytes: int, seed: int = 0) -> int:
     """Write them beside config.json. Returns their bytes."""
     config = load_config(folder)
-    entry = MODELS[config.architecture]
+    entry = MODELS.get(config.architecture)
     if entry.rename is not None or entry.arrangement is not None:
         raise SystemExit(f"the files of {config.architecture} have other names, or another order")
     shapes = tensor_shapes(blueprint(config, entry, LinearMethods(DenseMethod())), entry)

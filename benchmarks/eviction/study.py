@@ -34,8 +34,8 @@ class _NoGhosts(HitDensityOrder):
 def caches() -> dict[str, CacheFactory]:
     """All algorithms, in the order of the table; eviction orders as they are registered now."""
     orders: dict[str, OrderFactory] = {"no-ghosts": _NoGhosts}
-    for name in reversed(EVICTION_ORDERS):
-        orders[f"pool-{name}" if name in ALGORITHMS else name] = EVICTION_ORDERS[name]
+    for name in reversed(list(EVICTION_ORDERS)):
+        orders[f"pool-{name}" if name in ALGORITHMS else name] = EVICTION_ORDERS.get(name)
     return ALGORITHMS | {name: _in_the_pool(order) for name, order in orders.items()}
 
 

@@ -19,7 +19,7 @@ from quire.attention.interface import AttentionSpec
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import BlockCopy
-from quire.formats.registry import load_weight_format, weight_format_names
+from quire.formats.format_registry import WEIGHT_FORMATS, load_weight_format
 from quire.formats.weight_format import SampledMethod, TritonLinears
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.operators import TORCH_OPERATORS, Operators
@@ -205,7 +205,7 @@ def check_quantized(bench: Bench) -> None:
     """The same linears with quantized weights, and as vocabulary projections, beside torch."""
     sizes, rows = _products(bench)
     dtype = bench.dtype
-    for quantization, is_head in product(weight_format_names(), (False, True)):
+    for quantization, is_head in product(WEIGHT_FORMATS, (False, True)):
         found, reference = (
             _linear(bench, sizes, dtype, quantization, is_invariant=each, is_head=is_head)
             for each in (False, None)
@@ -223,7 +223,7 @@ def check_experts(bench: Bench) -> None:
     hidden, inner, num_experts = (64, 32, 5) if bench.small else (2048, 768, 64)
     router = RouterSpec(num_experts=num_experts, top_k=2 if bench.small else 8)
     spec = MoESpec(router=router, intermediate_size=inner)
-    for quantization in (None, *weight_format_names()):
+    for quantization in (None, *WEIGHT_FORMATS):
         weight_format = load_weight_format(quantization)
         layers = []
         for linears in (TritonLinears(TritonOperators(), batch_invariant=False), None):

@@ -22,7 +22,7 @@ from benchmarks.memory.load import Budget, MemoryLoad, make_memory_requests
 from quire.bench.baselines.contiguous import KV_ALLOCATORS, PAGED, find_allocator
 from quire.bench.contenders import batches
 from quire.bench.workload import BenchRequest
-from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.policy import POLICIES
 from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine
 
@@ -138,7 +138,7 @@ def with_allocator(engine: Engine, name: str) -> Engine:
     before = engine.scheduler
     config = replace(before.memory.config, enable_prefix_caching=name == PAGED)
     memory = find_allocator(name)(config, engine.limits.max_model_len)
-    scheduler = Scheduler(before.config, memory, find_policy("fcfs"))
+    scheduler = Scheduler(before.config, memory, POLICIES.make("fcfs"))
     engine._runner.reset()
     return Engine(scheduler, engine._runner, engine.limits, overlap=engine.overlap)
 

@@ -22,7 +22,7 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.policy import POLICIES
 from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.errors import StepFailedError
@@ -112,7 +112,7 @@ def simulated_engine(
     scheduler = Scheduler(
         SchedulerConfig(budget.max_num_seqs, budget.max_num_batched_tokens),
         find_allocator(allocator, placement)(config, max_model_len),
-        find_policy("fcfs"),
+        POLICIES.make("fcfs"),
     )
     clock = VirtualClock()
     runner = LengthRunner(cost or StepCost(), clock)

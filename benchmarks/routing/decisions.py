@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from quire.routing.candidates import RoutedRequest
-from quire.routing.find import DEFAULT_ROUTING_POLICY, find_routing_policy
+from quire.routing.find import DEFAULT_ROUTING_POLICY, ROUTING_POLICIES
 from quire.routing.replica import ReplicaFacts
 from quire.routing.router import ReplicaRouter
 from quire.simulation.fleet.fleet_command import step_costs
@@ -52,7 +52,7 @@ def measure(
     trace: Trace, num_replicas: int, block_size: int, policy: str
 ) -> tuple[list[float], list[float]]:
     """Microseconds of each placement, and of each first token and end."""
-    router = ReplicaRouter(find_routing_policy(policy), block_size)
+    router = ReplicaRouter(ROUTING_POLICIES.make(policy), block_size)
     facts = ReplicaFacts(
         POOL_TOKENS // block_size, step_costs(20480.0, 8e-3, 2e-5, 4e-8, 2048), 2048, 64
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from quire.server.app import ENDPOINTS
+from quire.server.endpoint_registry import ENDPOINTS
 from quire.server.http.body import Body
 
 Value = Any
@@ -219,7 +219,7 @@ def routes() -> dict[str, type[Body]]:
     without a body above."""
     found = {
         route.path_format: route.body_class
-        for each in ENDPOINTS
+        for _, each in ENDPOINTS.items()
         for route in each.routes
         if route.body_class is not None
     }

@@ -202,8 +202,8 @@ class Pattern(Kind):
 class OneOf(Kind):
     """One of a few names."""
 
-    #: The names, or a function that returns the currently available ones.
-    choices: Collection[str] | Callable[[], Collection[str]]
+    #: The names. A registry may get further ones later.
+    choices: Collection[str]
     #: Pairs of an alias and the name that it means.
     others: tuple[tuple[str, str], ...] = ()
     #: Formats the names for errors.
@@ -221,7 +221,7 @@ class OneOf(Kind):
         )
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self.choices() if callable(self.choices) else self.choices)
+        return tuple(self.choices)
 
 
 @dataclass(frozen=True, slots=True)

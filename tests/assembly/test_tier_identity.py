@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.registering import restored
 from tests.runtime.hybrid_family import HybridForCausalLM, registered, save_hybrid
 
 from quire.assembly import tier_identity
@@ -23,9 +24,10 @@ from quire.attention.backends import INT8
 from quire.errors import ConfigurationError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.kernels.cpu.library import NativeLibrary
+from quire.models.architectures import MODELS
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.families.qwen3 import Qwen3Config
-from quire.models.registry import MODELS, ModelEntry
+from quire.models.model_entry import ModelEntry
 from quire.options.engine_options import EngineOptions
 from quire.tiers.fingerprint import Fingerprint
 
@@ -155,7 +157,7 @@ def test_a_row_of_the_rotation_s_table_is_the_same_under_any_length() -> None:
     kind = choose_kind(EngineOptions.from_mapping(SMALL))
     tables = []
     for length in (37, 101):
-        entry = MODELS[kind.config.architecture]
+        entry = MODELS.get(kind.config.architecture)
         model = entry.model(
             kind.config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=length
         )
@@ -203,22 +205,23 @@ def test_the_sources_of_a_family_from_outside_count(
     tmp_path: Path,
     outside: type[DecoderForCausalLM],
 ) -> None:
-    monkeypatch.setitem(MODELS, "OutsideForCausalLM", ModelEntry(Qwen3Config, outside))
-    edit_json(copied / "config.json", architectures=["OutsideForCausalLM"])
-    found = fingerprint(model=copied)
-    names = {f"outside{each}" for each in ("", ".model", ".scales", ".parts", ".deep")}
-    assert found.code.keys() - usual.code.keys() == names
-    (tmp_path / "outside/scales.py").write_text("SCALE = 3.0")
-    (difference,) = fingerprint(model=copied).differences(found)
-    assert difference.startswith("code.outside.scales is ")
-    compiled = tmp_path / "outside/model.so"
-    compiled.write_bytes(b"\x7fELF\0")
-    with monkeypatch.context() as patch:
-        patch.setattr(tier_identity, "_source_file", lambda kind: compiled)
-        assert fingerprint(model=copied).code.keys() - usual.code.keys() == {"outside.model"}
-    monkeypatch.setattr(outside, "__module__", "typed_into_a_session")
-    with pytest.raises(ConfigurationError, match=r"OutsideModel, which has no source file"):
-        fingerprint(model=copied)
+    with restored(MODELS):
+        MODELS.register("OutsideForCausalLM", ModelEntry(Qwen3Config, outside))
+        edit_json(copied / "config.json", architectures=["OutsideForCausalLM"])
+        found = fingerprint(model=copied)
+        names = {f"outside{each}" for each in ("", ".model", ".scales", ".parts", ".deep")}
+        assert found.code.keys() - usual.code.keys() == names
+        (tmp_path / "outside/scales.py").write_text("SCALE = 3.0")
+        (difference,) = fingerprint(model=copied).differences(found)
+        assert difference.startswith("code.outside.scales is ")
+        compiled = tmp_path / "outside/model.so"
+        compiled.write_bytes(b"\x7fELF\0")
+        with monkeypatch.context() as patch:
+            patch.setattr(tier_identity, "_source_file", lambda kind: compiled)
+            assert fingerprint(model=copied).code.keys() - usual.code.keys() == {"outside.model"}
+        monkeypatch.setattr(outside, "__module__", "typed_into_a_session")
+        with pytest.raises(ConfigurationError, match=r"OutsideModel, which has no source file"):
+            fingerprint(model=copied)
 
 
 def test_how_torch_multiplies_counts_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from quire.compat.methods import COMPAT_METHODS
 from quire.compat.vllm_names import ADVICE
 from quire.engine_client.results import _ADVICE
 from quire.errors import ConfigurationError
-from quire.models.registry import MODELS
+from quire.models.architectures import MODELS
 from quire.options.engine_options import EngineOptions
 
 

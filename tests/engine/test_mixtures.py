@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError
 from quire.formats.int4 import TritonInt4Method
+from quire.models.architectures import MODELS
 from quire.models.config import DecoderConfig
-from quire.models.registry import MODELS, load_config
+from quire.models.registry import load_config
 from quire.offline.llm import LLM
 
 NATIVE = ["gemma4-moe", "glm4-moe", "gpt-oss", "granite-moe", "mixtral", "olmoe", "qwen3-moe"]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.cli.doctor.test_findings import SOUND
 from tests.distributed.ranks import run_ranks
 from tests.engine.checkpoints import save_checkpoint
+from tests.registering import restored
 from torch.nn import functional
 
 from quire.assembly.build import build_engine
@@ -17,8 +18,7 @@ from quire.cli.parser import build_parser
 from quire.core.sampling_params import SamplingParams
 from quire.distributed.group import ProcessGroup
 from quire.errors import ConfigurationError
-from quire.formats import registry
-from quire.formats.registry import WeightFormatEntry, load_weight_format, register_weight_format
+from quire.formats.format_registry import WEIGHT_FORMATS, WeightFormatEntry, load_weight_format
 from quire.formats.rounded import RoundedMethod
 from quire.formats.weight_format import (
     LinearMethod,
@@ -106,11 +106,11 @@ def rounded_to_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def fp8(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fp8() -> Iterator[None]:
     """The format "fp8", gone after the test."""
-    monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
-    register_weight_format("fp8", WeightFormatEntry("a float and a scale per output", 8, Fp8))
-    yield
+    with restored(WEIGHT_FORMATS):
+        WEIGHT_FORMATS.register("fp8", WeightFormatEntry("a float and a scale an output", 8, Fp8))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from quire.formats.dense import Dense, DenseMethod, InvariantDenseMethod, TritonDenseMethod
+from quire.formats.format_registry import load_weight_format
 from quire.formats.int4 import Int4, Int4TorchMethod, TritonInt4Method
 from quire.formats.int8 import Int8, Int8TorchMethod, TritonInt8Method
-from quire.formats.registry import load_weight_format
 from quire.formats.weight_format import TritonLinears
 from quire.kernels.compensation import compensate_int8, error_feedback
 from quire.kernels.operators import TORCH_OPERATORS

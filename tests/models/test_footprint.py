@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quire.formats.dense import DenseMethod
-from quire.formats.registry import load_weight_format
+from quire.formats.format_registry import load_weight_format
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.layers.sharded import LinearMethods
 from quire.models import footprint as module

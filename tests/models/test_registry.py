@@ -11,10 +11,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quire.errors import CheckpointError, ConfigurationError, UnsupportedModelError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.layers.rotary import DefaultRope, RopeLimits
+from quire.models.architectures import MODELS
 from quire.models.config import DecoderConfig
 from quire.models.families.qwen3 import Qwen3Config
 from quire.models.interface import TextModel
-from quire.models.registry import MODELS, load_config
+from quire.models.registry import load_config
 
 
 def _folder(tmp_path, **fields):

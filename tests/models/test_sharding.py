@@ -23,7 +23,7 @@ from transformers import (
 from quire.distributed.group import ProcessGroup
 from quire.errors import ConfigurationError
 from quire.formats.dense import DenseMethod
-from quire.formats.registry import load_weight_format
+from quire.formats.format_registry import load_weight_format
 from quire.kernels.cpu.library import NativeKernels, load_library
 from quire.layers.linear import Linear
 from quire.layers.sharded import LinearMethods, Sharding

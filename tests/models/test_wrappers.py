@@ -18,8 +18,9 @@ from tests.models.family_shapes import (
 from transformers import PreTrainedModel
 
 from quire.errors import CheckpointError, UnsupportedModelError
+from quire.models.architectures import MODELS
 from quire.models.generation_config import load_generation_config
-from quire.models.registry import MODELS, load_config
+from quire.models.registry import load_config
 from quire.models.wrappers import TEXT_MODELS, WRAPPERS, unwrapped
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1} | {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.attention.backends import backend_descriptions
+from quire.attention.backends import BACKENDS
 from quire.cli.config_file import ConfiguredParser
 from quire.cli.flags import (
     SERVER_GROUPS,
@@ -26,7 +26,7 @@ from quire.cli.parser import build_parser
 from quire.compat.llm_options import ALIASES
 from quire.core.scheduling.policy import POLICIES
 from quire.errors import ConfigurationError
-from quire.formats.registry import weight_formats
+from quire.formats.format_registry import weight_formats
 from quire.offline.llm import LLM
 from quire.option_fields import (
     Bytes,
@@ -274,8 +274,8 @@ def test_every_group_is_one_of_the_help() -> None:
 
 def test_descriptions_of_registry_entries_are_in_the_reference() -> None:
     docs = {each.name: declared.doc for each, declared in declared_options(EngineOptions)}
-    for name, text in backend_descriptions().items():
-        assert f'"{name}" ({text})' in docs["attention_backend"]
+    for name, entry in BACKENDS.items():
+        assert f'"{name}" ({entry.description})' in docs["attention_backend"]
     for name, entry in weight_formats().items():
         assert f"to {name}, with {entry.description}" in docs["quantization"]
     assert all(f'"{name}"' in docs["scheduling_policy"] for name in POLICIES)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
+from tests.registering import restored
 
 from quire.errors import ConfigurationError
-from quire.recurrence import backends
-from quire.recurrence.backends import RecurrentEntry, register, select
+from quire.recurrence.backends import BACKENDS, RecurrentEntry, select
 from quire.recurrence.state_backend import StateBatch
 
 CPU = frozenset({"cpu"})
@@ -37,17 +37,15 @@ class Second(First):
 
 @pytest.fixture(autouse=True)
 def empty_registry() -> Iterator[None]:
-    before = dict(backends._BACKENDS)
-    backends._BACKENDS.clear()
-    yield
-    backends._BACKENDS.clear()
-    backends._BACKENDS.update(before)
+    with restored(BACKENDS):
+        BACKENDS._entries = {}
+        yield
 
 
 def test_the_last_that_was_registered_and_serves_the_device_is_chosen() -> None:
-    register("first", RecurrentEntry(f"{__name__}:First", CPU))
-    register("second", RecurrentEntry(f"{__name__}:Second", CPU, needs_kernels=True))
-    register("third", RecurrentEntry("nowhere:Third", frozenset({"cuda"})))
+    BACKENDS.register("first", RecurrentEntry(f"{__name__}:First", CPU))
+    BACKENDS.register("second", RecurrentEntry(f"{__name__}:Second", CPU, needs_kernels=True))
+    BACKENDS.register("third", RecurrentEntry("nowhere:Third", frozenset({"cuda"})))
     kernels = object()
     assert type(select("cpu", None)) is First
     chosen = select("cpu", kernels)
@@ -57,8 +55,6 @@ def test_the_last_that_was_registered_and_serves_the_device_is_chosen() -> None:
 def test_devices_without_a_backend_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match=r"recurrent.*'cpu'; the backends are: none"):
         select("cpu", None)
-    register("first", RecurrentEntry(f"{__name__}:First", CPU))
+    BACKENDS.register("first", RecurrentEntry(f"{__name__}:First", CPU))
     with pytest.raises(ConfigurationError, match="device 'cuda'; the backends are: first"):
         select("cuda", None)
-    with pytest.raises(ConfigurationError, match="'first' already"):
-        register("first", RecurrentEntry(f"{__name__}:First", CPU))

@@ -9,7 +9,7 @@ from tests.routing.fleets import BLOCK_SIZE, TOKEN_S, cost_model, facts, make_re
 
 from quire.errors import ConfigurationError
 from quire.routing.candidates import Candidates
-from quire.routing.find import ROUTING_POLICIES, find_routing_policy
+from quire.routing.find import ROUTING_POLICIES
 from quire.routing.policies.expected_ttft import ExpectedTTFT
 from quire.routing.replica import Replica
 from quire.routing.router import ReplicaRouter
@@ -122,7 +122,7 @@ def test_generating_sequences_repel_requests_if_prefixes_are_equal() -> None:
 
 
 def test_more_sequences_than_rows_are_waited_for() -> None:
-    router = make_router(find_routing_policy("expected_ttft"), 2)
+    router = make_router(ROUTING_POLICIES.make("expected_ttft"), 2)
     for index in range(300):
         load(router, f"q{index}", "a", SHORT)
         router.on_first_token(f"q{index}", 0.0)
@@ -134,7 +134,7 @@ def test_more_sequences_than_rows_are_waited_for() -> None:
 
 @pytest.mark.parametrize("name", ["sglang", "llm_d", "longest_match", "expected_ttft"])
 def test_a_known_prefix_is_found(name: str) -> None:
-    router = make_router(find_routing_policy(name), 4)
+    router = make_router(ROUTING_POLICIES.make(name), 4)
     homes = {family: load(router, family, family, LONG) for family in "abc"}
     assert len(set(homes.values())) == 3
     for family in "abc":
@@ -144,21 +144,21 @@ def test_a_known_prefix_is_found(name: str) -> None:
 
 
 def test_sglang_takes_the_shortest_queue_once_the_loads_are_unbalanced() -> None:
-    policy = find_routing_policy("sglang", {"balance_abs_threshold": 3})
+    policy = ROUTING_POLICIES.make("sglang", {"balance_abs_threshold": 3})
     router = make_router(policy, 2)
     names = [load(router, f"q{index}", "a", LONG) for index in range(6)]
     assert names == ["r0"] * 4 + ["r1"] * 2
 
 
 def test_llm_d_leaves_a_replica_that_is_saturated() -> None:
-    router = make_router(find_routing_policy("llm_d", {"max_wait_s": 0.15}), 2)
+    router = make_router(ROUTING_POLICIES.make("llm_d", {"max_wait_s": 0.15}), 2)
     names = [load(router, f"q{index}", "a", LONG) for index in range(3)]
     assert names == ["r0", "r1", "r0"]
 
 
 def test_round_robin_and_random_use_all() -> None:
     for name in ("round_robin", "random", "least_work"):
-        router = make_router(find_routing_policy(name), 4)
+        router = make_router(ROUTING_POLICIES.make(name), 4)
         names = [load(router, f"q{index}", "a", LONG) for index in range(40)]
         assert set(names) == {"r0", "r1", "r2", "r3"}, name
 
@@ -174,7 +174,7 @@ def test_round_robin_and_random_use_all() -> None:
 )
 def test_an_option_out_of_bounds_is_refused(name: str, options: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=f"{next(iter(options))} is .* at least 0"):
-        find_routing_policy(name, options)
+        ROUTING_POLICIES.make(name, options)
 
 
 def test_the_default_is_listed() -> None:

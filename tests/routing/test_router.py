@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.routing.fleets import BLOCK_SIZE, facts, make_request, make_router
 
 from quire.errors import ConfigurationError, NoReplicaError
-from quire.routing.find import ROUTING_POLICIES, find_routing_policy
+from quire.routing.find import ROUTING_POLICIES
 from quire.routing.policies.expected_ttft import ExpectedTTFT
 from quire.routing.replica import graded_slowness
 from quire.routing.router import ReplicaRouter
@@ -20,7 +20,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(POLICIES))
     def start(self, policy: str) -> None:
-        self.router = ReplicaRouter(find_routing_policy(policy), BLOCK_SIZE)
+        self.router = ReplicaRouter(ROUTING_POLICIES.make(policy), BLOCK_SIZE)
         self.accepts: dict[str, bool] = {}
         self.at: dict[str, str] = {}
         self.lost: list[str] = []
@@ -122,7 +122,7 @@ TestRouter.settings = settings(max_examples=30, stateful_step_count=25, deadline
 
 
 def test_only_uncached_tokens_count_as_in_flight() -> None:
-    router = make_router(find_routing_policy("expected_ttft"), 1)
+    router = make_router(ROUTING_POLICIES.make("expected_ttft"), 1)
     (replica,) = router.replicas
     router.place(make_request("first", "a", 8), 0.0)
     assert replica.num_uncached_tokens == 8 * BLOCK_SIZE + 1
@@ -134,7 +134,7 @@ def test_only_uncached_tokens_count_as_in_flight() -> None:
 
 
 def test_the_last_token_is_always_computed() -> None:
-    router = make_router(find_routing_policy("expected_ttft"), 1)
+    router = make_router(ROUTING_POLICIES.make("expected_ttft"), 1)
     request = make_request("first", "a", 8)
     router.place(request, 0.0)
     whole = make_request("second", "a", 9)
@@ -145,18 +145,18 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_an_unknown_policy_is_refused_with_the_names_that_there_are() -> None:
     with pytest.raises(ConfigurationError, match=r"must be one of .*did you mean least_work"):
-        find_routing_policy("least_wrok")
+        ROUTING_POLICIES.make("least_wrok")
 
 
 def test_an_unknown_option_is_refused_with_the_options_that_there_are() -> None:
     with pytest.raises(ConfigurationError, match="its options: match_threshold, max_wait_s"):
-        find_routing_policy("llm_d", {"threshold": 1})
+        ROUTING_POLICIES.make("llm_d", {"threshold": 1})
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_equal_calls_are_placed_equally(name: str) -> None:
     def place() -> list[str]:
-        router = make_router(find_routing_policy(name), 5)
+        router = make_router(ROUTING_POLICIES.make(name), 5)
         return [
             router.place(make_request(f"q{index}", "abc"[index % 3], index % 7), 0.0)
             for index in range(30)

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from safetensors.torch import save_file
+from tests.registering import restored
 from torch import nn
 
 from quire.attention.interface import AttentionCall, AttentionSpec
@@ -24,11 +25,12 @@ from quire.layers.mlp import MLP
 from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import RecurrentModule
 from quire.layers.residual import ResidualStream
+from quire.models.architectures import MODELS
 from quire.models.checkpoints.loader import checkpoint_slots
 from quire.models.config import ModelConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.interface import CausalLM, ModelOutput
-from quire.models.registry import CHECKPOINT_PARTS, MODELS, ModelEntry
+from quire.models.model_entry import CHECKPOINT_PARTS, ModelEntry
 from quire.recurrence.state_specs import GatedDeltaSpec, ShortConvSpec
 
 ARCHITECTURE = "TinyHybridForCausalLM"
@@ -199,15 +201,10 @@ class HybridForCausalLM(CausalLM):
 @contextmanager
 def registered() -> Iterator[None]:
     """The family is known until the end of the `with`."""
-    MODELS[ARCHITECTURE] = ModelEntry(
-        HybridConfig,
-        HybridForCausalLM,
-        embedding="embed_tokens.weight",
-    )
-    try:
+    entry = ModelEntry(HybridConfig, HybridForCausalLM, embedding="embed_tokens.weight")
+    with restored(MODELS):
+        MODELS.register(ARCHITECTURE, entry)
         yield
-    finally:
-        del MODELS[ARCHITECTURE]
 
 
 RAW = {

@@ -10,9 +10,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
-from unittest.mock import patch
 
 import pytest
+from tests.registering import restored
 
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
@@ -128,7 +128,8 @@ def simulate(
 ) -> World:
     """Run to the end; raises where a law is broken, a wrong token included."""
     given: dict[str, object] = {"check_every": 50, "max_num_waiting": 100_000, "end_rate": 0.0}
-    with patch.dict(POLICIES, {"given": policy}):
+    with restored(POLICIES):
+        POLICIES.register("given", policy)
         config = SimulationConfig(policy="given", **{**given, **options})  # type: ignore[arg-type]
         world = World(config, arrivals, until_s)
     world.run()

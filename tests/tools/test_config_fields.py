@@ -4,7 +4,7 @@ import transformers
 from tools.config_fields import names_of, sources
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire.models.registry import MODELS
+from quire.models.architectures import MODELS
 from quire.models.transformers_names.model_types import ARCHITECTURES
 from quire.models.transformers_names.read_fields import LIST, known_version
 from quire.models.wrappers import WRAPPERS
@@ -29,7 +29,7 @@ def test_the_list_is_sorted_and_has_fields_of_models_of_all_kinds() -> None:
 
 
 def test_a_model_type_has_the_class_of_transformers() -> None:
-    assert set(ARCHITECTURES.values()) <= MODELS.keys() | WRAPPERS.keys()
+    assert set(ARCHITECTURES.values()) <= set(MODELS) | WRAPPERS.keys()
     for kind, name in ARCHITECTURES.items():
         theirs = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
         assert name == theirs or name in WRAPPERS or kind == "bert", kind

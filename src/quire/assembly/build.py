@@ -38,7 +38,7 @@ from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.cost_model import StepCostModel
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepPacer
-from quire.core.scheduling.policy import Policy, find_policy
+from quire.core.scheduling.policy import POLICIES, Policy
 from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import Runner
@@ -107,7 +107,7 @@ def build_engine(
         if kv_allocator is not None and options.get("enable_prefix_caching") is None:
             options = {**options, "enable_prefix_caching": False}
         checked = EngineOptions.from_mapping(options)
-    policy = find_policy(checked.scheduling_policy)
+    policy = POLICIES.make(checked.scheduling_policy)
     check_host_tier(checked)
     with _named_out_of_memory(checked):
         # Then find the model, and prepare grammars on a thread while its weights are read.

@@ -18,7 +18,7 @@ from quire.core.memory.memory_report import format_bytes
 from quire.core.step import Runner
 from quire.engine_client.device_ledger import DeviceLedger
 from quire.errors import InsufficientMemoryError
-from quire.formats.registry import weight_formats
+from quire.formats.format_registry import weight_formats
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.runtime.calibration import RunnerShape

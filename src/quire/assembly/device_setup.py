@@ -17,7 +17,7 @@ from quire.attention.backends import AUTO, FP8, INT8, select
 from quire.attention.interface import AttentionBackend
 from quire.errors import ConfigurationError
 from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
-from quire.formats.registry import load_weight_format
+from quire.formats.format_registry import load_weight_format
 from quire.formats.weight_format import TritonLinears
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.selection import select_kernels, set_torch_threads

@@ -2,16 +2,15 @@
 
 A backend is imported when it is chosen. Importing this module takes milliseconds and does not
 import torch, so the command line can read the names and options. To add a backend, add its file and
-a line in `_BACKENDS`; other packages add backends with `register`.
+a line in `BACKENDS`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigurationError
 from quire.option_fields import Flag, OneOf, Options, in_words, option
+from quire.registry import Registry, imported
 
 if TYPE_CHECKING:  # these import torch
     from quire.attention.interface import AttentionBackend
@@ -41,58 +40,36 @@ class BackendEntry:
 
     def load(self, name: str, device_type: str) -> "type[AttentionBackend]":
         """The backend's class. Raises ConfigurationError if `why_not` gives a reason."""
-        reason = None if self.why_not is None else _imported(self.why_not)(device_type)
+        reason = None if self.why_not is None else imported(self.why_not)(device_type)
         if reason is not None:
             raise ConfigurationError(f"attention backend {name!r} can't run: {reason}")
-        backend: type[AttentionBackend] = _imported(self.path)
+        backend: type[AttentionBackend] = imported(self.path)
         return backend
 
 
-def _imported(path: str) -> Any:
-    """The object "module:name". Raises ImportError or AttributeError if there is none."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
-
-
-_BACKENDS = {
-    "native": BackendEntry(
-        "quire.attention.cpu_paged:CpuPagedAttention", "the C++ kernels", _CPU, _CPU, True
-    ),
-    "triton": BackendEntry(
-        "quire.attention.triton_paged:TritonPagedAttention",
-        "Triton kernels",
-        _CPU | _GPU,
-        _GPU,
-        why_not="quire.kernels.triton.support:why_not",
-    ),
-    "flashinfer": BackendEntry(
-        "quire.attention.flashinfer_paged:FlashInferAttention", "the package FlashInfer", _GPU
-    ),
-    "torch": BackendEntry(
-        "quire.attention.torch_paged:TorchPagedAttention", "torch's operators", _CPU, _CPU
-    ),
-}
+BACKENDS: Registry[BackendEntry] = Registry(
+    "attention backend",
+    {
+        "native": BackendEntry(
+            "quire.attention.cpu_paged:CpuPagedAttention", "the C++ kernels", _CPU, _CPU, True
+        ),
+        "triton": BackendEntry(
+            "quire.attention.triton_paged:TritonPagedAttention",
+            "Triton kernels",
+            _CPU | _GPU,
+            _GPU,
+            why_not="quire.kernels.triton.support:why_not",
+        ),
+        "flashinfer": BackendEntry(
+            "quire.attention.flashinfer_paged:FlashInferAttention", "the package FlashInfer", _GPU
+        ),
+        "torch": BackendEntry(
+            "quire.attention.torch_paged:TorchPagedAttention", "torch's operators", _CPU, _CPU
+        ),
+    },
+)
 """Backends by name. If no name is given, the first that is a default for the device is chosen.
 Triton is not the default on the CPU, where its interpreter only serves for checks."""
-
-
-def register(name: str, entry: BackendEntry) -> None:
-    """Add a backend in this process. Raises ConfigurationError if the name is taken."""
-    if name in _BACKENDS:
-        raise ConfigurationError(
-            f"attention backend {name!r} is registered already; use another name"
-        )
-    _BACKENDS[name] = entry
-
-
-def backend_names() -> tuple[str, ...]:
-    """The names that `select` accepts."""
-    return tuple(_BACKENDS)
-
-
-def backend_descriptions() -> Mapping[str, str]:
-    """One line about each backend, by name."""
-    return {name: entry.description for name, entry in _BACKENDS.items()}
 
 
 AUTO, INT8, FP8 = "auto", "int8", "fp8"
@@ -122,10 +99,10 @@ class AttentionOptions(Options):
 
     attention_backend: str | None = option(
         None,
-        OneOf(backend_names),
+        OneOf(BACKENDS),
         group="computation",
         help="{names}",
-        doc=in_words([f'"{name}" ({text})' for name, text in backend_descriptions().items()])
+        doc=in_words([f'"{name}" ({entry.description})' for name, entry in BACKENDS.items()])
         + "; None: the best for the kernels.",
         flag=Flag(shown="the best for the kernels"),
     )
@@ -159,13 +136,11 @@ def select(
     device_type = device.partition(":")[0]
     serving = {
         n: e
-        for n, e in _BACKENDS.items()
+        for n, e in BACKENDS.items()
         if device_type in e.device_types and (kernels is not None or not e.needs_kernels)
     }
-    if name is not None and name not in _BACKENDS:
-        known = ", ".join(_BACKENDS)
-        raise ConfigurationError(f"attention backend {name!r} is unknown; there is: {known}")
-    if name is not None and name not in serving and device_type in _BACKENDS[name].device_types:
+    named = None if name is None else BACKENDS.get(name)
+    if named is not None and name not in serving and device_type in named.device_types:
         raise ConfigurationError(
             f"attention backend {name!r} needs the native kernels, which this engine does not use;"
             " leave out the option attention_backend or the option kernels"

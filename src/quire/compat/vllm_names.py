@@ -83,7 +83,7 @@ _WEIGHTS = "weights are read from a checkpoint, once"
 _OPTIONS = "options are arguments of LLM(...) and EngineArgs(...); see docs/python.md"
 _DEVICE = "LLM(device=...) says where to compute, and `quire doctor` what there is"
 _ENCODED = "/v1/embeddings answers in numbers, or in base64 of little-endian fp32"
-_REGISTRY = "quire.models.registry.MODELS is the registry; docs/extending.md has an example"
+_REGISTRY = "quire.models.architectures.MODELS is the registry; docs/extending.md has an example"
 
 ADVICE: Mapping[str, str] = {
     "ClassificationRequestOutput": _POOLING,

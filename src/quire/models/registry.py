@@ -1,27 +1,25 @@
 """Lists the supported model architectures, and chooses one by a folder's config.json.
 
-To add a family, add a file in `families/` and a line in `MODELS`. Programs may add their own
-entries there. Called by `models.checkpoints.loader` and `assembly`.
+To add a family, add a file in `families/` and a line in `OWN_MODELS`. Called by
+`models.checkpoints.loader` and `assembly`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigurationError, UnsupportedModelError, shown
-from quire.models.checkpoints.arranged import ArrangedCheckpoint, Arrangement
+from quire.models.architectures import MODELS
+from quire.models.checkpoints.arranged import Arrangement
 from quire.models.checkpoints.quantized.methods import CONFIG_FIELDS, read_quantized
 from quire.models.checkpoints.quantized.settings import Quantized
-from quire.models.checkpoints.readers import find_reader, open_checkpoint
+from quire.models.checkpoints.readers import find_reader
 from quire.models.checkpoints.renamed import (
     Rename,
-    RenamedCheckpoint,
-    with_missing_prefix,
     with_prefix,
-    without_layers,
 )
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.unstacked import UnstackedCheckpoint
@@ -81,64 +79,10 @@ from quire.models.families.qwen2 import Qwen2Config
 from quire.models.families.qwen3 import Qwen3Config
 from quire.models.families.smollm3 import SmolLM3Config
 from quire.models.families.stablelm import StableLmConfig, StableLmForCausalLM
-from quire.models.interface import CausalLM, TextModel
+from quire.models.interface import TextModel
+from quire.models.model_entry import CHECKPOINT_PARTS, ModelEntry
 from quire.models.transformers_names.model_types import with_architecture
 from quire.models.wrappers import WRAPPERS, unwrapped
-
-CHECKPOINT_PARTS: dict[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""For each fused linear, the names of its parts in most checkpoints."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelEntry:
-    """The classes of an architecture, and the format of its checkpoints."""
-
-    config: type[ModelConfig]
-    model: type[TextModel]
-    #: For each fused linear, the names of its parts in the checkpoint: q_proj, k_proj, v_proj.
-    checkpoint_parts: Mapping[str, tuple[str, ...]] = field(default_factory=CHECKPOINT_PARTS.copy)
-    #: The name of the embedding, which may be tied to the head.
-    embedding: str = "model.embed_tokens.weight"
-    head: str = "lm_head.weight"
-    #: Maps a tensor's name in the files to its name in the model; None if the names are equal.
-    rename: Rename | None = None
-    #: Maps a config to the arrangement of linears in the files; None if it is Llama's.
-    arrangement: Callable[[Any], Arrangement] | None = None
-    #: Splits stacked tensors of the renamed checkpoint into a tensor for each expert.
-    unstack: Callable[[CheckpointSource], CheckpointSource] | None = None
-
-    @property
-    def generates(self) -> bool:
-        """Whether the model predicts tokens."""
-        return issubclass(self.model, CausalLM)
-
-    def open(self, folder: Path, config: ModelConfig) -> CheckpointSource:
-        """Open a model folder's weights, and convert them to the model's names and arrangement.
-
-        `config` must have this entry's type. Raises CheckpointError.
-        """
-        return self.arranged(open_checkpoint(folder), config)
-
-    def arranged(self, checkpoint: CheckpointSource, config: ModelConfig) -> CheckpointSource:
-        """Convert a checkpoint to the model's names and arrangement."""
-        # The order matters: each step expects the names that the step before it produces.
-        if config.wrapper is not None:
-            checkpoint = WRAPPERS[config.wrapper].open(checkpoint, config.hidden_size)
-        if not isinstance(config, FallbackConfig):  # its conversion handles all prefixes
-            checkpoint = with_missing_prefix(checkpoint, self.embedding)
-        if self.rename is not None:
-            checkpoint = RenamedCheckpoint(checkpoint, self.rename)
-        if config.num_predicting_layers:
-            end = config.num_layers + config.num_predicting_layers
-            predicting = without_layers(range(config.num_layers, end))
-            checkpoint = RenamedCheckpoint(checkpoint, predicting)
-        if self.arrangement is not None:
-            checkpoint = ArrangedCheckpoint(checkpoint, self.arrangement(config))
-        return checkpoint if self.unstack is None else self.unstack(checkpoint)
-
 
 _QKV_PARTS = {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"]}
 
@@ -185,7 +129,7 @@ def _latent(config: type[ModelConfig]) -> ModelEntry:
     )
 
 
-MODELS: dict[str, ModelEntry] = {
+OWN_MODELS: dict[str, ModelEntry] = {
     "BertForMaskedLM": _bert(BertModel, rename_without_head),
     "BertForSequenceClassification": _bert(BertForScores, rename_with_head),
     "BertForTokenClassification": _bert(BertForTokenScores, rename_with_token_head),
@@ -280,7 +224,7 @@ class _FallbackEntry(ModelEntry):
 def find_entry(config: ModelConfig) -> ModelEntry:
     """The entry of a model with this config."""
     if not isinstance(config, FallbackConfig):
-        return MODELS[config.architecture]
+        return MODELS.get(config.architecture)
     return _FallbackEntry(
         FallbackConfig,
         FallbackForCausalLM,
@@ -338,12 +282,12 @@ def load_config(
     # Then, read the fields for quire's class.
     assert name is not None
     base = name.removesuffix("ForCausalLM") + "Model"
-    if pools_hidden and MODELS[name].generates and base in MODELS:
+    if pools_hidden and MODELS.get(name).generates and base in MODELS:
         name = base
     try:
-        config = MODELS[name].config.from_hf(raw)
+        config = MODELS.get(name).config.from_hf(raw)
     except UnsupportedModelError as error:
-        if from_transformers is None and MODELS[name].generates:
+        if from_transformers is None and MODELS.get(name).generates:
             raise UnsupportedModelError(f"{error}; {_TAKE_TRANSFORMERS}") from error
         raise
     # Last, refuse overrides without effect.
@@ -354,7 +298,7 @@ def load_config(
             f"hf_overrides has {', '.join(unread)}, which no model reads; leave it out, or"
             " correct the name"
         )
-    if config.tie_word_embeddings and not MODELS[name].generates:
+    if config.tie_word_embeddings and not MODELS.get(name).generates:
         config = replace(config, tie_word_embeddings=False)  # there is no head to tie
     return replace(config, architecture=name, wrapper=wrapper, quantized=quantized)
 

@@ -16,7 +16,7 @@ from quire.core.adapter_options import AdapterOptions
 from quire.core.memory.cache_options import CacheOptions
 from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
 from quire.errors import ConfigurationError, did_you_mean
-from quire.formats.registry import FormatOptions
+from quire.formats.format_registry import FormatOptions
 from quire.kernels.options import KernelOptions
 from quire.numa.numa_options import NumaOptions
 from quire.option_fields import (

@@ -17,7 +17,7 @@ from quire.bench.machine import processor
 from quire.core.memory.cache_options import AUTO_BLOCK_SIZE
 from quire.core.scheduling.options import SERVED_MAX_ITL_RATIO
 from quire.errors import ConfigurationError, QuireError
-from quire.formats.registry import weight_format_names
+from quire.formats.format_registry import WEIGHT_FORMATS
 from quire.hub.folder_digest import folder_digest
 from quire.numa.binding import unbind_threads
 from quire.option_fields import served_defaults
@@ -104,7 +104,7 @@ class Planner:
         """All formats to choose from. The first are the given formats, or else the model's own."""
         names: list[str | None] = [self._options.quantization]
         if not {"quantization", "dtype"} & self._given.keys() and not self._kind.config.quantized:
-            names += weight_format_names()
+            names += WEIGHT_FORMATS
         formats = [self._options.kv_cache_dtype]
         if "kv_cache_dtype" not in self._given:
             formats.append(INT8)

@@ -1,14 +1,14 @@
 """The registry of recurrent backends. A backend is imported when it is chosen.
 
-To add a backend, add its file and a line in `_BACKENDS`; from outside the package, call `register`.
+To add a backend, add its file and a line in `BACKENDS`.
 """
 
 from dataclasses import dataclass
-from importlib import import_module
 
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
 from quire.recurrence.state_backend import StateBackend
+from quire.registry import Registry, imported
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,54 +25,43 @@ class RecurrentEntry:
     needs_triton: bool = False
 
 
-_BACKENDS: dict[str, RecurrentEntry] = {
-    "cpu": RecurrentEntry(
-        "quire.recurrence.cpu_states:CpuStates", frozenset({"cpu"}), needs_kernels=True
-    ),
-    "triton": RecurrentEntry(
-        "quire.recurrence.triton_states:TritonStates",
-        frozenset({"cpu", "cuda"}),
-        needs_triton=True,
-    ),
-    "torch": RecurrentEntry(
-        "quire.recurrence.torch_states:TorchStates", frozenset({"cpu", "cuda"})
-    ),
-}
-"""Backends by name. The first suitable one is chosen."""
-
-
-def register(name: str, entry: RecurrentEntry) -> None:
-    """Add a backend in this process, with priority over the existing backends.
-
-    Raises ConfigurationError if the name is taken.
-    """
-    if name in _BACKENDS:
-        raise ConfigurationError(f"there is a recurrent backend {name!r} already; choose a name")
-    others = dict(_BACKENDS)
-    _BACKENDS.clear()
-    _BACKENDS[name] = entry
-    _BACKENDS.update(others)
+BACKENDS: Registry[RecurrentEntry] = Registry(
+    "recurrent backend",
+    {
+        "torch": RecurrentEntry(
+            "quire.recurrence.torch_states:TorchStates", frozenset({"cpu", "cuda"})
+        ),
+        "triton": RecurrentEntry(
+            "quire.recurrence.triton_states:TritonStates",
+            frozenset({"cpu", "cuda"}),
+            needs_triton=True,
+        ),
+        "cpu": RecurrentEntry(
+            "quire.recurrence.cpu_states:CpuStates", frozenset({"cpu"}), needs_kernels=True
+        ),
+    },
+)
+"""Backends by name. The last suitable one is chosen, so one from outside comes before quire's."""
 
 
 def select(
     device_type: str, kernels: NativeKernels | None, *, is_triton: bool = False
 ) -> StateBackend:
-    """Create the first registered backend that supports the device.
+    """Create the last registered backend that supports the device.
 
     `is_triton` says whether the engine uses the Triton kernels (on a CPU, in Triton's interpreter).
     Raises ConfigurationError if no backend is suitable.
     """
-    for entry in _BACKENDS.values():
+    for _, entry in reversed(BACKENDS.items()):
         is_served = device_type in entry.device_types
         has_needed = (kernels is not None or not entry.needs_kernels) and (
             is_triton or not entry.needs_triton
         )
         if is_served and has_needed:
-            module, _, name = entry.path.partition(":")
-            backend: StateBackend = getattr(import_module(module), name).create(kernels)
+            backend: StateBackend = imported(entry.path).create(kernels)
             return backend
     raise ConfigurationError(
         "the model has layers with recurrent states, which no backend supports on device"
         f" {device_type!r}{'' if kernels is None else ' with native kernels'}; the backends are:"
-        f" {', '.join(_BACKENDS) or 'none'}"
+        f" {', '.join(BACKENDS) or 'none'}"
     )

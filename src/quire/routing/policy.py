@@ -6,7 +6,7 @@ A new policy is a class in a file of its own:
         def choose(self, candidates: Candidates) -> Replica:
             return min(candidates.replicas, key=lambda replica: replica.num_requests)
 
-    ROUTING_POLICIES["fewest_requests"] = FewestRequests
+    ROUTING_POLICIES.register("fewest_requests", FewestRequests)
 
 A policy may keep its own state. `ReplicaRouter` tracks the load and the cached prefixes of each
 replica. A policy object serves one router.

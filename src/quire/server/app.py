@@ -14,41 +14,14 @@ from collections.abc import Sequence
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
+from quire.errors import ConfigurationError
+from quire.server.endpoint_registry import ENDPOINTS
 from quire.server.http.errors import error_handlers
 from quire.server.http.guard import AccessConfig, AccessGuard, BodyLimit, RequestHead
-from quire.server.routes.admin import docs_page, health, memory, metrics, replicas, version
-from quire.server.routes.anthropic import messages
 from quire.server.routes.endpoint import Endpoints
-from quire.server.routes.ollama import chats, served_models
-from quire.server.routes.openai import chat, completions, embeddings, models
-from quire.server.routes.openai.responses import responses, stored_responses
 from quire.server.routes.unsupported import refused_paths
-from quire.server.routes.vllm import adapters, scoring, tokenize, tokenizer_info
 from quire.server.service import Service
 from quire.server.telemetry.monitor import BugReporter, RequestIdMiddleware
-
-ENDPOINTS: tuple[Endpoints, ...] = (
-    docs_page.router,
-    completions.router,
-    chat.router,
-    messages.router,
-    chats.router,
-    served_models.router,
-    responses.router,
-    stored_responses.router,
-    embeddings.router,
-    scoring.router,
-    tokenize.router,
-    tokenizer_info.router,
-    models.router,
-    adapters.router,
-    version.router,
-    health.router,
-    memory.router,
-    replicas.router,
-    metrics.router,
-)
-"""The routers of all endpoints, in the order of the OpenAPI document."""
 
 SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
 """Headers of every answer. uvicorn, not the application, adds them, at no cost per call."""
@@ -56,10 +29,26 @@ SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
 OPEN = AccessConfig()
 
 
+def all_endpoints() -> list[Endpoints]:
+    """The endpoints that are registered. Raises ConfigurationError if one can't be imported, or if
+    two have one route."""
+    names: dict[tuple[str, str], str] = {}
+    for name, each in ENDPOINTS.items():
+        for route in each.own_routes:
+            for method in route.methods or ():
+                if (first := names.setdefault((method, route.path), name)) != name:
+                    raise ConfigurationError(
+                        f"the endpoints {first} and {name} both answer {method} {route.path}; give"
+                        " one of them another path"
+                    )
+    return [each for _, each in ENDPOINTS.items()]
+
+
 def create_app(
-    service: Service, access: AccessConfig = OPEN, endpoints: Sequence[Endpoints] = ENDPOINTS
+    service: Service, access: AccessConfig = OPEN, endpoints: Sequence[Endpoints] | None = None
 ) -> Starlette:
-    """The application that serves `service` at `endpoints`."""
+    """The application that serves `service` at `endpoints`; None means `all_endpoints`."""
+    endpoints = all_endpoints() if endpoints is None else endpoints
     refused = Endpoints()  # last, since its routes also match paths below other routes
     for path in refused_paths([path for each in endpoints for path in each.paths]):
         refused.refuse(path)

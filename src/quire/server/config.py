@@ -356,7 +356,7 @@ class ServerConfig(Options):
     )
     routing_policy: str = option(
         DEFAULT_ROUTING_POLICY,
-        OneOf(lambda: ROUTING_POLICIES, listed=lambda names: ", ".join(sorted(names))),
+        OneOf(ROUTING_POLICIES, listed=", ".join),
         group="fleet",
         help="which replica gets a request: {names}",
     )

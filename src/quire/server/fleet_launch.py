@@ -17,7 +17,7 @@ from quire.cluster.scaling import ScalingConfig
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.recovery import RecoveryConfig
 from quire.errors import ConfigurationError
-from quire.routing.find import find_routing_policy
+from quire.routing.find import ROUTING_POLICIES
 from quire.server.config import ServerConfig
 
 ALWAYS = 1 << 30
@@ -51,7 +51,7 @@ async def start_engines(
     fleet = EngineFleet(
         {**options, "tells_fingerprint": True},
         RoutedPlacement(
-            find_routing_policy(server.routing_policy), asyncio.get_running_loop().time
+            ROUTING_POLICIES.make(server.routing_policy), asyncio.get_running_loop().time
         ),
         await asyncio.to_thread(_engine_slots, options, server),
         max_queued_requests=server.max_queued_requests,

@@ -34,7 +34,7 @@ from quire.observability import log
 from quire.observability.spans import Spans, open_spans
 from quire.options.engine_options import EngineOptions
 from quire.server.adapter_names import AdapterNames, LoRAModules, read_modules
-from quire.server.app import SECURITY_HEADERS, create_app
+from quire.server.app import SECURITY_HEADERS, all_endpoints, create_app
 from quire.server.config import ServerConfig
 from quire.server.fleet_launch import check_fleet, start_engines
 from quire.server.generation.answer_defaults import AnswerDefaults
@@ -139,6 +139,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
             "skip_tokenizer_init is set, but the server needs the tokenizer to take and give text"
         )
     check_fleet(server)
+    all_endpoints()  # imports them, which takes long, before the engine starts
     files = _load_files(options, server)
     name = files.model.name_for_clients(options.model or EMBEDDED_MODEL_NAME)
     names = server.served_model_name or (name,)

@@ -20,7 +20,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
-from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.policy import POLICIES
 from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.scheduler import Scheduler, fail_item
 from quire.core.sequence import Sequence, make_sequences
@@ -126,7 +126,7 @@ class Simulator:
                 config.num_lookahead_blocks,
             ),
             self.memory,
-            find_policy(config.policy, dict(config.policy_options)),
+            POLICIES.make(config.policy, dict(config.policy_options)),
             None if config.forecasts else NoGrowth(),
             Residency(config.max_loras, self.adapters),
             proposer=_make_proposer(self),

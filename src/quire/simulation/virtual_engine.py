@@ -27,7 +27,7 @@ from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepPacer
-from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.policy import POLICIES
 from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
@@ -293,7 +293,7 @@ class VirtualEngine(Generic[T]):
                 shape.max_num_seqs, shape.max_num_batched_tokens, shape.num_lookahead_blocks
             ),
             self.memory,
-            find_policy(shape.scheduling_policy),
+            POLICIES.make(shape.scheduling_policy),
             adapters=None if adapters is None else Residency(shape.max_loras, adapters),
         )
         self.scheduler.pass_time = self._end_sequences

@@ -24,8 +24,8 @@ from quire.assembly.format_checks.weight_format_check import NUM_TOKENS as NUM_C
 from quire.attention.kv_rounding import divergence
 from quire.attention.whole_sequence import ExactAttention
 from quire.distributed.group import ProcessGroup
+from quire.formats.format_registry import load_weight_format
 from quire.formats.packed import packed
-from quire.formats.registry import load_weight_format
 from quire.formats.weight_format import LinearModule
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.kernels.compensation import compensate_int8, error_feedback

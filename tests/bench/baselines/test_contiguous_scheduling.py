@@ -10,7 +10,7 @@ from quire.bench.baselines.run_allocators import PLACEMENTS
 from quire.core.memory.kv_cache_manager import KVCacheConfig
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.policy import POLICIES
 from quire.core.sequence import SequenceState
 from quire.errors import InvalidRequestError
 from quire.simulation.fakes.fake_model import FakeModel
@@ -119,7 +119,7 @@ def test_memory_that_shares_nothing_forks_nothing() -> None:
 
 def test_a_better_rank_waits_for_its_turn_but_comes_first() -> None:
     memory = make_memory("max", num_blocks=64)
-    harness = Harness(memory, max_num_seqs=4, policy=find_policy("priority"))
+    harness = Harness(memory, max_num_seqs=4, policy=POLICIES.make("priority"))
     for name, priority in (("a", 0), ("b", 0), ("late", 5), ("urgent", -5)):
         harness.add(name, 10, 6, priority=priority)
     harness.step()

@@ -4,7 +4,7 @@ from benchmarks.eviction.algorithms import Lru
 from benchmarks.eviction.replay import Cache, HitRate, PoolCache, replay
 from benchmarks.eviction.traces import Access
 
-from quire.core.memory.eviction import find_order
+from quire.core.memory.eviction import EVICTION_ORDERS
 
 
 def requests(*chains: str, hold_s: float = 0.0) -> list[Access]:
@@ -16,7 +16,7 @@ def requests(*chains: str, hold_s: float = 0.0) -> list[Access]:
 
 def caches(num_blocks: int) -> list[Cache]:
     """LRU twice: the study's own, and the engine's pool."""
-    return [Lru(num_blocks, []), PoolCache(num_blocks, find_order("lru"))]
+    return [Lru(num_blocks, []), PoolCache(num_blocks, EVICTION_ORDERS.get("lru"))]
 
 
 def hits(accesses: list[Access], num_blocks: int) -> int:

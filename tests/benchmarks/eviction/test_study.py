@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from benchmarks.eviction.study import caches, main, table
 from benchmarks.eviction.traces import MIXES, make_mix, read_trace
+from tests.registering import restored
 
 from quire.core.memory.eviction import EVICTION_ORDERS, ContentKey, LruOrder
 
@@ -97,12 +98,13 @@ class MostRecentFirst(LruOrder):
 
 
 def test_an_order_that_is_registered_is_studied_beside_the_others(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(EVICTION_ORDERS, "most_recent_first", MostRecentFirst)
-    assert list(caches())[-3:] == ["most_recent_first", "pool-lru", "hit_density"]
-    words = ["--trace", str(SAMPLE), "--pools", "150", "--algorithms"]
-    assert main([*words, "most_recent_first,pool-lru"]) == 0
+    with restored(EVICTION_ORDERS):
+        EVICTION_ORDERS.register("most_recent_first", MostRecentFirst)
+        assert list(caches())[-3:] == ["most_recent_first", "pool-lru", "hit_density"]
+        words = ["--trace", str(SAMPLE), "--pools", "150", "--algorithms"]
+        assert main([*words, "most_recent_first,pool-lru"]) == 0
     _, *lines = capsys.readouterr().out.splitlines()
     found = rates(lines)
     assert found["most_recent_first"] != found["pool-lru"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.core.memory.block_pool import BlockPool
-from quire.core.memory.eviction import EVICTION_ORDERS, find_order
+from quire.core.memory.eviction import EVICTION_ORDERS
 
 NUM_BLOCKS = 6
 
@@ -21,12 +21,12 @@ def key(number: int) -> tuple[int, bytes]:
 
 
 def lru_pool(num_blocks: int) -> BlockPool:
-    return BlockPool(num_blocks, find_order("lru"))
+    return BlockPool(num_blocks, EVICTION_ORDERS.get("lru"))
 
 
 def full_pool(name: str, num_blocks: int) -> BlockPool:
     """All blocks free, block n with content n, released in the order of their ids."""
-    pool = BlockPool(num_blocks, find_order(name))
+    pool = BlockPool(num_blocks, EVICTION_ORDERS.get(name))
     pool.take(num_blocks)
     for block in range(num_blocks):
         pool.set_content(block, key(block))
@@ -37,14 +37,14 @@ def full_pool(name: str, num_blocks: int) -> BlockPool:
 
 @all_orders
 def test_fresh_blocks_are_taken_in_order(name: str) -> None:
-    pool = BlockPool(4, find_order(name))
+    pool = BlockPool(4, EVICTION_ORDERS.get(name))
     assert pool.take(3) == ([0, 1, 2], [])
     assert (pool.num_free, pool.num_held, pool.free_ids()) == (1, 3, [3])
 
 
 @all_orders
 def test_take_all_then_release_and_take_again(name: str) -> None:
-    pool = BlockPool(3, find_order(name))
+    pool = BlockPool(3, EVICTION_ORDERS.get(name))
     pool.take(3)
     assert pool.free_ids() == []
     for block in (1, 0, 2):
@@ -54,7 +54,7 @@ def test_take_all_then_release_and_take_again(name: str) -> None:
 
 @all_orders
 def test_blocks_with_content_are_taken_after_those_without_oldest_first(name: str) -> None:
-    pool = BlockPool(4, find_order(name))
+    pool = BlockPool(4, EVICTION_ORDERS.get(name))
     pool.take(4)
     pool.set_content(0, key(0))
     pool.set_content(1, key(1))
@@ -67,7 +67,7 @@ def test_blocks_with_content_are_taken_after_those_without_oldest_first(name: st
 
 @all_orders
 def test_a_free_block_is_revived_with_its_content(name: str) -> None:
-    pool = BlockPool(2, find_order(name))
+    pool = BlockPool(2, EVICTION_ORDERS.get(name))
     pool.take(1)
     pool.set_content(0, key(7))
     pool.release(0)
@@ -77,7 +77,7 @@ def test_a_free_block_is_revived_with_its_content(name: str) -> None:
 
 @all_orders
 def test_a_free_block_without_content_can_be_held_by_its_id(name: str) -> None:
-    pool = BlockPool(3, find_order(name))
+    pool = BlockPool(3, EVICTION_ORDERS.get(name))
     pool.share(1)
     assert (pool.num_free, pool.free_ids()) == (2, [0, 2])
     pool.release(1)
@@ -265,7 +265,7 @@ def count_accesses(pool: BlockPool, operation: str, *arguments: Any) -> int:
 
 
 def counting_pool(name: str, num_blocks: int) -> BlockPool:
-    pool = BlockPool(num_blocks, find_order(name))
+    pool = BlockPool(num_blocks, EVICTION_ORDERS.get(name))
     order: Any = pool._order
     pool.ref_count = CountingList(pool.ref_count)
     pool.content = order._content = CountingList(pool.content)
@@ -342,7 +342,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS, find_order(self.name))
+        self.pool = BlockPool(NUM_BLOCKS, EVICTION_ORDERS.get(self.name))
         self.blank = list(range(NUM_BLOCKS))
         self.ordered: list[int] = []
         self.pinned: list[int] = []

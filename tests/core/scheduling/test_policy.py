@@ -12,7 +12,6 @@ from quire.core.scheduling.policy import (
     Policy,
     PriorityPolicy,
     Rank,
-    find_policy,
 )
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
@@ -82,7 +81,7 @@ ARRIVED: list[tuple[str, float, int, str, int, float | None]] = [
     ],
 )
 def test_each_policy_orders_the_sequences_as_expected(name: str, order: str) -> None:
-    policy = find_policy(name)
+    policy = POLICIES.make(name)
     sequences = []
     for request_id, arrival_s, priority, tenant, num_matched_tokens, deadline_s in ARRIVED:
         sequence = make(request_id, arrival_s)
@@ -101,7 +100,7 @@ def test_each_policy_orders_the_sequences_as_expected(name: str, order: str) -> 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_the_rank_of_one_that_ran_never_changes(name: str) -> None:
-    policy = find_policy(name)
+    policy = POLICIES.make(name)
     ran, other = make("a"), make("b")
     ran.deadline_s = 1.0
     queue = enter(policy, ran, other)
@@ -119,7 +118,7 @@ def test_the_rank_of_one_that_ran_never_changes(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_each_scheduler_gets_an_object_of_its_own(name: str) -> None:
-    assert find_policy(name) is not find_policy(name)
+    assert POLICIES.make(name) is not POLICIES.make(name)
 
 
 def test_a_policy_is_one_method() -> None:
@@ -132,20 +131,20 @@ def test_a_policy_is_one_method() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
-    known = "deadline, fair, fcfs, longest_prefix, priority"
+    known = "fcfs, priority, fair, longest_prefix, deadline"
     with pytest.raises(ConfigurationError, match=f"'sjf', but must be one of {known}"):
-        find_policy("sjf")
+        POLICIES.make("sjf")
 
 
 def test_a_policy_takes_its_own_options_and_no_others() -> None:
-    aged = find_policy("priority", {"ageing_s": 2.0})
+    aged = POLICIES.make("priority", {"ageing_s": 2.0})
     assert isinstance(aged, PriorityPolicy) and aged.ageing_s == 2.0
     with pytest.raises(ConfigurationError, match=r"'priority' has no option 'wait'.*: ageing_s"):
-        find_policy("priority", {"wait": 1.0})
+        POLICIES.make("priority", {"wait": 1.0})
     with pytest.raises(ConfigurationError, match=r"'fcfs' has no option 'ageing_s'.*: none"):
-        find_policy("fcfs", {"ageing_s": 1.0})
+        POLICIES.make("fcfs", {"ageing_s": 1.0})
     with pytest.raises(ConfigurationError, match="ageing_s is 0"):
-        find_policy("priority", {"ageing_s": 0})
+        POLICIES.make("priority", {"ageing_s": 0})
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
@@ -430,7 +429,7 @@ def serve_two_tenants(policy: Policy) -> float:
 
 def test_a_tenant_that_sends_ten_times_the_load_gets_an_equal_part() -> None:
     assert 0.475 < serve_two_tenants(FairPolicy()) < 0.525
-    assert serve_two_tenants(find_policy("fcfs")) > 0.6, "the load is no test of fairness"
+    assert serve_two_tenants(POLICIES.make("fcfs")) > 0.6, "the load is no test of fairness"
 
 
 def test_ageing_bounds_the_wait_under_a_stream_of_important_ones() -> None:
@@ -488,6 +487,6 @@ def test_more_deadlines_are_met_than_in_order_of_arrival() -> None:
             for sequence in sequences
         )
 
-    in_order, by_deadline = num_met(find_policy("fcfs")), num_met(DeadlinePolicy())
+    in_order, by_deadline = num_met(POLICIES.make("fcfs")), num_met(DeadlinePolicy())
     assert by_deadline > 230
     assert in_order < 150

@@ -14,7 +14,7 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
-from quire.core.scheduling.policy import POLICIES, find_policy
+from quire.core.scheduling.policy import POLICIES
 from quire.core.sequence import Sequence
 from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.fakes.fake_model import FakeModel
@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             memory,
             max_num_seqs=max_num_seqs,
             budget=max_num_seqs + num_blocks % 9,
-            policy=find_policy(policy),
+            policy=POLICIES.make(policy),
             model=FakeModel(end_rate=0.1),
             num_lookahead_blocks=num_lookahead_blocks,
         )

@@ -21,12 +21,12 @@ from quire.formats.block_quantized.weights import (
     UnpackedRows,
 )
 from quire.formats.dense import DenseMethod
-from quire.formats.registry import load_weight_format
+from quire.formats.format_registry import load_weight_format
 from quire.formats.weight_format import TritonLinears
 from quire.kernels.operators import TORCH_OPERATORS
 from quire.layers.linear import Linear
 from quire.layers.sharded import LinearMethods
-from quire.models.checkpoints import readers
+from quire.models.checkpoints.file_formats import CHECKPOINT_SOURCES
 from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 from quire.models.checkpoints.weights_digest import WeightsDigest
@@ -70,7 +70,7 @@ class BlockQuantizedFiles(SafetensorsFiles):
 
 @pytest.fixture(params=[False, True], ids=["two ends", "tied"])
 def folder(request: pytest.FixtureRequest, save_checkpoint, monkeypatch) -> Path:
-    monkeypatch.setattr(readers, "_READERS", [BlockQuantizedFiles])
+    monkeypatch.setattr(CHECKPOINT_SOURCES, "_entries", {"mine": BlockQuantizedFiles})
     return save_checkpoint(HFLlamaConfig, tie_word_embeddings=request.param, **SHAPE)[0]
 
 
@@ -153,7 +153,7 @@ def test_experts_are_refused_that_a_gpu_cannot_multiply_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(readers, "_READERS", [BlockQuantizedFiles])
+    monkeypatch.setattr(CHECKPOINT_SOURCES, "_entries", {"mine": BlockQuantizedFiles})
     for name, block_format in unlike.items():
         monkeypatch.setitem(_KINDS, name, block_format)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}

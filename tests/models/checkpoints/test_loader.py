@@ -16,9 +16,10 @@ from transformers import Qwen3NextConfig as HFQwen3NextConfig
 
 from quire.errors import CheckpointError
 from quire.formats.dense import DenseMethod
-from quire.formats.registry import load_weight_format
+from quire.formats.format_registry import load_weight_format
 from quire.kernels.quantize import NUM_WIDE
 from quire.layers.sharded import LinearMethods
+from quire.models.architectures import MODELS
 from quire.models.checkpoints import source
 from quire.models.checkpoints.loader import (
     Reading,
@@ -28,7 +29,7 @@ from quire.models.checkpoints.loader import (
     weight_bytes,
 )
 from quire.models.families.llama import LlamaForCausalLM
-from quire.models.registry import MODELS, load_config
+from quire.models.registry import load_config
 
 CPU = torch.device("cpu")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -56,7 +57,7 @@ def test_every_parameter_has_the_checkpoints_numbers(max_shard_size, save_checkp
     )
     model = load(folder)
     expected = reference.state_dict()
-    slots = checkpoint_slots(model, MODELS["Qwen3ForCausalLM"].checkpoint_parts)
+    slots = checkpoint_slots(model, MODELS.get("Qwen3ForCausalLM").checkpoint_parts)
     assert {name: slot.shape for name, (slot,) in slots.items()} == {
         name: tuple(tensor.shape) for name, tensor in expected.items()
     }
@@ -379,7 +380,7 @@ import sys
 from pathlib import Path
 import torch
 from quire.kernels.cpu.selection import select_kernels
-from quire.formats.registry import load_weight_format
+from quire.formats.format_registry import load_weight_format
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
 from quire.models.registry import load_config
@@ -428,7 +429,7 @@ MEMORY_CONFIG = {
 
 def _save_zeros(folder, stored, num_shards):
     (folder / "config.json").write_text(json.dumps(MEMORY_CONFIG))
-    entry = MODELS["LlamaForCausalLM"]
+    entry = MODELS.get("LlamaForCausalLM")
     config = entry.config.from_hf(MEMORY_CONFIG)
     model = entry.model(config, dtype=stored, device=torch.device("cpu"), max_model_len=8)
     slots = checkpoint_slots(model, entry.checkpoint_parts)

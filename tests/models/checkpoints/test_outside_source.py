@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.engine.checkpoints import save_checkpoint
+from tests.registering import restored
 
 from quire.core.sampling_params import SamplingParams
 from quire.errors import CheckpointError
-from quire.models.checkpoints import readers
-from quire.models.checkpoints.readers import find_reader, open_checkpoint, register_reader
+from quire.models.checkpoints.file_formats import CHECKPOINT_SOURCES
+from quire.models.checkpoints.readers import find_reader, open_checkpoint
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.registry import load_config
@@ -61,10 +62,11 @@ class RawFile(CheckpointSource):
 
 
 @pytest.fixture(autouse=True)
-def raw_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def raw_files() -> Iterator[None]:
     """Folders of that format can be read until the end of the test."""
-    monkeypatch.setattr(readers, "_READERS", [*readers._READERS])
-    register_reader(RawFile)
+    with restored(CHECKPOINT_SOURCES):
+        CHECKPOINT_SOURCES.register("raw", RawFile)
+        yield
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

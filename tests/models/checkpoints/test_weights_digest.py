@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen3Config
 
-from quire.formats.registry import load_weight_format
+from quire.formats.format_registry import load_weight_format
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints import source
 from quire.models.checkpoints.loader import Reading, load_model

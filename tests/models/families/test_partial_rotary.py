@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedModel
 
 from quire.core.sampling_params import SamplingParams
 from quire.errors import UnsupportedModelError
+from quire.models.architectures import MODELS
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.families.llama import LlamaConfig
-from quire.models.registry import MODELS, ModelEntry
+from quire.models.model_entry import ModelEntry
 from quire.offline.llm import LLM
 
 NAME = "Glm4MoeForCausalLM"
@@ -54,7 +55,9 @@ class DenseGlmConfig(DecoderConfig):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, NAME, ModelEntry(DenseGlmConfig, DecoderForCausalLM))
+    """It takes the place of quire's own entry, which `register` refuses."""
+    entry = ModelEntry(DenseGlmConfig, DecoderForCausalLM)
+    monkeypatch.setitem(MODELS._filled(), NAME, entry)
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def test_equals_the_hosts_and_alone_equals_in_a_crowd(
 ) -> None:
     lines = (np.random.default_rng(salt).normal(size=(len(crowd), V)) * 3).astype(np.float32)
     everyone = [sequence for sequence, _ in crowd]
-    masks = {row: (mask,) for row, (_, mask) in enumerate(crowd) if mask is not None}
+    masks = {row: mask for row, (_, mask) in enumerate(crowd) if mask is not None}
     together = make_device_batch(V, everyone).sample(lines, masks=masks)
     expected = host_sample(V, everyone, lines, masks)
     assert together.token_ids.tolist() == expected.token_ids.tolist()
@@ -255,7 +255,7 @@ def test_a_full_row_is_sampled_but_not_written() -> None:
 
 def test_a_short_mask_forbids_what_is_beyond_it() -> None:
     lines = np.arange(V, dtype=np.float32)[None]
-    found = make_device_batch(V, [greedy()]).sample(lines, masks={0: (b"\xff",), 5: (b"\x01",)})
+    found = make_device_batch(V, [greedy()]).sample(lines, masks={0: b"\xff", 5: b"\x01"})
     assert found.token_ids.tolist() == [7]
 
 

@@ -164,7 +164,7 @@ def mask_of(tokens: list[int], num_bytes: int) -> bytes:
 def test_masks_follow_the_contract_bit_by_bit() -> None:
     vocab_size = 19
     logits = torch.zeros(3, vocab_size)
-    masks = {4: (mask_of([0, 7, 8, 18], 3),), 9: (mask_of([1], 3),), 2: (mask_of([16], 3),)}
+    masks = {4: mask_of([0, 7, 8, 18], 3), 9: mask_of([1], 3), 2: mask_of([16], 3)}
     apply_token_masks(logits, np.array([2, 3, 4]), masks)
     assert left(logits[0].numpy()) == [16]
     assert left(logits[1].numpy()) == list(range(vocab_size))
@@ -173,11 +173,11 @@ def test_masks_follow_the_contract_bit_by_bit() -> None:
 
 def test_tokens_beyond_a_short_mask_are_not_allowed() -> None:
     logits = torch.zeros(1, 32)
-    apply_token_masks(logits, np.array([0]), {0: (b"\xff",)})
+    apply_token_masks(logits, np.array([0]), {0: b"\xff"})
     assert left(logits[0].numpy()) == list(range(8))
 
 
 def test_masks_of_other_rows_change_nothing() -> None:
     logits = torch.zeros(1, 8)
-    apply_token_masks(logits, np.array([0]), {1: (b"\x00",)})
+    apply_token_masks(logits, np.array([0]), {1: b"\x00"})
     assert left(logits[0].numpy()) == list(range(8))

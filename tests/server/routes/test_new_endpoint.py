@@ -9,12 +9,14 @@ from typing import ClassVar
 import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
+from tests.registering import restored
 from tests.server.generation.test_http_generation import FakeEngine
 from tests.server.routes.upper import router
 
 from quire.core.request import FinishReason, SequenceOutput
 from quire.errors import InvalidRequestError, StepFailedError
-from quire.server.app import ENDPOINTS, create_app
+from quire.server.app import create_app
+from quire.server.endpoint_registry import ENDPOINTS
 from quire.server.generation.seeds import Seeds
 from quire.server.http.body import Body
 from quire.server.http.guard import AccessConfig
@@ -76,7 +78,9 @@ def service(tokenizer):
 def ask(service, body=None, *, headers=ALICE, path=PATH, method="POST"):
     """The answer of an application that has the endpoint, and keys."""
     access = AccessConfig(keys=ApiKeys(["alice:alice-key-1"]), max_body_bytes=10_000)
-    app = create_app(service, access, endpoints=(*ENDPOINTS, router))
+    with restored(ENDPOINTS):
+        ENDPOINTS.register("upper", router)
+        app = create_app(service, access)
     return asyncio.run(send(app, method, path, body, headers))
 
 

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.launching import SEED, launched, launched_with_keys
 
-from quire.server.app import ENDPOINTS
+from quire.server.endpoint_registry import ENDPOINTS
 from quire.server.generation.seeds import Seeds
 
 ROOT = Path(__file__).parents[3]
@@ -119,7 +119,7 @@ ROWS = table()
 
 
 def test_every_route_is_in_the_table():
-    routes = [route for each in ENDPOINTS for route in each.own_routes]
+    routes = [route for _, each in ENDPOINTS.items() for route in each.own_routes]
     served = {(name, each.path_format) for each in routes for name in each.methods - {"HEAD"}}
     assert ("GET", "/health") in served and ("POST", "/tokenize") in served
     assert {(row.method, row.path) for row in ROWS} == served | {("GET", ANY_OTHER)}

@@ -7,7 +7,7 @@ import pytest
 from quire.core.scheduling.cost_model import StepLoad
 from quire.errors import RequestNeverFitsError
 from quire.routing.candidates import Candidates
-from quire.routing.find import ROUTING_POLICIES, find_routing_policy
+from quire.routing.find import ROUTING_POLICIES
 from quire.routing.policy import RoutingPolicy
 from quire.routing.replica import Replica
 from quire.simulation.fleet.fleet_command import step_costs
@@ -36,7 +36,7 @@ TRACE = conversations(12, 5, 0.02)
 
 @pytest.mark.parametrize("name", sorted(ROUTING_POLICIES))
 def test_every_request_gets_all_its_tokens_once(name: str) -> None:
-    simulator = FleetSimulator(TRACE, [SHAPE] * 3, find_routing_policy(name), name)
+    simulator = FleetSimulator(TRACE, [SHAPE] * 3, ROUTING_POLICIES.make(name), name)
     report = simulator.run()
     assert report.num_requests == len(TRACE.requests)
     assert report.num_requests + len(report.itls_s) == TRACE.num_output_tokens
@@ -50,7 +50,7 @@ def test_every_request_gets_all_its_tokens_once(name: str) -> None:
 
 def test_a_run_is_repeated_exactly() -> None:
     first, again = [
-        simulate_fleet(TRACE, [SHAPE] * 3, find_routing_policy("expected_ttft")) for _ in range(2)
+        simulate_fleet(TRACE, [SHAPE] * 3, ROUTING_POLICIES.make("expected_ttft")) for _ in range(2)
     ]
     assert first.ttfts_s == again.ttfts_s and first.itls_s == again.itls_s
 
@@ -58,7 +58,7 @@ def test_a_run_is_repeated_exactly() -> None:
 def test_expected_hits_are_real_hits() -> None:
     """Where the pools are large enough, and no prompt comes before the one it continues ended."""
     trace = conversations(4, 6, 5.0)
-    report = simulate_fleet(trace, [SHAPE] * 2, find_routing_policy("expected_ttft"))
+    report = simulate_fleet(trace, [SHAPE] * 2, ROUTING_POLICIES.make("expected_ttft"))
     assert report.num_expected_tokens <= report.num_hit_tokens
     assert report.expected_hit_rate == pytest.approx(report.hit_rate, abs=0.02)
     assert report.hit_rate > 0.9 * trace.best_hit_rate()
@@ -66,7 +66,7 @@ def test_expected_hits_are_real_hits() -> None:
 
 def test_steps_take_what_the_cost_model_says() -> None:
     trace = Trace(512, (TraceRequest(1.0, 3000, 3, tuple(range(6))),))
-    report = simulate_fleet(trace, [SHAPE], find_routing_policy("round_robin"))
+    report = simulate_fleet(trace, [SHAPE], ROUTING_POLICIES.make("round_robin"))
     loads = [
         StepLoad().with_chunk(0, 2048),
         StepLoad().with_chunk(2048, 952),
@@ -84,16 +84,16 @@ def test_a_finer_block_size_changes_no_hits_of_whole_blocks() -> None:
     """Router and engines have 32 times as many blocks; the tokens are the same."""
     fine = ReplicaShape(num_blocks=200 * 32, block_size=16, costs=COSTS)
     trace = conversations(4, 4, 5.0)
-    policy = find_routing_policy("expected_ttft")
+    policy = ROUTING_POLICIES.make("expected_ttft")
     coarse = simulate_fleet(trace, [SHAPE] * 2, policy)
-    again = simulate_fleet(trace, [fine] * 2, find_routing_policy("expected_ttft"))
+    again = simulate_fleet(trace, [fine] * 2, ROUTING_POLICIES.make("expected_ttft"))
     assert again.hit_rate == pytest.approx(coarse.hit_rate, abs=0.05)
 
 
 def test_a_request_that_no_pool_can_hold_is_refused() -> None:
     trace = Trace(512, (TraceRequest(0.0, 512 * 300, 3),))
     with pytest.raises(RequestNeverFitsError):
-        simulate_fleet(trace, [SHAPE], find_routing_policy("round_robin"))
+        simulate_fleet(trace, [SHAPE], ROUTING_POLICIES.make("round_robin"))
 
 
 class FewestRequests(RoutingPolicy):
@@ -106,7 +106,7 @@ class FewestRequests(RoutingPolicy):
 def test_a_registered_policy_is_simulated_like_any_other() -> None:
     """It knows nothing of prefixes, and that shows."""
     own = simulate_fleet(TRACE, [SHAPE] * 4, FewestRequests(), "fewest_requests")
-    ours = simulate_fleet(TRACE, [SHAPE] * 4, find_routing_policy("expected_ttft"))
+    ours = simulate_fleet(TRACE, [SHAPE] * 4, ROUTING_POLICIES.make("expected_ttft"))
     assert own.num_requests == ours.num_requests
     assert own.hit_rate < ours.hit_rate and own.mean_ttft_s > ours.mean_ttft_s
     assert own.line().startswith("| fewest_requests | ")
@@ -114,8 +114,8 @@ def test_a_registered_policy_is_simulated_like_any_other() -> None:
 
 def test_the_longest_match_alone_overloads_one_replica() -> None:
     """All prompts begin with one block, so all of them go where that is."""
-    collapsed = simulate_fleet(TRACE, [SHAPE] * 4, find_routing_policy("longest_match"))
-    ours = simulate_fleet(TRACE, [SHAPE] * 4, find_routing_policy("expected_ttft"))
+    collapsed = simulate_fleet(TRACE, [SHAPE] * 4, ROUTING_POLICIES.make("longest_match"))
+    ours = simulate_fleet(TRACE, [SHAPE] * 4, ROUTING_POLICIES.make("expected_ttft"))
     assert collapsed.imbalance > 2 > ours.imbalance
     assert collapsed.mean_ttft_s > 2 * ours.mean_ttft_s
 
@@ -131,7 +131,8 @@ def test_reported_slowness_shortens_the_longest_times() -> None:
     trace = conversations(40, 14, 0.05)
     shapes = [replace(SHAPE, slowness=2.0), SHAPE, SHAPE, SHAPE]
     told, deaf = (
-        kind(trace, shapes, find_routing_policy("expected_ttft")) for kind in (FleetSimulator, Deaf)
+        kind(trace, shapes, ROUTING_POLICIES.make("expected_ttft"))
+        for kind in (FleetSimulator, Deaf)
     )
     heard, unheard = (sorted(each.run().ttfts_s) for each in (told, deaf))
     assert told.router.fleet.by_name["r0"].slowness == 2.0

@@ -15,7 +15,7 @@ from tests.text.parsers.dialect_samples import (
 )
 
 from quire.text.parsers.dialect import Dialect
-from quire.text.parsers.dialect_choice import dialects, find_dialect
+from quire.text.parsers.dialect_choice import DIALECTS, find_dialect
 from quire.text.parsers.message_events import (
     CallArguments,
     CallEnd,
@@ -27,7 +27,7 @@ from quire.text.parsers.tool_use import NO_TOOLS, ToolMode, ToolUse
 
 NAMED = ToolUse(TOOLS, ToolMode.REQUIRED, frozenset({"find"}))
 PREAMBLE = f"<|channel|>commentary<|message|>{TEXT}<|end|><|start|>assistant"
-all_dialects = pytest.mark.parametrize("name", sorted(dialects()))
+all_dialects = pytest.mark.parametrize("name", sorted(DIALECTS))
 
 
 def calls_alone(name: str) -> str:
@@ -136,7 +136,7 @@ def test_behind_a_special_token_half_a_mark_of_reasoning_is_no_text() -> None:
     "text", ["\ufffd", "a\ufffd", "a\ufffd\ufffd", "\ufffdb", "a\ufffdb\ufffd"]
 )
 def test_replacement_characters_are_text_where_text_is_allowed(text: str) -> None:
-    for name in dialects():
+    for name in DIALECTS:
         assert read(find_dialect(None, name), text, USE) == [TextPiece(text)]
         assert not read(find_dialect(None, name), text, FORCED)
 

@@ -7,10 +7,9 @@ import pytest
 
 from quire.errors import ConfigurationError
 from quire.text.parsers.dialect_choice import (
+    DIALECTS,
     dialect_names,
-    dialects,
     find_dialect,
-    reasoning_names,
 )
 
 TEMPLATES: dict[str, str] = tomllib.loads(
@@ -50,7 +49,7 @@ def test_reasoning_may_be_of_another_dialect() -> None:
     assert dialect.name == "hermes"
     assert dialect.reasoning is not None and dialect.reasoning.begin == ("[THINK]",)
     assert "[THINK]" in dialect.special_tokens
-    assert find_dialect(None, "openai", "openai_gptoss") == dialects()["harmony"]
+    assert find_dialect(None, "openai", "openai_gptoss") == DIALECTS.get("harmony")
     with pytest.raises(ConfigurationError, match="can't be combined"):
         find_dialect(None, "hermes", "openai_gptoss")
 
@@ -68,8 +67,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(
 
 def test_names_are_of_one_dialect_each() -> None:
     for aliases in (
-        [name for each in dialects().values() for name in (each.name, *each.aliases)],
-        [name for each in dialects().values() for name in each.reasoning_aliases],
+        [name for _, each in DIALECTS.items() for name in (each.name, *each.aliases)],
+        [name for _, each in DIALECTS.items() for name in each.reasoning_aliases],
     ):
         assert len(aliases) == len(set(aliases))
-    assert {"qwen3", "deepseek_r1", "mistral", "granite"} <= set(reasoning_names())
+    assert {"qwen3", "deepseek_r1", "mistral", "granite"} <= set(dialect_names(for_reasoning=True))

@@ -19,7 +19,7 @@ from tests.text.parsers.dialect_samples import (
 )
 
 from quire.text.parsers.dialect import Dialect
-from quire.text.parsers.dialect_choice import dialects, find_dialect
+from quire.text.parsers.dialect_choice import DIALECTS, find_dialect
 from quire.text.parsers.message_events import (
     CallArguments,
     CallEnd,
@@ -31,7 +31,7 @@ from quire.text.parsers.message_events import (
 from quire.text.parsers.tool_use import NO_TOOLS, ToolMode, ToolUse
 
 BOTH_CALLS = [("find", FIND), ("stop", {})]
-all_dialects = pytest.mark.parametrize("name", sorted(dialects()))
+all_dialects = pytest.mark.parametrize("name", sorted(DIALECTS))
 
 
 def calls_of(events: list[MessageEvent]) -> list[tuple[str, object]]:
@@ -50,7 +50,7 @@ def calls_of(events: list[MessageEvent]) -> list[tuple[str, object]]:
 
 
 def test_every_dialect_has_a_sample() -> None:
-    assert set(SAMPLES) == set(dialects())
+    assert set(SAMPLES) == set(DIALECTS)
 
 
 @all_dialects
@@ -142,6 +142,6 @@ def test_without_tools_calls_are_text(name: str) -> None:
 
 
 def test_plain_text_is_untouched() -> None:
-    for name in dialects():
+    for name in DIALECTS:
         for text in ("\n Hello,\n\n world \n", " ", "{", "x" * 100):
             assert events_of(find_dialect(None, name), text) == [TextPiece(text)], name

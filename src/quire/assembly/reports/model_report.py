@@ -18,7 +18,7 @@ from quire.compat.refusals import POOLED_ADAPTERS
 from quire.core.adapter_options import AdapterOptions
 from quire.core.memory.growth import Growth
 from quire.errors import QuireError
-from quire.formats.registry import weight_format_names
+from quire.formats.format_registry import WEIGHT_FORMATS
 from quire.hub.found_model import FoundModel
 from quire.hub.model_folder import find_model
 from quire.models.checkpoints.loader import weight_bytes
@@ -156,7 +156,7 @@ def _precisions(kind: ModelKind, num_tokens: int, found: FoundModel) -> Iterator
         yield _precision(AS_STORED, kind.options, kind.config, num_tokens, kind.folder)
     for dtype in () if is_quantized else DENSE:
         yield _precision(dtype, replace(kind.options, dtype=dtype), kind.config, num_tokens)
-    for name in weight_format_names():
+    for name in WEIGHT_FORMATS:
         options = replace(kind.options, quantization=name)
         yield _precision(name, options, kind.config, num_tokens)
 

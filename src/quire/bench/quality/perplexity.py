@@ -16,7 +16,7 @@ from quire.bench.quality.quality_file import DEFAULT_QUALITY_FILE, LEAST_TOKENS,
 from quire.bench.quality.table import NONE, Table, as_data, model_name
 from quire.bench.quality.windows import DEFAULT_WINDOW_TOKENS
 from quire.errors import ConfigurationError
-from quire.formats.registry import weight_format_names
+from quire.formats.format_registry import WEIGHT_FORMATS
 from quire.observability.log import get_logger
 from quire.version import __version__
 
@@ -32,7 +32,7 @@ NOT_ALL_MEASURED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    names = (NONE, *weight_format_names())
+    names = (NONE, *WEIGHT_FORMATS)
     # The description explains the columns of the table.
     parser.description = (
         "Measure what number formats cost a model in quality, on a text: one table with a row for"
@@ -165,7 +165,7 @@ def _weight_formats(args: argparse.Namespace, is_quantized: bool) -> list[str | 
     """The weight formats to measure for a model; None means the format of its files."""
     if is_quantized:
         return [None]
-    by_itself = [NONE, *weight_format_names()] if args.kv_cache_dtype == [AUTO] else [NONE]
+    by_itself = [NONE, *WEIGHT_FORMATS] if args.kv_cache_dtype == [AUTO] else [NONE]
     return [None if name == NONE else name for name in args.quantization or by_itself]
 
 

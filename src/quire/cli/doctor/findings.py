@@ -12,7 +12,7 @@ from quire.cli.doctor.gpu import Gpu, GpuSoftware
 from quire.cli.doctor.machine import EXTRAS, Machine, read_machine
 from quire.cli.doctor.nodes import advice_on_nodes, draw_nodes, sum_up_nodes
 from quire.core.memory.memory_report import format_bytes
-from quire.formats.registry import BFLOAT16_BITS, weight_formats
+from quire.formats.format_registry import BFLOAT16_BITS, weight_formats
 from quire.version import __version__
 
 LEAST_MEMORY_BYTES = 1 << 30

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.bench.quality.quality_file import MeasuredQuality
 from quire.bench.quality.table import AS_STORED, NONE
-from quire.formats.registry import weight_format_names
+from quire.formats.format_registry import WEIGHT_FORMATS
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def quality_lines(
                 " of"
             )
         return
-    missing = [name for name in weight_format_names() if name in served - measured]
+    missing = [name for name in WEIGHT_FORMATS if name in served - measured]
     if missing:
         yield (
             f"  quality in {' and '.join(missing)} was not measured: `quire bench perplexity FILE"

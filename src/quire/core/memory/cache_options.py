@@ -48,7 +48,7 @@ class CacheOptions(Options):
     )
     eviction: str = option(
         DEFAULT_ORDER,
-        OneOf(lambda: EVICTION_ORDERS, listed=lambda names: ", ".join(sorted(names))),
+        OneOf(EVICTION_ORDERS, listed=", ".join),
         group="memory",
         help="eviction order: {names}",
         doc='order in which cached prefixes are evicted: "hit_density", by frequency and recency,'

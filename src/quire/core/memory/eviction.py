@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.errors import ConfigurationError
+from quire.registry import Registry
 
 NUM_CLASSES = 2
 NUM_BINS = 9
@@ -477,16 +477,9 @@ class HitDensityOrder:
         self._position = 0
 
 
-EVICTION_ORDERS: dict[str, OrderFactory] = {"hit_density": HitDensityOrder, "lru": LruOrder}
-
 # It gets more hits than LRU when memory is short, see docs/memory.md.
 DEFAULT_ORDER = "hit_density"
 
-
-def find_order(name: str) -> OrderFactory:
-    """The factory of the order with this name. Raises ConfigurationError, with the known names, for
-    an unknown name."""
-    if name not in EVICTION_ORDERS:
-        known = ", ".join(sorted(EVICTION_ORDERS))
-        raise ConfigurationError(f"eviction is {name!r}, but must be one of {known}")
-    return EVICTION_ORDERS[name]
+EVICTION_ORDERS: Registry[OrderFactory] = Registry(
+    "eviction order", {DEFAULT_ORDER: HitDensityOrder, "lru": LruOrder}
+)

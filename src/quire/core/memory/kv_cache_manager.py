@@ -15,7 +15,7 @@ from itertools import chain, zip_longest
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.block_pool import BlockPool, DeferredFrees
 from quire.core.memory.copy_on_write import CopyOnWrite
-from quire.core.memory.eviction import DEFAULT_ORDER, find_order
+from quire.core.memory.eviction import DEFAULT_ORDER, EVICTION_ORDERS
 from quire.core.memory.growth import Growth
 from quire.core.memory.hybrid_demotion import HybridDemotion
 from quire.core.memory.prefix_cache import PrefixCache
@@ -66,7 +66,7 @@ class KVCacheManager:
         self.num_groups = len(config.groups)
         self.growth = growth = Growth(config.groups, config.block_size)
         self._growing = [rule.group for rule in growth.growing]
-        self.pool = BlockPool(config.num_blocks, find_order(config.eviction))
+        self.pool = BlockPool(config.num_blocks, EVICTION_ORDERS.get(config.eviction))
         self.cache = PrefixCache(
             self.num_groups,
             config.block_size,

@@ -87,7 +87,7 @@ class PolicyOptions(Options):
 
     scheduling_policy: str = option(
         "fcfs",
-        OneOf(lambda: POLICIES, listed=lambda names: ", ".join(sorted(names))),
+        OneOf(POLICIES, listed=", ".join),
         group="scheduling",
         help="{names}",
         doc=in_words([f'"{name}"' for name in POLICIES]) + ". A prompt's priority needs"

@@ -9,7 +9,7 @@ POLICIES:
         def rank(self, sequence: Sequence, now_s: float) -> Rank:
             return (sequence.num_prompt_tokens,)
 
-    POLICIES["shortest_prompt"] = ShortestPromptPolicy
+    POLICIES.register("shortest_prompt", ShortestPromptPolicy)
 
 Every sequence makes progress because the rank of a sequence that has ever run never changes. A
 sequence that never ran may be ranked again (`reranks`). If it may also take blocks from running
@@ -17,15 +17,15 @@ ones (`can_outrank`), its rank may move only a bounded number of times, or two s
 blocks from each other for ever.
 """
 
-import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.core.scheduling.output_length import OutputLengthPredictor
 from quire.core.sequence import Sequence, SequenceState
 from quire.errors import ConfigurationError
+from quire.registry import Registry
 
 Rank = tuple[float, ...]
 Bucket = str | None
@@ -333,32 +333,16 @@ class DeadlinePolicy(Policy):
         return self.step_s * (num_steps + self.lengths.expected_remaining(0, limit))
 
 
-POLICIES: dict[str, Callable[..., Policy]] = {
-    "fcfs": FcfsPolicy,
-    "priority": PriorityPolicy,
-    "fair": FairPolicy,
-    "longest_prefix": LongestPrefixPolicy,
-    "deadline": DeadlinePolicy,
-}
-
-
-def find_policy(name: str, options: Mapping[str, float] | None = None) -> Policy:
-    """Make a new policy object of the named kind.
-
-    options: arguments of its constructor by name; None for the defaults. Raises ConfigurationError,
-    with the known names, for an unknown name or option.
-    """
-    if name not in POLICIES:
-        known = ", ".join(sorted(POLICIES))
-        raise ConfigurationError(f"scheduling_policy is {name!r}, but must be one of {known}")
-    known_options = inspect.signature(POLICIES[name]).parameters
-    for option in options or {}:
-        if option not in known_options:
-            known = ", ".join(known_options) or "none"
-            raise ConfigurationError(
-                f"policy {name!r} has no option {option!r}; its options: {known}"
-            )
-    return POLICIES[name](**(options or {}))
+POLICIES: Registry[Callable[..., Policy]] = Registry(
+    "scheduling policy",
+    {
+        "fcfs": FcfsPolicy,
+        "priority": PriorityPolicy,
+        "fair": FairPolicy,
+        "longest_prefix": LongestPrefixPolicy,
+        "deadline": DeadlinePolicy,
+    },
+)
 
 
 def _positive(name: str, value: float) -> float:

@@ -34,7 +34,8 @@ from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.weights_digest import WeightsDigest
 from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
-from quire.models.registry import ModelEntry, find_entry
+from quire.models.model_entry import ModelEntry
+from quire.models.registry import find_entry
 from quire.models.sharding import split_config
 
 _log = logging.getLogger(__name__)

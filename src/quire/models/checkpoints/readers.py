@@ -1,27 +1,18 @@
-"""Lists the checkpoint file formats (safetensors, GGUF), and chooses one by a folder's files.
-
-To add a format, add a file with a `CheckpointSource`, and a line in `_READERS`. Code outside the
-package calls `register_reader`.
-"""
+"""Chooses the reader of a model folder by its files, and opens the weights."""
 
 from pathlib import Path
 
-from quire.models.checkpoints.gguf.gguf_files import GGUFFiles
+from quire.models.checkpoints.file_formats import CHECKPOINT_SOURCES
 from quire.models.checkpoints.quantized.methods import open_quantized
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 from quire.models.checkpoints.source import CheckpointSource
-
-_READERS: list[type[CheckpointSource]] = [
-    SafetensorsFiles,
-    GGUFFiles,
-]
-"""The readers in order of priority: the first one that finds its files in a folder is used."""
 
 
 def find_reader(folder: Path) -> type[CheckpointSource]:
     """The reader of the folder's weights. For a folder without weights it is `SafetensorsFiles`,
     whose error names the missing files."""
-    return next((reader for reader in _READERS if reader.is_in(folder)), SafetensorsFiles)
+    readers = (reader for _, reader in CHECKPOINT_SOURCES.items())
+    return next((reader for reader in readers if reader.is_in(folder)), SafetensorsFiles)
 
 
 def open_checkpoint(folder: Path) -> CheckpointSource:
@@ -35,9 +26,3 @@ def open_checkpoint(folder: Path) -> CheckpointSource:
     if not isinstance(source, SafetensorsFiles) or not (folder / "config.json").exists():
         return source
     return open_quantized(str(folder), reader.read_config(folder), source)
-
-
-def register_reader(reader: type[CheckpointSource]) -> None:
-    """Add a format in this process, for code outside the package. Built-in formats come first."""
-    if reader not in _READERS:
-        _READERS.append(reader)

@@ -2,7 +2,7 @@
 
 A piece is a range of a tensor's rows, a few MiB in size. Methods that read rows return context
 managers: the data are valid only inside the `with`. Each file format has a class, listed in
-`readers.py`. A source depends on no model: `loader.py` decides which parameter a tensor fills.
+`file_formats.py`. A source depends on no model: `loader.py` decides which parameter a tensor fills.
 """
 
 from abc import ABC, abstractmethod

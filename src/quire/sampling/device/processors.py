@@ -79,7 +79,7 @@ def forbid_by_masks(logits: torch.Tensor, rows: Rows, masks: RowMasks, link: Dev
     lines = [line for line, row in enumerate(rows.tolist()) if row in masks]
     if not lines:
         return
-    packed = [masks[int(rows[line])][0] for line in lines]
+    packed = [masks[int(rows[line])] for line in lines]
     edit_logits.forbid_unset(logits, link.upload(_mask_table(lines, packed, logits.shape[1])))
 
 

@@ -210,7 +210,7 @@ def warm_up(vocab_size: int, max_len: int, link: DeviceLink) -> None:
     rows.set_row(0, everything, 0, 1)
     logits = torch.zeros((1, vocab_size), dtype=torch.float32, device=link.device)
     mask = b"\xff" * ((vocab_size + 7) // 8)
-    sampler.sample(logits, np.zeros(1, dtype=np.int64), {0: (mask,)}).fetch()
+    sampler.sample(logits, np.zeros(1, dtype=np.int64), {0: mask}).fetch()
     sampler.prompt_logprobs(logits, np.zeros(1, dtype=np.int64), 1).fetch()
 
 

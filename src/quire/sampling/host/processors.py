@@ -436,7 +436,7 @@ def mask_words(rows: Rows, masks: RowMasks, vocab_size: int) -> tuple[Rows, npt.
     wanted = rows.tolist()
     lines = [line for line, row in enumerate(wanted) if row in masks]
     width = 4 * -(-vocab_size // 32)
-    found = [masks[wanted[line]][0] for line in lines]
+    found = [masks[wanted[line]] for line in lines]
     assert all(len(mask) <= width for mask in found), "a token mask is longer than the vocabulary"
     packed = b"".join(mask.ljust(width, b"\0") for mask in found)
     words = np.frombuffer(packed, dtype="<u4").reshape(len(lines), width // 4)

@@ -21,10 +21,11 @@ from tqdm import tqdm
 
 from quire.cluster.fleet import EngineFleet
 from quire.errors import ConfigurationError, QuireError
-from quire.server.app import ENDPOINTS, create_app
+from quire.server.app import create_app
 from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
 from quire.server.batch.inner_call import InnerAnswer, post
 from quire.server.config import ServerConfig
+from quire.server.endpoint_registry import ENDPOINTS
 from quire.server.launch import ServerPlan, make_plan, make_service, start_engine
 from quire.server.telemetry.monitor import Monitor
 
@@ -52,7 +53,7 @@ class BatchJob:
 
 def batch_urls() -> list[str]:
     """The paths that a batch may call."""
-    return [path for each in ENDPOINTS for path in each.batch_paths]
+    return [path for _, each in ENDPOINTS.items() for path in each.batch_paths]
 
 
 def run_batch(engine_options: Mapping[str, object], server: ServerConfig, job: BatchJob) -> int:

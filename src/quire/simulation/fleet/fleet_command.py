@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quire.core.memory.eviction import DEFAULT_ORDER, find_order
+from quire.core.memory.eviction import DEFAULT_ORDER, EVICTION_ORDERS
 from quire.core.scheduling.cost_model import NUM_SEGMENTS, StepCostModel
 from quire.errors import ConfigurationError
-from quire.routing.find import ROUTING_POLICIES, find_routing_policy
+from quire.routing.find import ROUTING_POLICIES
 from quire.simulation.fleet.fleet_report import HEADER
 from quire.simulation.fleet.fleet_simulator import simulate_fleet
 from quire.simulation.fleet.replica_engine import ReplicaShape
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     shapes = [replace(shape, slowness=options.slow) for _ in range(options.num_slow)]
     shapes += [shape] * (options.replicas - options.num_slow)
     names = options.policy or list(ROUTING_POLICIES)
-    policies = [find_routing_policy(*_named(name)) for name in names]
+    policies = [ROUTING_POLICIES.make(*_named(name)) for name in names]
     num_requests = sum(each.end != "refused" for each in trace.requests)
     print(
         f"{num_requests} requests in {trace.duration_s:.0f} s to {options.replicas} replicas"
@@ -75,7 +75,7 @@ def step_costs(
 
 
 def _shape(options: argparse.Namespace, block_tokens: int) -> ReplicaShape:
-    find_order(options.eviction)
+    EVICTION_ORDERS.get(options.eviction)
     return ReplicaShape(
         options.num_blocks,
         options.block_size or block_tokens,

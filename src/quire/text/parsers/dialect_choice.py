@@ -4,13 +4,12 @@ Called when a server or an `LLM` starts.
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 
 import msgspec
 
 from quire.errors import ConfigurationError, did_you_mean, shown
+from quire.registry import Registry
 from quire.text.parsers.dialect import Dialect
 
 _FOLDER = Path(__file__).parent / "dialects"
@@ -18,34 +17,34 @@ GENERIC = "json"
 """The dialect of models whose chat template does not support tools."""
 
 
-@cache
-def dialects() -> Mapping[str, Dialect]:
-    """All dialects by name."""
-    found = (_read(path) for path in sorted(_FOLDER.glob("*.toml")))
+def read_dialect(path: Path) -> Dialect:
+    """Read a dialect's file. Raises OSError, and ValueError for contents that describe none."""
+    return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Dialect)
+
+
+def _read_folder() -> dict[str, Dialect]:
+    found = map(read_dialect, sorted(_FOLDER.glob("*.toml")))
     return {dialect.name: dialect for dialect in found}
 
 
-def _read(path: Path) -> Dialect:
-    raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    return msgspec.convert(raw, Dialect)
+DIALECTS: Registry[Dialect] = Registry("dialect", _read_folder)
+"""All dialects, each under its `name`."""
 
 
-def dialect_names() -> tuple[str, ...]:
-    """The accepted names for the format of calls: each dialect's name and its aliases."""
-    return _names(dialects().values(), for_reasoning=False)
-
-
-def reasoning_names() -> tuple[str, ...]:
-    """The accepted names for the format of reasoning: names and aliases of dialects with
-    reasoning."""
-    return _names(dialects().values(), for_reasoning=True)
-
-
-def _names(found: Iterable[Dialect], *, for_reasoning: bool) -> tuple[str, ...]:
-    names = {dialect.name for dialect in found if dialect.has_reasoning or not for_reasoning}
-    for dialect in found:
-        names.update(dialect.reasoning_aliases if for_reasoning else dialect.aliases)
-    return tuple(sorted(names))
+def dialect_names(*, for_reasoning: bool = False) -> dict[str, Dialect]:
+    """The accepted names for the format of calls (or of reasoning), with their dialects: each
+    dialect's name and its aliases. Raises ConfigurationError if two dialects have one name."""
+    found: dict[str, Dialect] = {}
+    for name, dialect in DIALECTS.items():
+        aliases = dialect.reasoning_aliases if for_reasoning else dialect.aliases
+        own = (name,) if dialect.has_reasoning or not for_reasoning else ()
+        for each in (*own, *aliases):
+            if found.setdefault(each, dialect) is not dialect:
+                raise ConfigurationError(
+                    f"the dialects {found[each].name!r} and {name!r} both have the name {each!r};"
+                    " give one of them another"
+                )
+    return found
 
 
 def find_dialect(
@@ -85,23 +84,21 @@ def find_dialect(
 
 
 def _named(name: str, *, for_reasoning: bool) -> Dialect:
-    known = reasoning_names() if for_reasoning else dialect_names()
-    for dialect in dialects().values():
-        aliases = dialect.reasoning_aliases if for_reasoning else dialect.aliases
-        if name in aliases or (name == dialect.name and name in known):
-            return dialect
+    known = dialect_names(for_reasoning=for_reasoning)
+    if name in known:
+        return known[name]
     what = "reasoning" if for_reasoning else "tool calls"
     raise ConfigurationError(
         f"{shown(name)} is not a dialect of {what}{did_you_mean(name, known)}; known names:"
-        f" {', '.join(known)}"
+        f" {', '.join(sorted(known))}"
     )
 
 
 def _recognised(template_source: str) -> Dialect:
     """The dialect whose words all occur in the template. If there are several, the one with the
     longest words in total; if there is none, the generic dialect."""
-    best, most = dialects()[GENERIC], 0
-    for dialect in dialects().values():
+    best, most = DIALECTS.get(GENERIC), 0
+    for _, dialect in DIALECTS.items():
         for words in dialect.template_words:
             size = sum(map(len, words))
             if size > most and all(word in template_source for word in words):

@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from quire.text.grammars.compiler import GrammarCompiler
 from quire.text.parsers.dialect import Dialect
-from quire.text.parsers.dialect_choice import dialects
+from quire.text.parsers.dialect_choice import DIALECTS
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_config import TokenizerConfig
 
@@ -18,7 +18,7 @@ END = "<|im_end|>"
 def tokenizer_with_marks() -> Tokenizer:
     """A small tokenizer to which the marks of all dialects are special tokens."""
     backend = make_byte_level()
-    marks = sorted(frozenset[str]().union(*(d.special_tokens for d in dialects().values())))
+    marks = sorted(frozenset[str]().union(*(d.special_tokens for _, d in DIALECTS.items())))
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     return Tokenizer(backend, TokenizerConfig(named_tokens={"eos_token": AddedToken(END)}))
 

@@ -18,7 +18,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
 from quire.text.grammars.compiler import GrammarCompiler
 from quire.text.parsers.dialect import Dialect
-from quire.text.parsers.dialect_choice import dialects, find_dialect
+from quire.text.parsers.dialect_choice import DIALECTS, find_dialect
 from quire.text.parsers.message_events import (
     CallArguments,
     CallEnd,
@@ -60,7 +60,7 @@ ANSWER = {
     "required": ["ok"],
     "additionalProperties": False,
 }
-all_dialects = pytest.mark.parametrize("name", sorted(dialects()))
+all_dialects = pytest.mark.parametrize("name", sorted(DIALECTS))
 
 
 @pytest.fixture(scope="module", params=[tokenizer_with_marks, tokenizer_without_marks])
