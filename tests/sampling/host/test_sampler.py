@@ -1,6 +1,7 @@
 """The whole sampler against a slow obvious reference, row by row; and that rows never meet."""
 
 from collections import Counter
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.core.sampling_params import DecodingParams
 from quire.sampling.host import choice, noise
-from quire.sampling.host.sampler import NO_TOKEN, Sampler, SamplingRows
+from quire.sampling.host.sampler import MAX_BOUND, NO_TOKEN, Sampler, SamplingRows
 
 V = 24
 INF = float("inf")
@@ -314,14 +315,10 @@ def test_seeds_and_branches_differ(make_batch: Any) -> None:
 def test_derived_state_is_kept_until_rows_or_options_change(make_batch: Any) -> None:
     batch = make_batch(V, [greedy(logit_bias=((5, 9.0),)), greedy(), greedy()])
     sampler: Sampler = batch.sampler
-    kept: list[int] = []
     lines = np.eye(2, V)
     for rows in ([0, 1], [0, 1], [1, 2], [0, 1]):
         batch.sample(lines, rows)
-        assert sampler._bound is not None
-        kept.append(id(sampler._bound))
-        lines = lines.copy()
-    assert kept[0] == kept[1] != kept[2]
+    assert [bound.rows.tolist() for bound in sampler._bound.values()] == [[0, 1], [1, 2]]
     assert batch.sample(lines, [0, 1]).token_ids.tolist() == [5, 1]
     sampler.rows.set_row(0, greedy()[0], 0, 1)
     assert batch.sample(lines, [0, 1]).token_ids.tolist() == [0, 1]
@@ -329,6 +326,13 @@ def test_derived_state_is_kept_until_rows_or_options_change(make_batch: Any) -> 
     assert batch.sample(lines, [0, 1]).token_ids.tolist() == [0, 8]
     sampler.rows.clear_row(1)
     assert batch.sample(lines, [0, 1]).token_ids.tolist() == [0, 1]
+
+
+def test_derived_state_is_kept_for_few_sets_of_rows(make_batch: Any) -> None:
+    batch = make_batch(V, [greedy(logit_bias=((row, 9.0),)) for row in range(6)])
+    for rows in permutations(range(6), 2):
+        assert batch.sample(np.eye(2, V), rows).token_ids.tolist() == list(rows)
+        assert len(batch.sampler._bound) <= MAX_BOUND
 
 
 def test_the_runners_reused_row_array_is_not_kept(make_batch: Any) -> None:
