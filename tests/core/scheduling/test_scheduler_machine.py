@@ -14,10 +14,12 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
+from quire.core.scheduling.drafts import Drafting
 from quire.core.scheduling.policy import POLICIES
 from quire.core.sequence import Sequence
 from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.fakes.fake_model import FakeModel
+from quire.simulation.fakes.fake_proposer import FakeProposer
 from quire.simulation.workload import read_groups
 
 TOKENS = st.integers(1, 2)
@@ -45,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
         options=st.tuples(st.integers(0, 2), st.booleans(), st.booleans()),
         max_num_seqs=st.integers(3, 6),
+        drafts=st.sampled_from([None, (2, 0.3), (5, 0.1), (3, 0.7)]),
     )
     def start(
         self,
@@ -55,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         options: tuple[int, bool, bool],
         max_num_seqs: int,
+        drafts: tuple[int, float] | None,
     ) -> None:
         num_lookahead_blocks, preempts_whole, forecasts = options
         # No chain gets longer than 16 tokens, no search wider than 3.
@@ -70,6 +74,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             model=FakeModel(end_rate=0.1),
             num_lookahead_blocks=num_lookahead_blocks,
         )
+        if drafts is not None:
+            most, error_rate = drafts
+            let_draft(self.harness, most, error_rate)
         if not forecasts:
             self.harness.scheduler.admission.capacity.forecast.lengths = NoGrowth()
         self.num_made = 0
@@ -168,6 +175,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def new_name(self) -> str:
         self.num_made += 1
         return f"r{self.num_made}"
+
+
+def let_draft(harness: Harness, most: int, error_rate: float) -> None:
+    """Have steps verify drafts, if the model has no states."""
+    scheduler, memory = harness.scheduler, harness.memory
+    if not memory.growth.states:
+        proposer = FakeProposer(
+            harness.model, lambda: scheduler.running, most=most, error_rate=error_rate, seed=most
+        )
+        slots = scheduler._slots
+        scheduler.drafting = Drafting(proposer, memory, scheduler.running_set, slots)
 
 
 SchedulerMachine.TestCase.settings = settings(
