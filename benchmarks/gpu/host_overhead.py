@@ -45,7 +45,7 @@ from quire.engine_client.messages import Outputs
 from quire.ipc import encode
 from quire.kernels.transfers import DeviceLink
 from quire.layers.operator_module import OperatorModule
-from quire.models.interface import CausalLM, ModelOutput
+from quire.models.interface import CausalLM, InputEmbeds, ModelOutput
 from quire.observability.step_trace import StepRecord
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_rows import DeviceRows
@@ -108,11 +108,11 @@ class NoModel(CausalLM):
 
     def forward(
         self,
-        token_ids: torch.Tensor | None,
+        token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionCall,
         *,
-        input_embeds: torch.Tensor | None = None,
+        input_embeds: InputEmbeds | None = None,
         capture_layers: tuple[int, ...] = (),
     ) -> ModelOutput:
         return ModelOutput(self._hidden[: len(positions)])

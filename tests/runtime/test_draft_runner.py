@@ -5,31 +5,20 @@ The sequences' true continuations are those of the same sequences computed alone
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.engine.checkpoints import save_checkpoint
 from tests.runtime.hand_core import HandCore, Held
+from tests.runtime.real_runner import Made, load
 
-from quire.assembly.device_setup import DeviceSetup, choose_setup
 from quire.core.kv_groups import KVKind
 from quire.core.sampling_params import DecodingParams
 from quire.hub.model_folder import EMBEDDED_MODEL
-from quire.models.checkpoints.loader import load_model
-from quire.models.interface import TextModel
-from quire.models.registry import load_config
-from quire.options.engine_options import EngineOptions
 from quire.runtime import model_runner
-from quire.runtime.batch import RowBatch
-from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner
-from quire.runtime.page_layout import plan_layout
-from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows
 
-CPU = torch.device("cpu")
-NUM_ROWS, NUM_BLOCKS, MODEL_LEN, STEP_TOKENS = 8, 200, 160, 160
 NUM_SAMPLED = 14
 Drafts = dict[int, tuple[int, ...]]
 
@@ -55,43 +44,6 @@ PARAMS = {
     ),
     "without logprobs": replace(PENALIZED, temperature=0.8, seed=2, logprobs=None),
 }
-
-
-@dataclass
-class Made:
-    """A model and what computes it; `make` gives a core with an empty runner."""
-
-    model: TextModel
-    setup: DeviceSetup
-
-    def make(self, block_size: int = 8) -> HandCore:
-        model, backend = self.model, self.setup.new_backend()
-        layout = plan_layout(
-            model.attention_specs, type(backend), block_size, self.setup.kv_dtype, typical_tokens=64
-        )
-        rows = RowBatch(
-            num_rows=NUM_ROWS,
-            max_model_len=MODEL_LEN,
-            max_num_tokens=STEP_TOKENS,
-            num_groups=len(layout.groups),
-            block_size=block_size,
-        )
-        sampler = HostStepSampler(Sampler(SamplingRows(NUM_ROWS, model.vocab_size)), rows.history)
-        runner = ModelRunner(
-            model, backend, KVCache(layout, NUM_BLOCKS, CPU), rows, sampler, self.setup.kernels
-        )
-        assert runner.is_native
-        return HandCore(runner, layout.groups, NUM_BLOCKS, block_size)
-
-
-def load(folder: Path, **options: object) -> Made:
-    config = load_config(folder)
-    asked = {"model": str(folder), "dtype": "float32"} | options
-    setup = choose_setup(EngineOptions.from_mapping(asked), config, CPU, 1)
-    if setup.kernels is None:
-        pytest.skip("torch's products have other bits in other steps")
-    where = {"dtype": torch.float32, "device": CPU, "max_model_len": MODEL_LEN}
-    return Made(load_model(folder, config, methods=setup.methods, **where), setup)
 
 
 @pytest.fixture(scope="module", params=["embedded", "int8 KV", "windows"])
@@ -245,6 +197,7 @@ class Crowd:
 def test_a_crowd_with_drafts_gets_what_each_gets_alone(made: Made, seed: int) -> None:
     rng = random.Random(seed)
     core = made.make()
+    assert core.runner.is_native
     crowd = Crowd(made, core, rng)
     for index, params in enumerate(PARAMS.values()):
         crowd.admit(10 * seed + index, params)

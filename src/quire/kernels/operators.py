@@ -45,6 +45,11 @@ class Operators:
             return functional.embedding(indices, table)
         return table.unpack(indices)
 
+    def put_rows(self, x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """x [T, H] with rows [N, H] in place of the rows at index [N] int64. x may be
+        overwritten."""
+        return x.index_copy(0, index, rows.to(x.dtype))
+
     def rms_norm(
         self,
         x: torch.Tensor,

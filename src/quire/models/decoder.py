@@ -25,7 +25,7 @@ from quire.layers.position_scale import GrowthFactors
 from quire.layers.residual import ResidualStream
 from quire.layers.rotary import RopeLimits, RotaryEmbedding
 from quire.models.config import DecoderConfig
-from quire.models.interface import CausalLM, ModelOutput, TextModel
+from quire.models.interface import CausalLM, InputEmbeds, ModelOutput, TextModel
 
 
 def make_norm(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> RMSNorm:
@@ -183,17 +183,16 @@ class HeadlessDecoder(TextModel):
 
     def forward(
         self,
-        token_ids: torch.Tensor | None,
+        token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionCall,
         *,
-        input_embeds: torch.Tensor | None = None,
+        input_embeds: InputEmbeds | None = None,
         capture_layers: tuple[int, ...] = (),
     ) -> ModelOutput:
-        if (token_ids is None) == (input_embeds is None):
-            raise ValueError("give exactly one of token_ids and input_embeds")
-        start = self.embed(token_ids) if token_ids is not None else input_embeds
-        assert start is not None
+        start = self.embed(token_ids)
+        if input_embeds is not None:
+            start = self.operators.put_rows(start, *input_embeds)
         if self.model.embed_positions is not None:
             start = self.operators.add(self.model.embed_positions(positions), start)
         angles = self.model.angles(positions)

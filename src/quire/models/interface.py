@@ -7,6 +7,7 @@ To add a family, add a file in `families/` with its config and modules, and a li
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,15 @@ from quire.attention.interface import AttentionCall, AttentionSpec
 from quire.layers.operator_module import OperatorModule, RecurrentModule
 from quire.models.config import ModelConfig
 from quire.recurrence.state_backend import RecurrentSpec, StateBackend
+
+
+class InputEmbeds(NamedTuple):
+    """Input embeddings that replace those of the token ids at some of a step's tokens."""
+
+    #: [N] int64: the tokens' indices in the step, all different.
+    places: torch.Tensor
+    #: [N, hidden_size], as the model's `embed` would return them.
+    rows: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -57,17 +67,17 @@ class TextModel(OperatorModule, ABC):
     @abstractmethod
     def forward(
         self,
-        token_ids: torch.Tensor | None,
+        token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionCall,
         *,
-        input_embeds: torch.Tensor | None = None,
+        input_embeds: InputEmbeds | None = None,
         capture_layers: tuple[int, ...] = (),
     ) -> ModelOutput:
-        """Run all layers over T tokens at absolute `positions` [T] int64.
+        """Run all layers over `token_ids` [T] int64 at absolute `positions` [T] int64.
 
-        Exactly one of `token_ids` [T] int64 and `input_embeds` [T, hidden_size] (see `embed`) is
-        given. `capture_layers` are the layers whose output is returned, for EAGLE-3, which drafts
+        Where `input_embeds` replace an embedding, any token id of the vocabulary may stand.
+        `capture_layers` are the layers whose output is returned, for EAGLE-3, which drafts
         from the hidden states of three layers (arXiv:2503.01840).
         """
 

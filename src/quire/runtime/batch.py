@@ -18,6 +18,7 @@ import torch
 
 from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.core.step import EditKind, RowAdmission, RowFork, StepPlan, TableEdit, TokenEdit
+from quire.models.interface import InputEmbeds
 from quire.recurrence.state_backend import StateBatch
 from quire.runtime.block_tables import BlockTables, Int32, Int64
 from quire.runtime.drafts import StepDrafts, find_drafts
@@ -57,6 +58,8 @@ class StepBatch:
     #: Writes the token ids into `token_ids`. It must be called once before they are read, and may
     #: be captured with their reader. None means that `token_ids` has the ids already.
     gather: Callable[[], None] | None = None
+    #: None if all inputs are the embeddings of token ids, as in all steps of a static size.
+    input_embeds: InputEmbeds | None = None
     #: None if the step verifies no drafts.
     drafts: StepDrafts | None = None
 

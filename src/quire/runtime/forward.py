@@ -19,7 +19,7 @@ from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
 from quire.layers.operator_module import recorded_by
-from quire.models.interface import CausalLM, TextModel
+from quire.models.interface import CausalLM, InputEmbeds, ModelOutput, TextModel
 from quire.observability.log import get_logger
 from quire.recurrence.state_backend import StateBackend
 from quire.runtime.batch import StepBatch
@@ -60,8 +60,10 @@ class ModuleForward:
             self._model.recurrence.plan(step.states)
 
     def __call__(self, step: StepBatch) -> torch.Tensor:
-        hidden: torch.Tensor = self._model(step.token_ids, step.positions, self._backend.run).hidden
-        return hidden
+        output: ModelOutput = self._model(
+            step.token_ids, step.positions, self._backend.run, input_embeds=step.input_embeds
+        )
+        return output.hidden
 
 
 class NativeForward:
@@ -91,7 +93,7 @@ class NativeForward:
         native = self._native
         native.token_ids = step.token_ids.data_ptr()
         native.positions = step.positions.data_ptr()
-        return self._program.run(native)
+        return self._program.run(native, step.input_embeds)
 
 
 def make_forward(
@@ -137,7 +139,9 @@ def _no_logits(hidden: torch.Tensor) -> torch.Tensor:
 
 def _record_hidden(model: TextModel, recorder: Recorder) -> Program:
     with recorded_by(recorder, model):
-        return recorder.finish(model(*recorder.inputs, recorder.attend).hidden)
+        embeds = InputEmbeds(*recorder.put(model.hidden_size))
+        output = model(*recorder.inputs, recorder.attend, input_embeds=embeds)
+        return recorder.finish(output.hidden)
 
 
 def _record_logits(model: CausalLM, recorder: Recorder) -> Logits:

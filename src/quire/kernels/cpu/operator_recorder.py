@@ -37,6 +37,15 @@ class OperatorRecorder(Recording, Operators):
         self._add(OpKind.EMBED, None, out, fields, table)
         return out.rows
 
+    def put_rows(self, x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Notes the place between two operations where a step may put its rows, which no operation
+        does. `index` and `rows` are placeholders."""
+        if self._ops.put_place is not None or not self._values.is_replaceable(x):
+            raise UnrecordableError("rows are put in two places, or into a part of a value")
+        out = self._values.over(x)
+        self._ops.put_place = len(self._ops), self._values.operand(out).memory
+        return out
+
     def rms_norm(
         self,
         x: torch.Tensor,
@@ -79,7 +88,7 @@ class OperatorRecorder(Recording, Operators):
         operand, addend = self._pair(x, residual)
         if x.shape != residual.shape:
             raise UnrecordableError("an addend has another shape")
-        last = self._ops[-1] if self._ops else None
+        last = self._ops.last
         is_replaceable = self._values.is_replaceable(residual)
         if is_replaceable and scale == 1.0 and operand.is_whole and _stores(last, operand, addend):
             assert last is not None

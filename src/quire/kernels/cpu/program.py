@@ -6,6 +6,7 @@
 Shapes: T tokens of a step, R rows that the caller gives, H hidden size.
 """
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,18 @@ PADDING_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
+class PutPlace:
+    """The place in a program at which rows of the caller may replace rows of a value."""
+
+    #: The number of operations before it.
+    num_before: int
+    #: The operations behind it, in the memory of `Program.ops`.
+    behind: Any
+    #: [most tokens, width], the memory of the value.
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A finished list of operations over a step's tokens."""
 
@@ -32,14 +45,28 @@ class Program:
     output: torch.Tensor
     #: The objects to which operations point, kept alive.
     kept: object
+    #: None if the recorded model puts no rows.
+    put_place: PutPlace | None = None
     #: The adapter slot of each row of a step, set before each run; None if there are no adapters.
     adapter_rows: PackedRows | None = None
 
-    def run(self, step: abi.Step) -> torch.Tensor:
-        """The output of the step's tokens, [T, width], valid until the next run."""
+    def run(
+        self, step: abi.Step, put: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """The output of the step's tokens, [T, width], valid until the next run.
+
+        `put` are the index and the rows of `Operators.put_rows`, at `put_place`.
+        """
         rows = self.adapter_rows
         assert rows is None or rows.num_tokens == step.num_tokens, "adapters are of another step"
-        self.kernels.run(self.ops, len(self.ops), step)
+        if put is None:
+            self.kernels.run(self.ops, len(self.ops), step)
+            return self.output[: step.num_tokens]
+        place, (index, given) = self.put_place, put
+        assert place is not None, "the recorded model puts no rows"
+        self.kernels.run(self.ops, place.num_before, step)
+        place.rows.index_copy_(0, index, given.to(place.rows.dtype))
+        self.kernels.run(place.behind, len(place.behind), step)
         return self.output[: step.num_tokens]
 
 
@@ -212,11 +239,27 @@ def _address_and_stride(name: str) -> tuple[str, str]:
 class OperationList(list[Operation]):
     """Operations in the order in which they will run."""
 
+    #: The number of operations after which a caller's rows may be put into this memory.
+    put_place: tuple[int, Memory] | None = None
+
+    @property
+    def last(self) -> Operation | None:
+        """The last operation, if a change of it still changes what follows. It does not if the
+        caller's rows may be put into its result."""
+        num_fixed = 0 if self.put_place is None else self.put_place[0]
+        return self[-1] if len(self) > num_fixed else None
+
     def finish(self, kernels: NativeKernels, result: Memory, max_num_tokens: int) -> Program:
         """The program whose output is `result`."""
         self._allocate(max_num_tokens, {result})
         assert result.rows is not None
-        return Program(kernels, self._lowered(), result.rows, self._kept())
+        ops, place = self._lowered(), None
+        if self.put_place is not None:
+            count, memory = self.put_place
+            behind = (abi.Op * (len(self) - count)).from_buffer(ops, count * ctypes.sizeof(abi.Op))
+            assert memory.rows is not None
+            place = PutPlace(count, behind, memory.rows)
+        return Program(kernels, ops, result.rows, self._kept(), place)
 
     def finish_rows(
         self, kernels: NativeKernels, given: Memory, result: Memory, max_num_tokens: int

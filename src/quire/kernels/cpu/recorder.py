@@ -68,6 +68,10 @@ class Recorder(StateRecorder):
         """The placeholders of a step's token ids and positions."""
         return self._values.token_ids, self._values.positions
 
+    def put(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Placeholders of the index and the rows of `Operators.put_rows`."""
+        return self._values.positions, torch.empty(len(self._values.positions), width)
+
     def rows(self, width: int) -> torch.Tensor:
         """A placeholder of the caller's rows, for `finish_rows`."""
         return self._values.new(Memory("input", width, self._dtype, is_given=True)).rows

@@ -27,7 +27,9 @@ class TokenEmbedding(VocabEmbedding):
     """An embedding of token ids [1, T] -> [1, T, H]."""
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ATTENDING.given(token_ids))[None]
+        rows = super().forward(ATTENDING.given(token_ids))
+        embeds = ATTENDING.take_embeds()
+        return (rows if embeds is None else self.operators.put_rows(rows, *embeds))[None]
 
 
 class RowNorm(RMSNorm):

@@ -16,6 +16,7 @@ import torch
 from quire.attention.interface import AttentionCall, AttentionSpec, filled_up
 from quire.kernels.attention_inputs import AttentionInputs
 from quire.models.fallback.hf_classes import ATTENTION
+from quire.models.interface import InputEmbeds
 
 
 @dataclass(slots=True)
@@ -24,10 +25,12 @@ class StepAttention:
 
     call: AttentionCall
     specs: tuple[AttentionSpec, ...]
-    #: [T] token ids; None if the step has embeddings instead.
-    token_ids: torch.Tensor | None
+    #: [T] token ids.
+    token_ids: torch.Tensor
     #: [T] positions.
     positions: torch.Tensor
+    #: None once the embedding of token ids has put them in their places.
+    input_embeds: InputEmbeds | None = None
     #: Number of attention layers called so far, which is the index of the next layer to be called.
     num_called: int = 0
 
@@ -43,6 +46,14 @@ class _Attending:
     def step(self) -> StepAttention:
         return self._step.get()
 
+    def take_embeds(self) -> InputEmbeds | None:
+        """The step's `input_embeds`, which the caller puts in their places."""
+        step = self._step.get(None)
+        if step is None:
+            return None
+        embeds, step.input_embeds = step.input_embeds, None
+        return embeds
+
     @property
     def has_numbers(self) -> bool:
         """Whether tensors have values; False while a model runs on the meta device."""
@@ -53,7 +64,7 @@ class _Attending:
         `batch` flattened. `kernels.cpu.recorder` recognizes only the step's own tensors."""
         step = self._step.get(None)
         for own in () if step is None else (step.token_ids, step.positions):
-            if own is not None and own.data_ptr() == batch.data_ptr() and len(own) == batch.numel():
+            if own.data_ptr() == batch.data_ptr() and len(own) == batch.numel():
                 return own
         return batch.flatten()
 

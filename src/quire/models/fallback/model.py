@@ -23,7 +23,7 @@ from quire.models.fallback.hf_classes import GivenHidden, base_of, build, find_c
 from quire.models.fallback.interfaces import ATTENDING, StepAttention, register_functions
 from quire.models.fallback.parts import Making, Parts, wide_parameters
 from quire.models.fallback.row_check import check_rows
-from quire.models.interface import CausalLM, ModelOutput
+from quire.models.interface import CausalLM, InputEmbeds, ModelOutput
 
 
 class FallbackForCausalLM(CausalLM):
@@ -63,27 +63,28 @@ class FallbackForCausalLM(CausalLM):
 
     def forward(
         self,
-        token_ids: torch.Tensor | None,
+        token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionCall,
         *,
-        input_embeds: torch.Tensor | None = None,
+        input_embeds: InputEmbeds | None = None,
         capture_layers: tuple[int, ...] = (),
     ) -> ModelOutput:
-        if (token_ids is None) == (input_embeds is None):
-            raise ValueError("give exactly one of token_ids and input_embeds")
         if capture_layers:
             raise UnsupportedModelError("layers of a model of transformers can't be captured")
-        given = {"input_ids": token_ids[None]} if token_ids is not None else {}
-        if input_embeds is not None:
-            given["inputs_embeds"] = input_embeds[None]
         extra = {name: torch.zeros_like(positions)[None] for name in self._arguments}
-        step = StepAttention(attention, self.attention_specs, token_ids, positions)
+        step = StepAttention(attention, self.attention_specs, token_ids, positions, input_embeds)
         with ATTENDING.to(step):
             output = self._parts[1](
-                **given, **extra, position_ids=positions[None], use_cache=False, return_dict=True
+                input_ids=token_ids[None],
+                **extra,
+                position_ids=positions[None],
+                use_cache=False,
+                return_dict=True,
             )
         assert step.num_called == len(self.attention_specs)
+        if step.input_embeds is not None:
+            raise UnsupportedModelError("this model of transformers takes nothing but token ids")
         return ModelOutput(output.last_hidden_state.flatten(0, -2))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

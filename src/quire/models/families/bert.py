@@ -26,7 +26,7 @@ from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import LayerNorm
 from quire.models.config import ModelConfig, read_architecture, read_dtype, read_num_labels
 from quire.models.config_fields import ConfigFields
-from quire.models.interface import ModelOutput, TextModel
+from quire.models.interface import InputEmbeds, ModelOutput, TextModel
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {
@@ -167,9 +167,14 @@ class BertEmbeddings(nn.Module):
         )
         self.LayerNorm = LayerNorm(size, config.layer_norm_eps, dtype=dtype, device=device)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """token_ids, positions [T] -> [T, H]."""
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, input_embeds: InputEmbeds | None
+    ) -> torch.Tensor:
+        """token_ids, positions [T] -> [T, H]. `input_embeds` replace the embeddings of words."""
         words = self.word_embeddings(token_ids % self.vocab_size)
+        if input_embeds is not None:
+            places, rows = input_embeds
+            words.index_copy_(0, places, rows.to(words.dtype))
         types = self.token_type_embeddings(token_ids // self.vocab_size)
         words.add_(types).add_(self.position_embeddings(positions))
         embeds: torch.Tensor = self.LayerNorm(words)
@@ -244,16 +249,14 @@ class BertModel(TextModel):
 
     def forward(
         self,
-        token_ids: torch.Tensor | None,
+        token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionCall,
         *,
-        input_embeds: torch.Tensor | None = None,
+        input_embeds: InputEmbeds | None = None,
         capture_layers: tuple[int, ...] = (),
     ) -> ModelOutput:
-        if token_ids is None or input_embeds is not None:
-            raise ValueError("BERT is given token_ids: their positions and types are embedded too")
-        hidden = self.bert.embeddings(token_ids, positions)
+        hidden = self.bert.embeddings(token_ids, positions, input_embeds)
         captured: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.bert.encoder.layer):
             hidden = layer(hidden, attention)

@@ -9,6 +9,7 @@ from transformers import Gemma4TextConfig as HFGemma4Config
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.kernels.routing import RouterSpec, route
 from quire.models.families.gemma.gemma4 import Gemma4Config
+from quire.models.interface import InputEmbeds
 from quire.models.registry import load_config
 
 RAW = {
@@ -117,11 +118,23 @@ def test_per_layer_configs_are_read_as_transformers_writes_them(
     assert_same_logits(folder, reference)
 
 
-def test_token_ids_are_needed(save_checkpoint, load, dense_attention):
+def test_input_embeds_leave_each_layer_its_own_embedding(save_checkpoint, load, dense_attention):
+    """Of the token id, whose main embedding alone is replaced."""
     model = load(save_checkpoint(HFGemma4Config, **ALL)[0])
-    embeds = model.embed(torch.arange(3))
-    with pytest.raises(ValueError, match="Gemma 4 is given token_ids"):
-        model(None, torch.arange(3), dense_attention(model), input_embeds=embeds)
+    token_ids, places = torch.arange(5), torch.tensor([1, 3])
+
+    def run(factor: float | None, ids: torch.Tensor) -> torch.Tensor:
+        rows = None if factor is None else factor * model.embed(token_ids[places])
+        embeds = None if rows is None else InputEmbeds(places, rows)
+        return model(ids, token_ids, dense_attention(model), input_embeds=embeds).hidden
+
+    expected = run(None, token_ids)
+    assert torch.equal(run(1.0, token_ids), expected)
+    others = token_ids.clone()
+    others[places] = 50
+    for changed in (run(2.0, token_ids), run(1.0, others)):
+        assert torch.equal(changed[0], expected[0])
+        assert not torch.isclose(changed[1:], expected[1:]).all(-1).any()
 
 
 def test_silent_fields_have_transformers_values():

@@ -21,7 +21,7 @@ from quire.models.config import DecoderConfig
 from quire.models.decoder import make_norm
 from quire.models.families.gemma.gemma2 import GemmaForCausalLM
 from quire.models.families.gemma.gemma4 import Gemma4Config
-from quire.models.interface import ModelOutput
+from quire.models.interface import InputEmbeds, ModelOutput
 from quire.models.layer_kinds import FULL
 
 
@@ -251,16 +251,16 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
 
     def forward(
         self,
-        token_ids: torch.Tensor | None,
+        token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionCall,
         *,
-        input_embeds: torch.Tensor | None = None,
+        input_embeds: InputEmbeds | None = None,
         capture_layers: tuple[int, ...] = (),
     ) -> ModelOutput:
-        if token_ids is None or input_embeds is not None:
-            raise ValueError("Gemma 4 is given token_ids: each layer embeds them as well")
         embeds = self.embed(token_ids)
+        if input_embeds is not None:
+            embeds = self.operators.put_rows(embeds, *input_embeds)
         own_inputs: tuple[torch.Tensor | None, ...] = (None,) * len(self.model.layers)
         if self.per_layer_inputs is not None:
             own_inputs = self.per_layer_inputs(token_ids, embeds)
