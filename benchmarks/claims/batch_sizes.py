@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.claims.chart import BLUE, GREEN, RED, Axis, Line, Panel, draw_chart
 from benchmarks.claims.claim import COMMAND, Claim, Picture, Setting, StudyResult
-from benchmarks.memory.length_runner import VOCAB_SIZE
 from benchmarks.memory.load import Budget, MemoryLoad, make_memory_requests
+from benchmarks.memory.step_cost import VOCAB_SIZE
 from benchmarks.memory.study import simulated_engine
 from quire.bench.baselines.contiguous import PAGED
 from quire.bench.workload import BenchRequest

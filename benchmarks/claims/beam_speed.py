@@ -15,7 +15,6 @@ import torch
 from benchmarks.claims.claim import COMMAND, FOLKLORE, Claim, Setting, StudyResult
 from benchmarks.claims.crowds import COST
 from benchmarks.claims.saturated import TURN_S, take_turns
-from benchmarks.memory.length_runner import VirtualClock
 from benchmarks.memory.load import Budget, MemoryLoad
 from benchmarks.memory.meter import WARM_UP_SHARE
 from benchmarks.memory.sharing import BEAMS, branched, text_requests
@@ -30,6 +29,7 @@ from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.step import Runner
 from quire.errors import ConfigurationError, StepFailedError
 from quire.hub.model_folder import resolve_model_folder
+from quire.simulation.virtual_engine import VirtualClock
 from quire.text.tokenizer import Tokenizer
 
 SOURCE = f"{FOLKLORE} (Kwon et al., SOSP 2023, section 6.3: 2.3 times Orca (Oracle) with 6 beams)"

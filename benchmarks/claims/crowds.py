@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from benchmarks.claims.chart import BLUE, GREY, ORANGE, RED, Axis, Line, Panel, draw_chart
 from benchmarks.claims.claim import COMMAND, FOLKLORE, Claim, Picture, Setting, StudyResult
-from benchmarks.memory.length_runner import StepCost
 from benchmarks.memory.load import Budget, MemoryLoad
 from benchmarks.memory.results import PUBLISHED_RUNNING
+from benchmarks.memory.step_cost import StepCost
 from benchmarks.memory.study import Carried, simulate
 from quire.assembly.build import build_engine
 from quire.bench.baselines.contiguous import PAGED

@@ -209,7 +209,7 @@ def _check(args: argparse.Namespace) -> None:
 def _carry(args: argparse.Namespace, load: MemoryLoad, budget: Budget) -> dict[str, Any]:
     """Allocator -> what came of it; a line of progress for each."""
     # These bring torch, and this is called only once all options were checked.
-    from benchmarks.memory.length_runner import StepCost
+    from benchmarks.memory.step_cost import StepCost
     from benchmarks.memory.study import run_engine, simulate
     from quire.bench.compare import say
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.memory.length_runner import VOCAB_SIZE, LengthRunner, StepCost, VirtualClock
 from benchmarks.memory.load import Budget, MemoryLoad, draw_arrivals, make_memory_requests
 from benchmarks.memory.meter import MemoryMeter, MemoryUse
+from benchmarks.memory.step_cost import VOCAB_SIZE, StepCost, counting_runner
 from quire.assembly.build import build_engine
 from quire.bench.baselines.contiguous import PAGED, find_allocator
 from quire.bench.workload import BenchRequest
@@ -26,6 +26,7 @@ from quire.core.scheduling.policy import POLICIES
 from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.errors import StepFailedError
+from quire.simulation.virtual_engine import VirtualClock
 
 # Nothing depends on it in a simulation; that of OPT-13B at 16 tokens a block.
 _BYTES_PER_BLOCK = 16 * 819_200
@@ -115,7 +116,7 @@ def simulated_engine(
         POLICIES.make("fcfs"),
     )
     clock = VirtualClock()
-    runner = LengthRunner(cost or StepCost(), clock)
+    runner = counting_runner(cost or StepCost(), clock, budget.block_size)
     return Engine(scheduler, runner, ModelLimits(VOCAB_SIZE, max_model_len), clock=clock), clock
 
 

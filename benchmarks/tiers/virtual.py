@@ -1,5 +1,4 @@
-"""A server in virtual time: the engine's scheduler and memory, over a machine and a disk that are
-only modelled.
+"""A server in virtual time: the engine, over a machine and a disk that are only modelled.
 
 Steps take what a straight line says; nothing is computed, and tokens are numbers. The disk is one
 queue of reads and one of writes, at a rate each; what it keeps, and what it forgets when it is
@@ -7,30 +6,31 @@ full, is up to the disk tier's own `SegmentStore`, over files with records of a 
 """
 
 import heapq
-import itertools
 import random
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tail
 from quire.core.memory.tiers.load_rule import ComputeTime
+from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.scheduler import Scheduler
-from quire.core.sequence import Sequence as Branch
-from quire.core.step import StepResult
+from quire.simulation.planned_work import PlannedWork
+from quire.simulation.virtual_engine import (
+    VOCABULARY,
+    EngineShape,
+    VirtualClock,
+    VirtualEngine,
+)
 from quire.tiers.disk.files import Targets
 from quire.tiers.disk.folder import CacheFolder
 from quire.tiers.disk.record import record_bytes
 from quire.tiers.disk.store import SegmentStore
 
 PAYLOAD = bytes(8)  # stands for the bytes of a block
-WAIT_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,7 @@ class Figures:
 class VirtualDisk:
     """Implements `core.memory.tiers.contract.Tiers` for blocks of one group."""
 
-    def __init__(
-        self, disk: Disk, block_bytes: int, folder: Path, now: Callable[[], float]
-    ) -> None:
+    def __init__(self, disk: Disk, block_bytes: int, folder: Path, clock: VirtualClock) -> None:
         num_records = 10_000_000 if disk.num_bytes is None else disk.num_bytes // block_bytes
         self._cache_folder = CacheFolder.open(folder)
         self.store = SegmentStore(
@@ -117,7 +115,7 @@ class VirtualDisk:
         self.store.prepare_to_write()
         self.reads = True
         self.written_bytes = 0
-        self._disk, self._block_bytes, self._now = disk, block_bytes, now
+        self._disk, self._block_bytes, self._clock = disk, block_bytes, clock
         self._read_s = block_bytes / disk.bytes_per_s
         self._free_s = {LoadOrder: 0.0, StoreOrder: 0.0}
         self._under_way: dict[int, StoreOrder | LoadOrder] = {}
@@ -133,7 +131,7 @@ class VirtualDisk:
         orders: list[StoreOrder | LoadOrder] = [*loads, *stores]
         for order in orders:
             kind = LoadOrder if isinstance(order, LoadOrder) else StoreOrder
-            free_s = max(self._free_s[kind], self._now()) + self._read_s
+            free_s = max(self._free_s[kind], self._clock.now_s) + self._read_s
             self._free_s[kind] = free_s
             self._under_way[order.order_id] = order
             heapq.heappush(self._due, (free_s + self._disk.latency_s, order.order_id))
@@ -144,7 +142,7 @@ class VirtualDisk:
     def ended(self) -> list[MoveEnd]:
         stores: list[StoreOrder] = []
         loads: list[LoadOrder] = []
-        while self._due and self._due[0][0] <= self._now():
+        while self._due and self._due[0][0] <= self._clock.now_s:
             order = self._under_way.pop(heapq.heappop(self._due)[1])
             if isinstance(order, StoreOrder):
                 stores.append(order)
@@ -167,20 +165,17 @@ class VirtualDisk:
     def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
         if not self.reads:
             return float("inf")
-        ahead_s = max(0.0, self._free_s[LoadOrder] - self._now())
+        ahead_s = max(0.0, self._free_s[LoadOrder] - self._clock.now_s)
         return ahead_s + self._disk.latency_s + len(contents) * self._read_s
 
     @property
     def takes_stores(self) -> bool:
         return True
 
-    @property
-    def next_end_s(self) -> float | None:
-        """When the first move ends that is under way."""
-        return self._due[0][0] if self._due else None
-
     def wait(self, timeout_s: float) -> None:
-        raise NotImplementedError("the server moves the clock")
+        """Move the clock to the end of the next move, if that is near."""
+        end_s = self._clock.now_s + timeout_s
+        self._clock.wait_until(min(self._due[0][0], end_s) if self._due else end_s)
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         return {"disk": {"written_bytes": self.written_bytes}}
@@ -200,8 +195,16 @@ class _AlwaysLoad(ComputeTime):
         """Learns nothing."""
 
 
+@dataclass(slots=True)
+class _Served:
+    """A request under way, and the tokens of its answer so far."""
+
+    ask: Ask
+    answer: list[int] = field(default_factory=list)
+
+
 class VirtualServer:
-    """Serves requests until all are answered.
+    """Serves requests until all are answered; also the costs of its engine.
 
     next_ask: called with (session, history, now) when a request has ended; what that session asks
     next, if anything.
@@ -218,112 +221,86 @@ class VirtualServer:
         seed: int = 0,
     ) -> None:
         """decides: "rule", "load" whatever is kept, or "compute" all the same."""
-        self.now_s = 0.0
         self.figures = Figures()
         self._machine = machine
         self._next_ask = next_ask
         self._noise = random.Random(seed)
         self._folder = tempfile.TemporaryDirectory(prefix="quire-virtual-")
+        self._clock = VirtualClock()
         self.disk: VirtualDisk | None = None
+        block_bytes = machine.token_bytes * machine.block_size
         if disk is not None:
-            block_bytes = machine.token_bytes * machine.block_size
             folder = Path(self._folder.name) / "cache"
-            self.disk = VirtualDisk(disk, block_bytes, folder, lambda: self.now_s)
+            self.disk = VirtualDisk(disk, block_bytes, folder, self._clock)
             self.disk.reads = decides != "compute"
-        groups = (KVGroup((0,), KVKind.FULL, machine.token_bytes * machine.block_size),)
-        self.memory = KVCacheManager(
-            KVCacheConfig(groups, num_blocks, machine.block_size, True, b"virtual", tiers=self.disk)
+        shape = EngineShape(
+            groups=(KVGroup((0,), KVKind.FULL, block_bytes),),
+            num_blocks=num_blocks,
+            block_size=machine.block_size,
+            max_model_len=VOCABULARY,
+            max_num_seqs=machine.max_num_seqs,
+            max_num_batched_tokens=machine.max_num_batched_tokens,
         )
+        self._virtual: VirtualEngine[Ask] = VirtualEngine(
+            shape, self, clock=self._clock, tiers=self.disk, tokens=count(1 << 30)
+        )
+        self.memory = self._virtual.memory
         if self.memory.moves is not None and decides == "load":
             self.memory.moves.loads.compute_time = _AlwaysLoad()
-        config = SchedulerConfig(machine.max_num_seqs, machine.max_num_batched_tokens)
-        self._scheduler = Scheduler(config, self.memory)
-        self._numbers = itertools.count()
-        self._tokens = itertools.count(1 << 30)  # of answers: each is new
-        self._asks: dict[Branch, Ask] = {}
-        self._first: set[Branch] = set()
+        self._numbers = count()
+        self._served: dict[str, _Served] = {}
 
     def run(self, asks: Iterable[Ask], until_s: float = float("inf")) -> Figures:
         """Serve until all are answered, or until a time."""
-        order = itertools.count()
-        coming = [(ask.at_s, next(order), ask) for ask in asks]
-        heapq.heapify(coming)
-        ended: deque[Ask] = deque()
-        while (coming or self._scheduler.has_unfinished) and self.now_s < until_s:
-            while coming and coming[0][0] <= self.now_s:
-                self._add(heapq.heappop(coming)[2])
-            if not self._step(ended):
-                self._skip(coming[0][0] if coming else None)
-            while ended:
-                ask = ended.popleft()
-                heapq.heappush(coming, (ask.at_s, next(order), ask))
+        for ask in asks:
+            self._virtual.expect(ask.at_s, ask)
+        self._virtual.run(self._add, self._receive, until_s)
         return self._finish()
 
+    def step_s(self, work: PlannedWork) -> float:
+        """See `VirtualCosts`."""
+        machine, load = self._machine, work.load
+        num_tokens = load.num_decodes + load.num_chunk_tokens
+        seconds = machine.base_s + machine.token_s * num_tokens + machine.pair_s * work.num_context
+        seconds *= self._noise.uniform(1 - machine.noise, 1 + machine.noise)
+        self.figures.busy_s += seconds
+        return seconds
+
+    def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
+        """See `VirtualCosts`."""
+        return 0.0
+
     def _add(self, ask: Ask) -> None:
-        root = self.memory.prefixes.start_chain("")
-        branch = Branch(
-            str(next(self._numbers)),
-            list(ask.prompt),
-            DecodingParams(ask.num_answer_tokens),
-            chain_root=root,
-        )
-        self._asks[branch] = ask
-        self._scheduler.add([branch], self.now_s)
+        request_id, params = str(next(self._numbers)), DecodingParams(ask.num_answer_tokens)
+        self._served[request_id] = _Served(ask)
+        self._virtual.add(Request(request_id, ask.prompt, params))
 
-    def _step(self, ended: deque[Ask]) -> bool:
-        scheduler, figures = self._scheduler, self.figures
-        plan = scheduler.schedule(self.now_s) if scheduler.has_unfinished else None
-        if plan is None:
-            return False
-        seconds = self._seconds(plan.num_tokens)
-        self.now_s += seconds
-        figures.busy_s += seconds
-        if self.memory.moves is not None:
-            self.memory.moves.observe(plan.step_id, seconds)
-        sampled = [each for each in scheduler.running if each.num_pending_tokens > 0]
-        rows = [each.row for each in sampled if each.row is not None]
-        answers = [(next(self._tokens),) for _ in rows]
-        scheduler.apply(StepResult(plan.step_id, rows, answers))
-        figures.output_tokens += len(rows)
-        for branch in sampled:
-            ask = self._asks[branch]
-            if branch not in self._first:
-                self._first.add(branch)
-                figures.first_token_s.append(self.now_s - ask.at_s)
-                figures.prompt_tokens += len(ask.prompt)
-                figures.memory_tokens += branch.num_cached_tokens
-            if branch.num_output_tokens >= ask.num_answer_tokens:
-                self._end(branch, ask, ended)
-        return True
+    def _receive(self, outputs: list[SequenceOutput]) -> None:
+        figures, now_s = self.figures, self._clock.now_s
+        for output in outputs:
+            served = self._served[output.request_id]
+            figures.output_tokens += len(output.token_ids)
+            if not served.answer:
+                figures.first_token_s.append(now_s - served.ask.at_s)
+                figures.prompt_tokens += len(served.ask.prompt)
+                figures.memory_tokens += output.num_cached_tokens
+            served.answer += output.token_ids
+            if output.finish_reason is not None:
+                del self._served[output.request_id]
+                self._continue(served)
 
-    def _end(self, branch: Branch, ask: Ask, ended: deque[Ask]) -> None:
-        del self._asks[branch]
-        self._first.discard(branch)
-        if self._next_ask is not None:
-            following = self._next_ask(ask.session, tuple(branch.token_ids), self.now_s)
-            if following is not None:
-                ended.append(following)
-
-    def _seconds(self, num_tokens: int) -> float:
-        """Of a step in which all running sequences attend to what they have."""
-        machine = self._machine
-        num_pairs = sum(each.num_computed_tokens for each in self._scheduler.running)
-        seconds = machine.base_s + machine.token_s * num_tokens + machine.pair_s * num_pairs
-        return seconds * self._noise.uniform(1 - machine.noise, 1 + machine.noise)
-
-    def _skip(self, next_ask_s: float | None) -> None:
-        """Nothing can be computed: go on to the next thing that happens."""
-        times = [] if next_ask_s is None else [next_ask_s]
-        if self.disk is not None and self.disk.next_end_s is not None:
-            times.append(max(self.now_s, self.disk.next_end_s))
-        if self._scheduler.has_unfinished:
-            times.append(self.now_s + WAIT_S)
-        self.now_s = max(self.now_s, min(times)) + 1e-9
-        self.memory.set_time(self.now_s)
+    def _continue(self, served: _Served) -> None:
+        """Let the session of an ended request ask again."""
+        if self._next_ask is None:
+            return
+        history = (*served.ask.prompt, *served.answer)
+        following = self._next_ask(served.ask.session, history, self._clock.now_s)
+        if following is not None:
+            self._virtual.expect(following.at_s, following)
 
     def _finish(self) -> Figures:
-        figures, stats = self.figures, self._scheduler.running_set.stats
-        figures.virtual_s = self.now_s
+        figures, stats = self.figures, self._virtual.scheduler.running_set.stats
+        figures.virtual_s = self._clock.now_s
         figures.num_preemptions = stats.num_preemptions
         figures.num_recomputed_tokens = stats.num_recomputed_tokens
         if self.disk is not None and self.memory.moves is not None:

@@ -97,6 +97,8 @@ class PlannedWork(NamedTuple):
     coldness: float = 0.0
     #: Tokens whose K and V the decoding rows read from memory; shared blocks count once.
     num_read: int = 0
+    #: The sum of the lengths after the step, in tokens, of the rows that the step computes.
+    num_context: int = 0
     #: New blocks in the tables of rows that were live before the step.
     num_appended_blocks: int = 0
     #: For each live row of a beam search, the number of candidates that its result has.
@@ -139,12 +141,13 @@ class PlannedWorkCounter:
             decoding = None
         num_new_blocks, num_appended_blocks, joining = self._change_rows(plan)
         if decoding is None:
-            load, longest, sampled = self._compute(plan, joining)
+            load, longest, sampled, num_context = self._compute(plan, joining)
             if sampled and load.num_decodes == len(self._rows) == len(sampled):
                 self._decoding = load, longest, sampled
         else:
             (num_decodes, num_pairs, *_), longest, sampled = decoding
             load, longest = StepLoad(num_decodes, num_pairs + num_decodes), longest + 1
+            num_context = load.num_decode_pairs
             self._decoding, self._num_ahead = (load, longest, sampled), self._num_ahead + 1
         num_pairs = load.num_decode_pairs
         num_read = num_pairs - self._block_size * self._common.num_common
@@ -167,18 +170,19 @@ class PlannedWorkCounter:
             len(plan.release),
             coldness=coldness,
             num_read=num_read,
+            num_context=num_context,
             num_appended_blocks=num_appended_blocks,
             beams=dict(self._beams) if self._beams else NO_BEAMS,
         )
 
     def _compute(
         self, plan: StepPlan, joining: Mapping[int, int]
-    ) -> tuple[StepLoad, int, tuple[int, ...]]:
-        """Count a step's tokens as computed. Returns its load, its longest row and the rows that
-        sample."""
+    ) -> tuple[StepLoad, int, tuple[int, ...], int]:
+        """Count a step's tokens as computed. Returns its load, the length of its longest row, the
+        rows that sample, and the sum of the lengths of the rows that compute."""
         # A row without an entry in `chunks` decodes.
         counts = {chunk.row: chunk.num_new_tokens for chunk in plan.chunks}
-        num_decodes = num_pairs = longest = 0
+        num_decodes = num_pairs = num_context = longest = 0
         load = StepLoad()
         sampled: list[int] = []
         for number, row in self._rows.items():
@@ -192,6 +196,7 @@ class PlannedWorkCounter:
             elif count:
                 load = load.with_chunk(row.num_computed, count)
                 row.num_computed += count
+                num_context += row.num_computed
             else:
                 continue
             longest = max(longest, row.num_computed)
@@ -204,7 +209,7 @@ class PlannedWorkCounter:
             row.num_computed, row.num_tokens = other.num_computed, other.num_tokens
             sampled.append(number)
         load = load._replace(num_decodes=num_decodes, num_decode_pairs=num_pairs)
-        return load, longest, tuple(sampled)
+        return load, longest, tuple(sampled), num_context + num_pairs
 
     def _catch_up(self) -> None:
         """Count the tokens of the steps that only decoded all rows."""

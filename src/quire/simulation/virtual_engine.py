@@ -34,6 +34,7 @@ from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.engine.adapter_work import AdapterWork
 from quire.engine.engine import Engine
 from quire.engine.grammar_work import GrammarWork
+from quire.engine.tier_work import WAIT_S
 from quire.simulation.fakes.fake_grammar import InlineExecutor
 from quire.simulation.planned_work import PlannedWork, PlannedWorkCounter
 
@@ -56,7 +57,7 @@ class VirtualClock:
         return self.now_s
 
     def wait_until(self, at_s: float) -> None:
-        """Move the clock forward to a time; a time that has passed changes nothing."""
+        """Move the clock forward to a time, but never back."""
         self.now_s = max(self.now_s, at_s)
 
 
@@ -268,14 +269,16 @@ class VirtualEngine(Generic[T]):
         costs: VirtualCosts,
         *,
         pacer: StepPacer | None = None,
+        clock: VirtualClock | None = None,
         tiers: Tiers | None = None,
         tokens: Iterator[int] | None = None,
         secret: bytes = b"virtual",
     ) -> None:
-        """`pacer` sets the token budgets of steps; None means no pacing. The engine samples
-        `tokens` in turn; None means that all tokens differ. `secret` keys the hashes of blocks."""
+        """`pacer` sets the token budgets of steps; None means no pacing. The engine and its tiers
+        share `clock`. It samples `tokens` in turn; None means that all tokens differ. `secret` keys
+        the hashes of blocks."""
         # First the memory and the scheduler, then the engine around them and a counting runner.
-        self.clock = VirtualClock()
+        self.clock = clock or VirtualClock()
         self.memory = KVCacheManager(
             KVCacheConfig(
                 shape.groups,
@@ -325,25 +328,31 @@ class VirtualEngine(Generic[T]):
         self._lengths[request.request_id] = length
 
     def run(
-        self, arrive: Callable[[T], object], receive: Callable[[list[SequenceOutput]], object]
+        self,
+        arrive: Callable[[T], object],
+        receive: Callable[[list[SequenceOutput]], object],
+        until_s: float = float("inf"),
     ) -> None:
-        """Serve until nothing arrives any more and every request has ended.
+        """Serve until nothing arrives any more and every request has ended, or until a time.
 
         `arrive` is called with each arrival when its time has come, and `receive` after each step
         with its outputs. Both may add arrivals and requests, and abort requests.
         """
         engine, clock, coming = self.engine, self.clock, self._coming
-        while coming or engine.has_work():
+        while (coming or engine.has_work()) and clock.now_s < until_s:
             while coming and coming[0][0] <= clock.now_s:
                 arrive(heapq.heappop(coming)[2])
             began_s, num_steps = clock.now_s, self.scheduler.stats.num_steps
             if engine.has_work():
                 receive(engine.step())
-            # Without a step, and without a move or adapter that passed the time, wait for arrivals.
+            # Without a step, wait for what comes first: an arrival, or a turn for the tiers.
             has_stepped = self.scheduler.stats.num_steps > num_steps
-            is_idle = not (has_stepped or self.scheduler.num_steps_in_flight)
-            if is_idle and coming and clock.now_s == began_s:
-                clock.wait_until(coming[0][0])
+            if has_stepped or self.scheduler.num_steps_in_flight or clock.now_s > began_s:
+                continue
+            turn_s = WAIT_S if engine.has_work() else engine.tier_work.advance_idle()
+            next_s = [coming[0][0]] if coming else []
+            next_s += [] if turn_s is None else [began_s + turn_s]
+            clock.wait_until(min(next_s, default=began_s))
 
     def _end_sequences(self, outputs: list[SequenceOutput]) -> None:
         lengths = [self._lengths[output.request_id] for output in outputs if output.finish_reason]

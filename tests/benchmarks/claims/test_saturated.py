@@ -4,8 +4,8 @@ import math
 
 import pytest
 from benchmarks.claims.saturated import Run, static_batches, take_turns
-from benchmarks.memory.length_runner import StepCost
 from benchmarks.memory.load import Budget
+from benchmarks.memory.step_cost import StepCost
 from benchmarks.memory.study import ProcessorClock, simulated_engine
 
 from quire.bench.workload import BenchRequest

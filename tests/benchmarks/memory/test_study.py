@@ -4,8 +4,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from benchmarks.memory.length_runner import StepCost
 from benchmarks.memory.load import Budget, MemoryLoad, draw_lengths
+from benchmarks.memory.step_cost import StepCost
 from benchmarks.memory.study import Carried, carry, run_engine, simulate, simulated_engine
 
 from quire.bench.baselines.contiguous import KV_ALLOCATORS

@@ -1,9 +1,9 @@
 """The model's runner on a virtual clock: everything passed on, each row's context and copy paid."""
 
 import pytest
-from benchmarks.memory.length_runner import StepCost, VirtualClock
+from benchmarks.memory.step_cost import StepCost
 from benchmarks.memory.timed_runner import TimedRunner
-from tests.benchmarks.memory.test_length_runner import PARAMS, admission
+from tests.benchmarks.memory.test_step_cost import PARAMS, admission
 
 from quire.core.step import (
     BlockCopy,
@@ -14,6 +14,7 @@ from quire.core.step import (
     StepResult,
     TokenMasks,
 )
+from quire.simulation.virtual_engine import VirtualClock
 
 COST = StepCost(base_s=1.0, token_s=0.1, context_token_s=0.001)
 BLOCK_SIZE = 16

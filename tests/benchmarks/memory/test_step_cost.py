@@ -1,13 +1,14 @@
-"""The runner without a model: lengths as planned, time as the cost says."""
+"""A runner without a model takes the time that the cost says."""
 
 import math
 
 import pytest
-from benchmarks.memory.length_runner import LengthRunner, StepCost, VirtualClock
+from benchmarks.memory.step_cost import StepCost, counting_runner
 
 from quire.core.sampling_params import DecodingParams
-from quire.core.step import Chunk, RowAdmission, RowFork, StepPlan, TokenEdit
+from quire.core.step import Chunk, RowAdmission, RowFork, StepPlan
 from quire.errors import ConfigurationError
+from quire.simulation.virtual_engine import CountingRunner, VirtualClock
 
 PARAMS = DecodingParams(9)
 COST = StepCost(base_s=1.0, token_s=0.1, context_token_s=0.001)
@@ -17,7 +18,7 @@ def admission(row: int, num_tokens: int, num_computed: int = 0) -> RowAdmission:
     return RowAdmission(row, [7] * num_tokens, num_tokens, num_computed, ((),), PARAMS)
 
 
-def step(runner: LengthRunner, plan: StepPlan) -> list[int]:
+def step(runner: CountingRunner, plan: StepPlan) -> list[int]:
     """The rows that sampled, one token each."""
     runner.execute(plan)
     runner.sample()
@@ -29,7 +30,7 @@ def step(runner: LengthRunner, plan: StepPlan) -> list[int]:
 
 def test_a_row_samples_when_it_closes_its_gap() -> None:
     clock = VirtualClock()
-    runner = LengthRunner(COST, clock)
+    runner = counting_runner(COST, clock, 16)
     admit = (admission(2, 5), admission(0, 3, num_computed=2))
     assert step(runner, StepPlan(0, 2, 4, admit=admit, chunks=(Chunk(2, 3),))) == [0]
     assert clock() == pytest.approx(1.0 + 0.4 + 0.001 * (3 + 3))
@@ -41,7 +42,7 @@ def test_a_row_samples_when_it_closes_its_gap() -> None:
 
 
 def test_after_a_reset_no_row_is_left() -> None:
-    runner = LengthRunner(COST, VirtualClock())
+    runner = counting_runner(COST, VirtualClock(), 16)
     step(runner, StepPlan(0, 1, 3, admit=(admission(0, 3),), chunks=(Chunk(0, 3),)))
     runner.reset()
     plan = StepPlan(1, 1, 4, admit=(admission(0, 4),), chunks=(Chunk(0, 4),))
@@ -50,25 +51,13 @@ def test_after_a_reset_no_row_is_left() -> None:
 
 def test_a_branch_that_joins_samples_with_its_source_and_costs_no_time() -> None:
     clock = VirtualClock()
-    runner = LengthRunner(COST, clock)
+    runner = counting_runner(COST, clock, 16)
     fork = RowFork(1, 0, PARAMS, branch_index=1, joins_step=True)
     plan = StepPlan(0, 2, 4, admit=(admission(0, 4),), forks=(fork,), chunks=(Chunk(0, 4),))
     assert step(runner, plan) == [0, 1]
     assert clock() == pytest.approx(1.0 + 0.4 + 0.001 * 4)
     assert step(runner, StepPlan(1, 2, 2)) == [0, 1]
     assert clock() == pytest.approx(2 * 1.0 + 0.1 * 6 + 0.001 * (4 + 5 + 5))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"forks": (RowFork(1, 0, PARAMS, branch_index=1),)},
-        {"token_edits": (TokenEdit(0, 3, (5,)),)},
-    ],
-)
-def test_beams_are_refused(change) -> None:
-    with pytest.raises(AssertionError, match="beams need a model"):
-        LengthRunner(COST, VirtualClock()).execute(StepPlan(0, 2, 1, **change))
 
 
 def test_the_default_cost_is_twice_the_floors_of_the_published_machine() -> None:
@@ -81,7 +70,7 @@ def test_the_default_cost_is_twice_the_floors_of_the_published_machine() -> None
 
 def test_the_clock_never_goes_back() -> None:
     clock = VirtualClock()
-    clock.advance(2.0)
+    clock.wait_until(2.0)
     clock.wait_until(1.0)
     assert clock() == 2.0
     clock.wait_until(5.0)
