@@ -21,11 +21,11 @@ from tests.source_tree import Tree
 SRC = Path(__file__).parent.parent / "src" / "quire"
 
 ARROWS = {
-    "cli": "server cluster simulation planning replay",
+    "cli": "server cluster simulation planning replay plugins",
     "replay": "planning traces",
     "planning": "bench simulation traces",
-    "bench": "offline measurement_file",
-    "simulation": "engine routing traces cluster",
+    "bench": "offline measurement_file plugins",
+    "simulation": "engine routing traces cluster plugins",
     "server": "engine_client traces cluster",
     "cluster": "engine_client routing numa",
     "offline": "assembly cluster",
@@ -34,7 +34,7 @@ ARROWS = {
     "engine_client": "text core ipc child_process",
     "engine": "core",
     "routing": "core",
-    "options": "attention core tiers numa speculation",
+    "options": "attention core tiers numa speculation plugins",
     "runtime": "models sampling core ipc child_process adapters",
     "adapters": "models core",
     "models": "layers hub",
@@ -57,6 +57,7 @@ ARROWS = {
     "measurement_file": "",
     "child_process": "",
     "observability": "",
+    "plugins": "",
     "registry": "",
     "option_fields": "",
     "errors": "",

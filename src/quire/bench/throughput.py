@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quire.bench.workload import LengthSpec, WorkloadSpec
 from quire.errors import ConfigurationError
+from quire.plugins import add_plugin_flag
 
 BASELINES = ("static", "hf")
 DEFAULT_WIDTHS = (1, 4, 16, 48)
@@ -25,6 +26,7 @@ _ENGINE_OPTIONS = (
     "kv_cache_memory",
     "num_blocks",
     "enable_prefix_caching",
+    "plugins",
 )
 
 
@@ -90,6 +92,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
+    add_plugin_flag(group)
     group.add_argument("--model", metavar="MODEL", help="local folder or hub id (embedded model)")
     group.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     group.add_argument("--kv-cache-memory", metavar="SIZE", help="memory for the KV cache, as 2GiB")

@@ -22,6 +22,7 @@ from typing import Any
 from quire.cli.words import Parser
 from quire.compat.flags import KNOWN
 from quire.errors import ConfigurationError, did_you_mean
+from quire.plugins import PLUGIN_FLAG
 
 _YAML = "tag:yaml.org,2002:"
 _TRUE = ("true", "yes", "on")
@@ -77,7 +78,8 @@ class ConfiguredParser(Parser):
         """The command-line words that the file adds, without options in `given` (namespace
         names)."""
         try:
-            entries = read_entries(path)
+            # Plugins come first, since they register names that other entries use.
+            entries = sorted(read_entries(path), key=lambda entry: entry.flag != PLUGIN_FLAG)
         except ConfigurationError as error:
             self.error(str(error))
         words: list[str] = []

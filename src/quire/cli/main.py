@@ -25,6 +25,7 @@ from quire.cli.words import Parser
 from quire.errors import ConfigurationError, QuireError
 from quire.option_fields import served_defaults
 from quire.options.engine_options import EngineOptions
+from quire.plugins import load_plugins_of
 from quire.server.config import ServerConfig
 from quire.version import __version__
 
@@ -42,8 +43,12 @@ def main(words: Sequence[str] | None = None) -> int:
     # First, parse the arguments, and check the combinations that argparse can't express.
     words = sys.argv[1:] if words is None else words
     try:
+        if _command(words) is not None:
+            load_plugins_of(words)
         parser = build_parser(_bench_arguments(words))
     except QuireError as error:
+        if "--debug" in words:
+            raise
         print(f"quire: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -134,13 +139,17 @@ def _configure_log(usual: str) -> None:
 def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
     """Maps each benchmark to the function that adds its arguments; None if `bench` is not the
     command."""
-    command = next((word for word in words if not word.startswith("-")), None)
     is_completion = any(word.startswith("--print-completion") for word in words)
-    if command != "bench" and not is_completion:
+    if _command(words) != "bench" and not is_completion:
         return None
     _check_folder()
     with named_memory_failures(), _named_interrupt(BENCH_INTERRUPTED):
         return {name: benchmark.add_arguments for name, benchmark in _benchmarks().items()}
+
+
+def _command(words: Sequence[str]) -> str | None:
+    """The command's name; None if `quire` itself is asked, as for its version."""
+    return next((word for word in words if not word.startswith("-")), None)
 
 
 def _check_folder() -> None:

@@ -117,7 +117,7 @@ _ONE = f"--tensor-parallel-size splits an engine's layers; {REPLICAS}"
 _PARTS = "kernels are chosen for the machine; --attention-backend chooses those of attention"
 _MEMORY = "all weights are in the memory of the device that computes"
 _NUMBERS = "/metrics has the server's numbers, and --otlp-endpoint takes spans"
-_PLUGIN = "a dialect is a file of data: see docs/extending.md"
+_PLUGIN = "a dialect is a file of data, which a --plugin may register: see docs/extending.md"
 _STATES = "the kernels and the pages of recurrent states are chosen by the device and the model"
 _ORIGIN = "--allowed-origins names the sites that may call; methods and headers are fixed"
 

@@ -111,7 +111,6 @@ ADVICE: Mapping[str, str] = {
     "quire.model_executor": _CODE,
     "quire.multimodal": TEXT_ONLY,
     "quire.platforms": _DEVICE,
-    "quire.plugins": _CODE,
     "quire.renderers": "LLM.chat renders messages with the model's chat template",
     "quire.tokenizers": "LLM.get_tokenizer() is the model's tokenizer",
     "quire.tool_parsers": "`quire serve` parses calls of tools; see docs/api.md",

@@ -34,6 +34,7 @@ from quire.option_fields import (
     option,
 )
 from quire.options.pooling_options import PoolingOptions
+from quire.plugins import PluginOptions
 from quire.tiers.tier_options import TierOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -248,6 +249,7 @@ class ComputeOptions(Options):
 
 @dataclass(frozen=True)
 class EngineOptions(
+    PluginOptions,
     AttentionOptions,
     KernelOptions,
     ComputeOptions,

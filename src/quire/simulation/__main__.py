@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigurationError
+from quire.plugins import add_plugin_flag, load_plugins_of
 from quire.simulation.engine_simulator import run_world
 from quire.simulation.fleet import fleet_command
 from quire.simulation.report import SimulationReport, add_up, printed_lines
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
+        load_plugins_of(words)
         if words[:1] == ["fleet"]:
             return fleet_command.main(words[1:])
         config, draw = _parse(arguments)
@@ -101,6 +103,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
     parser.add_argument(
         "--drafts", action="store_true", help="the same, of both kinds, with drafts behind tokens"
     )
+    add_plugin_flag(parser)
     notes = field_comments(SimulationConfig)
     for option in dataclasses.fields(SimulationConfig):
         default = getattr(DEFAULT, option.name)
@@ -112,6 +115,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
             help=f"{notes.get(option.name, '')} ({shown})".lstrip(),
         )
     options = vars(parser.parse_args(arguments))
+    del options["plugins"]  # they are loaded
     draws = {"drafts": draw_draft_world, "hybrids": draw_hybrid_world, "everything": draw_world}
     asked = [draw for name, draw in draws.items() if options.pop(name)]
     return SimulationConfig(**options), asked[0] if asked else None

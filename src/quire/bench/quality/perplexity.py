@@ -18,13 +18,14 @@ from quire.bench.quality.windows import DEFAULT_WINDOW_TOKENS
 from quire.errors import ConfigurationError
 from quire.formats.format_registry import WEIGHT_FORMATS
 from quire.observability.log import get_logger
+from quire.plugins import add_plugin_flag
 from quire.version import __version__
 
 logger = get_logger(__name__)
 
 AUTO = "auto"
 KV_FORMATS = ("int8", "fp8", "int4")
-_ENGINE_OPTIONS = ("kernels", "num_threads")
+_ENGINE_OPTIONS = ("kernels", "num_threads", "plugins")
 
 NOT_ALL_MEASURED = 1
 """The exit code if a combination could not be measured on this machine."""
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # The combinations to measure.
     engine = parser.add_argument_group("engine", "Without a value: the engine's own default.")
+    add_plugin_flag(engine)
     engine.add_argument(
         "--model",
         action="append",

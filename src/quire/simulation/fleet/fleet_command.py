@@ -16,6 +16,7 @@ from pathlib import Path
 from quire.core.memory.eviction import DEFAULT_ORDER, EVICTION_ORDERS
 from quire.core.scheduling.cost_model import NUM_SEGMENTS, StepCostModel
 from quire.errors import ConfigurationError
+from quire.plugins import add_plugin_flag
 from quire.routing.find import ROUTING_POLICIES
 from quire.simulation.fleet.fleet_report import HEADER
 from quire.simulation.fleet.fleet_simulator import simulate_fleet
@@ -118,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("trace", type=Path, help="in Mooncake's or Azure's format")
+    add_plugin_flag(parser)
     add = parser.add_argument
     add("--replicas", type=_at_least_1, default=8, help="default: 8")
     add("--slow", type=float, default=1.0, help="real by reported step time, slow replicas (1)")
