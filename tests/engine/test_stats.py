@@ -6,9 +6,11 @@ import time
 
 import msgspec
 import pytest
-from tests.engine.test_engine import make_engine, request, run
+from tests.engine.test_engine import MODEL, make_engine, request, run, tokens
 
+from quire.core.scheduling.drafts import Drafting
 from quire.engine.stats import StatsLog
+from quire.simulation.fakes.fake_proposer import FakeProposer
 
 
 def test_the_numbers_survive_the_wire() -> None:
@@ -57,3 +59,22 @@ def test_a_line_comes_after_ten_seconds_of_work_and_counts_no_others(
     per_s = int(line.split(" tokens/s computed")[0])
     num_tokens = engine.times.num_computed_tokens
     assert per_s == pytest.approx(num_tokens / worked_s, abs=1)
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.5, 1.0])
+def test_rejected_drafts_do_not_count_as_computed(error_rate: float) -> None:
+    engine = make_engine()
+    scheduler = engine.scheduler
+    proposer = FakeProposer(MODEL, lambda: scheduler.running, most=5, error_rate=error_rate, seed=1)
+    slots = scheduler._slots
+    scheduler.drafting = Drafting(proposer, scheduler.memory, scheduler.running_set, slots)
+    engine.add(request("a", 10, 60))
+    engine.add(request("b", 10, 60, start=100))
+    outputs = run(engine)
+    stats = engine.stats()
+    assert stats.num_generated_tokens == sum(len(tokens(found)) for found in outputs.values())
+    # Of each sequence, all tokens but the last are computed.
+    assert stats.num_computed_tokens == 2 * (10 - 1) + stats.num_generated_tokens
+    assert stats.num_drafts > 0
+    accepted = stats.num_accepted_drafts / stats.num_drafts
+    assert accepted == 1 - error_rate if error_rate in (0.0, 1.0) else 0 < accepted < 0.6

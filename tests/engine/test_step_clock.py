@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.core.step import StepPlan
+from quire.core.step import Chunk, StepPlan, StepResult
 from quire.engine.step_clock import Landing, LaunchedStep, StepClock
 from quire.observability.step_trace import StepTiming
 
@@ -69,3 +69,15 @@ def test_a_record_has_all_that_was_noted_at_the_launch() -> None:
     assert record.schedule_s == pytest.approx(0.001) and record.num_prefill_tokens == 0
     assert (record.busy_s, record.gap_s) == (11, 12)
     assert step.launched_s == pytest.approx(1.001)
+
+
+def test_drafts_are_counted_and_are_no_prompts() -> None:
+    chunks = (Chunk(0, 4, (7, 8, 9)), Chunk(1, 3, (7, 8)), Chunk(2, 0), Chunk(3, 16))
+    plan = StepPlan(7, num_rows=5, num_tokens=24, chunks=chunks)
+    step = LaunchedStep(plan, 0.0, 0.001, StepTiming(), 0, 0)
+    result = StepResult(7, (0, 3, 4), ((7, 8, 1), (5,), ()))  # row 1 failed, row 4 pools
+    assert step.count_drafts(result) == (2, 3)
+    landing = Landing(fetched_s=1.0, wait_s=0.0, busy_s=0.0, gap_s=0.0)
+    record = step.record(landing, apply_s=0.0, elapsed_s=0.0, num_blocks_used=1)
+    assert record.num_prefill_tokens == 16
+    assert launched(0, 0.0).count_drafts(result) == (0, 0)

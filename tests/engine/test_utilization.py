@@ -223,3 +223,18 @@ def test_a_step_s_load_is_what_its_plan_computes() -> None:
         load = engine.scheduler.budget.load
         assert load.num_decodes + load.num_chunk_tokens == plan.num_tokens
         assert load.num_chunks == sum(chunk.num_new_tokens > 0 for chunk in plan.chunks)
+
+
+def test_rejected_drafts_are_not_useful_work() -> None:
+    """A decoding row with 3 drafts, of which one was accepted: it got two tokens for its work."""
+    work = StepWork(1000, 100, 10, 0, 7, 5)
+    found = []
+    for load, num_sampled, num_rejected in (
+        (StepLoad(4, 400).with_drafts(99, 3), 5, 2),
+        (StepLoad(4, 400).with_drafts(99, 1), 5, 0),
+    ):
+        times = Utilization(0.0)
+        times.work = work
+        times.account_step(1.0, 0.0, 0.0, load, num_sampled, 0.0, num_rejected)
+        found.append((times.num_bytes, times.operations))
+    assert found[0] == found[1] == (1000 + 100 + 5 * 10, 5 * 7 + 5 * 5)

@@ -49,6 +49,7 @@ def confirm_with(count: Any) -> Any:
             if sequence.row is None or sequence.num_computed_tokens != planned:
                 return original(self, step, row)
             original(self, step, row)
+            assert step.drafts is not None
             count(self, sequence, planned + len(step.drafts[row]))
             return None
 
@@ -73,7 +74,7 @@ def publish_before_the_result(original: Any) -> Any:
 
     def apply_result(self: StepInFlight, result: StepResult, memory: KVCacheManager) -> None:
         original(self, result, memory)
-        for row, drafts in self.drafts.items():
+        for row, drafts in (self.drafts or {}).items():
             sequence, num_admissions, planned = self.rows[row]
             if sequence.row is None or sequence.num_admissions != num_admissions:
                 continue

@@ -46,6 +46,8 @@ class LaunchedStep:
 
     def count_drafts(self, result: StepResult) -> tuple[int, int]:
         """(accepted, rejected) numbers of the step's drafts."""
+        if not self.plan.chunks:  # nearly every step
+            return 0, 0
         num_drafts = sum([len(chunk.draft_token_ids) for chunk in self.plan.chunks])
         if not num_drafts:
             return 0, 0

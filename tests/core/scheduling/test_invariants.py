@@ -104,6 +104,15 @@ def publish_beyond_computed(harness: Harness) -> None:
     harness.scheduler.running[0].num_published_blocks = 99
 
 
+def draft_behind_unknown_tokens(harness: Harness) -> None:
+    harness.scheduler.running[0].draft_token_ids = (5,)
+
+
+def draft_without_slots(harness: Harness) -> None:
+    sequence = harness.scheduler.running[0]
+    sequence.draft_token_ids, sequence.num_pending_tokens = (5,) * 99, 1
+
+
 def table_of_other_length(harness: Harness) -> None:
     block = harness.memory.pool.take(1)[0]
     harness.scheduler.running[0].block_tables[0].extend(block)
@@ -135,6 +144,8 @@ def too_long(harness: Harness) -> None:
         tell_other_tokens,
         compute_beyond_slots,
         publish_beyond_computed,
+        draft_behind_unknown_tokens,
+        draft_without_slots,
         table_of_other_length,
         too_long,
     ],

@@ -93,15 +93,16 @@ class Drafting:
 
     def launch(self, step: StepInFlight) -> tuple[Chunk, ...]:
         """Add the planned drafts to a step that was launched; returns the chunks of their rows."""
-        named: list[Chunk] = []
+        drafts: dict[int, tuple[int, ...]] = {}
         for sequence in self._planned:
-            row, drafts = sequence.row, sequence.draft_token_ids
-            assert row is not None
-            step.drafts[row] = drafts
-            step.num_tokens += len(drafts)
-            named.append(Chunk(row, 1 + len(drafts), drafts))
+            assert sequence.row is not None
+            drafts[sequence.row] = sequence.draft_token_ids
+        step.drafts = drafts
+        step.num_tokens += sum(map(len, drafts.values()))
         self._planned.clear()
-        return tuple(named)
+        return tuple(
+            [Chunk(row, 1 + len(token_ids), token_ids) for row, token_ids in drafts.items()]
+        )
 
     def confirm(self, step: StepInFlight, row: int) -> None:
         """Count the accepted drafts of a row as computed and confirmed, and publish their blocks.
@@ -119,7 +120,7 @@ class Drafting:
 
     def end(self, step: StepInFlight) -> None:
         """Confirm the drafts of all rows of a step whose tokens were appended."""
-        for row in step.drafts:
+        for row in step.drafts or ():
             self.confirm(step, row)
             step.rows[row][0].draft_token_ids = ()
 

@@ -55,6 +55,10 @@ def check_sequence(sequence: Sequence, growth: Growth) -> None:
     assert sequence.num_confirmed_tokens <= sequence.num_computed_tokens, sequence
     assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens, sequence
     assert len(sequence.token_ids) <= sequence.max_num_tokens, sequence
+    if sequence.draft_token_ids:
+        assert sequence.num_pending_tokens == 1, f"{sequence} has drafts behind unknown tokens"
+        end = sequence.num_computed_tokens + len(sequence.draft_token_ids)
+        assert sequence.row is None or end <= sequence.num_slots, f"{sequence} has no slots"
     if sequence.state is SequenceState.PREEMPTED:
         kept = -(-sequence.num_computed_tokens // block_size)
         for rule in growth.growing if sequence.block_tables else ():

@@ -320,7 +320,8 @@ class Scheduler:
         num_pairs = num_paused = 0
         # Sequences may have to wait for a step in flight: with drafts, or else with states.
         drafting = self.drafting if self._in_flight else None
-        awaits = self.memory.snapshots.awaits if self.memory.snapshots.enabled else None
+        snapshots = self.memory.snapshots
+        awaits = snapshots.awaits if snapshots.enabled else None
         if drafting is not None:
             awaits = drafting.awaits
         # First, give one token to each decoding row, and collect the rows that need a chunk.
@@ -474,12 +475,12 @@ class Scheduler:
             else:
                 outputs.append(extend(sequence, token_ids, logprobs.get(row)))
             if sequence.finish_reason is not None:
-                if self.drafting is not None and row in step.drafts:
+                if self.drafting is not None and step.drafts and row in step.drafts:
                     self.drafting.confirm(step, row)  # before its blocks are freed
                 self._finish(sequence, sequence.finish_reason)
         for row, message in result.failed.items():
             outputs += self.fail(step.rows[row][0], message)
-        if self.drafting is not None and step.drafts:
+        if step.drafts and self.drafting is not None:
             self.drafting.end(step)
             self.stats.num_drafts += sum(map(len, step.drafts.values()))
             self.stats.num_accepted_drafts += sum([len(ids) - 1 for ids in result.token_ids if ids])

@@ -20,8 +20,8 @@ class StepInFlight:
     #: Row -> (its sequence, the sequence's num_admissions at that time, tokens written when the
     #: step has ended).
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
-    #: Row -> the drafts that the step verifies behind the row's tokens.
-    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    #: Row -> the drafts that the step verifies behind the row's tokens; None without a proposer.
+    drafts: dict[int, tuple[int, ...]] | None = None
     num_tokens: int = 0
     #: Rows that close their gap, so that a token must come back for each.
     num_sampling: int = 0
