@@ -3,11 +3,12 @@
 The scheduler and admission decide which sequence gets rows and blocks, and call this module.
 
 Progress: the ranks of sequences that have run are a total order that never changes. A sequence
-takes blocks from sequences that it outranks, the last-ranked first: blocks reserved ahead (also
-for drafts, unless a step in flight writes them), then blocks loaded for waiting sequences, then prefixes that preempted sequences still hold, then the
-tails of running ones. Blocks loaded for a sequence that has never run may be taken by any sequence
-that has. So the first-ranked sequence can get the whole pool, which is large enough for it, and no
-other sequence takes its blocks. So it ends, and the next sequence becomes first.
+takes blocks from sequences that it outranks, the last-ranked first: blocks reserved ahead (also for
+drafts, unless a step in flight writes them), then blocks loaded for waiting sequences, then
+prefixes that preempted sequences still hold, then the tails of running ones. Blocks loaded for a
+sequence that has never run may be taken by any sequence that has. So the first-ranked sequence can
+get the whole pool, which is large enough for it, and no other sequence takes its blocks. So it
+ends, and the next sequence becomes first.
 """
 
 import heapq
@@ -435,11 +436,13 @@ class AppendSlots:
 
         Leaves out pinned contents, and for each running sequence the blocks to grow once.
         """
-        memory, pool = self._memory, self._memory.pool
+        pool, num_at_once = self._memory.pool, self._memory.num_blocks_to_grow
         num_slots = sequence.num_slots - sequence.num_computed_tokens - 1
-        num_spare = len(self._running_set.running) * memory.num_blocks_to_grow
+        if not num_at_once:  # it has all its slots
+            return num_slots
+        num_spare = len(self._running_set.running) * num_at_once
         num_free = max(0, pool.num_free - pool.num_free_pinned - num_spare)
-        return num_slots + num_free // memory.num_blocks_to_grow * memory.block_size
+        return num_slots + num_free // num_at_once * self._memory.block_size
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Get slots for num_tokens tokens after the next one; `most_after` allows as many.

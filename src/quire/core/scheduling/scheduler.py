@@ -282,7 +282,7 @@ class Scheduler:
 
     def _plan_alone(self, suspect: Sequence, chunks: dict[Sequence, int], now_s: float) -> None:
         """Plan a step for one suspect while the other sequences pause, so that only it can be at
-        fault."""
+        fault. It gets no drafts: its step is to show whether its own tokens make steps fail."""
         if self._in_flight:
             return
         self.budget = budget = self.pacer.open_step(StepDemand(self.config.max_num_batched_tokens))
