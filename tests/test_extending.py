@@ -48,6 +48,8 @@ from starlette.testclient import TestClient
 answer = TestClient(app).get("/v1/uptime")
 assert answer.status_code == 200 and answer.json()["model"] == "mine"
 """,
+    "A proposer of drafts": SERVE
+    + 'assert ids(tokens(speculation="repeat_last")) == ids(tokens())',
     "An eviction order": """
 from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig

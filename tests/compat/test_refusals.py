@@ -38,14 +38,9 @@ def _adapters_need_one_rank() -> bool:
     return True
 
 
-def _nothing_is_drafted() -> bool:
-    return not any("speculative" in name for name in EngineOptions.__dataclass_fields__)
-
-
 DENIALS: dict[str, Callable[[], bool]] = {
     "adapters are served by one rank in this version": _adapters_need_one_rank,
     "no model here has an encoder beside its decoder": _no_model_encodes_and_decodes,
-    "there is no speculative decoding in this version": _nothing_is_drafted,
 }
 """Sentences that deny a whole ability -> whether quire still lacks it."""
 _DENYING = re.compile(r"no model here|models? here|in this version|one (engine|machine) computes")

@@ -110,6 +110,7 @@ def undisturbed() -> Answers:
         ({"block_size": 64, "max_num_batched_tokens": 64}, [4, 6]),
         ({"num_blocks": 60, "max_num_seqs": 6, "scheduling_policy": "fair"}, [15, 3]),
         ({"enable_prefix_caching": False}, [1, 1, 1, 1, 5]),
+        ({"speculation": "ngram", "ngram_min_match": 1}, [3, 2, 4]),
     ],
     ids=str,
 )

@@ -1,16 +1,19 @@
 """Drafts of the n-gram proposer: tables, and a comparison with a search by brute force."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Tokens
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.speculation.ngram import LONGEST_MATCH, MAX_CANDIDATES, NgramProposer
+from quire.core.sampling_params import DecodingParams
+from quire.core.sequence import Sequence
+from quire.speculation.ngram import LONGEST_MATCH, MAX_CANDIDATES, NgramIndex, make_proposer
+from quire.speculation.speculation_options import SpeculationOptions
 
 
-def proposed(token_ids: Sequence[int], most: int, least_match: int = 2) -> list[int]:
-    return NgramProposer(least_match).start().propose(token_ids, most)
+def proposed(token_ids: Tokens[int], most: int, least_match: int = 2) -> list[int]:
+    return NgramIndex(least_match).propose(token_ids, most)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,7 @@ def longest_by_brute_force(token_ids: list[int], least_match: int) -> int:
 def test_the_longest_match_is_found_however_the_tokens_come(
     token_ids: list[int], least_match: int, parts: list[int]
 ) -> None:
-    index = NgramProposer(least_match).start()
+    index = NgramIndex(least_match)
     end = 0
     for part in parts:  # an index that saw the tokens in parts proposes as a new one does
         end = min(end + part, len(token_ids))
@@ -80,3 +83,16 @@ def test_the_longest_match_is_found_however_the_tokens_come(
             text[end + 1 - length : end + 1] == wanted and text[end + 1 : end + 6] == drafts
             for end in ends
         )
+
+
+def test_sequences_never_mix_and_what_has_ended_is_forgotten() -> None:
+    proposer = make_proposer(SpeculationOptions(ngram_min_match=2))
+    first = Sequence("a", [1, 2, 3, 4], DecodingParams(9))
+    second = Sequence("b", [1, 2], DecodingParams(9))
+    assert proposer.propose(first, 2) == proposer.propose(second, 2) == []
+    first.append(1)
+    first.append(2)
+    assert proposer.propose(first, 2) == [3, 4]
+    assert proposer.propose(second, 2) == []
+    del first, second
+    assert not proposer._indices

@@ -36,6 +36,7 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, 
 from quire.core.memory.tiers.contract import Tiers
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.cost_model import StepCostModel
+from quire.core.scheduling.drafts import Proposer
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepPacer
 from quire.core.scheduling.policy import POLICIES, Policy
@@ -68,6 +69,7 @@ from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
 from quire.runtime.page_layout import KVCacheLayout
 from quire.runtime.worker import Join
+from quire.speculation.speculation_options import PROPOSERS, SpeculationOptions
 from quire.text.tokenizer import Tokenizer
 from quire.tiers.disk.folder import CacheFolder
 
@@ -207,20 +209,19 @@ def _build(
         num_token_types=config.num_token_types,
         pooling=kind.pooling,
     )
-    facts = _size_facts(checked, layout, memory_plan) | {
-        "architecture": config.architecture,
-        "runner": GENERATE if kind.generates else POOLING,
-        "num_parameters": _num_parameters(folder),
-    }
+    facts = _model_facts(kind, layout, memory_plan)
     # Then make the scheduler and the runner. Scheduling may overlap with the runner's steps.
     memory = make_memory(
         _memory_config(checked, layout, memory_plan, cache, tiers), memory_plan.max_model_len
     )
-    residency = Residency(checked.num_lora_slots, rank.adapters)
-    scheduler = Scheduler(
-        SchedulerConfig(**checked.part(SchedulerConfig)), memory, policy, adapters=residency
-    )
     is_on_gpu = rank.device.type == "cuda"
+    scheduler = Scheduler(
+        SchedulerConfig(**checked.part(SchedulerConfig)),
+        memory,
+        policy,
+        adapters=Residency(checked.num_lora_slots, rank.adapters),
+        proposer=_proposer(checked, memory.growth, is_on_gpu, kind),
+    )
     background = _background(rank) if may_overlap_on_cpu(checked) and not is_on_gpu else None
     is_async = is_on_gpu if checked.async_scheduling is None else checked.async_scheduling
     runner = watch(background or own_runner)
@@ -249,6 +250,26 @@ def _build(
     if compiler is not None:
         engine.grammars = _grammar_work(compiler, limits)
     return engine
+
+
+def _proposer(
+    checked: EngineOptions, growth: Growth, is_on_gpu: bool, kind: ModelKind
+) -> Proposer | None:
+    """The proposer of drafts that the options ask for. Raises ConfigurationError where drafts are
+    not verified, or would change outputs."""
+    name = checked.speculation
+    if name is None:
+        return None
+    reason = None
+    if not kind.generates:
+        reason = "the model generates no tokens"
+    elif growth.states:
+        reason = "recurrent states can't be cut back to the accepted drafts in this version"
+    elif is_on_gpu and not checked.batch_invariant:
+        reason = "on a GPU drafts would change tokens unless batch_invariant is set"
+    if reason is not None:
+        raise ConfigurationError(f"speculation is {name!r}, but {reason}; leave it out")
+    return PROPOSERS.get(name)(SpeculationOptions(**checked.part(SpeculationOptions)))
 
 
 def may_overlap_on_cpu(options: EngineOptions) -> bool:
@@ -379,12 +400,16 @@ def _named_out_of_memory(options: EngineOptions) -> Iterator[None]:
         ) from error
 
 
-def _size_facts(
-    options: EngineOptions, layout: KVCacheLayout, memory_plan: MemoryPlan
+def _model_facts(
+    kind: ModelKind, layout: KVCacheLayout, memory_plan: MemoryPlan
 ) -> dict[str, int | str | None]:
+    options = kind.options
     num_tokens = min(TYPICAL_REQUEST_TOKENS, memory_plan.max_model_len)
     growth = Growth(layout.groups, options.block_size)
     return {
+        "architecture": kind.config.architecture,
+        "runner": GENERATE if kind.generates else POOLING,
+        "num_parameters": _num_parameters(kind.folder),
         "quantization": options.quantization,
         "kv_cache_bytes": memory_plan.num_blocks * layout.bytes_per_block,
         "num_blocks": memory_plan.num_blocks,

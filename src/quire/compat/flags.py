@@ -228,7 +228,7 @@ FAMILIES: Mapping[str, str] = {
     "--replayssm-": _STATES,
     "--safetensors-": "a checkpoint is read a few MiB at a time, on --num-threads threads",
     "--sleep-mode-": "the Python API's LLM.sleep() gives the KV cache's memory back",
-    "--spec-": "there is no speculative decoding in this version",
+    "--spec-": "--speculation names the proposer of drafts, and --num-draft-tokens bounds them",
     "--ssl-": _TLS,
     "--video-": TEXT_ONLY,
     "--watermark": "texts are not watermarked",

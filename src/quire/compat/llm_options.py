@@ -28,7 +28,7 @@ _CODE = "no code of a script's own runs in the engine; see docs/extending.md for
 _PROFILER = "LLM takes it; other engines run under a profiler, such as py-spy"
 _FORMATS = "a model's files say whether they are safetensors or GGUF; pickles are never read"
 _ROPE = "hf_overrides takes rope_parameters"
-_NO_DRAFTS = "there is no speculative decoding in this version"
+_DRAFTS = "speculation names the proposer of drafts, and num_draft_tokens bounds them"
 _SLEEP = "LLM.sleep() needs no option"
 _LOGS = "LLM.get_metrics() has the engine's numbers"
 COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -108,9 +108,9 @@ COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "moe_backend": (("auto",), EXPERT_KERNELS),
     "nnodes": ((1,), _RANKS),
     "node_rank": ((0,), _RANKS),
-    "num_lookahead_slots": ((0,), _NO_DRAFTS),
+    "num_lookahead_slots": ((0,), _DRAFTS),
     "num_scheduler_steps": ((1,), "each step is planned by itself"),
-    "num_speculative_tokens": ((), _NO_DRAFTS),
+    "num_speculative_tokens": ((), _DRAFTS),
     "observability_config": ((), _LOGS),
     "offload_backend": (("auto",), _HERE),
     "optimization_level": ((), _GRAPHS),
@@ -140,8 +140,8 @@ COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "scheduler_cls": ((), "scheduling_policy names the policy; docs/extending.md adds one"),
     "served_model_name": ((), "`quire serve --served-model-name` names it for clients"),
     "skip_mm_profiling": ((False, True), TEXT_ONLY),
-    "speculative_config": ((), _NO_DRAFTS),
-    "speculative_model": ((), _NO_DRAFTS),
+    "speculative_config": ((), _DRAFTS),
+    "speculative_model": ((), _DRAFTS),
     "stream_interval": ((1,), "a stream brings each token as it comes"),
     "structured_outputs_config": (({},), "SamplingParams(structured_outputs=...) says the form"),
     "swap_space": (

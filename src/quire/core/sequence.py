@@ -134,6 +134,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "__weakref__",
         "adapter",
         "adapter_slot",
         "anchors",

@@ -35,6 +35,7 @@ from quire.option_fields import (
 )
 from quire.options.pooling_options import PoolingOptions
 from quire.plugins import PluginOptions
+from quire.speculation.speculation_options import SpeculationOptions
 from quire.tiers.tier_options import TierOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -255,6 +256,7 @@ class EngineOptions(
     ComputeOptions,
     NumaOptions,
     PolicyOptions,
+    SpeculationOptions,
     SchedulerConfig,
     TierOptions,
     CacheOptions,

@@ -401,7 +401,6 @@ def _make_proposer(simulator: Simulator) -> FakeProposer | None:
         return None
     return FakeProposer(
         config.model,
-        lambda: simulator.scheduler.running,
         most=config.max_drafts,
         error_rate=config.draft_error_rate,
         seed=config.seed,

@@ -10,7 +10,11 @@ Occurrences are found as in LZ77 compressors: a table has the last end of each n
 adds its new tokens, at constant cost each, and compares at most MAX_CANDIDATES occurrences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Tokens
+from weakref import WeakKeyDictionary
+
+from quire.core.sequence import Sequence
+from quire.speculation.speculation_options import SpeculationOptions
 
 MAX_CANDIDATES = 16
 """Most occurrences of the last n-gram that are compared; newer ones come first."""
@@ -37,7 +41,7 @@ class NgramIndex:
         #: For each token, the end of the occurrence before of the n-gram that ends there, or -1.
         self._previous: list[int] = []
 
-    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
+    def propose(self, token_ids: Tokens[int], most: int) -> list[int]:
         """At most `most` tokens that may follow token_ids, which are all tokens of the sequence.
 
         Returns none if the last `least_match` tokens occur nowhere before.
@@ -64,7 +68,7 @@ class NgramIndex:
             following.append(following[-period])
         return following
 
-    def _add(self, token_ids: Sequence[int]) -> None:
+    def _add(self, token_ids: Tokens[int]) -> None:
         """Enter the n-grams that end in tokens which were not seen yet."""
         size, last_end, previous = self._least_match, self._last_end, self._previous
         for end in range(len(previous), len(token_ids)):
@@ -75,7 +79,7 @@ class NgramIndex:
             previous.append(last_end.get(ngram, -1))
             last_end[ngram] = end
 
-    def _match_length(self, token_ids: Sequence[int], end: int) -> int:
+    def _match_length(self, token_ids: Tokens[int], end: int) -> int:
         """Number of tokens, at most LONGEST_MATCH, that end at index `end` and also end the
         sequence."""
         length = self._least_match
@@ -87,13 +91,24 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """Makes an index for each sequence. Without state of its own, so sequences never mix."""
+    """Proposes from each sequence's own tokens; implements `core.scheduling.drafts.Proposer`.
+
+    Invariant: no index has tokens of two sequences.
+    """
 
     def __init__(self, least_match: int) -> None:
         """least_match: see `NgramIndex`."""
-        assert least_match > 0, least_match
         self._least_match = least_match
+        self._indices: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
 
-    def start(self) -> NgramIndex:
-        """The index of a new sequence; it has no tokens yet."""
-        return NgramIndex(self._least_match)
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """See `Proposer`."""
+        index = self._indices.get(sequence)
+        if index is None:
+            index = self._indices[sequence] = NgramIndex(self._least_match)
+        return index.propose(sequence.token_ids, most)
+
+
+def make_proposer(options: SpeculationOptions) -> NgramProposer:
+    """The proposer of `--speculation ngram`."""
+    return NgramProposer(options.ngram_min_match)

@@ -34,16 +34,11 @@ class Oracle:
         self.names: set[str] | None = None
         self.asked: list[tuple[str, int]] = []
 
-    def propose(self, token_ids: Tokens[int], most: int) -> list[int]:
-        name = next(
-            key
-            for key, (_, sequence) in self.harness.requests.items()
-            if sequence.token_ids is token_ids
-        )
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        name = next(key for key, (_, each) in self.harness.requests.items() if each is sequence)
         self.asked.append((name, most))
         if self.names is not None and name not in self.names:
             return []
-        sequence = self.harness.requests[name][1]
         first = sequence.num_output_tokens
         expected = self.harness.expected[name][0][first : first + min(most, self.most)]
         return [token + (first + at in self.wrong) for at, token in enumerate(expected)]
@@ -53,7 +48,7 @@ def with_drafts(harness: Harness, wrong: Tokens[int] = (), most: int = 3) -> Ora
     """Give the harness a proposer of at most `most` drafts."""
     scheduler, oracle = harness.scheduler, Oracle(harness, wrong, most)
     slots = scheduler._slots
-    scheduler.drafting = Drafting(oracle, harness.memory, scheduler.running_set, slots)
+    scheduler.drafting = Drafting(oracle, harness.memory, scheduler.running_set, slots, most)
     return oracle
 
 
@@ -123,9 +118,9 @@ def test_a_sequence_may_end_among_accepted_drafts_and_nothing_behind_is_kept() -
     published: list[int] = []
     publish = harness.memory.publish
 
-    def publish_and_note(ended: Sequence, num_confirmed_tokens: int) -> None:
+    def publish_and_note(sequence: Sequence, num_confirmed_tokens: int) -> None:
         published.append(num_confirmed_tokens)
-        publish(ended, num_confirmed_tokens)
+        publish(sequence, num_confirmed_tokens)
 
     harness.memory.publish = publish_and_note  # type: ignore[method-assign]
     (output,) = harness.land()

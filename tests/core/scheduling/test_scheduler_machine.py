@@ -181,11 +181,9 @@ def let_draft(harness: Harness, most: int, error_rate: float) -> None:
     """Have steps verify drafts, if the model has no states."""
     scheduler, memory = harness.scheduler, harness.memory
     if not memory.growth.states:
-        proposer = FakeProposer(
-            harness.model, lambda: scheduler.running, most=most, error_rate=error_rate, seed=most
-        )
+        proposer = FakeProposer(harness.model, most=most, error_rate=error_rate, seed=most)
         slots = scheduler._slots
-        scheduler.drafting = Drafting(proposer, memory, scheduler.running_set, slots)
+        scheduler.drafting = Drafting(proposer, memory, scheduler.running_set, slots, most)
 
 
 SchedulerMachine.TestCase.settings = settings(

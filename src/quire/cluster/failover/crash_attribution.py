@@ -176,8 +176,8 @@ class CrashAttribution:
         return was_on_trial
 
     def release(self, request: OpenRequest) -> bool:
-        """Remove a request whose client has left, and which no engine computes any more. Returns
-        True if it was on trial, which proves nothing."""
+        """Remove a request whose client has left, so that no engine computes it any more. Returns
+        whether it was on trial; the trial then has no result."""
         self._losses.pop(request, None)
         was_on_trial = request is self.trial
         if was_on_trial:

@@ -5,7 +5,7 @@ A proposer guesses the tokens that follow a sequence's known tokens. The step ve
 left of the step's budget and of the free blocks once all other tokens are planned.
 
 A row with drafts counts as a row that decodes one token until its result is applied, and waits for
-it: the number of its tokens is unknown before. Only then its accepted drafts count as computed.
+it: the number of its tokens is unknown before. Then its accepted drafts count as computed, too.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,12 @@ from quire.core.step import Chunk
 class Proposer(Protocol):
     """Guesses a sequence's next tokens. The guesses change how fast tokens come, but no token."""
 
-    def propose(self, token_ids: Tokens[int], most: int) -> Tokens[int]:
-        """At most `most` tokens that may follow token_ids; none if there is no good guess.
+    def propose(self, sequence: Sequence, most: int) -> Tokens[int]:
+        """At most `most` tokens that may follow `sequence.token_ids`; none if there is no good
+        guess.
 
-        Called in the planning of steps, at most once for each decoding row: it must be quick.
+        Called in the planning of steps, so it must be quick. The proposer may read all of the
+        sequence, and keep data of its own about it.
         """
         ...
 
@@ -44,18 +46,21 @@ class Drafting:
         memory: KVCacheManager,
         running_set: RunningSet,
         slots: AppendSlots,
+        most: int,
     ) -> None:
+        """most: the largest number of drafts of one sequence in a step."""
         self._proposer = proposer
         self._memory = memory
         self._running_set = running_set
         self._slots = slots
+        self._most = most
         self._planned: list[Sequence] = []
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether a running sequence skips this step to wait for the result of a step in flight.
 
-        That is so while its drafts are verified. It is also so if its last token is in flight, and
-        drafts would follow: they can follow known tokens only.
+        A sequence waits while its drafts are verified. It also waits for its last token if drafts
+        would follow that token, because drafts follow known tokens only.
         """
         if sequence.draft_token_ids:
             return True
@@ -66,7 +71,7 @@ class Drafting:
             or self._slots.most_after(sequence) < 1
         ):
             return False
-        return len(self._proposer.propose(sequence.token_ids, 2)) == 2
+        return len(self._proposer.propose(sequence, 2)) == 2
 
     def plan(self, chunks: Mapping[Sequence, int], budget: StepBudget) -> None:
         """Choose the drafts of the step that is being planned; all its other tokens are planned.
@@ -80,11 +85,12 @@ class Drafting:
             decodes = chunks.get(sequence) == 1 and num_tokens - computed == 1
             if not decodes or sequence.num_pending_tokens or not self._may_have_drafts(sequence):
                 continue
-            most = min(sequence.max_num_tokens - num_tokens - 1, self._slots.most_after(sequence))
+            num_left = sequence.max_num_tokens - num_tokens - 1
+            most = min(self._most, num_left, self._slots.most_after(sequence))
             most = budget.most_drafts(computed, most)
             if most < 1:
                 continue
-            drafts = _cut(sequence, tuple(self._proposer.propose(sequence.token_ids, most)))
+            drafts = _cut(sequence, tuple(self._proposer.propose(sequence, most)))
             if drafts:
                 self._slots.reserve(sequence, len(drafts))
                 budget.take_drafts(computed, len(drafts))

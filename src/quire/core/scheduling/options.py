@@ -62,6 +62,14 @@ class SchedulerConfig(Options):
         " while more than a quarter of the memory is free.",
     )
 
+    num_draft_tokens: int = option(
+        7,
+        Whole(1),
+        group="scheduling",
+        help="draft tokens per sequence and step at most, with --speculation",
+        doc="the most draft tokens that a step verifies for one sequence.",
+    )
+
     def _check_together(self) -> None:
         super()._check_together()
         if self.max_num_batched_tokens < self.max_num_seqs:

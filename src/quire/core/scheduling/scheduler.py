@@ -105,7 +105,9 @@ class Scheduler:
         #: Adds drafts to steps; None if no row has drafts.
         self.drafting: Drafting | None = None
         if proposer is not None and not memory.growth.states:
-            self.drafting = Drafting(proposer, memory, self.running_set, self._slots)
+            self.drafting = Drafting(
+                proposer, memory, self.running_set, self._slots, config.num_draft_tokens
+            )
         self.beams = BeamScheduling(
             self.policy, memory, self.running_set, self._slots, self._builder
         )

@@ -1,9 +1,8 @@
 """A proposer that knows the fake model's next tokens, and makes errors at random positions."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
 
-from quire.core.sequence import Sequence as Branch
+from quire.core.sequence import Sequence
 from quire.engine.token_masks import GrammarConstraint
 from quire.simulation.fakes.fake_model import (
     FakeModel,
@@ -23,27 +22,25 @@ class FakeProposer:
     def __init__(
         self,
         model: FakeModel,
-        running: Callable[[], Iterable[Branch]],
         *,
         most: int,
         error_rate: float,
         seed: int,
     ) -> None:
-        """running: returns the running sequences, among which a call finds the one whose tokens it
-        is given. most: the largest number of drafts. error_rate: the share of wrong drafts."""
+        """most: the largest number of drafts. error_rate: the share of wrong drafts."""
         self._model = model
-        self._running = running
         self._most = most
         self._error_rate = error_rate
         self._rng = random.Random(f"drafts of {seed}")
 
-    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
-        branch = next(each for each in self._running() if each.token_ids is token_ids)
-        salt = branch_salt(branch.params.seed, branch.branch_index)
-        fingerprint = int(fingerprints_of(token_ids, adapter_start(branch.adapter))[-1])
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """See `Proposer`."""
+        salt = branch_salt(sequence.params.seed, sequence.branch_index)
+        start = adapter_start(sequence.adapter)
+        fingerprint = int(fingerprints_of(sequence.token_ids, start)[-1])
         constraint = None
-        if isinstance(branch.constraint, GrammarConstraint):
-            constraint = branch.constraint.copy(branch.params)
+        if isinstance(sequence.constraint, GrammarConstraint):
+            constraint = sequence.constraint.copy(sequence.params)
         drafts: list[int] = []
         for _ in range(min(most, self._rng.randint(0, self._most))):
             mask = None if constraint is None else constraint.mask()

@@ -1,0 +1,217 @@
+"""Drafts change no token and no log-probability, whatever else happens (to the bit, on the CPU).
+
+Most tests use a proposer that knows the answers and errs at random positions: so each number of
+accepted drafts occurs, with sampled and with greedy rows.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.adapters.embedded import save_adapter
+from tests.engine.test_grammar_law import PROMPTS, WISHES
+from tests.engine.test_law import make_crowd, make_llm
+from tests.runtime.hybrid_family import registered, save_hybrid
+
+from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from quire.core.sequence import Sequence
+from quire.engine_client.results import RequestOutput
+from quire.errors import ConfigurationError
+from quire.simulation.baselines import NoGrowth
+
+ERROR_RATE = 0.15
+NGRAMS: dict[str, Any] = {"speculation": "ngram", "ngram_min_match": 1}
+
+Key = tuple[tuple[int, ...], int | None, int]
+
+
+def key_of(sequence: Sequence) -> Key:
+    prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
+    return prompt, sequence.params.seed, sequence.branch_index
+
+
+class Recorded:
+    """Proposes recorded answers, with errors at random positions."""
+
+    def __init__(self, answers: dict[Key, list[int]]) -> None:
+        self.answers = answers
+        self.rng = random.Random(5)
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        answer = self.answers.get(key_of(sequence), [])
+        drafts = answer[sequence.num_output_tokens :][:most]
+        return [token ^ (self.rng.random() < ERROR_RATE) for token in drafts]
+
+
+def use_proposer(llm: LLM, answers: dict[Key, list[int]]) -> None:
+    drafting = llm.engine.scheduler.drafting
+    assert drafting is not None
+    drafting._proposer = Recorded(answers)
+
+
+def seen(outputs: list[RequestOutput]) -> list[list[Any]]:
+    """All that a client sees of each branch."""
+    return [
+        [
+            (each.token_ids, each.finish_reason, each.logprobs, each.cumulative_logprob)
+            for each in output.outputs
+        ]
+        for output in outputs
+    ]
+
+
+def recorded(outputs: list[RequestOutput], params: list[SamplingParams]) -> dict[Key, list[int]]:
+    return {
+        (tuple(output.prompt_token_ids), wish.seed, index): list(branch.token_ids)
+        for output, wish in zip(outputs, params, strict=True)
+        for index, branch in enumerate(output.outputs)
+    }
+
+
+def everything() -> tuple[list[Any], list[SamplingParams]]:
+    """Requests with every option whose state depends on tokens, grammars, beams and forks."""
+    prompts, params = make_crowd()
+    more = [
+        SamplingParams(temperature=1.0, seed=70, max_tokens=20, bad_words=["self", "return"]),
+        SamplingParams(temperature=0.0, seed=71, max_tokens=20, min_tokens=9, prompt_logprobs=1),
+        SamplingParams(temperature=1.0, seed=72, max_tokens=20, allowed_token_ids=[7, 8, 9, 10]),
+    ]
+    return [*prompts, *PROMPTS, *PROMPTS[:3]], [*params, *WISHES, *more]
+
+
+def check_counts(llm: LLM) -> None:
+    stats = llm.engine.stats()
+    assert stats.num_held_blocks == 0
+    assert 0 < stats.num_accepted_drafts < stats.num_drafts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 40, "max_num_seqs": 32, "num_draft_tokens": 3},
+        {"num_blocks": 36, "block_size": 8},
+        {"num_blocks": 20, "async_scheduling": True},
+        {"max_num_seqs": 3, "enable_prefix_caching": False, "num_draft_tokens": 15},
+        {"kv_cache_dtype": "int8"},
+        {"quantization": "int8", "block_size": 8},
+        {"tensor_parallel_size": 2},
+        {"max_itl_ratio": 2.0, "scheduling_policy": "fair"},
+    ],
+    ids=lambda options: ",".join(options) or "default",
+)
+@pytest.mark.usefixtures("native_engine")
+def test_drafts_change_nothing_of_an_answer(options: dict[str, Any]) -> None:
+    numbers = {
+        name: value
+        for name, value in options.items()
+        if name in ("quantization", "kv_cache_dtype", "tensor_parallel_size")
+    }
+    prompts, params = everything()
+    plain = make_llm(**numbers).generate(prompts, params, use_tqdm=False)
+    llm = make_llm(**{**options, **NGRAMS})
+    if "num_blocks" in options:  # so that much is preempted
+        llm.engine.scheduler.admission.capacity.forecast.lengths = NoGrowth()
+    for _ in range(2):  # the second time with a warm prefix cache
+        assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
+        use_proposer(llm, recorded(plain, params))
+    check_counts(llm)
+    assert ("num_blocks" in options) == (llm.engine.stats().num_preemptions > 0)
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_branches_of_running_requests_and_beams() -> None:
+    """A branch that is forked after as many tokens continues with the same ones."""
+    wish = SamplingParams(temperature=1.0, seed=4, max_tokens=40, ignore_eos=True, logprobs=1)
+    beams = BeamSearchParams(beam_width=3, max_tokens=8)
+    prompt = "def f(x):\n"
+    plain = make_llm()
+    answers = recorded(plain.generate([prompt], [wish], use_tqdm=False), [wish])
+    drafting = make_llm(**NGRAMS)
+    use_proposer(drafting, answers)
+    told: list[Any] = []
+    num_tokens = 10
+    for llm in (drafting, plain):
+        with llm.start(prompt, wish) as trunk:
+            while len(trunk.output.token_ids) < num_tokens:
+                trunk.step()
+            num_tokens = len(trunk.output.token_ids)
+            branch = trunk.fork()
+            ends = trunk.finish(), branch.finish()
+            told.append([(each.token_ids, each.logprobs) for each in ends])
+        found = llm.beam_search([prompt], beams, use_tqdm=False)
+        told.append([(beam.tokens, beam.cum_logprob) for beam in found[0].sequences])
+    assert told[:2] == told[2:]
+    assert told[0][0] != told[0][1]
+    check_counts(drafting)
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_adapters_and_tiers(tmp_path: Path) -> None:
+    adapters = [
+        LoRARequest(f"a{seed}", seed, str(save_adapter(tmp_path / f"a{seed}", seed)))
+        for seed in (1, 2)
+    ]
+    prompts, params = make_crowd()
+    lora = [adapters[index % 2] if index % 3 else None for index in range(len(prompts))]
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    plain = make_llm(**options).generate(prompts, params, use_tqdm=False, lora_request=lora)
+    for _ in range(2):  # the second engine reads what the first one stored
+        tier = {"cache_dir": str(tmp_path / "cache"), "cache_size": "64MiB", "num_blocks": 40}
+        llm = make_llm(**options, **NGRAMS, **tier, block_size=8)
+        use_proposer(llm, recorded(plain, params))
+        found = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
+        assert seen(found) == seen(plain)
+        check_counts(llm)
+        llm.engine.tier_work.close()
+
+
+@pytest.fixture(params=["windows", "latents"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    kinds = {"windows": ["window", "full", "window"], "latents": ["latent", "full", "latent"]}
+    with registered():
+        yield save_hybrid(tmp_path, layer_types=kinds[request.param])
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_windows_and_latents(folder: Path) -> None:
+    def make(**options: Any) -> LLM:
+        sizes = {"max_model_len": 192, "block_size": 8}
+        return LLM(str(folder), skip_tokenizer_init=True, dtype="float32", **(sizes | options))
+
+    rng = random.Random(3)
+    prompts: list[Any] = [
+        {"prompt_token_ids": [rng.randrange(499) for _ in range(rng.randrange(1, 90))]}
+        for _ in range(8)
+    ]
+    params = [
+        SamplingParams(
+            n=1 + index % 2,
+            temperature=(0.0, 1.0)[index % 2],
+            seed=index,
+            max_tokens=80,
+            ignore_eos=True,
+            logprobs=0,
+        )
+        for index in range(8)
+    ]
+    plain = make(enable_prefix_caching=False).generate(prompts, params, use_tqdm=False)
+    whole = make(num_blocks=4096)
+    tight = whole.engine.scheduler.memory.growth.most_to_hold(192) * 2
+    for options in ({}, {"num_blocks": tight, "max_num_batched_tokens": 24, "max_num_seqs": 20}):
+        llm = make(**options, **NGRAMS)
+        use_proposer(llm, recorded(plain, params))
+        for _ in range(2):
+            assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
+        check_counts(llm)
+
+
+def test_a_model_with_states_is_refused_by_name(tmp_path: Path) -> None:
+    with registered(), pytest.raises(ConfigurationError, match="recurrent states can't be cut"):
+        LLM(
+            str(save_hybrid(tmp_path, layer_types=["delta", "full"])),
+            skip_tokenizer_init=True,
+            **NGRAMS,
+        )
