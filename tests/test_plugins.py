@@ -136,7 +136,8 @@ def test_commands_know_the_names(folder: Folder, capsys: pytest.CaptureFixture[s
     assert main(["generate", "x", "--plugin=two", "--scheduling-policy", "mine"]) == 1
     error = capsys.readouterr().err
     assert error == (
-        "quire: error: plugin 'two' can't be loaded: ModuleNotFoundError: No module named 'two'\n"
+        "quire: error: plugin 'two' can't be loaded: ModuleNotFoundError: No module named 'two';"
+        " install it, or put its folder into PYTHONPATH\n"
     )
 
 

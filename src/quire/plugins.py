@@ -71,6 +71,8 @@ def _load(plugin: "EntryPoint") -> None:
         raise ConfigurationError(f"{title} can't be loaded: {error}") from error
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
+        if isinstance(error, ModuleNotFoundError) and error.name == plugin.module:
+            text += "; install it, or put its folder into PYTHONPATH"
         raise ConfigurationError(f"{title} can't be loaded: {text}") from error
 
 
