@@ -14,8 +14,8 @@ from tests.server.generation.test_http_generation import FakeEngine
 from tests.server.routes.upper import router
 
 from quire.core.request import FinishReason, SequenceOutput
-from quire.errors import InvalidRequestError, StepFailedError
-from quire.server.app import create_app
+from quire.errors import ConfigurationError, InvalidRequestError, StepFailedError
+from quire.server.app import all_endpoints, create_app
 from quire.server.endpoint_registry import ENDPOINTS
 from quire.server.generation.seeds import Seeds
 from quire.server.http.body import Body
@@ -285,3 +285,19 @@ def test_the_operator_says_what_happens_to_unknown_fields(service, rule, status)
     strict = asyncio.run(send(app, "POST", "/v1/strict", body, {}))
     assert strict.status_code == (200 if rule == "ignore" else 400)
     assert strict.headers.get("x-ignored-fields") == ("other" if rule == "ignore" else None)
+
+
+def test_two_endpoints_for_one_route_are_refused_by_name():
+    second = Endpoints()
+
+    @second.post(PATH)
+    async def answer(body: Named) -> Response:
+        return JSONResponse(body.name)
+
+    with restored(ENDPOINTS):
+        ENDPOINTS.register("upper", router)
+        assert all_endpoints()[-1] is router
+        ENDPOINTS.register("second", second)
+        message = f"the endpoints upper and second both answer POST {PATH}; give one of them"
+        with pytest.raises(ConfigurationError, match=message):
+            all_endpoints()

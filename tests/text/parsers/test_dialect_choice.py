@@ -4,8 +4,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.registering import restored
 
 from quire.errors import ConfigurationError
+from quire.text.parsers.dialect import Dialect
 from quire.text.parsers.dialect_choice import (
     DIALECTS,
     dialect_names,
@@ -72,3 +74,18 @@ def test_names_are_of_one_dialect_each() -> None:
     ):
         assert len(aliases) == len(set(aliases))
     assert {"qwen3", "deepseek_r1", "mistral", "granite"} <= set(dialect_names(for_reasoning=True))
+
+
+def test_a_dialect_from_outside_is_found_by_name_and_by_template() -> None:
+    with restored(DIALECTS):
+        arrows = Dialect(name="arrows", aliases=("arrow",), template_words=(("->>->>->>",),))
+        DIALECTS.register("arrows", arrows)
+        assert find_dialect(None, "arrow") is arrows
+        assert find_dialect("{{ '->>->>->>' }}") is arrows
+
+
+def test_two_dialects_of_one_name_are_refused() -> None:
+    with restored(DIALECTS):
+        DIALECTS.register("arrows", Dialect(name="arrows", aliases=("qwen3_xml",)))
+        with pytest.raises(ConfigurationError, match="both have the name 'qwen3_xml'; give one"):
+            find_dialect(None, "hermes")
