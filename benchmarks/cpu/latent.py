@@ -23,6 +23,7 @@ import torch
 from benchmarks.cpu.roofline import matrix_ops_s, read_bytes_s
 from quire.attention.cpu_paged import CpuPagedAttention
 from quire.attention.interface import AttentionBatch, AttentionSpec, GroupBatch, LayerKV
+from quire.attention.kv_format import KVFormat
 from quire.bench.machine import NoiseMeter
 from quire.kernels.cpu.library import NativeKernels, load_library
 from quire.kernels.cpu.memory import allocate
@@ -96,7 +97,7 @@ class Case:
     def runs(self, kernels: NativeKernels) -> list[Callable[[], torch.Tensor]]:
         """quire's run of each layer."""
         backend = CpuPagedAttention(kernels)
-        page = backend.page_format(self.spec, self.block_size, torch.bfloat16)
+        page = backend.page_format(self.spec, self.block_size, KVFormat.plain(torch.bfloat16))
         batch = self.batch()
         num_blocks = batch.groups[0].block_tables.numel()
         stored = drawn(num_blocks, self.num_layers, page.bytes_per_layer // 2)

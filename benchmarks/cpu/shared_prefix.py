@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from quire.attention.interface import AttentionBatch, AttentionSpec, GroupBatch, LayerKV
+from quire.attention.kv_format import KVFormat
 from quire.attention.torch_paged import TorchPagedAttention
 
 Ints = npt.NDArray[np.int32]
@@ -90,7 +91,9 @@ class Case:
     def sides(self) -> tuple[Side, Side]:
         """Both over one pool, whose prefix blocks hold the same tokens for all branches."""
         private, shared = self.tables()
-        page_format = TorchPagedAttention.page_format(self.spec, self.block_size, self.dtype)
+        page_format = TorchPagedAttention.page_format(
+            self.spec, self.block_size, KVFormat.plain(self.dtype)
+        )
         width = page_format.bytes_per_layer // self.dtype.itemsize
         storage = torch.randn(private.size, self.num_layers * width).to(self.dtype)
         prefix_blocks = self.prefix // self.block_size

@@ -20,17 +20,18 @@ from quire.attention.interface import (
     GroupBatch,
     LayerKV,
 )
-from quire.attention.quantized_kv import rotate_vectors
+from quire.attention.kv_format import KVFormat
+from quire.attention.quantized_kv import FP8, INT8
 from quire.attention.reference import attend_sequences
 from quire.attention.triton_paged import kv_pages
 from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.triton.attention.latent_write import latent_write
-from quire.kernels.triton.attention.quantized_kv import CODE_DTYPES, quantize_tokens
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
 # ||out - reference|| / ||reference||: the kernels accumulate in fp32 and round once, to the dtype.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
+CODED = (INT8, FP8)
 DECODE_GOAL, PREFILL_GOAL, PREFILL_AIM = 0.85, 0.40, 0.55
 
 
@@ -38,7 +39,7 @@ DECODE_GOAL, PREFILL_GOAL, PREFILL_AIM = 0.85, 0.40, 0.55
 class Case:
     """Sequences with so many tokens written before, and so many queries each in the step.
 
-    kv_dtype: of the pages, int8 or float8_e4m3fn; None: the model's.
+    kv_format: of the pages, if not the model's dtype.
     """
 
     name: str
@@ -47,12 +48,12 @@ class Case:
     block_size: int
     befores: tuple[int, ...]
     queries: tuple[int, ...]
-    kv_dtype: torch.dtype | None = None
+    kv_format: KVFormat | None = None
 
     @property
-    def kv(self) -> torch.dtype:
+    def kv(self) -> KVFormat:
         """What K and V are kept in."""
-        return self.kv_dtype or self.dtype
+        return self.kv_format or KVFormat.plain(self.dtype)
 
 
 def heads(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
@@ -157,7 +158,7 @@ def attention_error(bench: Bench, case: Case) -> float:
         out, (q, k, v) = paged.run(befores, queries)
         parts = zip(written, k.split(list(queries)), v.split(list(queries)), strict=True)
         for own, keys, values in parts:
-            own.append((stored_keys(keys, case.kv), stored(values, case.kv)))
+            own.append((case.kv.rounded_keys(keys), case.kv.values.rounded(values)))
         is_latent = case.spec.value_dim is not None
         expected, _ = attend_sequences(
             case.spec,
@@ -167,21 +168,6 @@ def attention_error(bench: Bench, case: Case) -> float:
         )
         worst = max(worst, relative_error(out, expected))
     return worst
-
-
-def stored_keys(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As `stored`, of K, which is rotated in int8."""
-    if dtype != torch.int8:
-        return stored(x, dtype)
-    return rotate_vectors(stored(rotate_vectors(x), dtype).float()).double()
-
-
-def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What pages of a dtype hold of K or V [*, Hkv, D]."""
-    if dtype not in CODE_DTYPES:
-        return x
-    codes, scales = quantize_tokens(x, dtype)
-    return codes.double() * scales.double()[..., None]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -228,8 +214,8 @@ def cases(bench: Bench) -> list[Case]:
         found.append(Case(label, plain, bf16, block_size, befores, mixed))
     found.append(Case("decode, fp16", plain, fp16, 16, befores, (1,) * len(befores)))
     for name, spec in specs.items():
-        for kv in CODE_DTYPES if spec.value_dim is None else ():
-            label = f"{name}, {str(kv)[6:]} pages"
+        for kv in CODED if spec.value_dim is None else ():
+            label = f"{name}, {kv.name} pages"
             decode = (1,) * len(befores)
             found.append(Case(f"decode, {label}", spec, bf16, 16, befores, decode, kv))
             found.append(Case(f"mixed, {label}", spec, bf16, 64, befores, mixed, kv))
@@ -240,16 +226,16 @@ class Worst:
     """The largest error of the cases of each pair of dtypes, of model and pages."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[torch.dtype, torch.dtype], tuple[float, str]] = {}
+        self._found: dict[tuple[torch.dtype, str], tuple[float, str]] = {}
 
     def add(self, case: Case, error: float) -> None:
-        kind = (case.dtype, case.kv)
+        kind = (case.dtype, case.kv.name)
         if not error <= self._found.get(kind, (-1.0, ""))[0]:
             self._found[kind] = (error, case.name)
 
     def report(self, bench: Bench) -> None:
         for (dtype, kv), (error, name) in self._found.items():
-            pages = "" if kv == dtype else f", {str(kv)[6:]} pages"
+            pages = "" if kv == str(dtype)[6:] else f", {kv} pages"
             label = f"attention against float64, {str(dtype)[6:]}{pages}"
             bench.at_most(label, error, BOUNDS[dtype], note=f"worst: {name}", is_time=False)
 
@@ -270,12 +256,12 @@ def measure_attention(bench: Bench) -> None:
     for spec in [latents(3, 40, 32)] if bench.small else [latents(16), latents(128)]:
         for count in (num,) if bench.small else (1, 16, num):
             _measure_latents(bench, spec, count, context)
-    for kv in CODE_DTYPES:
+    for kv in CODED:
         for spec in shapes[:1] if bench.small else (shapes[0], heads(64, 8, 64)):
             _measure_decode(bench, spec, num, context, 16, is_goal=False, kv=kv)
         _measure_prefill(bench, shapes[0], context, is_goal=False, kv=kv)
     if not bench.small:
-        _measure_decode(bench, shapes[0], 1, 32_768, 16, is_goal=False, kv=torch.int8)
+        _measure_decode(bench, shapes[0], 1, 32_768, 16, is_goal=False, kv=INT8)
         _measure_decode(bench, shapes[0], 1, 32_768, 16, is_goal=False)
         _measure_decode(bench, shapes[0], 256, 600, 16, is_goal=False)
 
@@ -292,7 +278,7 @@ def _measure_decode(
     block_size: int,
     *,
     is_goal: bool,
-    kv: torch.dtype | None = None,
+    kv: KVFormat | None = None,
 ) -> None:
     befores, queries = (context - 1,) * num, (1,) * num
     paged = PagedSequences(bench, Case("", spec, bench.dtype, block_size, befores, queries, kv))
@@ -347,11 +333,11 @@ def _fill(paged: PagedSequences, befores: Sequence[int]) -> None:
             latent_write(k, pages.numbers, slots)
             continue
         q = k.new_empty((len(k), spec.num_heads, spec.head_dim))
-        rotate_and_write(q, k, v, None, pages.numbers, slots, scales=pages.scales)
+        rotate_and_write(q, k, v, None, pages, slots)
 
 
-def _pages(kv: torch.dtype | None) -> str:
-    return "" if kv is None else f", {str(kv)[6:]} pages"
+def _pages(kv: KVFormat | None) -> str:
+    return "" if kv is None else f", {kv.name} pages"
 
 
 def _measure_prefill(
@@ -360,7 +346,7 @@ def _measure_prefill(
     num_tokens: int,
     *,
     is_goal: bool,
-    kv: torch.dtype | None = None,
+    kv: KVFormat | None = None,
 ) -> None:
     paged = PagedSequences(bench, Case("", spec, bench.dtype, 16, (0,), (num_tokens,), kv))
     q, k, v = paged.qkv(num_tokens)

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBatch, AttentionCall, AttentionSpec
+from quire.attention.kv_format import KVFormat
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.bench.machine import processor
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
@@ -160,7 +161,9 @@ def make_engine(num_rows: int) -> Engine:
     """Every row may grow to its end."""
     num_blocks = 2 * num_rows * -(-(NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS) // BLOCK_SIZE)
     model = NoModel(MAX_NUM_BATCHED_TOKENS, num_rows)
-    layout = plan_layout(model.attention_specs, NoAttention, BLOCK_SIZE, torch.float32)
+    layout = plan_layout(
+        model.attention_specs, NoAttention, BLOCK_SIZE, KVFormat.plain(torch.float32)
+    )
     memory = KVCacheManager(KVCacheConfig(layout.groups, num_blocks, BLOCK_SIZE, True, b"secret"))
     scheduler = Scheduler(SchedulerConfig(num_rows, MAX_NUM_BATCHED_TOKENS), memory)
     device = torch.device("cpu")

@@ -16,6 +16,7 @@ import torch
 from benchmarks.gpu.attention import relative_error
 from benchmarks.gpu.harness import Bench
 from quire.attention.interface import AttentionSpec
+from quire.attention.kv_format import KVFormat
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import BlockCopy
@@ -26,6 +27,7 @@ from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.kernels.rotary import Angles, Rotation, rotate
 from quire.kernels.routing import RouterSpec, Routing, route
 from quire.kernels.transfers import DeviceLink
+from quire.kernels.triton.attention.quantized_kv import KVPages
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 from quire.kernels.triton.operators import TritonOperators
 from quire.layers.experts import Experts, MoESpec
@@ -143,7 +145,7 @@ def check_rotary(bench: Bench, dtype: torch.dtype) -> None:
         pages = torch.full(shape, torch.nan, device=bench.device, dtype=dtype)
         slots = torch.randperm(num_blocks * block_size)[:num_tokens].to(bench.device)
         slots[0] = -1
-        found_q = rotate_and_write(q, k, v, rotation, pages, slots)
+        found_q = rotate_and_write(q, k, v, rotation, KVPages(pages), slots)
         written = pages.transpose(2, 3).transpose(1, 2).reshape(-1, 2, num_kv_heads, size)
         worst = max(worst, relative_error(found_q, wanted_q))
         worst = max(worst, relative_error(written[slots[1:], 0], wanted_k[1:]))
@@ -165,7 +167,7 @@ def _angles(size: int) -> torch.Tensor:
 def check_copies(bench: Bench) -> None:
     """Blocks copied within the pool, all at once."""
     spec = AttentionSpec(4, 2, 16, scale=0.25)
-    layout = plan_layout((spec,) * 3, TorchPagedAttention, 16, torch.float32)
+    layout = plan_layout((spec,) * 3, TorchPagedAttention, 16, KVFormat.plain(torch.float32))
     num_blocks = 20 if bench.small else 4000
     cache = KVCache(layout, num_blocks, bench.device)
     cache.storage.random_(0, 255)

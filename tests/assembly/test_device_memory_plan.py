@@ -15,6 +15,7 @@ from quire.assembly.device_memory_plan import (
 )
 from quire.assembly.host_memory_plan import MemoryPlan
 from quire.attention.interface import AttentionSpec
+from quire.attention.kv_format import KVFormat
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.errors import InsufficientMemoryError
@@ -24,7 +25,7 @@ from quire.runtime.page_layout import plan_layout
 MIB = 2**20
 SPEC = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
 # One block: 8 layers x (K, V) x 2 heads x 64 x 16 tokens x 4 bytes, 128 KiB.
-LAYOUT = plan_layout((SPEC,) * 8, TorchPagedAttention, 16, torch.float32)
+LAYOUT = plan_layout((SPEC,) * 8, TorchPagedAttention, 16, KVFormat.plain(torch.float32))
 PAGE = LAYOUT.bytes_per_block
 
 

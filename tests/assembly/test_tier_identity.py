@@ -20,7 +20,7 @@ from quire.assembly import tier_identity
 from quire.assembly.model_kind import choose_kind
 from quire.assembly.rank_build import build_rank
 from quire.assembly.tier_identity import COMPUTING_FOLDERS, answer_digest
-from quire.attention.backends import INT8
+from quire.attention.kv_registry import INT8
 from quire.errors import ConfigurationError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.kernels.cpu.library import NativeLibrary
@@ -97,13 +97,13 @@ def test_names_templates_and_files_change_nothing(copied: Path, usual: Fingerpri
         (
             {"dtype": "bfloat16"},
             {
-                *("numerics.dtype", "numerics.kv_dtype", "pages.bytes_per_block", "pages.layers"),
+                *("numerics.dtype", "numerics.kv_format", "pages.bytes_per_block", "pages.layers"),
             },
         ),
         ({"quantization": "int8"}, {"numerics.quantization", "numerics.rounding"}),
         (
             {"kv_cache_dtype": INT8},
-            {"numerics.kv_dtype", "pages.bytes_per_block", "pages.layers"},
+            {"numerics.kv_format", "pages.bytes_per_block", "pages.layers"},
         ),
         ({"hf_overrides": {"rms_norm_eps": 1e-5}}, {"model.rms_norm_eps"}),
         ({"hf_overrides": {"rope_theta": 9e3}}, {"model.rope.rope_theta", "model.positions"}),

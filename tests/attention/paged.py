@@ -18,6 +18,8 @@ from quire.attention.interface import (
     GroupBatch,
     LayerKV,
 )
+from quire.attention.kv_format import KVFormat
+from quire.attention.quantized_kv import FP8, INT8
 from quire.attention.reference import attend_sequences
 from quire.kernels.attention_inputs import AttentionInputs
 
@@ -45,11 +47,18 @@ def make_spec(num_heads=4, num_kv_heads=2, head_dim=64, **options):
     return AttentionSpec(num_heads, num_kv_heads, head_dim, **options)
 
 
+def kv_of(dtype):
+    """The KV format whose elements or codes have this dtype; a format is itself."""
+    if isinstance(dtype, KVFormat):
+        return dtype
+    return next((f for f in (INT8, FP8) if f.keys.dtype == dtype), KVFormat.plain(dtype))
+
+
 def make_layers(backend, specs, groups, num_blocks, block_size, dtype, padding_bytes=0):
     """(storage [N, page bytes], LayerKV for each spec). Groups share the storage as they share a
     pool: a block belongs to one group at a time. All bytes are 0xff, which is NaN in every dtype.
     """
-    formats = [backend.page_format(spec, block_size, dtype) for spec in specs]
+    formats = [backend.page_format(spec, block_size, kv_of(dtype)) for spec in specs]
     offsets, used = [], {}
     for group, page_format in zip(groups, formats, strict=True):
         offsets.append(used.get(group, 0))

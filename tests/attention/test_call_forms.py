@@ -7,7 +7,7 @@ heads that are normed with an offset, and normed but not turned.
 import pytest
 import torch
 from tests.attention.native import NativeStep
-from tests.attention.paged import PagedStep, make_spec
+from tests.attention.paged import PagedStep, kv_of, make_spec
 
 from quire.attention.cpu_paged import CpuPagedAttention
 from quire.attention.flashinfer_paged import FlashInferAttention
@@ -84,10 +84,12 @@ def test_queries_alone_attend_what_another_call_has_stored(make_step, is_turned,
 def test_sizes_of_values_that_can_not_be_are_refused(v_head_dim):
     for backend in (CpuPagedAttention, TorchPagedAttention):
         with pytest.raises(ConfigurationError, match=f"v_head_dim={v_head_dim} is not from 1 to"):
-            backend.page_format(make_spec(4, 2, 24, v_head_dim=v_head_dim), 16, torch.float32)
+            backend.page_format(
+                make_spec(4, 2, 24, v_head_dim=v_head_dim), 16, kv_of(torch.float32)
+            )
 
 
 def test_flashinfer_has_no_smaller_values():
     spec = make_spec(4, 2, 64, v_head_dim=32)
     with pytest.raises(ConfigurationError, match="values of another size than keys"):
-        FlashInferAttention.page_format(spec, 16, torch.bfloat16)
+        FlashInferAttention.page_format(spec, 16, kv_of(torch.bfloat16))

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from tests.attention.native import NativeStep
+from tests.attention.paged import kv_of
 from tests.attention.test_cpu_paged import BOUNDS, DTYPES
 from tests.attention.test_latent import make_latent
 from tests.attention.test_torch_paged import EDGES, OPTIONS
@@ -218,7 +219,9 @@ def test_run_takes_non_contiguous_inputs(best):
 
 
 def test_page_format():
-    page_format = CpuPagedAttention.page_format(make_latent(16, 576, 512), 16, torch.bfloat16)
+    page_format = CpuPagedAttention.page_format(
+        make_latent(16, 576, 512), 16, kv_of(torch.bfloat16)
+    )
     assert page_format.bytes_per_layer == 16 * 576 * 2
     with pytest.raises(ConfigurationError, match="head_dim=41 is odd"):
-        CpuPagedAttention.page_format(make_latent(16, 41, 32), 16, torch.bfloat16)
+        CpuPagedAttention.page_format(make_latent(16, 41, 32), 16, kv_of(torch.bfloat16))

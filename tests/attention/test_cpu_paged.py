@@ -14,7 +14,7 @@ import random
 import pytest
 import torch
 from tests.attention.native import NativeStep
-from tests.attention.paged import NUM_SPARE_ROWS, POISON, make_spec
+from tests.attention.paged import NUM_SPARE_ROWS, POISON, kv_of, make_spec
 from tests.attention.test_torch_paged import EDGES, OPTIONS
 from tests.pairwise import pairwise
 
@@ -198,27 +198,27 @@ def test_long_contexts(best):
 @pytest.mark.parametrize("block_size", [0, -16, 4, 12, 17, 4096])
 def test_a_block_size_that_cannot_be_served_is_refused(block_size):
     with pytest.raises(ConfigurationError, match=f"block_size={block_size} is not a power of two"):
-        CpuPagedAttention.page_format(make_spec(), block_size, torch.float32)
+        CpuPagedAttention.page_format(make_spec(), block_size, kv_of(torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float16, torch.float8_e4m3fn])
 def test_a_dtype_that_cannot_be_served_is_refused(dtype):
     with pytest.raises(
         ConfigurationError,
-        match=r"KV dtype .* can't be served; choose one of float32, bfloat16, int8$",
+        match=r"KV format .* can't be served; choose one of float32, bfloat16, int8$",
     ):
-        CpuPagedAttention.page_format(make_spec(), 16, dtype)
+        CpuPagedAttention.page_format(make_spec(), 16, kv_of(dtype))
 
 
 def test_heads_that_cannot_be_served_are_refused():
     with pytest.raises(ConfigurationError, match="num_heads=7 is not a multiple of num_kv_heads=2"):
-        CpuPagedAttention.page_format(AttentionSpec(7, 2, 64, 1.0), 16, torch.float32)
+        CpuPagedAttention.page_format(AttentionSpec(7, 2, 64, 1.0), 16, kv_of(torch.float32))
     with pytest.raises(ConfigurationError, match="head_dim=65 is odd"):
-        CpuPagedAttention.page_format(AttentionSpec(4, 2, 65, 1.0), 16, torch.float32)
+        CpuPagedAttention.page_format(AttentionSpec(4, 2, 65, 1.0), 16, kv_of(torch.float32))
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_page_format(dtype, itemsize):
-    page_format = CpuPagedAttention.page_format(make_spec(4, 2, 80), 16, dtype)
+    page_format = CpuPagedAttention.page_format(make_spec(4, 2, 80), 16, kv_of(dtype))
     assert page_format.bytes_per_layer == 2 * 16 * 2 * 80 * itemsize
     assert (page_format.block_size, page_format.dtype) == (16, dtype)

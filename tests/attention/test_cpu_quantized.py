@@ -9,14 +9,15 @@ bf16 outputs are rounded beside it, by 2^-9 of the value.
 
 import pytest
 import torch
-from tests.attention.paged import make_spec
+from tests.attention.paged import kv_of, make_spec
 from tests.attention.test_cpu_invariance import assert_equal, part
 from tests.attention.test_quantized_kv import QuantizedStep
 from tests.attention.test_torch_paged import EDGES, OPTIONS
 from tests.pairwise import pairwise
 
 from quire.attention.cpu_paged import MAX_QUANTIZED_DIM, CpuPagedAttention
-from quire.attention.quantized_kv import quantize_vectors, rotate_vectors
+from quire.attention.kv_format import rotate_vectors
+from quire.attention.quantized_kv import INT8
 from quire.core.step import HOLE_BLOCK
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
@@ -67,7 +68,7 @@ def test_stored_codes_and_scales_equal_the_definition(kernels, q_dtype, block_si
     step.fill([37])
     codes, scales = stored_vectors(step)
     for part_codes, part_scales, x in zip(codes, scales, (rotate_vectors(k), v), strict=True):
-        expected, expected_scales = quantize_vectors(x)
+        expected, expected_scales = INT8.values.encode(x)
         assert torch.equal(part_codes[:37, :, :head_dim], expected)
         assert not part_codes[:37, :, head_dim:].any()
         assert torch.equal(part_scales[:37].isnan(), expected_scales.isnan())
@@ -216,13 +217,13 @@ def test_sums_of_the_largest_numbers_are_exact(kernels):
 )
 def test_unsupported_page_formats_are_refused_by_name(spec, match):
     with pytest.raises(ConfigurationError, match=match):
-        CpuPagedAttention.page_format(spec, 16, torch.int8)
+        CpuPagedAttention.page_format(spec, 16, kv_of(torch.int8))
 
 
 def test_a_token_takes_at_most_0_53_of_bf16():
     spec = make_spec(12, 4, 64)
     sizes = [
-        CpuPagedAttention.page_format(spec, 16, dtype).bytes_per_layer
+        CpuPagedAttention.page_format(spec, 16, kv_of(dtype)).bytes_per_layer
         for dtype in (torch.int8, torch.bfloat16)
     ]
     assert sizes[0] == 16 * 4 * 2 * (64 + 2) and sizes[0] <= 0.53 * sizes[1]

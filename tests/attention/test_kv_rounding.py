@@ -3,14 +3,11 @@
 import pytest
 import torch
 
+from quire.attention.int4_kv import INT4
 from quire.attention.interface import AttentionSpec
-from quire.attention.kv_rounding import (
-    KV_ROUNDINGS,
-    KeyProbe,
-    RoundedAttention,
-    divergence,
-)
-from quire.attention.quantized_kv import rotate_vectors
+from quire.attention.kv_format import KVFormat, rotate_vectors
+from quire.attention.kv_rounding import KeyProbe, RoundedAttention, divergence
+from quire.attention.quantized_kv import FP8, INT8
 from quire.attention.reference import attend_dense
 from quire.attention.whole_sequence import PIECE_QUERIES
 from quire.errors import ConfigurationError
@@ -22,10 +19,6 @@ SPECS = [
     AttentionSpec(6, 2, 32, 0.2, soft_cap=2.0, has_sinks=True),
     AttentionSpec(2, 2, 32, 0.2, causal=False),
 ]
-
-
-def _exact(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _qkv(spec: AttentionSpec, num_tokens: int):
@@ -40,17 +33,17 @@ def _qkv(spec: AttentionSpec, num_tokens: int):
 @pytest.mark.parametrize("num_tokens", [1, 19, PIECE_QUERIES + 5])
 def test_it_is_dense_attention_over_what_the_format_gives_back(spec, num_tokens):
     q, k, v, sinks = _qkv(spec, num_tokens)
-    form = KV_ROUNDINGS["int8"]
-    kept = rotate_vectors(form.apply(rotate_vectors(k)))
-    expected, _ = attend_dense(spec, q, kept, form.apply(v), sinks)
-    found = RoundedAttention((spec,), form)(0, AttentionInputs(q, k, v, sinks))
+    rounded = INT8.values.rounded
+    kept = rotate_vectors(rounded(rotate_vectors(k)))
+    expected, _ = attend_dense(spec, q, kept, rounded(v), sinks)
+    found = RoundedAttention((spec,), INT8)(0, AttentionInputs(q, k, v, sinks))
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_probe_changes_nothing_and_finds_no_error_where_none_is(spec):
     q, k, v, sinks = _qkv(spec, PIECE_QUERIES + 5)
-    probe = KeyProbe((spec,), _exact)
+    probe = KeyProbe((spec,), KVFormat.plain(torch.float32))
     expected, _ = attend_dense(spec, q, k, v, sinks)
     found = probe(0, AttentionInputs(q, k, v, sinks))
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
@@ -60,8 +53,7 @@ def test_the_probe_changes_nothing_and_finds_no_error_where_none_is(spec):
 def test_the_probe_finds_the_mean_divergence_of_the_weights():
     spec = AttentionSpec(4, 2, 32, 0.2)
     q, k, v, _ = _qkv(spec, 12)
-    rounding = KV_ROUNDINGS["int4"].apply
-    probe = KeyProbe((spec,), rounding)
+    probe = KeyProbe((spec,), INT4)
     probe(0, AttentionInputs(q, k, v))
     total = 0.0
     for token in range(12):
@@ -70,19 +62,17 @@ def test_the_probe_finds_the_mean_divergence_of_the_weights():
                 torch.softmax(
                     keys[: token + 1, head // 2].double() @ q[token, head].double() * 0.2, 0
                 )
-                for keys in (k, rounding(k))
+                for keys in (k, INT4.keys.rounded(k))
             ]
             total += (weights[0] * (weights[0] / weights[1]).log()).sum().item()
     assert probe.divergence[0] == pytest.approx(total / 48, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "bound"), [("int8", 0.5 / 127), ("fp8", 1 / 16), ("int4", 8 / 15)]
-)
+@pytest.mark.parametrize(("form", "bound"), [(INT8, 0.5 / 127), (FP8, 1 / 16), (INT4, 8 / 15)])
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 300.0])
-def test_each_vector_is_rounded_by_itself_and_within_its_bound(name, bound, factor):
+def test_each_vector_is_rounded_by_itself_and_within_its_bound(form, bound, factor):
     x = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(1)) * factor
-    rounding = KV_ROUNDINGS[name].apply
+    rounding = form.values.rounded
     rounded = rounding(x)
     largest = x.abs().amax(-1, keepdim=True)
     assert ((rounded - x).abs() <= 1.02 * bound * largest + 0.004 * largest).all()
@@ -93,15 +83,24 @@ def test_each_vector_is_rounded_by_itself_and_within_its_bound(name, bound, fact
 def test_int4_spreads_an_outlier_before_it_rounds():
     x = torch.randn(20, 64, generator=torch.Generator().manual_seed(2))
     x[:, 5] = 60.0
-    error = (KV_ROUNDINGS["int4"].apply(x) - x).abs()
+    error = (INT4.keys.rounded(x) - x).abs()
     assert error.max() < 0.5 * 2 * 60 / 15 / 2  # in place, elements beside it would be off by this
-    with pytest.raises(ConfigurationError, match="this model's is 80"):
-        KV_ROUNDINGS["int4"].apply(torch.ones(1, 80))
+    with pytest.raises(ConfigurationError, match="this model's head size is 80"):
+        INT4.keys.num_bytes(80)
 
 
 def test_bytes_of_a_vector():
-    sizes = {name: form.vector_bytes(64) for name, form in KV_ROUNDINGS.items()}
-    assert sizes == {"int8": 66, "fp8": 66, "int4": 40}
+    forms = (KVFormat.plain(torch.float16), INT8, FP8, INT4)
+    assert [form.keys.num_bytes(64) for form in forms] == [128, 66, 66, 40]
+
+
+@pytest.mark.parametrize("form", [KVFormat.plain(torch.bfloat16), INT8, FP8, INT4])
+@pytest.mark.parametrize("size", [32, 96])
+def test_the_arrays_are_those_that_the_format_says(form, size):
+    x = torch.randn(5, 3, size, generator=torch.Generator().manual_seed(3))
+    arrays = form.keys.encode(x)
+    assert [(a.dtype, tuple(a.shape[2:])) for a in arrays] == [*form.keys.arrays(size)]
+    assert arrays[0].dtype == form.keys.dtype and form.keys.decode(*arrays).shape == x.shape
 
 
 def test_a_divergence_counts_what_is_possible_only():

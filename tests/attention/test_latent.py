@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from tests.attention.paged import PagedStep, make_spec
+from tests.attention.paged import PagedStep, kv_of, make_spec
 from tests.attention.test_torch_paged import EDGES, OPTIONS
 
 from quire.attention.flashinfer_paged import FlashInferAttention
@@ -119,7 +119,9 @@ def test_a_value_that_is_given_is_ignored():
 
 
 def test_a_page_is_one_vector_a_token():
-    page_format = TorchPagedAttention.page_format(make_latent(16, 576, 512), 16, torch.bfloat16)
+    page_format = TorchPagedAttention.page_format(
+        make_latent(16, 576, 512), 16, kv_of(torch.bfloat16)
+    )
     assert page_format.bytes_per_layer == 16 * 576 * 2
 
 
@@ -133,10 +135,10 @@ def test_a_page_is_one_vector_a_token():
 )
 def test_invalid_latent_specs_are_refused(spec, message):
     with pytest.raises(ConfigurationError, match=message):
-        TorchPagedAttention.page_format(spec, 16, torch.float32)
+        TorchPagedAttention.page_format(spec, 16, kv_of(torch.float32))
 
 
 def test_flashinfer_refuses_latent_layers():
     spec = make_latent(16, 64, 64)
     with pytest.raises(ConfigurationError, match="'flashinfer' has no pages of latent layers"):
-        FlashInferAttention.page_format(spec, 16, torch.bfloat16)
+        FlashInferAttention.page_format(spec, 16, kv_of(torch.bfloat16))

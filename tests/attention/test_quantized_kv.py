@@ -6,23 +6,16 @@ Bytes that no sequence wrote are 0xff: a scale of NaN, codes of -1.
 
 import pytest
 import torch
-from tests.attention.paged import PagedStep, make_spec
+from tests.attention.paged import PagedStep, kv_of, make_spec
 from tests.attention.test_torch_paged import EDGES, OPTIONS
 
-from quire.attention.quantized_kv import (
-    LARGEST_CODE,
-    quantize_vectors,
-    rotate_vectors,
-    widen_codes,
-)
+from quire.attention.kv_format import rotate_vectors
+from quire.attention.quantized_kv import INT8
 from quire.attention.torch_paged import TorchPagedAttention
 
-
-def kept(x):
-    """What is read of vectors that were stored."""
-    return widen_codes(*quantize_vectors(x))
-
-
+LARGEST_CODE = 127
+quantize_vectors, widen_codes = INT8.values.encode, INT8.values.decode
+kept = INT8.values.rounded
 TOLERANCE = 1e-5
 """Queries and keys are rotated in fp32 by the backend and by what the oracle is given."""
 
@@ -42,10 +35,10 @@ class QuantizedStep(PagedStep):
             self.run_all(lens, contexts, kept)
 
     def expected(self, layer, query_lens, contexts=None):
-        k, v = self.k, self.v
+        form, k, v = kv_of(self.dtype), self.k, self.v
         try:
-            self.k = [[rotate_vectors(kept(rotate_vectors(x))) for x in parts] for parts in k]
-            self.v = [[kept(x) for x in parts] for parts in v]
+            self.k = [[form.rounded_keys(x) for x in parts] for parts in k]
+            self.v = [[form.values.rounded(x) for x in parts] for parts in v]
             return super().expected(layer, query_lens, contexts)
         finally:
             self.k, self.v = k, v
@@ -134,7 +127,7 @@ def test_torch_in_any_model_dtype(q_dtype, block_size):
 
 def test_a_block_takes_a_byte_an_element_and_two_for_each_scale():
     spec = make_spec(12, 4, 64)
-    form = TorchPagedAttention.page_format(spec, 16, torch.int8)
+    form = TorchPagedAttention.page_format(spec, 16, kv_of(torch.int8))
     assert form.bytes_per_layer == 16 * 4 * 2 * (64 + 2)
-    plain = TorchPagedAttention.page_format(spec, 16, torch.bfloat16)
+    plain = TorchPagedAttention.page_format(spec, 16, kv_of(torch.bfloat16))
     assert form.bytes_per_layer <= 0.53 * plain.bytes_per_layer

@@ -5,7 +5,7 @@ Tolerances are those of `test_triton_paged.py`.
 
 import pytest
 import torch
-from tests.attention.paged import make_spec
+from tests.attention.paged import kv_of, make_spec
 from tests.attention.test_latent import make_latent
 
 from quire.errors import ConfigurationError
@@ -135,12 +135,12 @@ def test_a_model_turns_its_own_latents():
         (make_latent(4, 104, 32), torch.bfloat16, "at most 64 elements behind the value"),
         (make_latent(4, 36, 32), torch.bfloat16, "a multiple of 8"),
         (make_latent(4), torch.int8, "no pages of int8 for latent layers; choose kv_cache_dtype"),
-        (make_latent(4), torch.float8_e4m3fn, "no pages of float8_e4m3fn for latent layers"),
+        (make_latent(4), torch.float8_e4m3fn, "no pages of fp8 for latent layers"),
     ],
 )
 def test_latent_specs_beyond_the_kernels_are_refused(spec, dtype, message):
     with pytest.raises(ConfigurationError, match=message):
-        TritonPagedAttention.page_format(spec, 16, dtype)
+        TritonPagedAttention.page_format(spec, 16, kv_of(dtype))
 
 
 @pytest.mark.parametrize("is_wide", [False, True])

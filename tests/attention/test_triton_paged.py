@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from tests.attention.paged import POISON, make_spec
+from tests.attention.paged import POISON, kv_of, make_spec
 from tests.attention.triton_step import TritonStep, torch_write
 
 from quire.attention.interface import AttentionBatch, GroupBatch
@@ -268,11 +268,11 @@ def test_short_chunks_beyond_the_room_for_parts_are_attended_whole(monkeypatch):
 @pytest.mark.parametrize("head_dim", [4, 44, 264, 512])
 def test_head_sizes_that_the_kernels_lack_are_refused(head_dim):
     with pytest.raises(ConfigurationError, match=f"head_dim={head_dim} can't be served"):
-        TritonPagedAttention.page_format(make_spec(2, 1, head_dim), 16, torch.float32)
+        TritonPagedAttention.page_format(make_spec(2, 1, head_dim), 16, kv_of(torch.float32))
 
 
 def test_unsupported_block_sizes_and_dtypes_are_refused():
     with pytest.raises(ConfigurationError, match="block_size=12 is not a power of two"):
-        TritonPagedAttention.page_format(make_spec(), 12, torch.float32)
-    with pytest.raises(ConfigurationError, match=r"KV dtype torch.int16 can't be served"):
-        TritonPagedAttention.page_format(make_spec(), 16, torch.int16)
+        TritonPagedAttention.page_format(make_spec(), 12, kv_of(torch.float32))
+    with pytest.raises(ConfigurationError, match=r"KV format int16 can't be served"):
+        TritonPagedAttention.page_format(make_spec(), 16, kv_of(torch.int16))

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from tests.attention.paged import POISON, make_spec
+from tests.attention.paged import POISON, kv_of, make_spec
 
 pytest.importorskip("triton")
 
@@ -146,6 +146,6 @@ def test_a_decode_row_is_the_same_alone_to_the_bit(dtype, torch_writes):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_page_takes_little_more_than_half(head_dim, dtype):
     spec = make_spec(8, 2, head_dim)
-    size = TritonPagedAttention.page_format(spec, 16, dtype).bytes_per_layer
-    wide = TritonPagedAttention.page_format(spec, 16, torch.bfloat16).bytes_per_layer
+    size = TritonPagedAttention.page_format(spec, 16, kv_of(dtype)).bytes_per_layer
+    wide = TritonPagedAttention.page_format(spec, 16, kv_of(torch.bfloat16)).bytes_per_layer
     assert size / wide == (head_dim + 2) / (2 * head_dim)

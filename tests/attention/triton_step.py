@@ -3,39 +3,40 @@
 from dataclasses import dataclass
 
 import torch
-from tests.attention.paged import PagedStep
+from tests.attention.paged import PagedStep, kv_of
 
-from quire.attention.quantized_kv import rotate_vectors
+from quire.attention.kv_format import rotate_vectors
+from quire.attention.quantized_kv import FP8, INT8
 from quire.attention.triton_paged import kv_pages
 from quire.kernels.rotary import rotate
-from quire.kernels.triton.attention.quantized_kv import quantize_tokens
 
 CODE_FORMATS = (torch.int8, torch.float8_e4m3fn)
 
 
-def torch_write(q, k, v, rotation, pages, slot_mapping, *, out=None, scales=None):
+def torch_write(q, k, v, rotation, pages, slot_mapping, *, out=None):
     """What the kernel of `test_rotary_kv_write.py` does, here without 10 ms a token."""
     if rotation is not None:
         q, k = rotate(q, k, rotation)
     written = slot_mapping >= 0
-    slots = slot_mapping[written]
-    store(pages, scales, (slots // pages.shape[3], slots % pages.shape[3]), k[written], v[written])
-    if pages.dtype == torch.int8:
+    slots, size = slot_mapping[written], pages.numbers.shape[3]
+    store(pages, (slots // size, slots % size), k[written], v[written])
+    if pages.rotates_keys:
         q = rotate_vectors(q).to(q.dtype)
     return q if out is None else out.copy_(q)
 
 
-def store(pages, scales, places, k, v):
+def store(pages, places, k, v):
     """k, v [count, Hkv, D] to (blocks, offsets) of pages; as codes where these have scales."""
     block, offset = places
+    numbers, scales = pages.numbers, pages.scales
     for half, x in enumerate((k, v)):
-        codes = x.to(pages.dtype) if scales is None else x
+        codes = x.to(numbers.dtype) if scales is None else x
         if scales is not None:
-            is_int8 = pages.dtype == torch.int8
-            kept = rotate_vectors(x) if is_int8 and half == 0 else x
-            codes, of_tokens = quantize_tokens(kept, torch.int8 if is_int8 else torch.float8_e4m3fn)
+            kept = rotate_vectors(x) if pages.rotates_keys and half == 0 else x
+            form = INT8 if numbers.dtype == torch.int8 else FP8
+            codes, of_tokens = form.values.encode(kept)
             scales.view(torch.bfloat16).unflatten(-1, (-1, 2))[block, :, offset, half] = of_tokens
-        pages[block, half, :, offset] = codes.view(pages.dtype)
+        numbers[block, half, :, offset] = codes.view(numbers.dtype)
 
 
 class TritonStep(PagedStep):
@@ -80,22 +81,14 @@ class QuantizedStep(TritonStep):
                 tokens = torch.arange(context)
                 blocks = torch.tensor(self.tables[layer.group][i])[tokens // self.block_size]
                 places = blocks, tokens % self.block_size
-                store(pages.numbers, pages.scales, places, k[i][:context], v[i][:context])
+                store(pages, places, k[i][:context], v[i][:context])
 
     def expected(self, layer, query_lens, contexts=None):
         stored = self.k, self.v
-        self.k = [[self._key_left(x) for x in xs] for xs in self.k]
-        self.v = [[self._left(x) for x in xs] for xs in self.v]
+        form = kv_of(self.dtype)
+        self.k = [[form.rounded_keys(x).double() for x in xs] for xs in self.k]
+        self.v = [[form.values.rounded(x).double() for x in xs] for xs in self.v]
         try:
             return super().expected(layer, query_lens, contexts)
         finally:
             self.k, self.v = stored
-
-    def _key_left(self, x):
-        if self.dtype != torch.int8:
-            return self._left(x)
-        return rotate_vectors(self._left(rotate_vectors(x)).float()).double()
-
-    def _left(self, x):
-        codes, scales = quantize_tokens(x, self.dtype)
-        return codes.double() * scales.double()[..., None]

@@ -72,7 +72,7 @@ def core_maker(model: TextModel, setup: DeviceSetup) -> MakeCore:
             model.attention_specs,
             type(backend),
             block_size,
-            torch.float32,
+            setup.kv_format,
             recurrent_specs=model.recurrent_specs,
             typical_tokens=64,
         )

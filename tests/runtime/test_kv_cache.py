@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.attention.interface import AttentionSpec
+from quire.attention.kv_format import KVFormat
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.step import BlockCopy
 from quire.errors import InsufficientMemoryError
@@ -21,7 +22,7 @@ def spec(window: int | None = None, num_kv_heads: int = 2) -> AttentionSpec:
 
 
 def layout(*specs: AttentionSpec, block_size: int = 16) -> KVCacheLayout:
-    return plan_layout(specs, TorchPagedAttention, block_size, torch.float32)
+    return plan_layout(specs, TorchPagedAttention, block_size, KVFormat.plain(torch.float32))
 
 
 def test_layers_of_a_block_lie_side_by_side_and_do_not_overlap() -> None:

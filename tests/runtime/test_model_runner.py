@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.attention.backends import select
+from quire.attention.kv_format import KVFormat
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import (
     BlockCopy,
@@ -41,7 +42,7 @@ def model():
 @pytest.fixture
 def runner(model) -> ModelRunner:
     backend = select("cpu")
-    layout = plan_layout(model.attention_specs, type(backend), 8, torch.float32)
+    layout = plan_layout(model.attention_specs, type(backend), 8, KVFormat.plain(torch.float32))
     rows = RowBatch(num_rows=4, max_model_len=128, max_num_tokens=64, num_groups=1, block_size=8)
     sampler = Sampler(SamplingRows(4, model.vocab_size))
     return ModelRunner(

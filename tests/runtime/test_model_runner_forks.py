@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.attention.backends import select
+from quire.attention.kv_format import KVFormat
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import (
     BlockCopy,
@@ -102,7 +103,7 @@ def model():
 @pytest.fixture
 def steps(model) -> Steps:
     backend = select("cpu")
-    layout = plan_layout(model.attention_specs, type(backend), 8, torch.float32)
+    layout = plan_layout(model.attention_specs, type(backend), 8, KVFormat.plain(torch.float32))
     rows = RowBatch(num_rows=5, max_model_len=128, max_num_tokens=64, num_groups=1, block_size=8)
     kv_cache = KVCache(layout, 32, CPU)
     sampler = Sampler(SamplingRows(5, model.vocab_size))

@@ -7,6 +7,7 @@ import torch
 from tests.runtime.hybrid_shapes import SHAPES, Shape
 
 from quire.attention.interface import AttentionSpec
+from quire.attention.kv_format import KVFormat
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.runtime.page_layout import (
@@ -38,7 +39,11 @@ def layout(
     *specs: AttentionSpec, states: tuple[Units, ...] = (), block_size: int = 16
 ) -> KVCacheLayout:
     return plan_layout(
-        specs, TorchPagedAttention, block_size, torch.float32, recurrent_specs=states
+        specs,
+        TorchPagedAttention,
+        block_size,
+        KVFormat.plain(torch.float32),
+        recurrent_specs=states,
     )
 
 

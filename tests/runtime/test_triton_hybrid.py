@@ -53,7 +53,7 @@ def make_core(folder: Path, static_sizes: tuple[int, ...]) -> HandCore:
         model.attention_specs,
         type(backend),
         8,
-        torch.float32,
+        setup.kv_format,
         recurrent_specs=model.recurrent_specs,
         typical_tokens=64,
     )

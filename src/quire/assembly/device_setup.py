@@ -13,8 +13,10 @@ import torch
 
 from quire.adapters.linear_slots import AdapterKernels, TorchAdapterKernels
 from quire.adapters.native_slots import NativeAdapterKernels
-from quire.attention.backends import AUTO, FP8, INT8, select
+from quire.attention.backends import select
 from quire.attention.interface import AttentionBackend
+from quire.attention.kv_format import KVFormat
+from quire.attention.kv_registry import AUTO, load_kv_format
 from quire.errors import ConfigurationError
 from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
 from quire.formats.format_registry import load_weight_format
@@ -42,7 +44,7 @@ class DeviceSetup:
     device: torch.device
     #: The dtype of activations.
     dtype: torch.dtype
-    kv_dtype: torch.dtype
+    kv_format: KVFormat
     #: The native kernels; None if Triton's kernels or torch's operators compute; see `is_triton`.
     kernels: NativeKernels | None
     is_triton: bool
@@ -50,7 +52,7 @@ class DeviceSetup:
     operators: Operators
     #: The methods that store and multiply the weights of the model's linears.
     methods: LinearMethods
-    #: The name of the attention backend; None chooses one by the device and the kernels.
+    #: The name of the attention backend; None chooses one by the device, kernels and KV format.
     attention_backend: str | None
     batch_invariant: bool
 
@@ -72,6 +74,7 @@ class DeviceSetup:
             self.device.type,
             self.attention_backend or (TRITON if self.is_triton else None),
             self.kernels,
+            kv_format=self.kv_format.name,
             batch_invariant=self.batch_invariant,
         )
 
@@ -172,7 +175,7 @@ def choose_setup(
     return DeviceSetup(
         device=device,
         dtype=dtype,
-        kv_dtype=_choose_kv_dtype(options, dtype, is_triton),
+        kv_format=load_kv_format(options.kv_cache_dtype, dtype),
         kernels=kernels,
         is_triton=is_triton,
         operators=TORCH_OPERATORS if linears is None else linears.operators,
@@ -186,16 +189,6 @@ def choose_setup(
         attention_backend=options.attention_backend,
         batch_invariant=options.batch_invariant,
     )
-
-
-def _choose_kv_dtype(options: EngineOptions, dtype: torch.dtype, is_triton: bool) -> torch.dtype:
-    name = options.kv_cache_dtype
-    if name == FP8 and not is_triton:
-        raise ConfigurationError(
-            "kv_cache_dtype is 'fp8', which only GPUs compute with; 'int8' takes as many bytes and"
-            " is more exact"
-        )
-    return {AUTO: dtype, INT8: torch.int8, FP8: torch.float8_e4m3fn}[name]
 
 
 def _check_triton(options: EngineOptions, device: torch.device) -> None:

@@ -33,8 +33,8 @@ from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_mode
 from quire.assembly.model_kind import tokenizer_folder
 from quire.assembly.reports.model_work import model_work
 from quire.assembly.tier_identity import PageIdentity, answer_digest
-from quire.attention.backends import AUTO
 from quire.attention.interface import AttentionBackend
+from quire.attention.kv_registry import AUTO
 from quire.distributed.group import ProcessGroup
 from quire.engine.step_work import StepWork
 from quire.engine_client.messages import OnProgress
@@ -120,7 +120,7 @@ def build_rank(
         share.attention_specs,
         type(backend),
         options.block_size,
-        setup.kv_dtype,
+        setup.kv_format,
         recurrent_specs=share.recurrent_specs,
         typical_tokens=max(1, wanted_model_len(options, config) // 2),
     )
@@ -359,7 +359,7 @@ class _Builder:
             states = select_recurrence(setup.device.type, setup.kernels, is_triton=setup.is_triton)
             model.use_states(states)
         elif self.options.kv_cache_dtype != AUTO:  # the check can't run with states
-            check_keys(model, self.options.kv_cache_dtype, model_len)
+            check_keys(model, setup.kv_format, model_len)
         rounding = rounding_of(self.options.quantization, self.config)
         if rounding is not None:
             checked = CheckedSetup(self.folder, self.config, setup.dtype, self.num_ranks)

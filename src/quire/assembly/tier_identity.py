@@ -120,7 +120,7 @@ class PageIdentity:
             attention[backend.package] = importlib.metadata.version(backend.package)
         numerics: dict[str, Any] = {
             "dtype": str(setup.dtype),
-            "kv_dtype": str(setup.kv_dtype),
+            "kv_format": setup.kv_format.name,
             "quantization": options.quantization,
             "rounding": self.rounding.digest().hex(),
             "linears": sorted({_name(each) for each in self._classes if _multiplies(each)}),
@@ -129,7 +129,8 @@ class PageIdentity:
             **_device(setup, is_native),
         }
         # Then add the model, its pages and the sources.
-        seen = self._classes | {type(backend), type(config)}
+        formats = setup.kv_format.keys, setup.kv_format.values
+        seen = self._classes | set(map(type, (backend, config, *formats)))
         positions = config.position_key(self._max_model_len)
         return Fingerprint(
             weights=self.weights.digest().hex(),

@@ -1,1 +1,1 @@
-"""Attention backends: how a step's queries attend over the paged KV cache."""
+"""Attention backends over the paged KV cache, and KV formats: how K and V are stored."""

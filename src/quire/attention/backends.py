@@ -6,8 +6,9 @@ a line in `BACKENDS`.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from quire.attention.kv_registry import AUTO, KV_FORMATS
 from quire.errors import ConfigurationError
 from quire.option_fields import Flag, OneOf, Options, in_words, option
 from quire.registry import Registry, imported
@@ -37,6 +38,8 @@ class BackendEntry:
     #: imported. It returns the reason why the backend can't run, or None if it can. Without a
     #: check, the backend always can.
     why_not: str | None = None
+    #: The names of KV formats that the backend reads, beside those whose own entries name it.
+    kv_formats: frozenset[str] = frozenset()
 
     def load(self, name: str, device_type: str) -> "type[AttentionBackend]":
         """The backend's class. Raises ConfigurationError if `why_not` gives a reason."""
@@ -72,25 +75,15 @@ BACKENDS: Registry[BackendEntry] = Registry(
 Triton is not the default on the CPU, where its interpreter only serves for checks."""
 
 
-AUTO, INT8, FP8 = "auto", "int8", "fp8"
-KV_FORMATS = (AUTO, INT8, FP8)
-
-_REFUSED_KV_FORMATS = {
-    "int4": "of 14 formats of 4 bits none keeps the quality: the best of 5 bits an element costs"
-    " 0.9% of perplexity on ordinary keys, 3% to 25% on keys with outliers, such as biases make;"
-    " int8 costs 0.02% (`quire bench perplexity --kv-cache-dtype int8 int4` measures your text)",
-}
+def default_backends(device_type: str) -> list[str]:
+    """The backends of which the first that can serve is chosen if the user names none."""
+    return [name for name, entry in BACKENDS.items() if device_type in entry.default_for]
 
 
-@dataclass(frozen=True, slots=True)
-class _KVFormat(OneOf):
-    """Refuses each format in `_REFUSED_KV_FORMATS` with a message that says why."""
-
-    def validate(self, name: str, value: Any, *, is_optional: bool) -> str:
-        reason = _REFUSED_KV_FORMATS.get(value) if isinstance(value, str) else None
-        if reason is not None:
-            raise ConfigurationError(f"{name} is {value!r}, but {reason}")
-        return OneOf.validate(self, name, value, is_optional=is_optional)
+def is_read(kv_format: str, backend: str) -> bool:
+    """Whether the backend reads the KV format. Plain formats are registered by AUTO only."""
+    readers = KV_FORMATS.get(kv_format if kv_format in KV_FORMATS else AUTO).backends
+    return readers is None or backend in readers or kv_format in BACKENDS.get(backend).kv_formats
 
 
 @dataclass(frozen=True)
@@ -108,9 +101,9 @@ class AttentionOptions(Options):
     )
     kv_cache_dtype: str = option(
         AUTO,
-        _KVFormat(KV_FORMATS),
+        OneOf(KV_FORMATS),
         group="model",
-        help="how K and V are stored: {names}",
+        help="how K and V are stored: auto, int8 or fp8",
         doc='how K and V are stored. "auto": in the model\'s dtype. "int8", "fp8" (e4m3, on a GPU):'
         " a byte an element and a scale for each token and head. The start warns where the model's"
         " keys don't bear it.",
@@ -122,17 +115,19 @@ def select(
     name: str | None = None,
     kernels: "NativeKernels | None" = None,
     *,
+    kv_format: str = AUTO,
     batch_invariant: bool = False,
 ) -> "AttentionBackend":
     """A new backend for `device`, such as "cpu" or "cuda:1".
 
-    If `name` is None, the device's default is chosen. `kernels` are the engine's native kernels, or
-    None if torch computes. With `batch_invariant`, no result may depend on the batch.
-    Raises ConfigurationError if the name is unknown or doesn't serve the device, or if the backend
-    can't run or can't be batch-invariant.
+    If `name` is None, the device's first default that reads the KV format is chosen. `kernels` are
+    the engine's native kernels, or None if torch computes. With `batch_invariant`, no result may
+    depend on the batch. Raises ConfigurationError if the name is unknown or doesn't serve the
+    device, or if the backend can't run, can't be batch-invariant or doesn't read the KV format.
     """
     from quire.attention.interface import BackendRequest  # imports torch
 
+    # First, find the backends that serve the device.
     device_type = device.partition(":")[0]
     serving = {
         n: e
@@ -151,6 +146,14 @@ def select(
             f"{wanted} serve{'s' if name is None else ''} device {device!r}; "
             f"backends for it: {', '.join(serving) or 'none'}"
         )
-    chosen = name or next(n for n, e in serving.items() if device_type in e.default_for)
+    # Then choose one that reads the KV format.
+    defaults = [n for n in default_backends(device_type) if n in serving]
+    chosen = name or next((n for n in defaults if is_read(kv_format, n)), defaults[0])
+    if not is_read(kv_format, chosen):
+        read = in_words([n for n in KV_FORMATS if is_read(n, chosen)])
+        raise ConfigurationError(
+            f"kv_cache_dtype is {kv_format!r}, but attention backend {chosen!r} reads {read}"
+            f"{KV_FORMATS.get(kv_format).advice}"
+        )
     request = BackendRequest(device_type, kernels, batch_invariant)
     return serving[chosen].load(chosen, device_type).create(request)

@@ -24,10 +24,10 @@ from quire.attention.interface import (
     LayerKV,
     NativeAttention,
     filled_up,
-    plain_page_format,
+    page_format_of,
     rotated,
 )
-from quire.attention.quantized_kv import with_scales
+from quire.attention.kv_format import KVFormat
 from quire.attention.shared_prefix import DecodeRows, SharedTiles, shared_runs
 from quire.errors import ConfigurationError
 from quire.kernels.attention_inputs import AttentionInputs
@@ -36,6 +36,10 @@ from quire.kernels.cpu.library import NativeKernels
 
 TILE_TOKENS = 256
 """The number of tokens in a tile, as in csrc/attention/attention_kernels.h."""
+
+_PLAIN, _INT8 = abi.KVLayout.PLAIN, abi.KVLayout.INT8
+KV_FORMATS = {"float32": _PLAIN, "bfloat16": _PLAIN, "int8": _INT8}
+"""The kernels' formats of pages by the names of KV formats."""
 
 MAX_QUANTIZED_DIM = 512
 """Largest head size of int8 pages: kMaxQuantizedDim in csrc/attention/quantized/rotated.h."""
@@ -77,13 +81,13 @@ class CpuPagedAttention(AttentionBackend):
         return NativeAttention(self._step, self._layers)
 
     @staticmethod
-    def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
+    def page_format(spec: AttentionSpec, block_size: int, kv_format: KVFormat) -> KVPageFormat:
         if spec.head_dim % 2:
             raise ConfigurationError(
                 f"head_dim={spec.head_dim} is odd; the native kernels need an even one"
             )
-        form = plain_page_format(spec, block_size, dtype, (*abi.DTYPES, torch.int8))
-        return _quantized_format(spec, form) if dtype == torch.int8 else form
+        form = page_format_of(spec, block_size, kv_format, KV_FORMATS)
+        return form if KV_FORMATS[kv_format.name] is _PLAIN else _quantized_format(spec, form)
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         bound = [_bound(spec, layer) for spec, layer in zip(specs, layers, strict=True)]
@@ -148,7 +152,7 @@ class CpuPagedAttention(AttentionBackend):
         (q, k), sinks = rotated(inputs), inputs.sinks
         q = _with_adjacent_heads(q)
         assert len(q) == self._step.num_tokens, "run serves the step that was planned"
-        if bound.kv_format == abi.KVFormat.INT8:
+        if bound.kv_format == _INT8:
             bound.dtype = abi.DTYPES[q.dtype]
         assert abi.DTYPES[q.dtype] == bound.dtype
         if sinks is not None:
@@ -195,14 +199,13 @@ def _quantized_format(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
         )
     # Four dimensions are stored side by side (csrc/attention/quantized/quantized_page.h). head_dim
     # is even, so this rounds it up to a multiple of four.
-    num_bytes = 2 * form.block_size * spec.num_kv_heads * (spec.head_dim + spec.head_dim % 4)
-    return with_scales(spec, replace(form, bytes_per_layer=num_bytes))
+    num_padded = 2 * form.block_size * spec.num_kv_heads * (spec.head_dim % 4)
+    return replace(form, bytes_per_layer=form.bytes_per_layer + num_padded)
 
 
 def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
     assert layer.pages.dtype == torch.uint8
     assert layer.pages.shape[1] == layer.format.bytes_per_layer
-    is_quantized = layer.format.dtype == torch.int8
     return abi.AttentionLayer(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -219,7 +222,7 @@ def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
         page_stride=layer.pages.stride(0),
         value_dim=spec.value_dim or 0,
         v_head_dim=spec.v_head_dim or 0,
-        kv_format=abi.KVFormat.INT8 if is_quantized else abi.KVFormat.PLAIN,
+        kv_format=KV_FORMATS[layer.format.kv_format.name],
     )
 
 

@@ -26,13 +26,14 @@ from quire.attention.interface import (
     BackendRequest,
     KVPageFormat,
     LayerKV,
-    plain_page_format,
+    page_format_of,
 )
+from quire.attention.kv_format import KVFormat
 from quire.errors import ConfigurationError
 from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.transfers import DeviceLink
 
-KV_DTYPES = (torch.bfloat16, torch.float16)
+KV_FORMATS = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
 
 WORKSPACE_BYTES = 128 << 20
@@ -91,7 +92,7 @@ class FlashInferAttention(AttentionBackend):
         return cls(batch_invariant=request.batch_invariant)
 
     @staticmethod
-    def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
+    def page_format(spec: AttentionSpec, block_size: int, kv_format: KVFormat) -> KVPageFormat:
         lacking = None
         if spec.has_sinks:
             lacking = "attention sinks"
@@ -103,17 +104,12 @@ class FlashInferAttention(AttentionBackend):
             lacking = f"heads of {spec.head_dim} (of {', '.join(map(str, HEAD_DIMS))} it has)"
         elif spec.window is not None and not spec.causal:
             lacking = "windows that look ahead"
-        elif dtype.itemsize == 1:
-            raise ConfigurationError(
-                f"attention_backend='flashinfer' can't read pages of {dtype} with a scale for each "
-                "token and head; choose attention_backend='triton', or K and V of the model's dtype"
-            )
         if lacking is not None:
             raise ConfigurationError(
                 f"attention_backend='flashinfer' has no {lacking}, which this model needs; "
                 "choose attention_backend='triton'"
             )
-        return plain_page_format(spec, block_size, dtype, KV_DTYPES)
+        return page_format_of(spec, block_size, kv_format, KV_FORMATS)
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         # Imported here because the package is slow to load, and optional.
@@ -193,6 +189,7 @@ class FlashInferAttention(AttentionBackend):
     def _write(self, layer: int, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Returns (normed and rotated q, contiguous; the layer's pages; the planned wrapper)."""
         # Imported here because it imports Triton.
+        from quire.kernels.triton.attention.quantized_kv import KVPages
         from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
         key, pages = self._layers[layer]
@@ -200,7 +197,7 @@ class FlashInferAttention(AttentionBackend):
         assert q.shape[0] == self._num_tokens, "run serves the step that was planned"
         assert sinks is None and q.dtype == key.dtype
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        rotate_and_write(q, k, v, rotation, pages, self._slots[key.group], out=out)
+        rotate_and_write(q, k, v, rotation, KVPages(pages), self._slots[key.group], out=out)
         return out, pages, self._wrappers[key]
 
 

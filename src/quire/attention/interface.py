@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from quire.attention.kv_format import KVFormat
 from quire.errors import ConfigurationError
 from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.cpu import abi
@@ -117,9 +118,14 @@ class KVPageFormat:
 
     #: The number of tokens in a block.
     block_size: int
-    dtype: torch.dtype
+    kv_format: KVFormat
     #: The size in bytes of one layer's part of a block, including scales and alignment.
     bytes_per_layer: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the stored elements, or of their codes."""
+        return self.kv_format.keys.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +144,13 @@ class LayerKV:
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 2048
 
 
-def plain_page_format(
-    spec: AttentionSpec, block_size: int, dtype: torch.dtype, served: Collection[torch.dtype]
+def page_format_of(
+    spec: AttentionSpec, block_size: int, kv_format: KVFormat, served: Collection[str] | None = None
 ) -> KVPageFormat:
-    """A format of K and V, or of a latent layer's vectors, without scales or padding.
+    """The pages of K and V, or of a latent layer's vectors: the format's arrays, without padding.
 
-    Raises ConfigurationError for a dtype that is not in `served`, and for an invalid block size,
-    head count or value size.
+    Raises ConfigurationError for a format whose name is not in `served` (None has all names), and
+    for an invalid block size, head count or value size.
     """
     is_power_of_two = block_size > 0 and block_size & (block_size - 1) == 0
     if not is_power_of_two or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
@@ -152,15 +158,15 @@ def plain_page_format(
             f"block_size={block_size} is not a power of two from {MIN_BLOCK_SIZE} to "
             f"{MAX_BLOCK_SIZE}; choose one, 16 is the default"
         )
-    if dtype not in served:
-        names = ", ".join(str(d).removeprefix("torch.") for d in served)
-        raise ConfigurationError(f"KV dtype {dtype} can't be served; choose one of {names}")
+    if served is not None and kv_format.name not in served:
+        raise ConfigurationError(
+            f"KV format {kv_format.name} can't be served; choose one of {', '.join(served)}"
+        )
     if spec.num_heads % spec.num_kv_heads:
         raise ConfigurationError(
             f"num_heads={spec.num_heads} is not a multiple of num_kv_heads="
             f"{spec.num_kv_heads}; every KV head must serve as many query heads"
         )
-    num_elements = 2 * block_size * spec.num_kv_heads * spec.head_dim
     if spec.v_head_dim is not None and not 0 < spec.v_head_dim <= spec.head_dim:
         raise ConfigurationError(
             f"v_head_dim={spec.v_head_dim} is not from 1 to head_dim={spec.head_dim}: pages have as"
@@ -168,8 +174,9 @@ def plain_page_format(
         )
     if spec.value_dim is not None:
         _check_latent(spec, spec.value_dim)
-        num_elements = block_size * spec.head_dim
-    return KVPageFormat(block_size, dtype, num_elements * dtype.itemsize)
+    vectors = kv_format.vectors(is_latent=spec.value_dim is not None)
+    head_bytes = sum(vector.num_bytes(spec.head_dim) for vector in vectors)
+    return KVPageFormat(block_size, kv_format, block_size * spec.num_kv_heads * head_bytes)
 
 
 def _check_latent(spec: AttentionSpec, value_dim: int) -> None:
@@ -230,9 +237,9 @@ class AttentionBackend(ABC):
         return None
 
     @staticmethod
-    @abstractmethod
-    def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
+    def page_format(spec: AttentionSpec, block_size: int, kv_format: KVFormat) -> KVPageFormat:
         """The page format for a layer. Raises ConfigurationError if the layer can't be served."""
+        return page_format_of(spec, block_size, kv_format)
 
     @abstractmethod
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:

@@ -1,8 +1,9 @@
-"""Int8 quantization of K and V vectors, bit-identical in all attention backends.
+"""KV formats of 8-bit codes (int8, fp8), bit-identical in all attention backends.
 
-For each vector x (a token's K or V in one KV head), a byte per element and one scale are stored:
+For each vector x (a token's K or V in one KV head), a byte per element and one scale are stored.
+`most` is the largest code: 127 for int8, 448 for the 8-bit floats e4m3.
 
-    scale = bfloat16(max |x| / 127),   code = nearest(x / scale), from -127 to 127
+    scale = bfloat16(max |x| / most),   code = nearest(x / scale), from -most to most
     x is read as code * scale
 
 Scale and codes are pure functions of x. So nothing is rewritten when a block fills, and all
@@ -12,63 +13,48 @@ elements are clipped by at most half a code, which is no more than the rounding 
 elements. A vector of zeros has a scale of 0 and is exact. A vector with an infinity or a NaN has a
 scale of NaN: only queries that see it get NaN.
 
-K and q are first multiplied by an orthogonal matrix (`rotate_vectors`), which preserves q·k. Some
-models' keys have a few large elements; the rotation spreads them over all elements, so that the
-scale is finer ("QuaRot", arXiv:2404.00456, section 4.2). V is not rotated, and neither are a latent
-layer's vectors, because they are also values.
+In int8, K and q are first multiplied by an orthogonal matrix (`kv_format.rotate_vectors`), which
+preserves q·k. Some models' keys have a few large elements; the rotation spreads them over all
+elements, so that the scale is finer ("QuaRot", arXiv:2404.00456, section 4.2). V is not rotated,
+and neither are a latent layer's vectors, because they are also values.
 
 Each backend has its own layout of codes and scales. The native kernels
 (`csrc/attention/quantized/quantized_page.h` of `kernels/cpu`) and the Triton kernels
 (`rotary_kv_write.py` of `kernels/triton`) compute the same bytes from the same K.
 """
 
-import math
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 
-from quire.attention.interface import AttentionSpec, KVPageFormat
-
-SCALE_DTYPE = torch.bfloat16
-LARGEST_CODE = 127.0
+from quire.attention.kv_format import Arrays, KVFormat, VectorFormat
 
 
-def quantize_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., D] of any floating dtype -> (codes [..., D] int8, scales [...] bfloat16)."""
-    wide = x.float()
-    largest = wide.abs().amax(-1)
-    is_sound = wide.isfinite().all(-1)
-    scales = torch.where(is_sound, largest / LARGEST_CODE, torch.nan).to(SCALE_DTYPE)
-    divisors = scales.float()[..., None]
-    quotients = torch.where(divisors > 0, wide / divisors, 0.0).round_()
-    return quotients.clamp_(-LARGEST_CODE, LARGEST_CODE).to(torch.int8), scales
+@dataclass(frozen=True, slots=True)
+class Coded(VectorFormat):
+    """Codes [D] of `dtype`, int8 or float8_e4m3fn, and one bfloat16 scale []."""
+
+    dtype: torch.dtype
+
+    def arrays(self, head_dim: int) -> Arrays:
+        return (self.dtype, (head_dim,)), (torch.bfloat16, ())
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        is_float = self.dtype.is_floating_point
+        most = float((torch.finfo if is_float else torch.iinfo)(self.dtype).max)
+        wide = x.float()
+        largest = wide.abs().amax(-1)
+        is_sound = wide.isfinite().all(-1)
+        scales = torch.where(is_sound, largest / most, torch.nan).bfloat16()
+        divisors = scales.float()[..., None]
+        quotients = torch.where(divisors > 0, wide / divisors, 0.0)
+        quotients = quotients if is_float else quotients.round_()
+        return quotients.clamp_(-most, most).to(self.dtype), scales
+
+    def decode(self, *arrays: torch.Tensor) -> torch.Tensor:
+        codes, scales = arrays
+        return codes.float() * scales.float()[..., None]
 
 
-def widen_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """codes [..., D], scales [...] -> the dequantized vectors [..., D] fp32."""
-    return codes.float() * scales.float()[..., None]
-
-
-def rotate_vectors(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] of any floating dtype -> fp32, each vector times an orthonormal Hadamard matrix.
-
-    The matrix has n rows, where n is the greatest power of two that divides D, and multiplies each
-    group of n elements. It is symmetric and its own inverse. Passes combine pairs of elements at
-    distances of 1, 2, 4, .. in this order, so that all backends get the same bits.
-    """
-    size = x.shape[-1] & -x.shape[-1]
-    wide = x.float()
-    distance = 1
-    while distance < size:
-        pairs = (x.shape[-1] // (2 * distance), 2, distance)
-        first, second = wide.reshape(*x.shape[:-1], *pairs).unbind(-2)
-        wide = torch.stack((first + second, first - second), -2).reshape(x.shape)
-        distance *= 2
-    return wide * (1.0 / math.sqrt(size))
-
-
-def with_scales(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
-    """`form` enlarged by the bytes of the scales, which follow the codes."""
-    num_vectors = (1 if spec.value_dim else 2) * form.block_size * spec.num_kv_heads
-    scales_bytes = num_vectors * SCALE_DTYPE.itemsize
-    return replace(form, bytes_per_layer=form.bytes_per_layer + scales_bytes)
+INT8 = KVFormat("int8", Coded(torch.int8), Coded(torch.int8), rotates_keys=True)
+FP8 = KVFormat("fp8", Coded(torch.float8_e4m3fn), Coded(torch.float8_e4m3fn))

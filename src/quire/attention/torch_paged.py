@@ -1,8 +1,9 @@
 """Attention over the paged KV cache in plain torch: the fallback.
 
-It is used if there are no native kernels, and tests compare the other backends with it. A layer's
-page is [2, B, Hkv, D], K then V, in the KV dtype. A latent layer's page is [B, D]. Torch's
-attention gets all D elements of it as values, and the first Dv elements of the result are used.
+It is used if there are no native kernels, and tests compare the other backends with it. It reads
+any KV format. A layer's page has the arrays of the format's keys, [B, Hkv, *shape] each, and then
+those of its values. A latent layer's page has those of keys alone. Torch's attention gets all D
+elements of them as values, and the first Dv elements of the result are used.
 
 A step is a list of calls, each of which gathers blocks and attends to them in fp32. The keys of
 decoding sequences are split into tiles, and a call has tiles of many sequences. Blocks that several
@@ -33,25 +34,15 @@ from quire.attention.interface import (
     AttentionBatch,
     AttentionSpec,
     BackendRequest,
-    KVPageFormat,
     LayerKV,
-    plain_page_format,
     rotated,
 )
-from quire.attention.quantized_kv import (
-    SCALE_DTYPE,
-    quantize_vectors,
-    rotate_vectors,
-    widen_codes,
-    with_scales,
-)
+from quire.attention.kv_format import VectorFormat, rotate_vectors
 from quire.attention.shared_prefix import DecodeRows, Ints, SharedTiles, shared_runs
 from quire.errors import ConfigurationError
 from quire.kernels.attention_inputs import AttentionInputs
 
 Table = npt.NDArray[np.int32]
-
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 TILE_TOKENS = 64
 """The number of keys in a tile, unless a block has more. On average half of a sequence's last tile
@@ -250,40 +241,38 @@ def _own_ranges(
 class _Stored:
     """The stored K or V of a layer."""
 
-    #: [N, B, Hkv, D], a view of the pages.
-    vectors: torch.Tensor
-    #: [N, B, Hkv]; None if the vectors are not int8 codes.
-    scales: torch.Tensor | None
+    form: VectorFormat
+    #: The format's arrays, [N, B, Hkv, *shape] each, views of the pages.
+    arrays: list[torch.Tensor]
 
     def write(self, slots: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> None:
         """Write x [T, Hkv, D] to the slots, given as (block ids, offsets in the blocks)."""
-        if self.scales is None:
-            self.vectors[slots] = x.to(self.vectors.dtype)
-        else:
-            self.vectors[slots], self.scales[slots] = quantize_vectors(x)
+        for array, part in zip(self.arrays, self.form.encode(x), strict=True):
+            array[slots] = part
 
     def gather(self, call: _Call) -> torch.Tensor:
         """The call's keys or values, [n, Hkv, l, D] fp32."""
-        stored = self.vectors.index_select(0, call.blocks).flatten(0, 1)
-        if self.scales is not None:
-            stored = widen_codes(stored, self.scales.index_select(0, call.blocks).flatten(0, 1))
+        count, seen = len(call.tokens), slice(call.first, call.end)
+        gathered = [array.index_select(0, call.blocks) for array in self.arrays]
+        tiles = [part.view(count, -1, *part.shape[2:])[:, seen] for part in gathered]
+        vectors = self.form.decode(*tiles)
         if call.hidden is not None:
-            stored.index_fill_(0, call.hidden, 0)
-        tiles = stored.view(len(call.tokens), -1, *stored.shape[1:])
-        return tiles[:, call.first : call.end].float().transpose(1, 2)
+            vectors.view(-1, *vectors.shape[2:]).index_fill_(0, call.hidden, 0)
+        return vectors.transpose(1, 2)
 
 
-def _stored_parts(spec: AttentionSpec, layer: LayerKV) -> list[_Stored]:
+def _stored(spec: AttentionSpec, layer: LayerKV) -> list[_Stored]:
     """K, and V if it is stored."""
-    num_parts = 1 if spec.value_dim else 2
-    heads = (num_parts, layer.format.block_size, spec.num_kv_heads)
-    if layer.format.dtype != torch.int8:
-        vectors = layer.pages.view(layer.format.dtype).view(-1, *heads, spec.head_dim)
-        return [_Stored(part, None) for part in vectors.unbind(1)]
-    num_codes = math.prod(heads) * spec.head_dim
-    codes = layer.pages[:, :num_codes].view(torch.int8).view(-1, *heads, spec.head_dim)
-    scales = layer.pages[:, num_codes:].view(SCALE_DTYPE).view(-1, *heads)
-    return list(map(_Stored, codes.unbind(1), scales.unbind(1)))
+    heads, start = (layer.format.block_size, spec.num_kv_heads), 0
+    found = []
+    for form in layer.format.kv_format.vectors(is_latent=spec.value_dim is not None):
+        arrays = []
+        for dtype, shape in form.arrays(spec.head_dim):
+            end = start + math.prod((*heads, *shape)) * dtype.itemsize
+            arrays.append(layer.pages[:, start:end].view(dtype).view(-1, *heads, *shape))
+            start = end
+        found.append(_Stored(form, arrays))
+    return found
 
 
 class _LayerMemory:
@@ -295,8 +284,8 @@ class _LayerMemory:
         self.spec = spec
         self.group = layer.group
         self.block_size = layer.format.block_size
-        self.is_rotated = layer.format.dtype == torch.int8 and spec.value_dim is None
-        parts = _stored_parts(spec, layer)
+        self.is_rotated = layer.format.kv_format.rotates_keys and spec.value_dim is None
+        parts = _stored(spec, layer)
         #: `values` is None in latent layers.
         self.keys, self.values = parts[0], None if spec.value_dim else parts[1]
         token_bytes = 2 * torch.float32.itemsize * spec.num_kv_heads * spec.head_dim
@@ -393,11 +382,6 @@ class TorchPagedAttention(AttentionBackend):
                 " prompt depends on its chunks; choose 'native' on a CPU and 'triton' on a GPU"
             )
         return cls()
-
-    @staticmethod
-    def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
-        form = plain_page_format(spec, block_size, dtype, KV_DTYPES)
-        return with_scales(spec, form) if dtype == torch.int8 else form
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         self._layers = tuple(map(_LayerMemory, specs, layers))

@@ -19,7 +19,7 @@ Shapes as in `interface.py`.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -30,8 +30,9 @@ from quire.attention.interface import (
     BackendRequest,
     KVPageFormat,
     LayerKV,
-    plain_page_format,
+    page_format_of,
 )
+from quire.attention.kv_format import KVFormat
 from quire.attention.triton_plan import (
     DeviceLimits,
     chunk_rule,
@@ -49,16 +50,11 @@ from quire.kernels.triton.attention.decode_work import decode_work
 from quire.kernels.triton.attention.latent_attention import latent_attention
 from quire.kernels.triton.attention.latent_write import latent_write
 from quire.kernels.triton.attention.merge_parts import merge_parts
-from quire.kernels.triton.attention.paged_attention import (
-    AttendShape,
-    AttendWork,
-    KVPages,
-    paged_attention,
-)
-from quire.kernels.triton.attention.quantized_kv import CODE_DTYPES
+from quire.kernels.triton.attention.paged_attention import AttendShape, AttendWork, paged_attention
+from quire.kernels.triton.attention.quantized_kv import CODE_DTYPES, KVPages
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *CODE_DTYPES)
+KV_FORMATS = ("float32", "bfloat16", "float16", *CODE_DTYPES)
 
 MAX_HEAD_DIM = 256
 """The largest head size for which tiles of queries, outputs, K and V fit a program."""
@@ -130,19 +126,15 @@ class TritonPagedAttention(AttentionBackend):
         return cls(batch_invariant=request.batch_invariant)
 
     @staticmethod
-    def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
+    def page_format(spec: AttentionSpec, block_size: int, kv_format: KVFormat) -> KVPageFormat:
         if spec.value_dim is not None:
-            _check_latent(spec, spec.value_dim, dtype)
+            _check_latent(spec, spec.value_dim, kv_format)
         elif spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
             raise ConfigurationError(
                 f"head_dim={spec.head_dim} can't be served by the Triton kernels, which need a "
                 f"multiple of 8 up to {MAX_HEAD_DIM}; device='cpu' with kernels='auto' computes it"
             )
-        form = plain_page_format(spec, block_size, dtype, KV_DTYPES)
-        if dtype in CODE_DTYPES:
-            scales_bytes = 4 * block_size * spec.num_kv_heads
-            form = replace(form, bytes_per_layer=form.bytes_per_layer + scales_bytes)
-        return form
+        return page_format_of(spec, block_size, kv_format, KV_FORMATS)
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         device = layers[0].pages.device
@@ -236,9 +228,8 @@ class TritonPagedAttention(AttentionBackend):
             if k is not None:
                 latent_write(k, pages.numbers, slots)
         else:
-            kv, scales, narrow = pages.numbers, pages.scales, _narrow(q, pages)
             v = None if v is None else bound.spec.with_zeros(v)
-            q = rotate_and_write(q, k, v, rotation, kv, slots, out=narrow, scales=scales)
+            q = rotate_and_write(q, k, v, rotation, pages, slots, out=_narrow(q, pages))
         if q.stride(1) != q.shape[2]:
             q = q.contiguous()
         out = torch.empty((*q.shape[:2], bound.decode.output_dim), dtype=dtype, device=q.device)
@@ -269,12 +260,12 @@ def _by_head(rows: torch.Tensor, shape: AttendShape) -> torch.Tensor:
     return rows[: count * shape.num_heads].view(count, shape.num_heads, rows.shape[1])
 
 
-def _check_latent(spec: AttentionSpec, value_dim: int, dtype: torch.dtype) -> None:
+def _check_latent(spec: AttentionSpec, value_dim: int, kv_format: KVFormat) -> None:
     """Raises ConfigurationError if the Triton kernels can't serve a latent layer."""
-    if dtype in CODE_DTYPES:
+    if kv_format.name in CODE_DTYPES:
         raise ConfigurationError(
-            f"the Triton kernels have no pages of {str(dtype).removeprefix('torch.')} for latent"
-            " layers; choose kv_cache_dtype='auto'"
+            f"the Triton kernels have no pages of {kv_format.name} for latent layers; choose"
+            " kv_cache_dtype='auto'"
         )
     rest = spec.head_dim - value_dim
     if value_dim > MAX_VALUE_DIM or rest > MAX_LATENT_REST or spec.head_dim % 8:
@@ -288,13 +279,15 @@ def _check_latent(spec: AttentionSpec, value_dim: int, dtype: torch.dtype) -> No
 
 def kv_pages(spec: AttentionSpec, layer: LayerKV) -> KVPages:
     """Views of a layer's bytes: K and V, the scales of int8 or fp8 codes, or latent vectors."""
-    block_size, dtype = layer.format.block_size, layer.format.dtype
+    block_size, kv_format = layer.format.block_size, layer.format.kv_format
+    dtype = CODE_DTYPES.get(kv_format.name, layer.format.dtype)
     if spec.value_dim is not None:
         return KVPages(layer.pages.view(dtype).view(-1, block_size, spec.head_dim))
     page = (2, spec.num_kv_heads, block_size, spec.head_dim)
-    if dtype not in CODE_DTYPES:
+    if kv_format.name not in CODE_DTYPES:
         return KVPages(layer.pages.view(dtype).view(-1, *page))
     num_codes = math.prod(page)
-    codes = layer.pages[:, :num_codes].view(CODE_DTYPES[dtype])
+    codes = layer.pages[:, :num_codes].view(dtype).view(-1, *page)
     scales = layer.pages[:, num_codes:].view(torch.int32)
-    return KVPages(codes.view(-1, *page), scales.view(-1, spec.num_kv_heads, block_size))
+    scales = scales.view(-1, spec.num_kv_heads, block_size)
+    return KVPages(codes, scales, kv_format.rotates_keys)

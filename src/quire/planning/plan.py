@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.assembly.build import may_overlap_on_cpu
 from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memory
-from quire.attention.backends import INT8
+from quire.attention.kv_registry import INT8
 from quire.bench.machine import processor
 from quire.core.memory.cache_options import AUTO_BLOCK_SIZE
 from quire.core.scheduling.options import SERVED_MAX_ITL_RATIO
@@ -233,7 +233,7 @@ class Planner:
             "model": self._digest,
             "dtype": fit.dtype,
             "quantization": options.quantization,
-            "kv_dtype": fit.kv_dtype,
+            "kv_dtype": fit.kv_format,
             "block_size": fit.block_size,
             "kernels": fit.kernels,
             "attention_backend": options.attention_backend,

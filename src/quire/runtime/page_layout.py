@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-import torch
-
 from quire.attention.interface import AttentionBackend, AttentionSpec, KVPageFormat
+from quire.attention.kv_format import KVFormat
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.recurrence.state_backend import RecurrentSpec
 
@@ -97,7 +96,7 @@ def plan_layout(
     specs: Sequence[AttentionSpec],
     backend: type[AttentionBackend],
     block_size: int,
-    dtype: torch.dtype,
+    kv_format: KVFormat,
     *,
     recurrent_specs: Sequence[RecurrentSpec] = (),
     typical_tokens: int = 4096,
@@ -108,7 +107,7 @@ def plan_layout(
     Raises ConfigurationError for layers that the backend can't serve.
     """
     # First, collect the bytes that each layer needs.
-    formats = tuple(backend.page_format(spec, block_size, dtype) for spec in specs)
+    formats = tuple(backend.page_format(spec, block_size, kv_format) for spec in specs)
     layers: dict[tuple[KVKind, int | None], dict[int, int]] = {}
     for layer, spec in enumerate(specs):
         layers.setdefault(_rule(spec), {})[layer] = formats[layer].bytes_per_layer

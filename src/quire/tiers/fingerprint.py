@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 _PERSON = b"quire-pages"
 _NO_PART = "nothing"
-_SHOWN = ("model", "dtype", "kv_dtype", "quantization", "kernels", "block_size", "share")
+_SHOWN = ("model", "dtype", "kv_format", "quantization", "kernels", "block_size", "share")
 
 
 @dataclass(frozen=True, slots=True)

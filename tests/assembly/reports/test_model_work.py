@@ -8,6 +8,7 @@ from torch import nn
 from quire.assembly.build import build_engine
 from quire.assembly.reports.model_work import OPERATIONS_PER_STATE_ELEMENT, model_work
 from quire.attention.backends import select
+from quire.attention.kv_format import KVFormat
 from quire.engine.step_work import AttentionWork, ExpertWork
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.layers.embedding import LMHead, VocabEmbedding
@@ -35,7 +36,7 @@ def work_of(model: Model, dtype: torch.dtype = torch.float32):
         model.attention_specs,
         type(select("cpu")),
         BLOCK_SIZE,
-        dtype,
+        KVFormat.plain(dtype),
         recurrent_specs=model.recurrent_specs,
     )
     return model_work(model, dtype, layout)  # type: ignore[arg-type]

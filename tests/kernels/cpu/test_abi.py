@@ -170,7 +170,7 @@ def test_scorings_have_the_same_values() -> None:
 
 def test_formats_of_kv_have_the_same_values() -> None:
     assert re.findall(r"k(\w+)KV = (\d+)", header("library/abi.h")) == [
-        (form.name.capitalize(), str(form.value)) for form in abi.KVFormat
+        (form.name.capitalize(), str(form.value)) for form in abi.KVLayout
     ]
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.attention.kv_rounding import KV_ROUNDINGS, KeyProbe
+from quire.attention.kv_format import KVFormat
+from quire.attention.kv_rounding import KeyProbe
 from quire.models.interface import TextModel
 from quire.observability.log import get_logger
 
@@ -45,26 +46,26 @@ class KeyDivergence:
 
 
 @torch.inference_mode()
-def measure_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> KeyDivergence:
+def measure_keys(model: TextModel, kv_format: KVFormat, max_model_len: int) -> KeyDivergence:
     """The divergence of the worst layer. The model must be ready to run.
 
-    `kv_cache_dtype` is a key of `KV_ROUNDINGS`. `max_model_len` limits the prompt's length.
+    `max_model_len` limits the prompt's length.
     """
     device = next(model.parameters()).device
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
-    probe = KeyProbe(model.attention_specs, KV_ROUNDINGS[kv_cache_dtype].of_keys)
+    probe = KeyProbe(model.attention_specs, kv_format)
     model(places * _STRIDE % model.vocab_size, places, probe)
     found = (KeyDivergence(layer, mean) for layer, mean in probe.divergence.items())
     return max(found, key=lambda each: (each.is_bad, each.mean))
 
 
-def check_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> None:
+def check_keys(model: TextModel, kv_format: KVFormat, max_model_len: int) -> None:
     """Measure the divergence and log it. Logs a warning if the format is bad for the model."""
-    found = measure_keys(model, kv_cache_dtype, max_model_len)
+    found, name = measure_keys(model, kv_format, max_model_len), kv_format.name
     if not found.is_bad:
         logger.info(
             "kv_cache_dtype=%s: attention diverges by at most %.2g nats on the calibration prompt",
-            kv_cache_dtype,
+            name,
             found.mean,
         )
         return
@@ -73,9 +74,9 @@ def check_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> Non
         " %.2g nats on the calibration prompt, and more than %g costs quality; use"
         " kv_cache_dtype=auto, or measure your text with `quire bench perplexity"
         " --kv-cache-dtype auto %s`",
-        kv_cache_dtype,
+        name,
         found.layer,
         found.mean,
         MOST_DIVERGENCE,
-        kv_cache_dtype,
+        name,
     )

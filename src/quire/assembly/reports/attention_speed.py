@@ -72,7 +72,7 @@ class _Runs:
     def __init__(self, setup: DeviceSetup, spec: AttentionSpec, block_size: int) -> None:
         self._spec, self._device, self._dtype = spec, setup.device, setup.dtype
         self._backend: AttentionBackend = setup.new_backend()
-        form = self._backend.page_format(spec, block_size, setup.kv_dtype)
+        form = self._backend.page_format(spec, block_size, setup.kv_format)
         num_blocks = -(-CONTEXT // block_size)
         pages = torch.zeros(
             NUM_ROWS * num_blocks, form.bytes_per_layer, dtype=torch.uint8, device=setup.device

@@ -31,7 +31,8 @@ class MemoryFit:
     block_size: int
     max_model_len: int
     dtype: str
-    kv_dtype: str
+    #: The name of the KV format; of a plain format, its dtype's.
+    kv_format: str
     #: The kernels' name, as in `DeviceSetup.name`.
     kernels: str
     num_threads: int
@@ -110,7 +111,7 @@ def _layout(options: EngineOptions, kind: ModelKind, setup: DeviceSetup) -> KVCa
         kind.config.attention_specs,
         type(setup.new_backend()),
         options.block_size,
-        setup.kv_dtype,
+        setup.kv_format,
         recurrent_specs=kind.config.recurrent_specs,
         typical_tokens=max(1, wanted_model_len(options, kind.config) // 2),
     )
@@ -131,7 +132,7 @@ def _fit(
         block_size=options.block_size,
         max_model_len=sizes[1],
         dtype=str(setup.dtype).removeprefix("torch."),
-        kv_dtype=str(setup.kv_dtype).removeprefix("torch."),
+        kv_format=setup.kv_format.name,
         kernels=setup.name,
         num_threads=setup.num_threads,
         device_type=setup.device.type,

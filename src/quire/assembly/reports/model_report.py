@@ -192,7 +192,7 @@ def _layout(
         config.attention_specs,
         type(setup.new_backend()),
         options.block_size,
-        setup.kv_dtype,
+        setup.kv_format,
         recurrent_specs=config.recurrent_specs,
         typical_tokens=num_tokens,
     )

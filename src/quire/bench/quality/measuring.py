@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.assembly.model_kind import choose_kind, tokenizer_folder
-from quire.attention.backends import AUTO
+from quire.attention.kv_registry import AUTO
 from quire.bench.quality.comparison import Quality, Reference, compare
 from quire.bench.quality.readers import EngineReader, Reader, open_reader
 from quire.bench.quality.windows import DEFAULT_WINDOW_TOKENS, Window, cut

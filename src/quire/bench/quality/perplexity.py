@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.attention.kv_registry import AUTO, KV_FORMATS
 from quire.bench.quality.quality_file import DEFAULT_QUALITY_FILE, LEAST_TOKENS, store_quality
 from quire.bench.quality.table import NONE, Table, as_data, model_name
 from quire.bench.quality.windows import DEFAULT_WINDOW_TOKENS
@@ -23,8 +24,6 @@ from quire.version import __version__
 
 logger = get_logger(__name__)
 
-AUTO = "auto"
-KV_FORMATS = ("int8", "fp8", "int4")
 _ENGINE_OPTIONS = ("kernels", "num_threads", "plugins")
 
 NOT_ALL_MEASURED = 1
@@ -85,10 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--kv-cache-dtype",
         nargs="+",
-        choices=(AUTO, *KV_FORMATS),
+        choices=tuple(KV_FORMATS),
         default=[AUTO],
         metavar="NAME",
-        help=f"KV formats to measure, of {', '.join((AUTO, *KV_FORMATS))} ({AUTO}); one that this"
+        help=f"KV formats to measure, of {', '.join(KV_FORMATS)} ({AUTO}); one that this"
         " machine doesn't store is simulated",
     )
     # The files to write.

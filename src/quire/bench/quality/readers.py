@@ -16,8 +16,9 @@ from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.format_checks.compensated_rounding import compensate_rounding
 from quire.assembly.host_memory_plan import wanted_model_len
 from quire.assembly.model_kind import ModelKind, choose_kind
-from quire.attention.backends import AUTO, FP8, INT8
-from quire.attention.kv_rounding import KV_ROUNDINGS, RoundedAttention
+from quire.attention.backends import default_backends, is_read
+from quire.attention.kv_registry import AUTO, load_kv_format
+from quire.attention.kv_rounding import RoundedAttention
 from quire.bench.quality.comparison import Logits
 from quire.bench.quality.windows import Window
 from quire.core.sampling_params import SamplingParams
@@ -136,7 +137,7 @@ class SimulatedReader:
     is_simulated = True
 
     def __init__(self, options: Mapping[str, Any], name: str) -> None:
-        """`options` has arguments of `LLM`. `name` is a key of `KV_ROUNDINGS`.
+        """`options` has arguments of `LLM`. `name` is the name of a KV format.
 
         Raises ConfigurationError.
         """
@@ -145,16 +146,17 @@ class SimulatedReader:
         device = choose_device(checked.device)
         setup = choose_setup(checked, config, device, checked.num_threads)
         model = _load(kind, setup)
-        rounding = KV_ROUNDINGS[name]
+        kv_format = load_kv_format(name, setup.dtype)
         self._model = model
         self._device = device
-        self._attention = RoundedAttention(model.attention_specs, rounding)
+        self._attention = RoundedAttention(model.attention_specs, kv_format)
         self.dtype = str(setup.dtype).removeprefix("torch.")
         self.weight_bytes = weight_bytes(kind.folder, config, setup.dtype, setup.methods)
         self.linear_bits = _linear_bits(model, setup.dtype)
         self.token_bytes = sum(
-            2 * spec.num_kv_heads * rounding.vector_bytes(spec.head_dim)
+            spec.num_kv_heads * form.num_bytes(spec.head_dim)
             for spec in model.attention_specs
+            for form in kv_format.vectors(is_latent=spec.value_dim is not None)
         )
 
     @torch.inference_mode()
@@ -174,8 +176,7 @@ def open_reader(options: Mapping[str, Any], kv_cache_dtype: str) -> Reader:
     `options` has arguments of `LLM`, except kv_cache_dtype.
     """
     device = choose_device(str(options.get("device", AUTO)))
-    is_stored = kv_cache_dtype in (AUTO, INT8) or (kv_cache_dtype == FP8 and device.type == "cuda")
-    if is_stored:
+    if any(is_read(kv_cache_dtype, backend) for backend in default_backends(device.type)):
         return EngineReader({**options, "kv_cache_dtype": kv_cache_dtype})
     return SimulatedReader(options, kv_cache_dtype)
 

@@ -24,7 +24,7 @@ DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16}
 """The dtypes that the library computes with."""
 
 
-class KVFormat(IntEnum):
+class KVLayout(IntEnum):
     """The format of K and V in pages."""
 
     PLAIN = 0

@@ -1,8 +1,8 @@
 """Device functions that multiply blocks of numbers by a Hadamard matrix.
 
-The references are `kernels.quantize.rotate_blocks` and `attention.quantized_kv.rotate_vectors`,
-and the latter says why K is rotated. All sums have two terms, in the same order, so the bits are
-the same. Called by `attention/rotary_kv_write.py` and `linear/quantize_groups.py`.
+The references are `kernels.quantize.rotate_blocks` and `attention.kv_format.rotate_vectors`;
+`attention.quantized_kv` says why K is rotated. All sums have two terms, in the same order, so the
+bits are the same. Called by `attention/rotary_kv_write.py` and `linear/quantize_groups.py`.
 """
 
 import triton

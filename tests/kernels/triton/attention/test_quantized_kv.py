@@ -8,18 +8,19 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from quire.attention.quantized_kv import rotate_vectors
+from quire.attention.kv_format import rotate_vectors
+from quire.attention.quantized_kv import FP8, INT8
 from quire.kernels.triton.attention import quantized_kv
 from quire.kernels.triton.attention.quantized_kv import (
     CODE_DTYPES,
+    KVPages,
     check_scales,
     nearest_e4m3,
-    quantize_tokens,
     widen,
 )
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
-FORMATS = tuple(CODE_DTYPES)
+FORMATS = (INT8, FP8)
 
 
 @triton.jit
@@ -40,10 +41,10 @@ def _nearest(x_ptr, out_ptr, N: tl.constexpr):
 def test_every_code_is_widened_exactly(codes, dtype):
     every = torch.arange(256).to(torch.uint8)
     out = torch.empty(256, dtype=dtype)
-    _widen[(1,)](every.view(CODE_DTYPES[codes]), out, N=256)
-    expected = every.view(codes).double()
+    _widen[(1,)](every.view(CODE_DTYPES[codes.name]), out, N=256)
+    expected = every.view(codes.keys.dtype).double()
     is_number = ~expected.isnan()
-    assert is_number.sum() == (256 if codes == torch.int8 else 254)
+    assert is_number.sum() == (256 if codes is INT8 else 254)
     assert torch.equal(out.double()[is_number], expected[is_number])
 
 
@@ -53,11 +54,11 @@ def test_the_instructions_that_widen_four_codes_do_so(codes, dtype):
     """The interpreter can't run them, so they are carried out here."""
     every = torch.arange(256).to(torch.uint8)
     four = torch.stack([every, every.roll(7), every.flip(0), every.roll(101)], dim=1)
-    name = {torch.int8: "INT8", torch.float8_e4m3fn: "E4M3"}[codes]
+    name = {"int8": "INT8", "fp8": "E4M3"}[codes.name]
     asm = getattr(quantized_kv, f"{name}_TO_{'BF16' if dtype == torch.bfloat16 else 'FP16'}").value
     registers = carry_out(asm, words_of(four), dtype)
     found = torch.stack([registers["$0"], registers["$1"]], dim=1).to(torch.int32).view(dtype)
-    expected = four.view(codes).double()
+    expected = four.view(codes.keys.dtype).double()
     is_number = ~expected.isnan()
     assert torch.equal(found.double()[is_number], expected[is_number])
 
@@ -127,11 +128,11 @@ def test_a_quantized_vector_is_within_its_error_bound(codes):
     or half of its smallest step."""
     x = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
     x = x * torch.logspace(-12, 12, 1000)[:, None]
-    found, scales = quantize_tokens(x, codes)
+    found, scales = codes.values.encode(x)
     left = found.double() * scales.double()[:, None]
     top = x.double().abs().amax(1, keepdim=True)
     bound = 0.5 * 1.004 / 127 * top
-    if codes != torch.int8:
+    if codes is FP8:
         bound = torch.maximum(x.double().abs() / 16, top / 448 * 2**-10 * 1.004) * 1.001
     assert ((left - x.double()).abs() <= bound).all()
 
@@ -147,21 +148,21 @@ def test_the_bits_of_the_reference_are_written(codes, dtype):
     k[0] *= 300
     v[0] *= 1e-3
     k[1, 0], k[2, 1, 3], v[3, 0, 39], v[4, 2, 20] = 0, torch.nan, torch.inf, -torch.inf
-    pages = torch.full((num_blocks, 2, heads[1], size, 40), 77, dtype=CODE_DTYPES[codes])
+    pages = torch.full((num_blocks, 2, heads[1], size, 40), 77, dtype=CODE_DTYPES[codes.name])
     scales = torch.full((num_blocks, heads[1], size), 77, dtype=torch.int32)
     expected, expected_scales = pages.clone(), scales.clone()
     slots = torch.tensor([3, 9, 17, 30, 8, -1])
-    stored_k = rotate_vectors(k) if codes == torch.int8 else k
+    stored_k = rotate_vectors(k) if codes.rotates_keys else k
     q_before = q.clone()
-    rotate_and_write(q, k, v, None, pages, slots, scales=scales)
+    rotate_and_write(q, k, v, None, KVPages(pages, scales, codes.rotates_keys), slots)
     pairs = expected_scales.view(torch.bfloat16).unflatten(-1, (-1, 2))
     for token, slot in enumerate(slots.tolist()[:-1]):
         for half, x in enumerate((stored_k, v)):
-            of_token, scale = quantize_tokens(x[token], codes)
+            of_token, scale = codes.values.encode(x[token])
             expected[slot // size, half, :, slot % size] = of_token.view(pages.dtype)
             pairs[slot // size, :, slot % size, half] = scale
     assert torch.equal(pages, expected)
-    expected_q = rotate_vectors(q_before).to(dtype) if codes == torch.int8 else q_before
+    expected_q = rotate_vectors(q_before).to(dtype) if codes.rotates_keys else q_before
     assert torch.equal(q, expected_q)
     assert torch.equal(
         scales.view(torch.bfloat16).nan_to_num(-1),

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from quire.kernels.rotary import Angles, Rotation, rotate
+from quire.kernels.triton.attention.quantized_kv import KVPages
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -79,7 +80,7 @@ def test_rotates_and_writes_the_bits_of_torch(shape, dtype):
     rotation = Rotation(step.angles)
     expected_q, expected_kv = step.expected(rotation)
     q, k, v = step.qkv()
-    assert rotate_and_write(q, k, v, rotation, step.kv, step.slots) is q
+    assert rotate_and_write(q, k, v, rotation, KVPages(step.kv), step.slots) is q
     assert_same_bits(q, expected_q)
     assert_same_bits(step.kv, expected_kv)
     assert_same_bits(k, step.qkv()[1])
@@ -93,7 +94,7 @@ def test_norms_each_head_first(shape, dtype):
     rotation = Rotation(step.angles, *step.norms, eps=1e-6)
     expected_q, expected_kv = step.expected(rotation)
     q, k, v = step.qkv()
-    rotate_and_write(q, k, v, rotation, step.kv, step.slots)
+    rotate_and_write(q, k, v, rotation, KVPages(step.kv), step.slots)
     # The order of the sum of squares may move a quotient by one step, and two products with it.
     tolerance = 6 * torch.finfo(dtype).eps
     torch.testing.assert_close(q, expected_q, rtol=tolerance, atol=tolerance)
@@ -111,7 +112,7 @@ def test_norms_with_an_offset_and_without_angles(is_turned, offset, dtype):
         rotation = Rotation(angles, *norms, eps=1e-6, norm_offset=offset)
         expected_q, expected_kv = step.expected(rotation)
         q, k, v = step.qkv()
-        rotate_and_write(q, k, v, rotation, step.kv, step.slots)
+        rotate_and_write(q, k, v, rotation, KVPages(step.kv), step.slots)
         tolerance = 6 * torch.finfo(dtype).eps
         torch.testing.assert_close(q, expected_q, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(
@@ -126,14 +127,14 @@ def test_rotates_a_part_of_each_head(size, rotary_dim, dtype):
     rotation = Rotation(step.angles)
     expected_q, expected_kv = step.expected(rotation)
     q, k, v = step.qkv()
-    rotate_and_write(q, k, v, rotation, step.kv, step.slots)
+    rotate_and_write(q, k, v, rotation, KVPages(step.kv), step.slots)
     assert_same_bits(q, expected_q)
     assert_same_bits(step.kv, expected_kv)
     step.pages.fill_(torch.nan)
     rotation = Rotation(step.angles, *step.norms, eps=1e-6)
     expected_q, expected_kv = step.expected(rotation)
     q, k, v = step.qkv()
-    rotate_and_write(q, k, v, rotation, step.kv, step.slots)
+    rotate_and_write(q, k, v, rotation, KVPages(step.kv), step.slots)
     tolerance = 6 * torch.finfo(dtype).eps
     torch.testing.assert_close(q, expected_q, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(step.kv, expected_kv, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -144,7 +145,7 @@ def test_without_a_rotation_q_is_untouched(dtype):
     step = Step(SHAPES[1], dtype)
     expected_q, expected_kv = step.expected(None)
     q, k, v = step.qkv()
-    assert rotate_and_write(q, k, v, None, step.kv, step.slots) is q
+    assert rotate_and_write(q, k, v, None, KVPages(step.kv), step.slots) is q
     assert_same_bits(q, expected_q)
     assert_same_bits(step.kv, expected_kv)
 
@@ -156,7 +157,7 @@ def test_q_goes_where_it_is_asked_to(is_rotated):
     expected_q, _ = step.expected(rotation)
     q, k, v = step.qkv()
     out = torch.empty(q.shape, dtype=q.dtype)
-    assert rotate_and_write(q, k, v, rotation, step.kv, step.slots, out=out) is out
+    assert rotate_and_write(q, k, v, rotation, KVPages(step.kv), step.slots, out=out) is out
     assert_same_bits(out, expected_q)
     assert_same_bits(q, step.qkv()[0])
 
@@ -166,7 +167,7 @@ def test_padding_is_not_written():
     step.slots[1], step.slots[3] = -1, -1
     rotation = Rotation(step.angles)
     _, expected_kv = step.expected(rotation)
-    rotate_and_write(*step.qkv(), rotation, step.kv, step.slots)
+    rotate_and_write(*step.qkv(), rotation, KVPages(step.kv), step.slots)
     assert_same_bits(step.kv, expected_kv)
 
 
@@ -176,13 +177,14 @@ def test_a_token_has_the_same_bits_in_any_batch(normed, rotary_dim):
     step = Step(SHAPES[1], torch.bfloat16, rotary_dim=rotary_dim)
     norms = (*step.norms, 1e-6) if normed else ()
     q, k, v = step.qkv()
-    rotate_and_write(q, k, v, Rotation(step.angles, *norms), step.kv, step.slots)
+    rotate_and_write(q, k, v, Rotation(step.angles, *norms), KVPages(step.kv), step.slots)
     together = step.kv.clone()
     step.pages.fill_(torch.nan)
     for t, (q_t, k_t, v_t) in enumerate(zip(*step.qkv(), strict=True)):
         angles = Angles(step.angles.table, step.angles.positions[t : t + 1], torch.bfloat16)
         slot, alone = step.slots[t : t + 1], q_t[None]
-        rotate_and_write(alone, k_t[None], v_t[None], Rotation(angles, *norms), step.kv, slot)
+        kv = KVPages(step.kv)
+        rotate_and_write(alone, k_t[None], v_t[None], Rotation(angles, *norms), kv, slot)
         assert_same_bits(alone[0], q[t])
     assert_same_bits(step.kv, together)
 
@@ -191,14 +193,17 @@ def test_pages_may_have_another_dtype():
     step = Step(SHAPES[2], torch.float32, kv_dtype=torch.float16)
     rotation = Rotation(step.angles)
     _, expected_kv = step.expected(rotation)
-    rotate_and_write(*step.qkv(), rotation, step.kv, step.slots)
+    rotate_and_write(*step.qkv(), rotation, KVPages(step.kv), step.slots)
     assert_same_bits(step.kv, expected_kv)
 
 
 def test_no_tokens_are_no_launch():
     step = Step((0, 4, 2, 64, 8), torch.float32)
     q, k, v = step.qkv()
-    assert rotate_and_write(q, k, v, Rotation(step.angles), step.kv, step.slots).shape == q.shape
+    assert (
+        rotate_and_write(q, k, v, Rotation(step.angles), KVPages(step.kv), step.slots).shape
+        == q.shape
+    )
     assert step.pages.isnan().all()
 
 
@@ -209,7 +214,7 @@ def test_no_tokens_are_no_launch():
         ({"v": torch.zeros(4, 2, 64).half()}, "v is torch.float16 on cpu, but must be as q"),
         ({"v": torch.zeros(4, 64, 2).mT}, "last dimension of q, k and v"),
         (
-            {"kv": torch.zeros(5, 2, 32, 2, 64).transpose(2, 3)},
+            {"pages": KVPages(torch.zeros(5, 2, 32, 2, 64).transpose(2, 3))},
             "each page of kv must be contiguous",
         ),
         (
@@ -222,7 +227,7 @@ def test_no_tokens_are_no_launch():
 def test_errors_name_the_argument_that_does_not_fit(change, message):
     step = Step((4, 4, 2, 64, 32), torch.float32)
     q, k, v = step.qkv()
-    arguments = {"q": q, "k": k, "v": v, "kv": step.kv, "slot_mapping": step.slots}
+    arguments = {"q": q, "k": k, "v": v, "pages": KVPages(step.kv), "slot_mapping": step.slots}
     with pytest.raises(ValueError, match=message):
         rotate_and_write(rotation=Rotation(step.angles), **{**arguments, **change})
 
@@ -240,11 +245,11 @@ def test_angles_that_do_not_fit_are_named(rotation, message):
     step = Step((4, 4, 2, 64, 32), torch.float32)
     angles = Angles(*rotation, torch.float32)
     with pytest.raises(ValueError, match=message):
-        rotate_and_write(*step.qkv(), Rotation(angles), step.kv, step.slots)
+        rotate_and_write(*step.qkv(), Rotation(angles), KVPages(step.kv), step.slots)
 
 
 def test_norms_that_do_not_fit_are_named():
     step = Step((4, 4, 2, 64, 32), torch.float32)
     norms = torch.ones(64), torch.ones(32)
     with pytest.raises(ValueError, match=r"k_norm is \(32,\)"):
-        rotate_and_write(*step.qkv(), Rotation(step.angles, *norms), step.kv, step.slots)
+        rotate_and_write(*step.qkv(), Rotation(step.angles, *norms), KVPages(step.kv), step.slots)

@@ -60,7 +60,7 @@ import triton.language as tl
 
 from quire.kernels.triton.attention.key_tiles import cap_scores, hide_unseen, load_blocks
 from quire.kernels.triton.attention.online_softmax import finish, finite_or_zero, fold
-from quire.kernels.triton.attention.quantized_kv import check_scales, unpack_scales, widen
+from quire.kernels.triton.attention.quantized_kv import KVPages, check_scales, unpack_scales, widen
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import next_power_of_two
 
@@ -170,18 +170,6 @@ class AttendWork:
     parts_per_token: int
     #: The number of tokens in each chunk of a uniform shape, a multiple of the tile.
     chunk_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class KVPages:
-    """A layer's K and V of all blocks."""
-
-    #: [N, 2, Hkv, B, D] of any page stride, K then V. The dtype is the model's dtype, or for codes
-    #: int8, or uint8 for e4m3.
-    numbers: torch.Tensor
-    #: The scales of codes, [N, Hkv, B] int32 of any page stride. `quantized_kv.py` packs a token's
-    #: scales of K and V in one int32. None means that the numbers are not codes.
-    scales: torch.Tensor | None = None
 
 
 def paged_attention(

@@ -5,19 +5,17 @@ vector. With a vector x and the largest code `most` (127 for int8, 448 for e4m3)
 
     scale = bf16(max |x| / most),   code = nearest(x / scale)        number = code * scale
 
-Scale and codes depend only on x. So no vector is rewritten when a block fills, and all chunkings of
-a prompt store the same bytes. A scale of 0 has codes of 0. A vector with an infinity or a NaN has a
-scale of NaN, so every result that reads it is NaN. Roundings are to nearest, ties to even; codes
-saturate.
+`attention.quantized_kv` says what follows from this, and is the reference, to the bit.
 
-int8 has codes from -127 to 127; K is rotated first (`rotation.hadamard`). e4m3 codes are 8-bit
+int8 has codes from -127 to 127. K may be rotated first (`rotation.hadamard`). e4m3 codes are 8-bit
 floats of 4 exponent and 3 mantissa bits (OCP 8-bit Floating Point Specification; e4m3fn, without
 infinities), stored as uint8. They are converted by integer arithmetic, since GPUs before sm_89 have
 no conversions. Every code is exact in bf16 and fp16.
 
-The reference is `quantize_tokens` below, in torch. `rotary_kv_write.py` quantizes with these
-functions, and `paged_attention.py` converts codes back.
+`rotary_kv_write.py` quantizes with these functions, and `paged_attention.py` converts codes back.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,8 +23,8 @@ import triton.language as tl
 
 from quire.kernels.triton.support import is_interpreting
 
-#: The dtype of the kernels' pages for each dtype of a quantized KV format.
-CODE_DTYPES = {torch.int8: torch.int8, torch.float8_e4m3fn: torch.uint8}
+#: The dtype of the codes in the kernels' pages, by the name of a KV format.
+CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
 
 IS_INTERPRETED = tl.constexpr(is_interpreting())
 
@@ -84,16 +82,18 @@ E4M3_TO_FP16 = tl.constexpr("""{
 }""")
 
 
-def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., D] -> (codes [..., D] of `dtype`, scales [...] bf16), for int8 or float8_e4m3fn."""
-    wide = x.float()
-    most = 127.0 if dtype == torch.int8 else 448.0
-    top = wide.abs().amax(-1)
-    is_sound = wide.isfinite().all(-1)
-    scales = torch.where(is_sound, top / most, torch.nan).bfloat16()
-    divisor = scales.float()[..., None]
-    quotients = torch.where(divisor > 0, wide / divisor, 0.0).clamp(-most, most)
-    return (quotients.round() if dtype == torch.int8 else quotients).to(dtype), scales
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """A layer's K and V of all blocks."""
+
+    #: [N, 2, Hkv, B, D] of any page stride, K then V. The dtype is the model's dtype, or that of
+    #: CODE_DTYPES.
+    numbers: torch.Tensor
+    #: The scales of codes, [N, Hkv, B] int32 of any page stride; `pack_scales` packs a token's
+    #: scales of K and V in one int32. None means that the numbers are not codes.
+    scales: torch.Tensor | None = None
+    #: Whether queries and keys are multiplied by the Hadamard matrix before keys are stored.
+    rotates_keys: bool = False
 
 
 def check_scales(pages: torch.Tensor, scales: torch.Tensor | None) -> None:

@@ -28,15 +28,15 @@ each. `low` begins with the first element of each pair that rotates, and `high` 
 element of each; both end with half of the elements that don't rotate. If all elements rotate, `low`
 and `high` are the halves of the head.
 
-For int8 pages, q and k are then multiplied by a Hadamard matrix (`rotation.hadamard`) in fp32,
-after each head's elements are put in order. Then k is quantized. Queries are multiplied by the same
-matrix, so q·k does not change, and are rounded to the dtype of `out` once more.
+If pages rotate keys, q and k are then multiplied by a Hadamard matrix (`rotation.hadamard`) in
+fp32, after each head's elements are put in order. Then k is quantized. Queries are multiplied by
+the same matrix, so q·k does not change, and are rounded to the dtype of `out` once more.
 
 Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R elements of a head that rotate
 (even, in most models D), N blocks, B block size.
 
-dtypes: q, k and v are fp32, bf16 or fp16, all the same; kv has the same dtype, or codes with scales
-as in `quantized_kv.py`. Called by `attention/triton_paged`.
+dtypes: q, k and v are fp32, bf16 or fp16, all the same; pages have the same dtype, or codes with
+scales as in `quantized_kv.py`. Called by `attention/triton_paged`.
 """
 
 from dataclasses import dataclass
@@ -47,6 +47,7 @@ import triton.language as tl
 
 from quire.kernels.rotary import Angles, Rotation
 from quire.kernels.triton.attention.quantized_kv import (
+    KVPages,
     check_scales,
     pack_scales,
     quantize,
@@ -68,29 +69,27 @@ def rotate_and_write(
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     rotation: Rotation | None,
-    kv: torch.Tensor,
+    pages: KVPages,
     slot_mapping: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm and rotate q [T, Hq, D] and k [T, Hkv, D], write k and v [T, Hkv, D] to their slots.
 
-    k and v may both be None; then only q is computed, and nothing is written to kv. If `rotation`
-    is None, q and k are neither normed nor rotated; for int8 pages, the Hadamard matrix applies.
-    kv is [N, 2, Hkv, B, D] of any page stride. `slot_mapping` is [T] int64: block * B + offset, or
-    -1 for a token of padding, which is not written. No two tokens have the same slot.
-    If kv has int8 or uint8 (e4m3) codes, `scales` is [N, Hkv, B] int32: see `quantized_kv.py`.
+    k and v may both be None; then only q is computed, and no pages are written. If `rotation` is
+    None, q and k are neither normed nor rotated by angles; the Hadamard matrix of `pages` applies.
+    `slot_mapping` is [T] int64: block * B + offset, or -1 for a token of padding, which is not
+    written. No two tokens have the same slot.
     `out` receives q, in any dtype; if it is None, q is overwritten. k and v are not changed.
     Returns the q for attention. All tensors may be views whose last dimension is contiguous.
     """
     is_written = k is not None and v is not None
     # If nothing is written, empty views stand for k and v, which the kernel doesn't read.
     keys, values = (k, v) if k is not None and v is not None else (q[:, :0], q[:, :0])
-    _check(q, keys, values, (kv, scales), slot_mapping, is_written)
+    _check(q, keys, values, pages, slot_mapping, is_written)
     if rotation is not None:
         _check_rotation(q, rotation)
-    is_moved = rotation is not None or out is not None or kv.dtype == torch.int8
+    is_moved = rotation is not None or out is not None or pages.rotates_keys
     out = q if out is None else out
     if out.shape != q.shape or out.stride(2) != 1 or out.device != q.device:
         raise ValueError(
@@ -98,8 +97,8 @@ def rotate_and_write(
             " contiguous last dimension"
         )
     if q.shape[0] and (is_moved or is_written):
-        tiles = _HeadTiles.of(q, kv, is_moved=is_moved, is_written=is_written)
-        _launch((q, keys, values, out), rotation or Rotation(None), kv, scales, slot_mapping, tiles)
+        tiles = _HeadTiles.of(q, pages.numbers, is_moved=is_moved, is_written=is_written)
+        _launch((q, keys, values, out), rotation or Rotation(None), pages, slot_mapping, tiles)
     return out
 
 
@@ -131,13 +130,13 @@ class _HeadTiles:
 def _launch(
     qkv_and_out: tuple[torch.Tensor, ...],
     rotation: Rotation,
-    kv: torch.Tensor,
-    scales: torch.Tensor | None,
+    pages: KVPages,
     slot_mapping: torch.Tensor,
     tiles: _HeadTiles,
 ) -> None:
     # The constants depend only on the shapes. Without angles, R is D, so tiles are halves of heads.
     q, k, v, out = qkv_and_out
+    kv, scales = pages.numbers, pages.scales
     num_tokens, num_heads, size = q.shape
     angles = rotation.angles
     rotary_kv_write_kernel[(num_tokens, tiles.q + tiles.kv)](
@@ -167,7 +166,7 @@ def _launch(
         NUM_Q_TILES=tiles.q,
         BLOCK_H=tiles.heads,
         BLOCK_HALF=next_power_of_two(size // 2),
-        SPREAD=size & -size if kv.dtype == torch.int8 else 1,
+        SPREAD=size & -size if pages.rotates_keys else 1,
         OFFSET=rotation.norm_offset,
         num_warps=2,
         maxnreg=None if scales is None else MOST_REGISTERS,
@@ -180,12 +179,12 @@ def _check(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    pages: tuple[torch.Tensor, torch.Tensor | None],
+    pages: KVPages,
     slots: torch.Tensor,
     is_written: bool,
 ) -> None:
-    kv, scales = pages
-    check_scales(kv, scales)
+    kv = pages.numbers
+    check_scales(kv, pages.scales)
     check_same("k", k, "q", q)
     check_same("v", v, "q", q)
     num_tokens, _, size = q.shape
