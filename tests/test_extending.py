@@ -43,6 +43,11 @@ assert ids(tokens(model=str(folder))) == ids(tokens())
 """,
     "An attention backend": SERVE
     + 'assert ids(tokens(attention_backend="dense", kernels="torch")) == ids(tokens())',
+    "A KV format": SERVE
+    + """
+plain, coded = tokens(attention_backend="torch"), tokens(kv_cache_dtype="k8v8")
+assert [len(each) for each in ids(coded)] == [6, 6] and ids(coded)[0] == ids(plain)[0]
+""",
     "An endpoint": """
 from starlette.testclient import TestClient
 answer = TestClient(app).get("/v1/uptime")
@@ -85,7 +90,7 @@ SEAMS = {name: text for name, text in sections(PAGE).items() if files_to_touch(t
 
 def test_the_page_has_all_seams() -> None:
     assert {name.partition(" ")[2] for name in SEAMS} == {
-        *("model family", "weight format", "checkpoint source", "attention backend"),
+        *("model family", "weight format", "checkpoint source", "attention backend", "KV format"),
         *("engine option", "endpoint", "scheduling policy", "eviction order", "dialect"),
         "routing policy",
     }
