@@ -7,6 +7,8 @@ A compiler needs the text of tokens, and the engine knows only their ids: the co
 passes in a compiler. Used by `engine`.
 """
 
+import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import chain
@@ -80,13 +82,16 @@ class GrammarWork:
         *,
         num_threads: int = 1,
         threads: Executor | None = None,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """`compiler` compiles grammars; None refuses them. `end_token_ids` are the model's own.
         `num_threads` compute the masks of one step. `threads`, if given, does all the work;
-        otherwise the object's own threads do it."""
+        otherwise the object's own threads do it. `clock` returns a thread's seconds of processor
+        time."""
         self._compiler = compiler
         self._end_token_ids = end_token_ids
         self._num_threads = num_threads
+        self._clock = clock
         self._quick = threads or ThreadPoolExecutor(num_threads, "quire-masks")
         self._slow = threads or ThreadPoolExecutor(NUM_SLOW_THREADS, "quire-grammars")
         self._preparing: list[_Preparing] = []
@@ -248,7 +253,9 @@ class GrammarWork:
         self, compiled: StartableGrammar, token_ids: list[int], params: DecodingParams
     ) -> GrammarConstraint:
         try:
-            return GrammarConstraint(compiled.start(), params, self._end_token_ids, token_ids)
+            return GrammarConstraint(
+                compiled.start(), params, self._end_token_ids, token_ids, self._clock
+            )
         except ValueError as error:
             raise InvalidRequestError(
                 f"the output generated so far does not obey the grammar: {error}",

@@ -8,7 +8,7 @@ next mask is ready (`Constraint.is_ready`). Works on token ids alone, without te
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Executor, Future
 from itertools import chain
@@ -47,6 +47,7 @@ class GrammarConstraint:
     """
 
     __slots__ = (
+        "_clock",
         "_early",
         "_ends",
         "_failure",
@@ -64,10 +65,11 @@ class GrammarConstraint:
         params: DecodingParams,
         end_token_ids: Tokens[int],
         token_ids: Tokens[int] = (),
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """The constraint changes `state`, so the caller must not use it again. `end_token_ids` are
         all end tokens of the model. `token_ids` were generated before, by this sequence or by the
-        parent that it was forked from.
+        parent that it was forked from. `clock` returns the thread's seconds of processor time.
 
         Raises ValueError if token_ids don't obey the grammar.
         """
@@ -80,6 +82,7 @@ class GrammarConstraint:
         self._num_tokens = len(token_ids)
         self._early: Future[bytes | None] | None = None
         self._is_slow = False
+        self._clock = clock
         # Number of tokens after which no mask could be computed behind drafts, and the error.
         self._failure: tuple[int, str] | None = None
 
@@ -138,13 +141,13 @@ class GrammarConstraint:
         None after an error, which ends the sequence whatever is sampled for it. Called in a thread,
         one call at a time.
         """
-        began_s = time.thread_time()
+        began_s = self._clock()
         try:
             mask = self._state.mask()
         except ValueError as error:
             self.error = str(error)
             return None
-        self._is_slow = time.thread_time() - began_s > SLOW_MASK_S
+        self._is_slow = self._clock() - began_s > SLOW_MASK_S
         return self._without_ends(mask, self._num_tokens)
 
     def masks(self, draft_token_ids: Tokens[int]) -> tuple[bytes, ...] | None:
@@ -171,7 +174,7 @@ class GrammarConstraint:
         """The constraint of a sequence with the same tokens and other params."""
         if self._early is not None:
             self._early.result()
-        copied = GrammarConstraint(self._state.copy(), params, tuple(self._ends))
+        copied = GrammarConstraint(self._state.copy(), params, tuple(self._ends), clock=self._clock)
         copied.error, copied._num_tokens = self.error, self._num_tokens
         copied._is_slow = self._is_slow
         return copied
