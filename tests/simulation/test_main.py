@@ -6,7 +6,7 @@ from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.simulation.__main__ import main, replay_command
 from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig
-from quire.simulation.worlds import draw_hybrid_world, draw_world
+from quire.simulation.worlds import draw_draft_world, draw_hybrid_world, draw_world
 
 
 def test_it_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,3 +159,7 @@ def test_kinds_of_groups_and_worlds_of_them_can_be_said(
     out, error = capsys.readouterr()
     world = draw_hybrid_world(2, 0, 30, 1)
     assert error == f"world 1: {run(world).num_steps} steps\n"
+    assert main(["--drafts", "--seed", "2", "--num-steps", "30", "--check-every", "5"]) == 0
+    out, error = capsys.readouterr()
+    report = run(draw_draft_world(2, 0, 30, 5))
+    assert error == f"world 1: {report.num_steps} steps\n" and report.num_drafts > 0
