@@ -92,7 +92,7 @@ def test_the_page_has_all_seams() -> None:
     assert {name.partition(" ")[2] for name in SEAMS} == {
         *("model family", "weight format", "checkpoint source", "attention backend", "KV format"),
         *("engine option", "endpoint", "scheduling policy", "eviction order", "dialect"),
-        "routing policy",
+        *("routing policy", "proposer of drafts"),
     }
 
 

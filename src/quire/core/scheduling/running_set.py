@@ -5,10 +5,10 @@ The scheduler and admission decide which sequence gets rows and blocks, and call
 Progress: the ranks of sequences that have run are a total order that never changes. A sequence
 takes blocks from sequences that it outranks, the last-ranked first: blocks reserved ahead, then
 blocks loaded for waiting sequences, then prefixes that preempted sequences still hold, then the
-tails of running ones. Blocks reserved for drafts count as reserved ahead, unless a step in flight
-writes them. Blocks loaded for a sequence that has never run may be taken by any sequence that has.
-So the first-ranked sequence can get the whole pool, which is large enough for it, and no other
-sequence takes its blocks. So it ends, and the next sequence becomes first.
+tails of running ones. Blocks loaded for a sequence that has never run may be taken by any sequence
+that has. Blocks for drafts are reserved ahead, but are not taken while a step in flight writes
+them. So the first-ranked sequence can get the whole pool, which is large enough for it, and no
+other sequence takes its blocks. So it ends, and the next sequence becomes first.
 """
 
 import heapq
