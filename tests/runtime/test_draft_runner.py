@@ -14,9 +14,12 @@ from tests.runtime.hand_core import HandCore, Held
 from tests.runtime.real_runner import Made, load
 
 from quire.core.kv_groups import KVKind
+from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import DecodingParams
+from quire.core.step import Chunk, RowAdmission, StepPlan
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.runtime import model_runner
+from quire.runtime.batch import RowBatch
 from quire.runtime.model_runner import ModelRunner
 
 NUM_SAMPLED = 14
@@ -221,6 +224,32 @@ def test_a_crowd_with_drafts_gets_what_each_gets_alone(made: Made, seed: int) ->
         assert any(-1 in table for held in core.live for table in held.tables)
 
 
+def test_prompt_logprobs_and_pooled_rows_beside_drafts(embedded: Made) -> None:
+    pooling = DecodingParams(max_tokens=1, pooling=PoolingParams())
+    asking = replace(PENALIZED, prompt_logprobs=2)
+    tokens, others, pooled = prompt(13, 1), prompt(9, 2), prompt(11, 3)
+    expected, beside = alone(embedded, tokens, asking), alone(embedded, others, GREEDY)
+    plain = [embedded.make() for _ in range(2)]
+    vectors = plain[0].admit(pooled, pooling) and plain[0].step().pooled
+    entries = plain[1].admit(tokens, asking) and plain[1].step().prompt_logprobs
+    core = embedded.make()
+    decoding = core.admit(others, GREEDY)
+    core.step()
+    pooling_row = core.admit(pooled, pooling).row
+    held = core.admit(tokens, asking)
+    drafts = {
+        each.row: continuation(each, whole, 4)
+        for each, whole in ((held, expected), (decoding, beside))
+    }
+    result = core.step(drafts=drafts)
+    assert result.pooled == {pooling_row: vectors[0]}
+    assert result.prompt_logprobs == {held.row: entries[0]}
+    found = dict(zip(result.rows, result.token_ids, strict=True))
+    assert [len(found[row]) for row in (decoding.row, held.row, pooling_row)] == [5, 5, 0]
+    for each, whole in ((held, expected), (decoding, beside)):
+        assert each.entries == whole.entries[: len(each.entries)]
+
+
 def test_more_drafts_than_logits_at_once(embedded: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "PROMPT_LOGPROB_ROWS", 5)
     sizes: list[int] = []
@@ -282,6 +311,28 @@ def test_a_row_without_usable_logits_behind_a_draft_keeps_the_tokens_before(
     for held, whole in zip(rows, expected, strict=True):
         assert held.sampled[:NUM_SAMPLED] == whole.sampled
         assert held.entries[:NUM_SAMPLED] == whole.entries
+
+
+def test_states_take_no_drafts() -> None:
+    rows = RowBatch(
+        num_rows=2,
+        max_model_len=32,
+        max_num_tokens=32,
+        num_groups=1,
+        block_size=8,
+        state_sizes=(1,),
+    )
+    tables = ((0,), (1,))
+    plan = StepPlan(
+        0,
+        1,
+        5,
+        admit=(RowAdmission(0, [1, 2, 3], 3, 0, tables, GREEDY),),
+        chunks=(Chunk(0, 5, (4, 5)),),
+    )
+    rows.change(plan)
+    with pytest.raises(AssertionError, match="state can't drop drafts"):
+        rows.build(plan)
 
 
 def test_drafts_come_with_a_closed_gap(embedded: Made) -> None:

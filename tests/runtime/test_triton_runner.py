@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine.drafting import TrueProposer, draft_by
 
 from quire.core.sampling_params import SamplingParams
 from quire.offline.llm import LLM
@@ -73,6 +74,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "crowd": {},
     "other blocks, chunked": {"block_size": 16, "max_num_batched_tokens": 6},
     "preempted": {"num_blocks": 4},
+    "drafts": {},
 }
 
 
@@ -97,15 +99,21 @@ def test_results_do_not_depend_on_batch_and_chunks(family, tmp_path) -> None:
     prompts = [{"prompt_token_ids": ids} for ids in (first, list(range(20, 27)), first[:6])]
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=4, ignore_eos=True, logprobs=1)
     llm = make_llm(enable_prefix_caching=False)
-    alone = [bits(llm.generate(prompt, params, use_tqdm=False)[0]) for prompt in prompts]
+    outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    alone = [bits(output) for output in outputs]
     for name, options in ARRANGEMENTS.items():
         llm = make_llm(**options)
         llm.engine.scheduler.admission.capacity.forecast.lengths = (
             NoGrowth()
         )  # so that much is preempted
+        if name == "drafts":
+            proposer = TrueProposer(4)
+            proposer.learn(outputs)
+            draft_by(llm.engine, proposer)
         crowd = llm.generate(prompts, params, use_tqdm=False)
         assert [bits(output) for output in crowd] == alone, name
         assert (llm.engine.stats().num_preemptions > 0) == (name == "preempted"), name
+        assert (llm.engine.stats().num_accepted_drafts > 0) == (name == "drafts"), name
 
 
 def bits(output: Any) -> tuple[list[int], list[float]]:
