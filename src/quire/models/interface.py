@@ -77,8 +77,8 @@ class TextModel(OperatorModule, ABC):
         """Run all layers over `token_ids` [T] int64 at absolute `positions` [T] int64.
 
         Where `input_embeds` replace an embedding, any token id of the vocabulary may stand.
-        `capture_layers` are the layers whose output is returned, for EAGLE-3, which drafts
-        from the hidden states of three layers (arXiv:2503.01840).
+        `capture_layers` are the layers whose output is returned, for EAGLE-3, which drafts from the
+        hidden states of three layers (arXiv:2503.01840).
         """
 
     def check_loaded(self) -> None:

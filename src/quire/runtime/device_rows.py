@@ -8,7 +8,9 @@ integers in one copy, the plan's changes of block tables in another, and each ne
 more.
 
 All work goes into the queue of one stream in order. So data that a step reads is overwritten only
-after the step has run, and the host never waits. Called by the runner.
+after the step has run, and the host never waits. Drafts are known on the host, and uploaded.
+
+Called by the runner.
 
 Legend: R rows, L tokens of a row, S sequences of the step, T tokens of the step, G KV groups.
 """

@@ -2,7 +2,8 @@
 
 Implements `core.step.Runner`. On the CPU all work is done when `execute` and `sample` return, so
 `result` never waits. On a device, `execute` and `sample` only queue work: the rows' tokens stay on
-the device (`device_rows.py`), and only `result` waits.
+the device (`device_rows.py`), and only `result` waits. In a step with drafts `sample` waits, too,
+for the tokens that decide which rows sample further.
 """
 
 from collections import deque

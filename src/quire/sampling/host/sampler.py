@@ -12,6 +12,9 @@ Options apply in this order, which is vLLM's:
 A row of a beam search is not sampled: it gets its best token, and the search chooses among the best
 tokens in its log-probabilities, which are those of softmax(logits / temperature).
 
+A step with drafts samples position after position: the model runner calls again for the rows whose
+draft held, whose history then has the tokens before.
+
 The sampled token of a row is a bit-exact function of its logits, options, tokens and mask alone.
 The native library chooses tokens if it exists, otherwise torch (`choice.py`); the options that
 change logits use torch. The model runner calls this module.
