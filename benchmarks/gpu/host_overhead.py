@@ -40,7 +40,6 @@ from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.scheduler import Scheduler
-from quire.core.step import TokenMasks
 from quire.engine.engine import Engine
 from quire.engine_client.messages import Outputs
 from quire.ipc import encode
@@ -55,6 +54,7 @@ from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner
 from quire.runtime.page_layout import plan_layout
 from quire.sampling.host.history import Ints
+from quire.sampling.host.processors import RowMasks
 from quire.sampling.host.sampler import (
     PendingLogprobs,
     PendingSample,
@@ -147,7 +147,7 @@ class NoSampler:
         self._tokens = np.arange(100, 100 + max_num_rows)
 
     def sample(
-        self, logits: torch.Tensor, rows: Rows, masks: TokenMasks | None = None
+        self, logits: torch.Tensor, rows: Rows, masks: RowMasks | None = None
     ) -> PendingSample:
         return Known(SampledTokens(self._tokens[: len(rows)]))
 

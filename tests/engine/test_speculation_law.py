@@ -4,6 +4,7 @@ Most tests use a proposer that knows the answers and errs at random positions: s
 accepted drafts occurs, with sampled and with greedy rows.
 """
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 from tests.adapters.embedded import save_adapter
+from tests.engine import test_hybrid_law as hybrids
 from tests.engine.test_grammar_law import PROMPTS, WISHES
 from tests.engine.test_law import make_crowd, make_llm
+from tests.engine.tier_law import eager
 from tests.runtime.hybrid_family import registered, save_hybrid
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from quire.assembly import build
 from quire.core.sequence import Sequence
 from quire.engine_client.results import RequestOutput
 from quire.errors import ConfigurationError
@@ -206,6 +210,47 @@ def test_windows_and_latents(folder: Path) -> None:
         for _ in range(2):
             assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
         check_counts(llm)
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_blocks_of_accepted_drafts_are_stored_evicted_and_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "check_host_tier", lambda options: None)
+    prompts, params = hybrids.make_crowd()
+    plain = hybrids.make_llm(folder, enable_prefix_caching=False)
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    num_blocks = plain.engine.scheduler.memory.growth.most_to_hold(192) * 3 // 2
+    tier = {"num_blocks": num_blocks, "host_cache_size": "8MiB", "max_num_seqs": 20}
+    with eager():
+        llm = hybrids.make_llm(folder, **tier, **NGRAMS)
+        use_proposer(llm, recorded(expected, params))
+        for _ in range(2):
+            assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(expected)
+        moves = llm.engine.scheduler.memory.moves
+        assert moves is not None and moves.loads.stats.num_loaded_tokens > 0
+        check_counts(llm)
+        llm.engine.tier_work.close()
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_steps_that_fail_while_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = make_crowd()
+    plain = make_llm().generate(prompts, params, use_tqdm=False)
+    llm = make_llm(**NGRAMS)
+    use_proposer(llm, recorded(plain, params))
+    runner, calls = llm.engine._runner, itertools.count()
+    verify = runner._verify  # type: ignore[attr-defined]
+
+    def verify_or_fail(*given: Any) -> Any:
+        if next(calls) % 15 == 7:
+            raise RuntimeError("the device failed")
+        return verify(*given)
+
+    monkeypatch.setattr(runner, "_verify", verify_or_fail)
+    assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
+    assert llm.engine.stats().num_failed_steps >= 2
+    check_counts(llm)
 
 
 def test_a_model_with_states_is_refused_by_name(tmp_path: Path) -> None:
