@@ -1,15 +1,17 @@
 """Digests of every plan and output of simulated worlds, to compare two versions of the core.
 
 `python tools/step_traces.py > after.txt` prints a line a seed. A refactoring that changes no
-behaviour leaves all of them as they were; run it before and after, each with its own PYTHONPATH:
+behaviour leaves all of them as they were; run it before and after, each tree with its own copy:
 
-    PYTHONPATH=../before/src python tools/step_traces.py > before.txt
+    (cd ../before && PYTHONPATH=src python tools/step_traces.py) > before.txt
     PYTHONPATH=src python tools/step_traces.py | diff before.txt -
 
 The worlds are those of `python -m quire.simulation --everything`: forks, beams, faults, all
-policies and eviction orders. A digest covers values alone, no name of a module, class or field, so
-that renaming changes nothing. An enumeration counts by its text, or by its place where it is not a
-text. Empty fields at the end of a record are left out, so that one that is always empty may go.
+policies and eviction orders. In two of three worlds, `SchedulerDriver` calls the scheduler instead
+of the engine's loop, so that traces don't depend on that loop. A digest covers values alone, no
+name of a module, class or field, so that renaming changes nothing. An enumeration counts by its
+text, or by its place where it is not a text. Empty fields at the end of a record are left out, so
+that one that is always empty may go.
 """
 
 import argparse
@@ -20,8 +22,16 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from quire.core.adapters import BASE_MODEL
+from quire.core.request import Request, SequenceOutput
+from quire.core.scheduling.scheduler import Scheduler
+from quire.core.sequence import make_sequences
+from quire.core.step import StepPlan
+from quire.engine.engine import Engine
 from quire.simulation import simulator
-from quire.simulation.engine_simulator import run_world
+from quire.simulation.checked_device import CheckedDevice
+from quire.simulation.clients import Client
+from quire.simulation.fakes.fake_runner import InjectedFailureError
 from quire.simulation.worlds import draw_world
 
 # Of a report: what differs from run to run, what this script replaces, and what is 0 in these
@@ -43,10 +53,11 @@ def main() -> None:
     logging.disable(logging.ERROR)  # the engine logs each injected failure
     for seed in range(args.first_seed, args.first_seed + args.num_seeds):
         digest = hashlib.blake2b(digest_size=16)
-        watch(simulator.Scheduler, digest.update)
+        watch(Scheduler, digest.update)
         for index in range(seed * args.num_worlds, (seed + 1) * args.num_worlds):
             world = draw_world(seed, index, args.num_steps, args.check_every)
-            report = run_world(world)
+            make = simulator.Simulator if index % 3 == 2 else SchedulerWorld
+            report = simulator.run_simulator(make(world))
             counts = [
                 getattr(report, field.name)
                 for field in fields(report)
@@ -54,6 +65,76 @@ def main() -> None:
             ]
             digest.update(repr(plain(counts)).encode())
         print(f"{seed} {digest.hexdigest()}", flush=True)
+
+
+class SchedulerDriver(Engine):
+    """An engine on a device that is done with a step when it is launched.
+
+    A step's time is observed at once, and clients may abort requests even if no step was planned.
+    """
+
+    def step(self, *, launches: bool = True) -> list[SequenceOutput]:
+        """Plan and execute a step, and apply the oldest result unless its step may stay in
+        flight."""
+        device, scheduler = self._runner, self.scheduler
+        assert isinstance(device, CheckedDevice)
+        outputs: list[SequenceOutput] = []
+        try:
+            plan = self._execute(device) if scheduler.has_unfinished else None
+            device.watcher.on_sampled()
+            in_flight = scheduler.num_steps_in_flight
+            if in_flight > self.overlap or (in_flight and plan is None):
+                outputs = scheduler.apply(device.runner.result())
+            elif plan is None:
+                self.tier_work.wait()
+        except InjectedFailureError as failure:
+            device.runner.reset()
+            outputs = scheduler.recover(str(failure))
+        self._record_outputs(outputs, 0, self._clock())
+        return outputs
+
+    def _execute(self, device: CheckedDevice) -> StepPlan | None:
+        scheduler, world = self.scheduler, device.watcher
+        assert isinstance(world, SchedulerWorld)
+        plan = scheduler.schedule(world.clock.now_s)
+        if plan is None:
+            return None
+        seconds = world.on_plan(plan)
+        world.clock.now_s += seconds
+        masks = self.grammars.begin_masks(plan.step_id, scheduler.running)
+        device.runner.execute(plan)
+        device.runner.sample(masks.collect())
+        scheduler.pacer.observe(plan.step_id, seconds)
+        self.tier_work.observe(plan.step_id, seconds)
+        return plan
+
+
+class SchedulerWorld(simulator.Simulator):
+    """A simulation with a `SchedulerDriver`, in which forks go on after crashes as they are."""
+
+    def _start_engine(self) -> None:
+        super()._start_engine()
+        engine = self.engine
+        self.engine = SchedulerDriver(
+            self.scheduler,
+            engine._runner,
+            engine.limits,
+            clock=self.clock,
+            overlap=engine.overlap,
+        )
+        self.engine.grammars = engine.grammars
+
+    def _resume(self, request: Request, clients: list[Client]) -> None:
+        root = self.memory.prefixes.start_chain(request.cache_domain, BASE_MODEL)
+        now_s, request_id = self.clock.now_s, request.request_id
+        groups = make_sequences(request, self.config.max_model_len, root, now_s)
+        made = {sequence.branch_index: sequence for group in groups for sequence in group}
+        for client in clients:  # a beam search begins with one sequence
+            client.sequence = made.get(client.branch_index, groups[0][0])
+        for group in self.engine.grammars.begin(self.scheduler, groups, now_s):
+            self.scheduler.add(group, now_s)
+        self.engine._requests.setdefault(request_id, []).extend(made.values())
+        self.engine._next_branch[request_id] = self.clients.next_branch_index(request_id)
 
 
 def watch(scheduler: Any, take: Callable[[bytes], None]) -> None:

@@ -11,9 +11,8 @@ from quire.core.scheduling.policy import POLICIES
 from quire.core.scheduling.residency import Residency
 from quire.core.sequence import Sequence
 from quire.core.step import Chunk, ItemLoad, RowAdmission, StepPlan
-from quire.simulation.engine_simulator import run_world
 from quire.simulation.fakes.fake_runner import FakeRunner
-from quire.simulation.simulator import SimulationError
+from quire.simulation.simulator import SimulationError, run
 from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import draw_hybrid_world, draw_world
 
@@ -22,14 +21,14 @@ from quire.simulation.worlds import draw_hybrid_world, draw_world
 def test_all_get_the_tokens_of_their_own_adapter(index):
     world = draw_world(21, index, num_steps=150, check_every=3)
     slots = (1, 2, 4)[index % 3]
-    report = run_world(replace(world, adapter_rate=(0.5, 1.0)[index % 2], max_loras=slots))
+    report = run(replace(world, adapter_rate=(0.5, 1.0)[index % 2], max_loras=slots))
     assert report.num_adapter_loads
 
 
 @pytest.mark.parametrize("index", range(3))
 def test_hybrids_have_adapters_too(index):
     world = draw_hybrid_world(22, index, num_steps=150, check_every=5)
-    report = run_world(replace(world, adapter_rate=0.7))
+    report = run(replace(world, adapter_rate=0.7))
     assert report.num_adapter_loads
 
 
@@ -52,13 +51,13 @@ def test_one_slot_for_six_adapters_starves_no_request(policy, overlap):
         step_failure_rate=0.02,
         crash_rate=0.01,
     )
-    report = run_world(world)
+    report = run(world)
     assert report.num_adapter_loads > 6 and report.finished["error"]
 
 
 def test_a_world_without_adapters_is_what_it_was():
     world = SimulationConfig(seed=9, num_requests=30)
-    assert run_world(world).digest == run_world(replace(world, max_loras=7)).digest
+    assert run(world).digest == run(replace(world, max_loras=7)).digest
 
 
 def make_runner() -> FakeRunner:
@@ -149,7 +148,7 @@ def sound_world():
         num_cache_domains=1,
         shared_prefix_rate=0.9,
     )
-    run_world(world)
+    run(world)
     return world
 
 
@@ -159,7 +158,7 @@ def sound_world():
 def test_bugs_are_found(monkeypatch, sound_world, break_something):
     break_something(monkeypatch)
     with pytest.raises(SimulationError):
-        run_world(sound_world)
+        run(sound_world)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -176,5 +175,5 @@ def test_tiers_keep_blocks_by_adapter(seed):
         overlap=seed % 2,
         crash_rate=0.01,
     )
-    report = run_world(world)
+    report = run(world)
     assert report.num_adapter_loads and report.num_stored_blocks and report.num_loaded_tokens

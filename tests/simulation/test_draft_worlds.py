@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from quire.simulation.engine_simulator import run_world
 from quire.simulation.report import add_up
 from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig
@@ -26,7 +25,7 @@ CONFIG = SimulationConfig(
 
 def test_random_worlds_keep_all_laws() -> None:
     """`python -m quire.simulation --drafts` runs longer ones."""
-    total = add_up([run_world(draw_draft_world(2, index, 150, 5)) for index in range(14)], 2)
+    total = add_up([run(draw_draft_world(2, index, 150, 5)) for index in range(14)], 2)
     assert 0 < total.num_accepted_drafts < total.num_drafts
     assert total.num_preemptions and total.num_failed_steps and total.num_forks
     assert total.num_constrained and total.num_stored_blocks and total.num_beams

@@ -2,7 +2,6 @@
 
 import pytest
 
-from quire.simulation.engine_simulator import run_world
 from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import draw_hybrid_world
@@ -14,12 +13,12 @@ ONCE_BROKEN = (189, 225)
 
 @pytest.mark.parametrize("index", ONCE_BROKEN)
 def test_worlds_that_broke_a_law(index: int) -> None:
-    assert run_world(draw_hybrid_world(7, index, 500)).num_steps >= 500
+    assert run(draw_hybrid_world(7, index, 500)).num_steps >= 500
 
 
 @pytest.mark.parametrize("index", range(6))
 def test_some_worlds(index: int) -> None:
-    report = run_world(draw_hybrid_world(15, index, 150, check_every=5))
+    report = run(draw_hybrid_world(15, index, 150, check_every=5))
     assert report.num_output_tokens > 0
 
 

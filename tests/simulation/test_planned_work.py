@@ -23,13 +23,13 @@ PARAMS = DecodingParams(max_tokens=9)
 
 
 class WatchedSimulator(Simulator):
-    """Reads all plans on their way. `_check_plan` asserts that its tokens are the plan's."""
+    """Reads all plans on their way. `Simulator.on_plan` asserts that its tokens are the plan's."""
 
     def _start_engine(self) -> None:
         super()._start_engine()
         self.counter = PlannedWorkCounter(self.config.block_size)
 
-    def _check_plan(self, plan: StepPlan) -> float:
+    def on_plan(self, plan: StepPlan) -> float:
         work = self.counter.count(plan)
         assert work.load.num_decodes <= plan.num_rows
         assert len(set(work.sampled)) == len(work.sampled)
@@ -41,7 +41,7 @@ class WatchedSimulator(Simulator):
         ]
         assert self.counter._common.num_common == len(entries) - len(set(entries))
         assert work.num_read <= work.load.num_decode_pairs
-        return super()._check_plan(plan)
+        return super().on_plan(plan)
 
 
 @pytest.mark.parametrize("index", range(6))
@@ -50,7 +50,6 @@ def test_tokens_are_those_of_the_plan_whatever_happens(index: int) -> None:
         draw_world(5, index, num_steps=250, check_every=50),
         step_failure_rate=0.0,
         poison_rate=0.0,
-        through_engine=False,
         interrupt_rate=0.0,
         tier=(),
     )

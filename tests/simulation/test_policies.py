@@ -65,7 +65,7 @@ class World(Simulator):
 
     @property
     def output_tokens_per_s(self) -> float:
-        return self.report.num_output_tokens / self.now_s
+        return self.report.num_output_tokens / self.clock.now_s
 
     def waited_s(self, name: str) -> float:
         """From arrival to the first token."""
@@ -79,12 +79,12 @@ class World(Simulator):
         )
 
     def _admit_arrivals(self) -> None:
-        if self.now_s >= self.until_s:
+        if self.clock.now_s >= self.until_s:
             self._next_arrival = None
-            for name, sequence in self.sequences.items():
+            for name in self.sequences:
                 client = self.clients.find((name, 0))
                 if client is not None:
-                    self.scheduler.abort(sequence)
+                    self.engine.abort(name)
                     self.clients.end_aborted(client)
         super()._admit_arrivals()
 
@@ -96,28 +96,26 @@ class World(Simulator):
         self.sequences[request.request_id] = client.sequence
         self._num_waiting[request.tenant] += 1
 
-    def _execute(self) -> StepPlan | None:
-        plan = super()._execute()
-        if plan is not None:
-            for sequence in self.scheduler.running:
-                if sequence.request_id not in self.started_in:
-                    self.started_in[sequence.request_id] = plan.step_id
-                    self._num_waiting[sequence.tenant] -= 1
-            self.moments.append((dict(self._served), dict(self._num_waiting)))
-        return plan
+    def on_plan(self, plan: StepPlan) -> float:
+        for sequence in self.scheduler.running:
+            if sequence.request_id not in self.started_in:
+                self.started_in[sequence.request_id] = plan.step_id
+                self._num_waiting[sequence.tenant] -= 1
+        self.moments.append((dict(self._served), dict(self._num_waiting)))
+        return super().on_plan(plan)
 
     def _receive(self, outputs: list[SequenceOutput]) -> None:
         super()._receive(outputs)
         for output in outputs:
             name, sequence = output.request_id, self.sequences[output.request_id]
             if name not in self.first_token_s:
-                self.first_token_s[name] = self.now_s
+                self.first_token_s[name] = self.clock.now_s
                 num_computed = sequence.num_prompt_tokens - sequence.num_cached_tokens
                 self._served[sequence.tenant] += num_computed
             self._served[sequence.tenant] += 2 * len(output.token_ids)
             self.tokens.setdefault((name, output.branch_index), []).extend(output.token_ids)
             if output.finish_reason is not None:
-                self.ended_s[name] = self.now_s
+                self.ended_s[name] = self.clock.now_s
 
 
 def simulate(

@@ -7,8 +7,8 @@ import pytest
 from quire.core.pooling import PoolingKind, PoolingParams
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import Chunk, RowAdmission, StepPlan
-from quire.simulation.engine_simulator import run_world
 from quire.simulation.fakes.fake_runner import FakeRunner
+from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import draw_world
 
@@ -16,7 +16,7 @@ from quire.simulation.worlds import draw_world
 @pytest.mark.parametrize("index", range(6))
 def test_all_get_the_result_of_their_whole_prompt(index):
     world = draw_world(11, index, num_steps=150, check_every=5)
-    report = run_world(replace(world, pooling_rate=(0.4, 1.0)[index % 2]))
+    report = run(replace(world, pooling_rate=(0.4, 1.0)[index % 2]))
     assert report.finished["stop"] > 5
 
 
@@ -34,7 +34,7 @@ def test_preempted_and_interrupted_ones_compute_their_prompt_again():
         overlap=1,
         arrivals="bursts",
     )
-    report = run_world(world)
+    report = run(world)
     assert report.num_preemptions and report.num_crashes
 
 

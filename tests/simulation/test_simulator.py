@@ -10,8 +10,7 @@ from quire.core.scheduling import scheduler as scheduler_module
 from quire.core.scheduling import step_results as results
 from quire.core.scheduling.policy import POLICIES
 from quire.core.scheduling.scheduler import Scheduler
-from quire.simulation import simulator as simulator_module
-from quire.simulation.engine_simulator import run_world
+from quire.engine import engine as engine_module
 from quire.simulation.report import SimulationReport, add_up
 from quire.simulation.simulator import SimulationError, run
 from quire.simulation.workload import SimulationConfig
@@ -27,7 +26,7 @@ def world(index: int) -> SimulationConfig:
 
 @pytest.fixture(scope="module")
 def reports() -> list[SimulationReport]:
-    return [run_world(world(index)) for index in range(NUM_WORLDS)]
+    return [run(world(index)) for index in range(NUM_WORLDS)]
 
 
 def test_all_laws_hold_in_all_worlds(reports: list[SimulationReport]) -> None:
@@ -67,7 +66,7 @@ def test_the_worlds_reach_every_state(reports: list[SimulationReport]) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 7, 11])
 def test_a_seed_replays_exactly(seed: int, reports: list[SimulationReport]) -> None:
-    again = run_world(world(seed))
+    again = run(world(seed))
     assert again == reports[seed]
     assert again.digest and again.digest != reports[seed + 12].digest
 
@@ -238,7 +237,7 @@ def repeated_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def longer_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was generated before does not count against max_tokens."""
-    original = simulator_module.make_sequences
+    original = engine_module.make_sequences
 
     def make_sequences(*arguments: Any) -> Any:
         groups = original(*arguments)
@@ -246,12 +245,12 @@ def longer_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             sequence.max_num_tokens += sequence.num_output_tokens
         return groups
 
-    monkeypatch.setattr(simulator_module, "make_sequences", make_sequences)
+    monkeypatch.setattr(engine_module, "make_sequences", make_sequences)
 
 
 @pytest.mark.parametrize(
     ("break_it", "message"),
-    [(repeated_token, "got .* not"), (longer_limit, "got .* not|was refused")],
+    [(repeated_token, "got .* not"), (longer_limit, "is to be resumed after")],
 )
 def test_a_resumption_that_goes_wrong_is_found(
     break_it: Any, message: str, monkeypatch: pytest.MonkeyPatch

@@ -249,7 +249,7 @@ WORLDS: dict[str, Any] = {
     },
     "blocks are expected that never come": TINY,
     "the scheduler forgets that blocks are moved": TINY
-    | {"tier": (("block_s", 0.05), ("latency_s", 1.0))},
+    | {"tier": (("block_s", 0.05), ("latency_s", 0.5))},
 }
 """What a mutation needs to show itself, beyond CONFIG."""
 

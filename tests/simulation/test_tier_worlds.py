@@ -8,7 +8,6 @@ import pytest
 
 from quire.core.memory.tiers.contract import LoadOrder
 from quire.errors import ConfigurationError
-from quire.simulation.engine_simulator import run_world
 from quire.simulation.fakes.fake_tiers import simulated_tier
 from quire.simulation.report import SimulationReport, add_up
 from quire.simulation.simulator import Simulator, run
@@ -79,7 +78,7 @@ def test_an_order_that_is_cancelled_may_end_at_once_and_ends_once() -> None:
     tiers.cancel(range(40))
     at_once = tiers.ended()
     assert 0 < len(at_once) < 40
-    simulator.now_s = 100.0
+    simulator.clock.wait_until(100.0)
     later = tiers.ended()
     assert sorted(end.order_id for end in (*at_once, *later)) == list(range(40))
     assert not any(end.is_done for end in (*at_once, *later)), "nothing is kept under this name"
@@ -102,9 +101,8 @@ def test_random_worlds_with_tiers(index: int) -> None:
         "beam_rate": 0.1,
         "step_failure_rate": 0.02,
         "crash_rate": 0.0,
-        "through_engine": True,
         "num_steps": 150,
         "tier": (*GOOD.items(), ("failure_rate", 0.05), ("loss_rate", 0.05), ("hang_rate", 0.01)),
     }
-    report = run_world(dataclasses.replace(CONFIG, **changes))
+    report = run(dataclasses.replace(CONFIG, **changes))
     assert report.num_stored_blocks > 0

@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigurationError
 from quire.plugins import add_plugin_flag, load_plugins_of
-from quire.simulation.engine_simulator import run_world
 from quire.simulation.fleet import fleet_command
 from quire.simulation.report import SimulationReport, add_up, printed_lines
-from quire.simulation.simulator import SimulationError
+from quire.simulation.simulator import SimulationError, run
 from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import draw_draft_world, draw_hybrid_world, draw_world, draw_worlds
 
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] == ["fleet"]:
             return fleet_command.main(words[1:])
         config, draw = _parse(arguments)
-        report = run_world(config) if draw is None else _run_everything(config, draw)
+        report = run(config) if draw is None else _run_everything(config, draw)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,7 +62,7 @@ def _run_everything(config: SimulationConfig, draw: DrawWorld) -> SimulationRepo
     reports: list[SimulationReport] = []
     started_s = time.perf_counter()
     for world in draw_worlds(config.seed, num_steps, config.check_every, draw):
-        reports.append(run_world(world))
+        reports.append(run(world))
         print(f"world {len(reports)}: {reports[-1].num_steps} steps", file=sys.stderr)
     total = add_up(reports, config.seed)
     total.steps_per_s = total.num_steps / (time.perf_counter() - started_s)

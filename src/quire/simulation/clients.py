@@ -116,6 +116,24 @@ class Clients:
             found.append((again, clients))
         return found
 
+    def resumed(self, request: Request, clients: list[Client]) -> Request:
+        """The request under which a new engine continues one of `cut_off`.
+
+        An engine knows no forks that it did not make, so each continues as a request of its own.
+        Its planned abort lapses.
+        """
+        client, old_id = clients[0], request.request_id
+        index = client.branch_index
+        if index < request.n:
+            self._num_branches[old_id] = request.n
+            return request
+        new_id = f"{old_id}.{self.report.num_crashes}.{index}"
+        client.request = replace(client.request, request_id=new_id, n=index + 1)
+        self._waiting[new_id, index] = self._waiting.pop((old_id, index))
+        self._num_branches[new_id] = index + 1
+        self._begun.add(new_id)
+        return replace(request, request_id=new_id, n=index + 1)
+
     def check_all_answered(self) -> None:
         """Raise AssertionError if any client still waits."""
         unanswered = [client.sequence for client in self._waiting.values()]

@@ -1,8 +1,13 @@
-"""Runs the scheduler and memory on a virtual clock and checks all their invariants.
+"""Runs the engine on a virtual clock and checks all invariants of scheduler and memory.
 
 Each request must get the same tokens as without other requests, even if requests are aborted,
 preempted or fail. The states of all blocks are checked, and all blocks must be free at the end.
 Runs with equal seeds are equal: the report has a digest of all plans and results.
+
+`Engine.step` calls the scheduler and a runner that checks plans, and clients use `Engine.add`,
+`fork` and `abort`. The simulated device is asynchronous: a step begins when it is launched and the
+previous step has ended, and waiting for its result sets the clock to its end. KeyboardInterrupt may
+interrupt a step before and after each call of the runner. A crash replaces the engine.
 """
 
 from __future__ import annotations
@@ -12,30 +17,33 @@ import heapq
 import random
 import time
 from collections.abc import Callable
+from math import isclose
 
-from quire.core.adapters import BASE_MODEL
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import Request, SequenceOutput
-from quire.core.sampling_params import DecodingParams
+from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling import invariants
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.scheduling.policy import POLICIES
 from quire.core.scheduling.residency import Residency
-from quire.core.scheduling.scheduler import Scheduler, fail_item
+from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
-from quire.engine.tier_work import TierWork
+from quire.engine.adapter_work import AdapterWork
+from quire.engine.engine import Engine
 from quire.errors import ConfigurationError, QuireError, RequestNeverFitsError
 from quire.simulation.baselines import NoGrowth, WholePreemption
-from quire.simulation.clients import Clients
+from quire.simulation.checked_device import CheckedDevice
+from quire.simulation.clients import Client, Clients
 from quire.simulation.fakes.fake_adapters import FakeAdapters
 from quire.simulation.fakes.fake_grammar import fake_grammar_work
 from quire.simulation.fakes.fake_proposer import FakeProposer
-from quire.simulation.fakes.fake_runner import FakeRunner, Faults, InjectedFailureError
+from quire.simulation.fakes.fake_runner import FakeRunner, Faults
 from quire.simulation.fakes.fake_tiers import FakeTiers, KeptContents, simulated_tier
 from quire.simulation.report import SimulationReport
 from quire.simulation.step_time import StepTime
+from quire.simulation.virtual_engine import VirtualClock
 from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork
 
 MAX_STEPS_WITHOUT_OUTPUT = 1000
@@ -82,7 +90,7 @@ class Simulator:
         self.step_time = StepTime(
             config.slow_rate, config.seed, config.step_base_s, config.step_token_s
         )
-        self.now_s = 0.0
+        self.clock = VirtualClock()
         self._kept = KeptContents()
         self._start_engine()
         _check_room(config, self.memory)
@@ -91,13 +99,15 @@ class Simulator:
         self.clients = Clients(config, self.report)
         self._rng = random.Random(f"forks of {config.seed}")
         self._crash_rng = random.Random(f"crashes of {config.seed}")
+        self._interrupt_rng = random.Random(f"interrupts of {config.seed}")
         self._last_output_at = 0
         self._aborts: list[tuple[int, bool, str, int]] = []  # (turn, is_between, request, branch)
         self._turn = self._num_idle_turns = 0
         self._digest = hashlib.blake2b(digest_size=16)
 
     def _start_engine(self) -> None:
-        """Make a new scheduler, memory and runner, at the start and after each crash."""
+        """Make a new engine, at the start and after each crash."""
+        # First the runner, the memory and the scheduler, then the engine around them.
         config = self.config
         self.runner = _make_runner(config, self.report.num_crashes)
         make_memory = WholePreemption if config.preempts_whole else KVCacheManager
@@ -114,7 +124,6 @@ class Simulator:
         )
         if self.memory.moves is not None:
             self.memory.moves.stores.delay_s = simulated_tier(config.tier).settle_s
-        self._tier_work = TierWork(self.memory, lambda: self.now_s)
         if config.snapshot_tokens:
             self.memory.snapshots.interval = config.snapshot_tokens
         self.adapters = _make_adapters(self)
@@ -131,10 +140,20 @@ class Simulator:
             Residency(config.max_loras, self.adapters),
             proposer=_make_proposer(self),
         )
-        self.grammars = fake_grammar_work(config.vocab_size)
         if config.max_itl_ratio:
             model = self.step_time.make_model(config.predicted_ratio)
             self.scheduler.pacer = StepPacer(PacingConfig(config.max_itl_ratio), model)
+        self.engine = Engine(
+            self.scheduler,
+            CheckedDevice(self, self.runner, self.clock),
+            # Include the token ids that inject failures, which follow the vocabulary.
+            ModelLimits(config.nan_token_id + 1, config.max_model_len),
+            clock=self.clock,
+            overlap=bool(config.overlap),
+        )
+        self.engine.grammars = fake_grammar_work(config.vocab_size)
+        self.engine.adapters = AdapterWork(self.scheduler, self.adapters)
+        self._started_s = self.clock.now_s
 
     def run(self) -> None:
         """Run until every request was answered."""
@@ -152,71 +171,41 @@ class Simulator:
             self._num_idle_turns = 0 if has_planned else self._num_idle_turns + 1
             assert self._num_idle_turns < MAX_IDLE_TURNS, "nothing is planned any more"
             if not has_planned and not self.scheduler.has_unfinished and self._next_arrival:
-                self.now_s = max(self.now_s, self._next_arrival.at_s)
+                self.clock.wait_until(self._next_arrival.at_s)
         self._finish()
-
-    # ---- calls that `EngineSimulator` passes to an engine -----------------------------------
-
-    def _enter(self, request: Request, branches: list[Sequence]) -> list[Sequence]:
-        """Add a request; returns its sequences: `branches`, or the engine's equal sequences."""
-        for group in self.grammars.begin(self.scheduler, [branches], self.now_s):
-            self.scheduler.add(group, self.now_s)
-        return branches
-
-    def _fork(self, parent: Sequence, branch_index: int, params: DecodingParams) -> Sequence:
-        constraint = self.grammars.fork(parent, params)
-        child = self.scheduler.fork(parent, branch_index, params, self.now_s)
-        child.constraint = constraint
-        return child
-
-    def _abort(self, sequence: Sequence) -> None:
-        self.scheduler.abort(sequence)
 
     # ---- one turn ---------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """Plan and execute a step, and apply the oldest result unless its step may stay in flight.
-
-        Returns whether a step was planned and no step failed.
-        """
-        for digest, message in self.adapters.pop_failed().items():
-            self._receive(fail_item(self.scheduler, digest, message))
+        """Let the engine step. Returns whether a step was planned and no step failed."""
+        num_steps, num_failed = self.report.num_steps, self.scheduler.stats.num_failed_steps
         try:
-            plan = self._execute() if self.scheduler.has_unfinished else None
-            self._abort_due(is_between=True)
-            in_flight = self.scheduler.num_steps_in_flight
-            if in_flight > self.config.overlap or (in_flight and plan is None):
-                result = self.runner.result()
-                self._digest.update(result_bytes(result))
-                outputs = self.scheduler.apply(result)
-                self._check()
-                self._receive(outputs)
-            elif plan is None:
-                self._tier_work.wait()
-                self.adapters.wait()
-        except InjectedFailureError as failure:
-            self.runner.reset()
-            self._receive(self.scheduler.recover(str(failure)))
-            self._check()
-            return False
-        return plan is not None
-
-    def _execute(self) -> StepPlan | None:
-        plan = self.scheduler.schedule(self.now_s)
+            outputs = self.engine.step()
+        except KeyboardInterrupt:
+            outputs = []
+        assert self.scheduler.num_steps_in_flight <= self.config.overlap
         self._check()
-        if plan is None:
-            return None
-        seconds = self._check_plan(plan)
-        self.now_s += seconds
-        masks = self.grammars.begin_masks(plan.step_id, self.scheduler.running)
-        self.runner.execute(plan)
-        self.runner.sample(masks.collect())
-        self.scheduler.pacer.observe(plan.step_id, seconds)
-        self._tier_work.observe(plan.step_id, seconds)
-        return plan
+        self._receive(outputs)
+        has_failed = self.scheduler.stats.num_failed_steps > num_failed
+        return self.report.num_steps > num_steps and not has_failed
 
-    def _check_plan(self, plan: StepPlan) -> float:
-        """Check and count a plan; returns the seconds of its step."""
+    def on_sampled(self) -> None:
+        """Let clients abort requests while a step is in flight."""
+        self._abort_due(is_between=True)
+
+    def on_result(self, result: StepResult) -> None:
+        """Add a result to the digest."""
+        self._digest.update(_result_bytes(result))
+
+    def interrupt_now_and_then(self) -> None:
+        """Raise KeyboardInterrupt with the probability `interrupt_rate` of the config."""
+        if self._interrupt_rng.random() < self.config.interrupt_rate:
+            self.report.num_interrupts += 1
+            raise KeyboardInterrupt
+
+    def on_plan(self, plan: StepPlan) -> float:
+        """Check and count a plan before it is executed; returns the seconds of its step."""
+        self._check()
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert plan.num_rows <= self.config.max_num_seqs
         self._digest.update(_plan_bytes(plan))
@@ -226,6 +215,10 @@ class Simulator:
     def _check(self) -> None:
         if self.report.num_steps % self.config.check_every == 0:
             invariants.check_scheduler(self.scheduler)
+        if self.report.num_steps % (16 * self.config.check_every) == 0:
+            num_bytes = sum(group.bytes_per_block for group in self.config.groups[:1])
+            total = self.config.num_blocks * num_bytes
+            assert self.engine.memory_report().total_bytes == total
 
     # ---- clients ----------------------------------------------------------------------------
 
@@ -235,7 +228,7 @@ class Simulator:
             self._next_arrival = None
         while (
             self._next_arrival
-            and self._next_arrival.at_s <= self.now_s
+            and self._next_arrival.at_s <= self.clock.now_s
             and len(waiting) < config.max_num_waiting
         ):
             arrival, self._next_arrival = self._next_arrival, next(self._arrivals, None)
@@ -245,22 +238,14 @@ class Simulator:
 
     def _add(self, arrival: Arrival) -> None:
         request = arrival.request
-        (branches,) = self._make_sequences(request)
-        entered: list[Sequence] = []
-        if not self._is_accepted(
-            branches[0], lambda: entered.extend(self._enter(request, branches))
-        ):
+        if not self._is_accepted(_longest(request, self.config), lambda: self.engine.add(request)):
             return
+        entered = self.engine.sequences(request.request_id)
         self.report.num_beams += request.params.beam_width > 0
         self.report.num_constrained += request.params.grammar is not None
-        self.clients.add(request, entered, self.now_s)
-        for branch_index in range(len(branches)):
+        self.clients.add(request, entered, self.clock.now_s)
+        for branch_index in range(len(entered)):
             self._plan_abort(arrival, branch_index)
-
-    def _make_sequences(self, request: Request) -> list[list[Sequence]]:
-        adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
-        root = self.memory.prefixes.start_chain(request.cache_domain, adapter)
-        return make_sequences(request, self.config.max_model_len, root, self.now_s)
 
     def _crash_now_and_then(self) -> None:
         """Crash at random: replace the engine, then resubmit the requests that clients wait for."""
@@ -269,15 +254,19 @@ class Simulator:
         self.report.add_counts(self.scheduler)
         self.report.num_crashes += 1
         self._start_engine()
-        for request, clients in self.clients.cut_off(self.now_s):
-            groups = self._make_sequences(request)
-            made = {sequence.branch_index: sequence for group in groups for sequence in group}
-            for client in clients:  # a beam search begins with one sequence
-                client.sequence = made.get(client.branch_index, groups[0][0])
-            for group in self.grammars.begin(self.scheduler, groups, self.now_s):
-                self.scheduler.add(group, self.now_s)
+        for request, clients in self.clients.cut_off(self.clock.now_s):
+            self._resume(request, clients)
             self.report.num_resumed += len(clients)
         self._check()
+
+    def _resume(self, request: Request, clients: list[Client]) -> None:
+        """Submit a request to a new engine, and give its clients their new sequences."""
+        request = self.clients.resumed(request, clients)
+        self.engine.add(request)
+        sequences = self.engine.sequences(request.request_id)
+        made = {sequence.branch_index: sequence for sequence in sequences}
+        for client in clients:  # a beam search begins with one sequence
+            client.sequence = made.get(client.branch_index, sequences[0])
 
     def _is_accepted(self, sequence: Sequence, add: Callable[[], object]) -> bool:
         """Add a sequence, and check that it is refused only if it does not fit into the empty pool.
@@ -309,13 +298,14 @@ class Simulator:
         parent = client.sequence
         params = draw_fork(self._rng, client.request.params, parent.num_output_tokens)
         index = self.clients.next_branch_index(parent.request_id)
-        made: list[Sequence] = []
         if self._is_accepted(
             parent.branch(index, params),
-            lambda: made.append(self._fork(parent, index, params)),
+            lambda: self.engine.fork(parent.request_id, parent.branch_index, params),
         ):
             self.report.num_forks += 1
-            self.clients.add_fork(client, made[0], self.now_s)
+            child = self.engine.sequences(parent.request_id)[-1]
+            assert child.branch_index == index, f"{child} of {parent} should be branch {index}"
+            self.clients.add_fork(client, child, self.clock.now_s)
             if self._rng.random() < self.config.abort_rate:
                 due = self._turn + self._rng.randint(0, self.config.max_abort_age_steps)
                 heapq.heappush(self._aborts, (due, False, parent.request_id, index))
@@ -336,14 +326,15 @@ class Simulator:
             state = client.sequence.state.value
             if client.sequence.num_pending_tokens:
                 state += " in flight"
-            self._abort(client.sequence)
+            branch_index = None if client.sequence.is_beam else client.branch_index
+            self.engine.abort(client.sequence.request_id, branch_index)
             self.clients.end_aborted(client)
             aborted_in = self.report.aborted_in
             aborted_in[state] = aborted_in.get(state, 0) + 1
             self._check()
 
     def _receive(self, outputs: list[SequenceOutput]) -> None:
-        self.clients.receive(outputs, self.now_s)
+        self.clients.receive(outputs, self.clock.now_s)
         if outputs:
             self._last_output_at = self.report.num_steps
         num_steps = self.report.num_steps - self._last_output_at
@@ -352,12 +343,23 @@ class Simulator:
     # ---- the end ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        assert self._tier_work.wait_for_moves(NEVER_S), "moves are under way that never end"
+        assert not self.engine.has_work()
+        assert self.engine.tier_work.wait_for_moves(NEVER_S), "moves are under way that never end"
         invariants.check_idle(self.scheduler)
         self.clients.check_all_answered()
+        forgotten = not self.engine._requests and not self.engine.times._first_tokens
+        assert forgotten, "the engine remembers requests that have ended"
+        self._check_times()
         self.report.add_counts(self.scheduler)
-        self.report.virtual_s = round(self.now_s, 6)
+        self.report.virtual_s = round(self.clock.now_s, 6)
         self.report.digest = self._digest.hexdigest()
+
+    def _check_times(self) -> None:
+        """Check that the engine's busy, gap and idle times add up to the time since its start."""
+        found = self.engine.stats().utilization
+        times_s = [found[name] for name in ("busy_s", "gap_s", "idle_s")]
+        passed_s = self.clock.now_s - self._started_s
+        assert min(times_s) >= 0 and isclose(sum(times_s), passed_s, abs_tol=1e-6), found
 
 
 def _make_runner(config: SimulationConfig, num_crashes: int) -> FakeRunner:
@@ -382,17 +384,14 @@ def _make_tiers(simulator: Simulator, kept: KeptContents) -> FakeTiers | None:
     config = simulator.config
     if not config.tier:
         return None
-
-    wait_until = _waiting(simulator)
     rng = random.Random(f"tiers of {config.seed}, {simulator.report.num_crashes}")
-    store = simulator.runner.store
-    tier = simulated_tier(config.tier)
-    return FakeTiers(kept, store, tier, rng, lambda: simulator.now_s, wait_until)
+    store, clock = simulator.runner.store, simulator.clock
+    return FakeTiers(kept, store, simulated_tier(config.tier), rng, clock, clock.wait_until)
 
 
 def _make_adapters(simulator: Simulator) -> FakeAdapters:
     rng = random.Random(f"adapters of {simulator.config.seed}, {simulator.report.num_crashes}")
-    return FakeAdapters(rng, lambda: simulator.now_s, _waiting(simulator))
+    return FakeAdapters(rng, simulator.clock, simulator.clock.wait_until)
 
 
 def _make_proposer(simulator: Simulator) -> FakeProposer | None:
@@ -407,13 +406,9 @@ def _make_proposer(simulator: Simulator) -> FakeProposer | None:
     )
 
 
-def _waiting(simulator: Simulator) -> Callable[[float], None]:
-    """A function that moves a simulator's clock forward to a time, but never back."""
-
-    def wait_until(at_s: float) -> None:
-        simulator.now_s = max(simulator.now_s, at_s)
-
-    return wait_until
+def _longest(request: Request, config: SimulationConfig) -> Sequence:
+    """A sequence like the first of a request, to know its bounds before it is accepted."""
+    return make_sequences(request, config.max_model_len, b"", 0.0)[0][0]
 
 
 def _check_room(config: SimulationConfig, memory: KVCacheManager) -> None:
@@ -428,7 +423,7 @@ def _check_room(config: SimulationConfig, memory: KVCacheManager) -> None:
         )
 
 
-def result_bytes(result: StepResult) -> bytes:
+def _result_bytes(result: StepResult) -> bytes:
     """The bytes of a result for the digest. Log-probabilities are left out, since they depend on
     the tokens only."""
     return repr((result.step_id, result.rows, result.token_ids)).encode()

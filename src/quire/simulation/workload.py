@@ -149,10 +149,7 @@ class SimulationConfig:
     tier: tuple[tuple[str, float], ...] = ()
     #: The number of steps that are planned before the previous result is known: 0 or 1.
     overlap: int = 0
-    #: Whether the real engine's loop runs the simulation, without crashes.
-    through_engine: bool = False
-    #: With through_engine: the probability, before and after each call of the runner, that Ctrl-C
-    #: interrupts the step.
+    #: The probability, before and after each call of the runner, that Ctrl-C interrupts the step.
     interrupt_rate: float = 0.0
     vocab_size: int = 1000
     #: The number of steps between two checks of all invariants.
@@ -166,14 +163,6 @@ class SimulationConfig:
             raise ConfigurationError(f"arrivals is {self.arrivals!r}, but must be one of {known}")
         if self.arrivals == "at_once" and self.max_num_requests == math.inf:
             raise ConfigurationError("arrivals is 'at_once', which needs num_requests")
-        if self.through_engine and self.crash_rate:
-            raise ConfigurationError(
-                f"crash_rate is {self.crash_rate}, but must be 0 if through_engine is True"
-            )
-        if self.interrupt_rate and not self.through_engine:
-            raise ConfigurationError(
-                f"interrupt_rate is {self.interrupt_rate}, which needs through_engine"
-            )
         if self.snapshot_tokens % self.block_size or self.snapshot_tokens < 0:
             raise ConfigurationError(
                 f"snapshot_tokens is {self.snapshot_tokens}, but must be whole blocks of"

@@ -39,9 +39,9 @@ DRAFTABLE = tuple(kinds for kinds in HYBRIDS if "state" not in kinds)
 def draw_world(
     seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
 ) -> SimulationConfig:
-    """A world with all features. Overlap, the engine's loop and policies depend on the index, so
-    that all combinations occur."""
-    through_engine = index % 3 == 2
+    """A world with all features. Overlap, policies, and whether it crashes or is interrupted depend
+    on the index, so that all combinations occur."""
+    is_interrupted = index % 3 == 2
     rng = random.Random(f"world {index} of {seed}")
     block_size = rng.choice((1, 2, 4, 8, 16))
     num_groups = rng.choice((1, 1, 2, 3))
@@ -83,12 +83,11 @@ def draw_world(
         logprobs_rate=rng.choice((0.0, 0.3)),
         grammar_rate=random.Random(f"grammars in world {index} of {seed}").choice((0.0, 0.3, 1.0)),
         pooling_rate=random.Random(f"pooling in world {index} of {seed}").choice((0.0, 0.0, 0.4)),
-        through_engine=through_engine,
         crash_rate=0.0
-        if through_engine
+        if is_interrupted
         else random.Random(f"crashes in world {index} of {seed}").choice((0.0, 0.005)),
         interrupt_rate=random.Random(f"interrupts in world {index} of {seed}").choice((0.0, 0.01))
-        if through_engine
+        if is_interrupted
         else 0.0,
         step_failure_rate=rng.choice((0.0, 0.0, 0.03)),
         poison_rate=rng.choice((0.0, 0.0, 0.03)),

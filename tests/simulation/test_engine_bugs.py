@@ -1,4 +1,4 @@
-"""The engine's own loop in simulation, and bugs planted in it that must show."""
+"""Faults, interrupts and crashes of a simulated engine, and bugs planted in its loop."""
 
 import dataclasses
 from typing import Any
@@ -8,8 +8,6 @@ import pytest
 from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.engine.step_clock import StepClock
-from quire.errors import ConfigurationError
-from quire.simulation.engine_simulator import run_world
 from quire.simulation.report import SimulationReport
 from quire.simulation.simulator import SimulationError, run
 from quire.simulation.workload import SimulationConfig
@@ -25,7 +23,6 @@ CONFIG = SimulationConfig(
     end_rate=0.1,
     abort_rate=0.15,
     logprobs_rate=0.3,
-    through_engine=True,
     check_every=2,
 )
 FAULTS: dict[str, Any] = {
@@ -40,21 +37,14 @@ def of_clients(report: SimulationReport) -> tuple[Any, ...]:
     return report.finished, report.num_output_tokens, report.num_answered
 
 
-def test_the_engine_gives_what_scheduler_and_runner_give_by_themselves() -> None:
-    """Without overlap step by step the same, on the clock and in every plan."""
-    config = dataclasses.replace(CONFIG, policy="fair", deadline_rate=0.3)
-    alone = run(dataclasses.replace(config, through_engine=False))
-    assert dataclasses.replace(run_world(config), seed=alone.seed) == alone
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_overlap_and_faults_change_no_answer(seed: int) -> None:
     config = dataclasses.replace(CONFIG, seed=seed, abort_rate=0.0, fork_rate=0.0)
     ahead = dataclasses.replace(config, overlap=1)
-    one, other = run_world(config), run_world(ahead)
+    one, other = run(config), run(ahead)
     assert of_clients(one) == of_clients(other)
     assert other.virtual_s < one.virtual_s + 1.0, "a step more now and then, for what has ended"
-    interrupted = run_world(dataclasses.replace(ahead, interrupt_rate=0.02))
+    interrupted = run(dataclasses.replace(ahead, interrupt_rate=0.02))
     assert interrupted.num_interrupts > 5
     assert of_clients(interrupted) == of_clients(one)
 
@@ -65,18 +55,21 @@ def test_the_laws_hold_with_faults_and_aborts(seed: int, overlap: int) -> None:
     config = dataclasses.replace(
         CONFIG, seed=seed, overlap=overlap, num_groups=1 + overlap, num_blocks=64, **FAULTS
     )
-    report = run_world(config)
+    report = run(config)
     assert report.num_failed_steps > 5 and report.num_interrupts > 0
     assert set(report.finished) == {"abort", "error", "length", "stop"}
     assert sum(report.finished.values()) == report.num_sequences
-    assert run_world(config) == report
+    assert run(config) == report
 
 
-def test_crashes_are_left_to_the_other_simulator() -> None:
-    with pytest.raises(ConfigurationError, match=r"crash_rate is 0.1, but must be 0"):
-        dataclasses.replace(CONFIG, crash_rate=0.1)
-    with pytest.raises(ConfigurationError, match=r"interrupt_rate is 0.1, which needs"):
-        SimulationConfig(interrupt_rate=0.1)
+def test_crashes_and_interrupts_change_no_answer() -> None:
+    """Forks go on in the next engine as requests of their own."""
+    config = dataclasses.replace(CONFIG, abort_rate=0.0, fork_rate=0.2, crash_rate=0.05)
+    report = run(dataclasses.replace(config, overlap=1, interrupt_rate=0.01))
+    assert report.num_crashes > 5 and report.num_interrupts > 0
+    assert report.num_resumed > 20 and report.num_forks > 20
+    assert set(report.finished) <= {"length", "stop", "error"}
+    assert sum(report.finished.values()) == report.num_sequences
 
 
 # ---- planted bugs -------------------------------------------------------------------------------
@@ -147,4 +140,4 @@ def test_a_planted_bug_is_found(
     plant(monkeypatch)
     config = dataclasses.replace(CONFIG, overlap=1, **FAULTS)
     with pytest.raises((SimulationError, IndexError), match=message):
-        run_world(config)
+        run(config)
