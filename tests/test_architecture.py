@@ -28,7 +28,7 @@ ARROWS = {
     "simulation": "engine routing traces cluster plugins",
     "server": "engine_client traces cluster",
     "cluster": "engine_client routing numa",
-    "offline": "assembly cluster",
+    "offline": "assembly",
     "engine_process": "assembly",
     "assembly": "engine_client engine runtime tiers numa speculation",
     "engine_client": "text core ipc child_process",
@@ -110,7 +110,7 @@ STARTS_WITHOUT_TORCH = ("cli",)
 """Areas that may import torch in a function, for a command that needs it."""
 BRINGS_TORCH = ("torch", "safetensors.torch", "transformers", "accelerate", "triton")
 
-ASYNC_AREAS = ("server", "engine_client", "cluster", "offline", "replay", "bench", "cli")
+ASYNC_AREAS = ("server", "engine_client", "cluster", "replay", "bench", "cli")
 
 MAX_FILES = 25
 """In one folder, `__init__.py` not counted."""

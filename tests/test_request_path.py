@@ -9,6 +9,9 @@ from tools.request_path import DOCUMENT, PICTURE, PICTURED, first_line, picture,
 #: differs from the picture is taken again this number of times.
 NUM_TRACES = 3
 
+#: server, core, server, text, engine_client, server, engine_client.
+MAX_PACKAGE_CHANGES = 6
+
 
 def boxes(text: str) -> list[str]:
     return text.rpartition("```")[0].splitlines()
@@ -18,9 +21,12 @@ def test_the_picture_is_that_of_a_traced_chat() -> None:
     """`python tools/request_path.py --document` writes the picture."""
     written = PICTURE.findall(DOCUMENT.read_text())[0]
     for _ in range(NUM_TRACES):
-        traced = picture(trace_chat())
+        trace = trace_chat()
+        traced = picture(trace)
         if boxes(traced) == boxes(written):
             break
+    packages = [name.partition("/")[0] for name in trace.way_in]
+    assert trace.num_package_changes <= MAX_PACKAGE_CHANGES, packages
     assert boxes(traced) == boxes(written)
     counts = [re.findall(r"\d[\d,]*", text.rpartition("```")[2]) for text in (written, traced)]
     for said, counted in zip(*counts, strict=True):

@@ -220,6 +220,8 @@ def passed() -> Iterator[Figure]:
     yield Figure("files that run in a chat", len(trace.files), None, "about 70; 96 traced", how)
     how = "those of them that call another file of ours (tools/request_path.py prints them)"
     yield Figure("files that hand a chat on", len(trace.stops), 35, "about 56; 61 traced", how)
+    how = f"a prompt's {len(trace.way_in)} stops from the socket to the link, by package"
+    yield Figure("package changes on the way in", trace.num_package_changes, 6, "11", how)
 
 
 def measure(*, with_trace: bool) -> list[Figure]:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +67,19 @@ class Trace:
         """Those that called another file of ours."""
         handing = {call.caller for call in self.calls if call.caller != call.callee}
         return [name for name in self.files if name in handing]
+
+    @property
+    def way_in(self) -> list[str]:
+        """Those of the API server's stops that a prompt passes until it is sent to the engine."""
+        stops = set(self.stops)
+        found = [name for name in self.of_process(0).files if name in stops]
+        return found[: found.index(LINK) + 1]
+
+    @property
+    def num_package_changes(self) -> int:
+        """How many stops on the way in lie in another package than the stop before."""
+        packages = [name.partition("/")[0] for name in self.way_in]
+        return sum(left != right for left, right in pairwise(packages))
 
     def of_process(self, process: int) -> "Trace":
         return Trace([call for call in self.calls if call.process == process])
@@ -273,6 +287,7 @@ def main() -> None:
     for name in trace.files if args.all else trace.stops:
         print(f"{name:45} {first_line(name)}")
     print(f"\n{len(trace.files)} files run, {len(trace.stops)} of them hand on")
+    print(f"on its way in a prompt changes package {trace.num_package_changes} times")
 
 
 if __name__ == "__main__":

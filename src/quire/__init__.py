@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from quire.core.adapters import LoRARequest
     from quire.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from quire.core.structured_outputs import StructuredOutputsParams
+    from quire.engine_client.async_llm import AsyncLLM
     from quire.engine_client.results import CompletionOutput, RequestOutput
-    from quire.offline.async_llm import AsyncLLM
     from quire.offline.beams import BeamSearchOutput, BeamSearchSequence
     from quire.offline.llm import LLM
     from quire.offline.llm_engine import LLMEngine
@@ -47,8 +47,8 @@ __all__ = [
 _HOMES = {
     "LLM": "quire.offline.llm",
     "AsyncEngineArgs": "quire.cli.engine_args",
-    "AsyncLLM": "quire.offline.async_llm",
-    "AsyncLLMEngine": "quire.offline.async_llm:AsyncLLM",
+    "AsyncLLM": "quire.engine_client.async_llm",
+    "AsyncLLMEngine": "quire.engine_client.async_llm:AsyncLLM",
     "BeamSearchOutput": "quire.offline.beams",
     "BeamSearchParams": "quire.core.sampling_params",
     "BeamSearchSequence": "quire.offline.beams",

@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cluster.engine_harness import Pulled, engines, request
-from tests.cluster.fleet_world import GivenSlots, LeastOpen, costs
+from tests.engine_client.engine_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND
+from tests.engine_client.fleet_world import GivenSlots, LeastOpen, costs
 
 from quire.cluster import silence_watch, slowness_poller
-from quire.cluster.engine_slots import EngineSlot
-from quire.cluster.failover.connected_replicas import ConnectedReplica
-from quire.cluster.fleet import EngineFleet, _summed
+from quire.engine_client.engine_slot import EngineSlot
+from quire.engine_client.failover.connected_replicas import ConnectedReplica
+from quire.engine_client.fleet import EngineFleet, _summed
 from quire.engine_client.messages import GetStats
 from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.process.supervisor import Supervisor
@@ -42,6 +42,11 @@ def with_fleet(
         before = psutil.Process().children()
         given = GivenSlots(*slots(*options))
         fleet = EngineFleet({}, LeastOpen(), given, max_queued_requests=1000, recovery=recovery)
+        placement = fleet.dispatcher.placement
+        fleet.watches = [
+            slowness_poller.SlownessPoller(fleet.engines, placement),
+            silence_watch.SilenceWatch(fleet.engines, fleet.dispatcher),
+        ]
         try:
             await fleet.start()
             return await test(fleet)

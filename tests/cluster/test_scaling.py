@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cluster.fleet_world import LIMITS, GivenSlots, LeastOpen
 from tests.cluster.test_fleet import QUICK, SLOW, generate, slots, tokens, until
+from tests.engine_client.fleet_world import LIMITS, GivenSlots, LeastOpen
 
 from quire.cluster import scaling
-from quire.cluster.fleet import EngineFleet
 from quire.cluster.placement import RoutedPlacement
 from quire.cluster.scaling import Autoscaler, ScalingConfig, ScalingRule
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
+from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError
 from quire.routing.policies.expected_ttft import ExpectedTTFT
@@ -165,6 +165,7 @@ def test_a_fleet_follows_and_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> 
         fleet = EngineFleet(
             {}, loaded, given_slots, max_queued_requests=99, recovery=QUICK, scaling=config
         )
+        fleet.watches = [Autoscaler(fleet.engines, config)]
         try:
             await fleet.start()
             streams = [generate(fleet, f"q{number}", max_tokens=400) for number in range(3)]

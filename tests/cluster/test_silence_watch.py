@@ -1,7 +1,7 @@
 """Replicas that stop answering: whose requests leave them, and when they get new ones again."""
 
 import pytest
-from tests.cluster.fleet_world import FleetWorld, costs, expected
+from tests.engine_client.fleet_world import FleetWorld, costs, expected
 
 from quire.cluster.silence_watch import SilentReplicas, silence_limit_s
 from quire.core.sampling_params import ModelLimits

@@ -19,9 +19,9 @@ from tests.models.family_shapes import FAMILIES, make_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.assembly import tier_identity
-from quire.cluster.identity import check_same
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.scheduling.growth_forecast import GrowthForecast
+from quire.engine_client.identity import check_same
 from quire.engine_client.results import RequestOutput
 from quire.models.registry import load_config
 from quire.offline.llm import LLM

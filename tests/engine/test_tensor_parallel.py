@@ -10,13 +10,13 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cluster.engine_harness import collect, pull, tokens_of
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine_client.engine_harness import collect, pull, tokens_of
 
-from quire.cluster.fleet import EngineFleet
-from quire.cluster.one_engine import start_one_engine
 from quire.core.request import Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
+from quire.engine_client.fleet import EngineFleet
+from quire.engine_client.one_engine import start_one_engine
 from quire.engine_client.recovery import Cause, Death
 from quire.engine_client.results import CompletionOutput
 from quire.errors import ConfigurationError, EngineDeadError

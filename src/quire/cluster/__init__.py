@@ -1,1 +1,1 @@
-"""Serves one model from one or several engines: places requests, handles the deaths of engines."""
+"""Several engines of one model: their places, the choice among them, and their number."""

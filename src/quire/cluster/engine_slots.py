@@ -1,4 +1,4 @@
-"""Slots where a fleet starts its engines: on this machine, or behind agents.
+"""Slots for several engines of a fleet: on this machine, or behind agents.
 
 `ray_agents` has a third kind of slot, the nodes of a Ray cluster.
 """
@@ -7,16 +7,15 @@ import os
 import secrets
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quire.cluster.machines.cluster_key import tls_context
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
-from quire.engine_client.process.link import OpenLink
+from quire.engine_client.engine_slot import EngineSlot
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
 from quire.errors import ConfigurationError
 from quire.numa.binding import has_own_policy, split_for_replicas
@@ -24,45 +23,9 @@ from quire.numa.numa_options import AUTO, NumaOptions
 from quire.numa.planning import Part
 from quire.observability.machine_processors import cpu_limit
 
-ONLY_ENGINE = ""
-"""Name of the engine of a server without replicas. Reports about it name no replica."""
-
 GPU_FILES = "/dev"
 """The folder with a file nvidia<number> for each GPU that this process may see, if NVIDIA's driver
 is installed."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSlot:
-    """A place where one engine can run, and how to start it there."""
-
-    #: The name of the engine in the fleet.
-    name: str
-    #: Makes the link that starts the engine's process and talks to it.
-    open_link: OpenLink
-    #: Options of this engine, in addition to those of the whole fleet.
-    options: Mapping[str, object] = field(default_factory=dict)
-
-
-class EngineSlots(Protocol):
-    """Allocates the slots of a fleet's engines."""
-
-    def initial(self) -> Sequence[EngineSlot]:
-        """The slots for the engines that the fleet has at its start."""
-        ...
-
-    def allocate(self, name: str) -> EngineSlot:
-        """Allocate a slot for one more engine, named `name`. Raises ConfigurationError if no slot
-        is free."""
-        ...
-
-    def release(self, name: str) -> None:
-        """Free the slot of an engine that has ended and will not be restarted."""
-        ...
-
-    def close(self) -> None:
-        """Release the resources of all slots. Called after the last engine has ended."""
-        ...
 
 
 class LocalSlots:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.cluster.fleet_engines import FleetEngines
-from quire.cluster.loop_task import LoopTask
+from quire.engine_client.fleet_engines import FleetEngines
+from quire.engine_client.loop_task import LoopTask
 from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError, QuireError
 from quire.observability.log import get_logger

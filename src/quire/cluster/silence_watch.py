@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.cluster.fleet_dispatcher import FleetDispatcher
-from quire.cluster.fleet_engine import FleetEngine
-from quire.cluster.fleet_engines import FleetEngines
-from quire.cluster.loop_task import LoopTask
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad
+from quire.engine_client.fleet_dispatcher import FleetDispatcher
+from quire.engine_client.fleet_engine import FleetEngine
+from quire.engine_client.fleet_engines import FleetEngines
+from quire.engine_client.loop_task import LoopTask
 from quire.engine_client.process.link import EngineLink
 from quire.engine_client.request_book import OpenRequest
 from quire.observability.log import get_logger

@@ -8,10 +8,10 @@ engine reports the ratio of its recent to its initial step times (`engine.utiliz
 
 import asyncio
 
-from quire.cluster.fleet_dispatcher import Placement
-from quire.cluster.fleet_engine import FleetEngine
-from quire.cluster.fleet_engines import FleetEngines
-from quire.cluster.loop_task import LoopTask
+from quire.engine_client.fleet_dispatcher import Placement
+from quire.engine_client.fleet_engine import FleetEngine
+from quire.engine_client.fleet_engines import FleetEngines
+from quire.engine_client.loop_task import LoopTask
 from quire.errors import EngineDeadError
 
 ASK_EVERY_S = 5.0

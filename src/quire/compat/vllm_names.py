@@ -28,7 +28,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "AsyncEngineArgs": "quire.cli.engine_args",
         "EngineArgs": "quire.cli.engine_args",
     },
-    "quire.engine.async_llm_engine": {"AsyncLLMEngine": "quire.offline.async_llm:AsyncLLM"},
+    "quire.engine.async_llm_engine": {"AsyncLLMEngine": "quire.engine_client.async_llm:AsyncLLM"},
     "quire.engine.llm_engine": {"LLMEngine": "quire.offline.llm_engine"},
     "quire.entrypoints": {},
     "quire.entrypoints.llm": {"LLM": "quire.offline.llm"},
@@ -62,7 +62,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "quire.utils.print_utils": {"print_embeddings": "quire.offline.pooling"},
     "quire.v1": {},
     "quire.v1.engine": {},
-    "quire.v1.engine.async_llm": {"AsyncLLM": "quire.offline.async_llm"},
+    "quire.v1.engine.async_llm": {"AsyncLLM": "quire.engine_client.async_llm"},
     "quire.v1.engine.llm_engine": {"LLMEngine": "quire.offline.llm_engine"},
     "quire.v1.metrics": {},
     "quire.v1.metrics.reader": {

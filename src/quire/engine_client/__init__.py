@@ -1,1 +1,1 @@
-"""The server's side of an engine process: requests, results, the process's life; no torch."""
+"""The server's side of engine processes: sends requests, receives tokens, recovers; no torch."""

@@ -46,19 +46,16 @@ class _Branch:
         self.output = CompletionOutput(index)
         self._params = params
         self._tokenizer = tok
+        self._prompt_ids = prompt_ids
+        self._kept_special_token_ids = kept_special_token_ids
+        #: Made with the first tokens, so that the way to the engine is short; None without a
+        #: tokenizer.
+        self._detokenizer: IncrementalDetokenizer | None = None
         self._deltas_only = deltas_only
         self._stop: StopStrings | None = None
         if params.stop:
             include = params.include_stop_str_in_output
             self._stop = StopStrings(tuple(params.stop), include_in_output=include)
-        self._detokenizer = None
-        if tok is not None:
-            self._detokenizer = IncrementalDetokenizer(
-                tok,
-                prompt_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                kept_special_token_ids=kept_special_token_ids,
-            )
         if params.wants_logprobs:
             self.output.logprobs = None if deltas_only else []
             self.output.cumulative_logprob = 0.0
@@ -74,7 +71,7 @@ class _Branch:
     def push(self, new: SequenceOutput) -> bool:
         """Append new tokens. Returns whether a stop string ended the branch before the engine
         did."""
-        output = self.output
+        output, detokenizer = self.output, self._detokenizer or self._begin_text()
         if new.cumulative_logprob is not None:
             output.cumulative_logprob = new.cumulative_logprob
         num_shown = len(new.token_ids)
@@ -86,8 +83,8 @@ class _Branch:
             output.token_ids.append(token_id)
             if new.logprobs is not None:
                 self._add_logprobs(new.logprobs[index])
-            if self._detokenizer is not None and index < num_shown:
-                self._add_text(self._detokenizer.append(token_id))
+            if detokenizer is not None and index < num_shown:
+                self._add_text(detokenizer.append(token_id))
                 if output.finish_reason is not None:
                     return new.finish_reason is None
         # At the engine's end, first release the text that was held back, which may contain a stop
@@ -97,6 +94,16 @@ class _Branch:
             if output.finish_reason is None:
                 self._finish(new.finish_reason.value, new.stop_reason)
         return False
+
+    def _begin_text(self) -> IncrementalDetokenizer | None:
+        if self._tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(
+                self._tokenizer,
+                self._prompt_ids,
+                skip_special_tokens=self._params.skip_special_tokens,
+                kept_special_token_ids=self._kept_special_token_ids,
+            )
+        return self._detokenizer
 
     def _add_text(self, piece: str) -> None:
         if self._stop is None:
@@ -171,10 +178,11 @@ class _Branch:
 
     def inherit(self, parent: CompletionOutput) -> None:
         """Start with the output of another branch so far, ignoring stop strings in it."""
+        detokenizer = self._begin_text()
         for token_id in parent.token_ids:
             self.output.token_ids.append(token_id)
-            if self._detokenizer is not None:
-                piece = self._detokenizer.append(token_id)
+            if detokenizer is not None:
+                piece = detokenizer.append(token_id)
                 self._emit(piece if self._stop is None else self._stop.push(piece, armed=False)[0])
         if self.output.logprobs is not None:
             assert parent.logprobs is not None and parent.cumulative_logprob is not None

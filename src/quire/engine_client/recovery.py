@@ -1,9 +1,10 @@
 """Describes the death of an engine process, and decides when the next one is started.
 
-`Death` infers the cause of a death from its evidence. `cluster.failover` decides which request is
+`Death` infers the cause of a death from its evidence. `failover` decides which request is
 to blame for it.
 
-Pure logic without processes, clocks and asyncio. Called by `link`, `supervisor` and `cluster`.
+Pure logic without processes, clocks and asyncio. Called by `link`, `supervisor`, `failover` and
+`fleet_dispatcher`.
 """
 
 import signal

@@ -1,7 +1,7 @@
 """Open requests and the streams that receive their outputs.
 
 The book limits the number of open requests, and keeps each request's stream and its tokens so far.
-`cluster.fleet_dispatcher` decides which process computes a request.
+`fleet_dispatcher` decides which process computes a request.
 """
 
 from collections.abc import Callable, Sequence
@@ -202,16 +202,12 @@ class RequestBook:
             self.num_open += request.request.n
         return stream, list(zip(opened, frames, strict=True))
 
-    def deliver(self, request: OpenRequest, output: SequenceOutput) -> None:
-        """Pass an output of a request in the book to its stream, unless it is no longer wanted."""
-        if not request.record_output(output):
-            return  # its branch was aborted before this output arrived
-        if output.finish_reason is not None:
-            self.num_open -= 1
-            if not request.branches:
-                self._forget(request)
-                self._on_end(request)
-        request.stream.push(output)
+    def end_branch(self, request: OpenRequest) -> None:
+        """Count that a branch of a request has ended with an output."""
+        self.num_open -= 1
+        if not request.branches:
+            self._forget(request)
+            self._on_end(request)
 
     def drop(self, request_id: str, branch_index: int | None) -> OpenRequest | None:
         """Drop a request, or one branch, that its client no longer wants. Returns the request, or

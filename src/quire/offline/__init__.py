@@ -1,1 +1,1 @@
-"""The Python API: `LLM(...)`, an engine inside the caller's process, and `AsyncLLM(...)`."""
+"""`LLM(...)`: an engine inside the caller's process."""

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire.cluster.fleet import EngineFleet
 from quire.core.adapters import AdapterRef
+from quire.engine_client.fleet import EngineFleet
 from quire.errors import (
     AdapterError,
     ConfigurationError,

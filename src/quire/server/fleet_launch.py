@@ -7,14 +7,17 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.cluster.engine_slots import AgentSlots, EngineSlots, LocalSlots, new_server_id
-from quire.cluster.fleet import EngineFleet
+from quire.cluster.engine_slots import AgentSlots, LocalSlots, new_server_id
 from quire.cluster.machines.cluster_key import new_key, read_key
 from quire.cluster.machines.ray_agents import RayAgents
-from quire.cluster.one_engine import start_one_engine
 from quire.cluster.placement import RoutedPlacement
-from quire.cluster.scaling import ScalingConfig
+from quire.cluster.scaling import Autoscaler, ScalingConfig
+from quire.cluster.silence_watch import SilenceWatch
+from quire.cluster.slowness_poller import SlownessPoller
+from quire.engine_client.engine_slot import EngineSlots
+from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.messages import OnProgress
+from quire.engine_client.one_engine import start_one_engine
 from quire.engine_client.recovery import RecoveryConfig
 from quire.errors import ConfigurationError
 from quire.routing.find import ROUTING_POLICIES
@@ -35,6 +38,7 @@ async def start_engines(
     recovery = RecoveryConfig(
         max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
     )
+    # First, start a single engine if there will never be another.
     if server.replicas == (server.max_replicas or 1) == 1 and not server.is_over_machines:
         return await start_one_engine(
             options,
@@ -48,25 +52,27 @@ async def start_engines(
             heartbeat_timeout_s=server.heartbeat_timeout_s,
             max_backoff_s=LONGEST_RETRY_S,
         )
+    # Otherwise make a fleet, with the tasks that watch it.
+    policy, clock = ROUTING_POLICIES.make(server.routing_policy), asyncio.get_running_loop().time
+    placement, scaling = RoutedPlacement(policy, clock), None
+    if server.max_replicas is not None:
+        scaling = ScalingConfig(server.replicas, server.max_replicas, server.scale_wait_s)
     fleet = EngineFleet(
         {**options, "tells_fingerprint": True},
-        RoutedPlacement(
-            ROUTING_POLICIES.make(server.routing_policy), asyncio.get_running_loop().time
-        ),
+        placement,
         await asyncio.to_thread(_engine_slots, options, server),
         max_queued_requests=server.max_queued_requests,
         recovery=recovery,
         on_progress=on_progress,
-        scaling=_scaling(server),
+        scaling=scaling,
     )
+    fleet.watches = [
+        SlownessPoller(fleet.engines, placement),
+        SilenceWatch(fleet.engines, fleet.dispatcher),
+        *([] if scaling is None else [Autoscaler(fleet.engines, scaling)]),
+    ]
     await fleet.start()
     return fleet
-
-
-def _scaling(server: ServerConfig) -> ScalingConfig | None:
-    if server.max_replicas is None:
-        return None
-    return ScalingConfig(server.replicas, server.max_replicas, server.scale_wait_s)
 
 
 def check_fleet(server: ServerConfig) -> None:

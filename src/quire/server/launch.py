@@ -24,8 +24,8 @@ from typing import Any, TextIO, cast
 import pydantic.dataclasses  # noqa: F401 - pydantic would import it at the first /openapi.json
 import uvicorn
 
-from quire.cluster.fleet import EngineFleet
 from quire.core.sampling_params import ModelLimits
+from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.process.grammar_compilers import GrammarCompilers
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.hub.found_model import FoundModel

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from starlette.requests import Request as HTTPRequest
 
-from quire.cluster.fleet import EngineFleet
+from quire.engine_client.fleet import EngineFleet
 from quire.errors import InvalidRequestError, QuireError, ServerDrainingError
 from quire.server.adapter_names import ANY_MODEL, AdapterNames
 from quire.server.config import KEEP_ALIVE_S

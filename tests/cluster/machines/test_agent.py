@@ -11,18 +11,19 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cluster.engine_harness import Pulled, engines, request
-from tests.cluster.fleet_world import GivenSlots, LeastOpen
 from tests.cluster.machines.cluster_keys import KEY, OTHER_KEY
 from tests.cluster.test_fleet import generate, tokens, until
+from tests.engine_client.engine_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
+from tests.engine_client.fleet_world import GivenSlots, LeastOpen
 
-from quire.cluster.engine_slots import AgentSlots, EngineSlot
-from quire.cluster.fleet import EngineFleet
+from quire.cluster.engine_slots import AgentSlots
 from quire.cluster.machines import agent_main, remote_link
 from quire.cluster.machines.agent import Agent
 from quire.cluster.machines.cluster_key import tls_context
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
+from quire.engine_client.engine_slot import EngineSlot
+from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.errors import EngineDeadError, RequestKillsEngineError
 

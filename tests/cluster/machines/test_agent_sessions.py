@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.cluster.engine_harness import engines, request
 from tests.cluster.machines.cluster_keys import KEY
 from tests.cluster.test_fleet import until
+from tests.engine_client.engine_harness import engines, request
 from tests.engine_client.fake_engine_process import COMMAND, HANG
 
 from quire.cluster.machines import agent as agent_module

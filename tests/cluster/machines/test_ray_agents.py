@@ -9,14 +9,14 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cluster.fleet_world import LeastOpen
 from tests.cluster.machines.cluster_keys import KEY
 from tests.cluster.machines.test_agent import PATIENT
 from tests.cluster.test_fleet import generate, tokens
+from tests.engine_client.fleet_world import LeastOpen
 
-from quire.cluster.fleet import EngineFleet
 from quire.cluster.machines import ray_agents
 from quire.cluster.machines.ray_agents import AgentActor, RayAgents
+from quire.engine_client.fleet import EngineFleet
 from quire.errors import ConfigurationError
 
 

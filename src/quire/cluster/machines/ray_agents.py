@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from quire.child_process import StartText, last_line, python_command, working_folder
-from quire.cluster.engine_slots import EngineSlot
 from quire.cluster.machines.cluster_key import tls_context
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
+from quire.engine_client.engine_slot import EngineSlot
 from quire.errors import ConfigurationError
 
 FIND_TIMEOUT_S = 4.0

@@ -1,7 +1,7 @@
 """Finds the sequence that makes steps fail, by running each suspect alone.
 
 The failure of a whole step does not reveal the sequence that caused it. This module finds the
-faulty sequence within one engine; `cluster.failover` finds the request that kills a whole
+faulty sequence within one engine; `engine_client.failover` finds the request that kills a whole
 engine process. Only `scheduler` uses it.
 """
 

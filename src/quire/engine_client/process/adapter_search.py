@@ -2,7 +2,7 @@
 
 If a process dies while it reads several adapters, each may be the cause. The next process reads
 these adapters one by one, so that a second death shows which adapter is the cause. Called by
-`cluster.fleet`.
+`fleet`.
 """
 
 import asyncio

@@ -19,7 +19,7 @@ import msgspec
 from starlette.applications import Starlette
 from tqdm import tqdm
 
-from quire.cluster.fleet import EngineFleet
+from quire.engine_client.fleet import EngineFleet
 from quire.errors import ConfigurationError, QuireError
 from quire.server.app import create_app
 from quire.server.batch.files import BatchCall, BatchInput, BatchOutput

@@ -295,12 +295,12 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
     body.check_amounts(service.limits, service.engine.limits.max_logprobs)
     params = body.to_params()
     service.report_or_refuse_fields(http, body.labels)
-    options = options_of(http, body, service.default_deadline_s)
     caller = Caller.of(http, new_call_id(kind.id_prefix), kind.operation)
     with fields_named({"structured_outputs": body.format_field, **kind.field_names}):
         prompts = await kind.prompts(service, body)
         service.report_or_refuse_fields(http, prompts.left_out)
         adapter = await service.adapters.ref_of(named)
+        options = options_of(http, body, service.default_deadline_s)
         preparing = prepare(service, caller, prompts, params, options, adapter)
         if prompts.form is None and params.sampling.structured_outputs is None:
             generation = await preparing

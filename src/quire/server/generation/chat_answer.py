@@ -49,16 +49,11 @@ class ChatAnswer(Answer[ChatBodyT]):
 
     def __init__(self, call: AnsweredCall[ChatBodyT]) -> None:
         super().__init__(call)
-        prompts, service = call.prompts, call.service
-        assert isinstance(prompts, ChatPrompt), "made by `prompts` above"
-        self._tool_use = prompts.tool_use
-        self._readers = [
-            _ChoiceReader(
-                prompts.new_parser(), service.tokenizer, output.token_ids, self._new_call_id
-            )
-            for result in self._results
-            for output in result.outputs
-        ]
+        assert isinstance(call.prompts, ChatPrompt), "made by `prompts` above"
+        self._tool_use = call.prompts.tool_use
+        self._new_parser = call.prompts.new_parser
+        #: By the choices that have output.
+        self._readers: dict[int, _ChoiceReader] = {}
 
     @abstractmethod
     def _message_events(
@@ -87,7 +82,15 @@ class ChatAnswer(Answer[ChatBodyT]):
 
     def _read(self, choice: int, delta: Delta) -> Sequence[MessageEvent]:
         self._num_generated += len(delta.token_ids)
-        return self._readers[choice].read(delta)
+        reader = self._readers.get(choice)
+        if reader is None:
+            at, branch = divmod(choice, self._generation.params.n)
+            token_ids = self._results[at].outputs[branch].token_ids
+            reader = _ChoiceReader(
+                self._new_parser(), self._service.tokenizer, token_ids, self._new_call_id
+            )
+            self._readers[choice] = reader
+        return reader.read(delta)
 
     def _new_call_id(self) -> str:
         """A new id of a tool call, in the form that the model's template needs, or the API's."""
@@ -97,7 +100,7 @@ class ChatAnswer(Answer[ChatBodyT]):
 
     def _has_calls(self, choice: int) -> bool:
         """Whether the choice has a complete tool call so far."""
-        return self._readers[choice].has_calls
+        return choice in self._readers and self._readers[choice].has_calls
 
     def _finish_reason(self, choice: int, delta: Delta) -> str | None:
         """OpenAI's finish reason: "tool_calls" if a choice with tool calls has ended by itself."""
@@ -108,7 +111,7 @@ class ChatAnswer(Answer[ChatBodyT]):
     @property
     def _num_reasoning_tokens(self) -> int:
         """The reasoning tokens of all choices so far."""
-        return sum(reader.num_reasoning_tokens for reader in self._readers)
+        return sum(reader.num_reasoning_tokens for reader in self._readers.values())
 
 
 class _ChoiceReader:

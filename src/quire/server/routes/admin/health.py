@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 
-from quire.cluster.fleet import EngineFleet
+from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.recovery import EngineState
 from quire.errors import EngineDeadError, QuireError
 from quire.server.routes.endpoint import Endpoints

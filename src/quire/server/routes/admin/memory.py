@@ -9,9 +9,9 @@ from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 
-from quire.cluster.fleet import EngineFleet
-from quire.cluster.fleet_engine import FleetEngine
 from quire.engine_client.device_ledger import ledger_parts
+from quire.engine_client.fleet import EngineFleet
+from quire.engine_client.fleet_engine import FleetEngine
 from quire.engine_client.messages import GetBlocks, GetMemory
 from quire.errors import InvalidRequestError
 from quire.server.routes.admin.health import ENGINE_TIMEOUT_S

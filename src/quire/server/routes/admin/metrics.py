@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from quire.cluster.engine_slots import ONLY_ENGINE
-from quire.cluster.fleet_engine import FleetEngine
+from quire.engine_client.engine_slot import ONLY_ENGINE
+from quire.engine_client.fleet_engine import FleetEngine
 from quire.engine_client.messages import GetMemory
 from quire.engine_client.recovery import EngineState
 from quire.errors import QuireError

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from starlette.requests import Request as HTTPRequest
 
-from quire.cluster.engine_slots import ONLY_ENGINE
-from quire.cluster.fleet import EngineFleet
+from quire.engine_client.engine_slot import ONLY_ENGINE
+from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from quire.server.http.body import Body

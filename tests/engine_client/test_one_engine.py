@@ -7,7 +7,7 @@ import textwrap
 
 import psutil
 import pytest
-from tests.cluster.engine_harness import (
+from tests.engine_client.engine_harness import (
     ENDLESS,
     collect,
     pid_of,
@@ -19,8 +19,8 @@ from tests.cluster.engine_harness import (
 )
 from tests.engine_client.fake_engine_process import COMMAND, REFUSE
 
-from quire.cluster.one_engine import start_one_engine
 from quire.engine_client.messages import GetBlocks, GetMemory, GetStats
+from quire.engine_client.one_engine import start_one_engine
 from quire.engine_client.recovery import EngineState
 from quire.errors import (
     AdapterError,
@@ -315,7 +315,7 @@ def test_engine_ends_when_the_api_server_is_killed():
         import asyncio
         from quire.core.request import Request
         from quire.core.sampling_params import DecodingParams
-        from quire.cluster.one_engine import start_one_engine
+        from quire.engine_client.one_engine import start_one_engine
 
 
         class Sink:
@@ -346,5 +346,5 @@ def test_engine_ends_when_the_api_server_is_killed():
 
 
 def test_api_server_imports_no_torch():
-    program = "import sys, quire.cluster.one_engine; sys.exit('torch' in sys.modules)"
+    program = "import sys, quire.engine_client.one_engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from tests.cluster.fleet_world import FleetWorld, crash, expected, kill, lost
+from tests.engine_client.fleet_world import FleetWorld, crash, expected, kill, lost
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams

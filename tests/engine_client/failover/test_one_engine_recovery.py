@@ -7,7 +7,7 @@ import random
 import signal
 
 import pytest
-from tests.cluster.engine_harness import (
+from tests.engine_client.engine_harness import (
     ENDLESS,
     collect,
     pid_of,

@@ -5,14 +5,13 @@ import signal
 from typing import Any
 
 import pytest
-from tests.cluster.engine_harness import Pulled, pull
-from tests.cluster.failover.one_engine_world import FakeWire
-from tests.cluster.fleet_world import LIMITS
+from tests.engine_client.engine_harness import Pulled, pull
+from tests.engine_client.failover.one_engine_world import FakeWire
+from tests.engine_client.fleet_world import LIMITS
 
-from quire.cluster.fleet_dispatcher import FleetDispatcher
-from quire.cluster.one_engine import OnlyPlacement
 from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams
+from quire.engine_client.fleet_dispatcher import FleetDispatcher
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
@@ -21,6 +20,7 @@ from quire.engine_client.messages import (
     RequestFailed,
     SetPaused,
 )
+from quire.engine_client.one_engine import OnlyPlacement
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import Death
 from quire.errors import (

@@ -11,8 +11,8 @@ wait until the trials are over. Called by `fleet_dispatcher`.
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.cluster.failover.connected_replicas import ConnectedReplica, ConnectedReplicas
-from quire.cluster.failover.crash_attribution import CrashAttribution
+from quire.engine_client.failover.connected_replicas import ConnectedReplica, ConnectedReplicas
+from quire.engine_client.failover.crash_attribution import CrashAttribution
 from quire.engine_client.request_book import OpenRequest
 
 PATIENCE_S = 5.0
@@ -59,14 +59,8 @@ class IsolatedTrials:
         self._mover = mover
         self._clock = clock
         #: Clock time in seconds when suspects began to wait for a replica; None if no suspect
-        #: waits.
-        self._waiting_since_s: float | None = None
-
-    @property
-    def waits_for_replica(self) -> bool:
-        """Whether suspects wait for a replica. If so, the caller has to call `start_next`
-        regularly."""
-        return self._waiting_since_s is not None
+        #: waits. While they wait, the caller has to call `start_next` regularly.
+        self.waiting_since_s: float | None = None
 
     def run_in(self, replica: ConnectedReplica) -> bool:
         """Whether a trial is running in this replica."""
@@ -102,7 +96,7 @@ class IsolatedTrials:
     def remove(self, request: OpenRequest) -> None:
         """Remove a request that was answered, refused or blamed. Starts the next trial, since a
         replica that has become empty sends no message that would start it."""
-        if self.attribution.remove(request) or self.waits_for_replica:
+        if self.attribution.remove(request) or self.waiting_since_s is not None:
             self.start_next()
 
     def leave(self, request: OpenRequest) -> None:
@@ -110,7 +104,7 @@ class IsolatedTrials:
         so its trial lasts until the engine has handled the abort that was sent."""
 
         def release() -> None:
-            if self.attribution.release(request) or self.waits_for_replica:
+            if self.attribution.release(request) or self.waiting_since_s is not None:
                 self.start_next()
 
         if request is self.attribution.trial:
@@ -129,7 +123,7 @@ class IsolatedTrials:
         chosen = self._choose_replica()
         if chosen is None:
             return False
-        self.reserved, self._waiting_since_s = chosen, None
+        self.reserved, self.waiting_since_s = chosen, None
         self._mover.reserve_for_trials(chosen, is_reserved=True)
         return True
 
@@ -143,13 +137,13 @@ class IsolatedTrials:
         if not loads[name] or len(loads) > 1:
             return name
         now_s = self._clock()
-        if self._waiting_since_s is None:
-            self._waiting_since_s = now_s
-        return name if now_s - self._waiting_since_s >= PATIENCE_S else None
+        if self.waiting_since_s is None:
+            self.waiting_since_s = now_s
+        return name if now_s - self.waiting_since_s >= PATIENCE_S else None
 
     def _release_replica(self) -> None:
         """Let the reserved replica take other requests again, since no suspect is left."""
-        self._waiting_since_s = None
+        self.waiting_since_s = None
         if self.reserved is not None:
             name, self.reserved = self.reserved, None
             if name in self._replicas:

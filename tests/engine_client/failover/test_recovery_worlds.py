@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from tests.cluster.fleet_world import LIMITS
+from tests.engine_client.fleet_world import LIMITS
 
-from quire.cluster.fleet_dispatcher import FleetDispatcher
-from quire.cluster.one_engine import OnlyPlacement
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
+from quire.engine_client.fleet_dispatcher import FleetDispatcher
 from quire.engine_client.messages import AbortRequest, AddRequest, Outputs, decode_to_engine
+from quire.engine_client.one_engine import OnlyPlacement
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import Cause, Death, RecoveryConfig, RestartBudget
 from quire.errors import QuireError, RequestKillsEngineError

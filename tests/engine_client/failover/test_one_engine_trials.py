@@ -1,7 +1,7 @@
 """Who is to blame for the deaths of an engine that is the only one, and who waits meanwhile."""
 
 import pytest
-from tests.cluster.failover.one_engine_world import COMPUTING, KILLED, SEGFAULT, OneEngine
+from tests.engine_client.failover.one_engine_world import COMPUTING, KILLED, SEGFAULT, OneEngine
 
 from quire.core.request import FinishReason
 from quire.engine_client.process.activity import Activity, Doing

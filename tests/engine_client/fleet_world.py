@@ -5,10 +5,10 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
-from quire.cluster.fleet_dispatcher import FleetDispatcher
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
+from quire.engine_client.fleet_dispatcher import FleetDispatcher
 from quire.engine_client.messages import AbortRequest, AddRequest, Outputs, decode_to_engine
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import Death

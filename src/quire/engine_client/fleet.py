@@ -8,24 +8,22 @@ When an engine's process dies, or hangs in a step, it is restarted. Every open r
 from the tokens received so far, so its sink notices only a pause. A request that repeatedly kills
 its engine ends with an error instead. However this process ends, no engine process stays behind.
 
-Uses neither HTTP, nor text, nor torch. Called by `server` and `offline.async_llm`.
+Uses neither HTTP, nor text, nor torch. Called by `server` and `async_llm`.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from quire.cluster.engine_slots import ONLY_ENGINE, EngineSlots
-from quire.cluster.fleet_dispatcher import FleetDispatcher, Placement
-from quire.cluster.fleet_engine import FleetEngine
-from quire.cluster.fleet_engines import FleetEngines, any_ready
-from quire.cluster.scaling import Autoscaler, ScalingConfig
-from quire.cluster.silence_watch import SilenceWatch
-from quire.cluster.slowness_poller import SlownessPoller
 from quire.core.adapters import AdapterRef
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
+from quire.engine_client.engine_slot import ONLY_ENGINE, EngineSlots
+from quire.engine_client.fleet_dispatcher import FleetDispatcher, Placement
+from quire.engine_client.fleet_engine import FleetEngine
+from quire.engine_client.fleet_engines import FleetEngines, any_ready
+from quire.engine_client.loop_task import LoopTask
 from quire.engine_client.messages import Control, GetStats, OnProgress, Ping, Question
 from quire.engine_client.process.adapter_search import AdapterSearch
 from quire.engine_client.process.link import EngineLink
@@ -35,9 +33,20 @@ from quire.engine_client.request_book import OutputSink, RequestStream
 from quire.errors import EngineDeadError, QuireError
 
 
+class SizeBounds(Protocol):
+    """Bounds of the number of engines."""
+
+    def check(self, num_engines: int) -> None:
+        """Raises ConfigurationError if `num_engines` is outside the bounds."""
+        ...
+
+
 class EngineFleet:
     """Engines of one model, independent of the processes that they currently run in. Belongs to one
     event loop."""
+
+    #: The limits that every engine was built for; set by `start`.
+    limits: ModelLimits
 
     def __init__(
         self,
@@ -48,32 +57,26 @@ class EngineFleet:
         max_queued_requests: int,
         recovery: RecoveryConfig,
         on_progress: OnProgress | None = None,
-        scaling: ScalingConfig | None = None,
+        scaling: SizeBounds | None = None,
     ) -> None:
-        """Create a fleet without engines; `start` starts them. Each engine gets `options`. With
-        `scaling`, the number of engines follows the load; with None the number is fixed."""
+        """Create a fleet without engines; `start` starts them. Each engine gets `options`."""
         loop = asyncio.get_running_loop()
         self.dispatcher = FleetDispatcher(max_queued_requests, loop.time, placement)
         #: The interface for starting, restarting and removing engines.
         self.engines = FleetEngines(options, self.dispatcher, slots, recovery, on_progress)
+        #: Bounds of the number of engines; None without autoscaling.
         self.scaling = scaling
-        self._scaler = None if scaling is None else Autoscaler(self.engines, scaling)
-        self._watches = (
-            SlownessPoller(self.engines, placement),
-            SilenceWatch(self.engines, self.dispatcher),
-        )
+        #: Tasks that run from the end of `start` to the shutdown.
+        self.watches: Sequence[LoopTask] = ()
         self._adapters = AdapterSearch(partial(_next_link, self))
 
     async def start(self) -> None:
         """Start all engines, see `FleetEngines.start`. If it raises or is cancelled, no process is
         left."""
         try:
-            await self.engines.start()
-            if self._scaler is not None:
-                self._scaler.start()
-            if ONLY_ENGINE not in self.engines.all:  # it has no other to move requests to
-                for watch in self._watches:
-                    watch.start()
+            self.limits = await self.engines.start()
+            for watch in self.watches:
+                watch.start()
         except BaseException:
             await self.shutdown(drain=False, timeout_s=0.0)
             raise
@@ -101,12 +104,6 @@ class EngineFleet:
         """The reason why all engines have failed for good; None while any engine may recover."""
         failed = self.engines.failed
         return failed.result() if failed.done() else None
-
-    @property
-    def limits(self) -> ModelLimits:
-        """The limits that every engine was built for."""
-        assert self.engines.limits is not None, "no engine was ever ready"
-        return self.engines.limits
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -214,10 +211,8 @@ class EngineFleet:
         """End all engines. With `drain`, they finish their open requests first. Engines that still
         run after `timeout_s` are killed. Streams that are still open raise `reason`. May be called
         twice."""
-        for watch in self._watches:
+        for watch in self.watches:
             await watch.stop()
-        if self._scaler is not None:
-            await self._scaler.stop()
         try:
             await self.engines.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)
         finally:

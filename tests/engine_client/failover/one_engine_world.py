@@ -4,14 +4,14 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from tests.cluster.fleet_world import LIMITS
+from tests.engine_client.fleet_world import LIMITS
 
-from quire.cluster.failover.crash_attribution import NUM_PROOF_TOKENS
-from quire.cluster.fleet_dispatcher import FleetDispatcher
-from quire.cluster.one_engine import OnlyPlacement
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
+from quire.engine_client.failover.crash_attribution import NUM_PROOF_TOKENS
+from quire.engine_client.fleet_dispatcher import FleetDispatcher
 from quire.engine_client.messages import AddRequest, Outputs, ToEngine, decode_to_engine
+from quire.engine_client.one_engine import OnlyPlacement
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import Death
 from quire.errors import QuireError, RequestKillsEngineError

@@ -2,7 +2,7 @@
 
 import signal
 
-from tests.cluster.fleet_world import FleetWorld, expected, kill, lost
+from tests.engine_client.fleet_world import FleetWorld, expected, kill, lost
 
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import Death

@@ -10,11 +10,11 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from quire.cluster.engine_slots import EngineSlot, EngineSlots
-from quire.cluster.fleet_dispatcher import FleetDispatcher
-from quire.cluster.fleet_engine import FleetEngine
-from quire.cluster.identity import check_same
 from quire.core.sampling_params import ModelLimits
+from quire.engine_client.engine_slot import EngineSlot, EngineSlots
+from quire.engine_client.fleet_dispatcher import FleetDispatcher
+from quire.engine_client.fleet_engine import FleetEngine
+from quire.engine_client.identity import check_same
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.process.link import EngineLink
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
@@ -81,9 +81,9 @@ class FleetEngines:
             raise ConfigurationError(f"there is no replica {name!r:.80}; there are {names}")
         return self.all[name]
 
-    async def start(self) -> None:
+    async def start(self) -> ModelLimits:
         """Start the first engine, then the others with the same limits, and wait until all are
-        ready.
+        ready. Returns their limits.
 
         Raises ReplicaDiffersError, or the error of an engine that can't be built.
         """
@@ -91,6 +91,8 @@ class FleetEngines:
         async with self._changes:
             await self._add(first)
             await asyncio.gather(*[self._add(slot) for slot in others])
+        assert self.limits is not None, "the first engine was ready"
+        return self.limits
 
     async def add(self, slot: EngineSlot) -> None:
         """Start an engine and wait until it takes requests. Raises the errors of `start`, after

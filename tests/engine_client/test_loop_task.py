@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from quire.cluster.loop_task import LoopTask
+from quire.engine_client.loop_task import LoopTask
 
 
 class Watch(LoopTask):

@@ -16,12 +16,11 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, NoReturn, Self
 
-from quire.cluster.fleet import EngineFleet
-from quire.cluster.one_engine import start_one_engine
 from quire.compat.methods import COMPAT_METHODS
 from quire.core.adapters import AdapterRef, LoRARequest
 from quire.core.request import SequenceOutput
 from quire.core.sampling_params import SamplingParams
+from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.inputs import (
     InputProcessor,
     PromptInput,
@@ -29,6 +28,7 @@ from quire.engine_client.inputs import (
     with_adapters,
 )
 from quire.engine_client.messages import ClearPrefixes, SetPaused
+from quire.engine_client.one_engine import start_one_engine
 from quire.engine_client.outputs import OutputSnapshots, RequestAssembler
 from quire.engine_client.request_book import RequestStream
 from quire.engine_client.results import RequestMetrics, RequestOutput

@@ -12,8 +12,8 @@ from tests.adapters.embedded import save_adapter
 
 from quire.core.adapters import LoRARequest
 from quire.core.sampling_params import RequestOutputKind, SamplingParams
+from quire.engine_client.async_llm import AsyncLLM
 from quire.errors import AdapterError, InvalidRequestError
-from quire.offline.async_llm import AsyncLLM
 from quire.offline.llm import LLM
 
 OPTIONS = {

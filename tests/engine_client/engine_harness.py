@@ -6,10 +6,10 @@ from collections import deque
 import psutil
 from tests.engine_client.fake_engine_process import COMMAND
 
-from quire.cluster.fleet import EngineFleet
-from quire.cluster.one_engine import start_one_engine
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
+from quire.engine_client.fleet import EngineFleet
+from quire.engine_client.one_engine import start_one_engine
 
 ENDLESS = 10**9
 

@@ -3,15 +3,15 @@
 import signal
 
 import pytest
-from tests.cluster.failover.one_engine_world import End
+from tests.engine_client.failover.one_engine_world import End
 
-from quire.cluster.failover.crash_attribution import (
+from quire.core.request import Request, SequenceOutput
+from quire.core.sampling_params import DecodingParams
+from quire.engine_client.failover.crash_attribution import (
     NUM_PROOF_TOKENS,
     CrashAttribution,
     FleetVerdict,
 )
-from quire.core.request import Request, SequenceOutput
-from quire.core.sampling_params import DecodingParams
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import Death
 from quire.engine_client.request_book import OpenRequest, RequestStream

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from quire.cluster.engine_slots import ONLY_ENGINE, EngineSlot
-from quire.cluster.fleet import EngineFleet
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
+from quire.engine_client.engine_slot import ONLY_ENGINE, EngineSlot
+from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
 from quire.engine_client.recovery import RecoveryConfig

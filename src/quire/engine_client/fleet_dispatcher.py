@@ -11,10 +11,14 @@ Pure: uses neither processes nor asyncio, and only the clock that is passed in. 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from quire.cluster.failover.connected_replicas import ConnectedReplica, ConnectedReplicas, Wire
-from quire.cluster.failover.isolated_trials import IsolatedTrials
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
+from quire.engine_client.failover.connected_replicas import (
+    ConnectedReplica,
+    ConnectedReplicas,
+    Wire,
+)
+from quire.engine_client.failover.isolated_trials import IsolatedTrials
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
@@ -186,10 +190,14 @@ class FleetDispatcher:
             if without_tokens and output.token_ids and output.request_id in without_tokens:
                 without_tokens.remove(output.request_id)
                 self.placement.on_first_token(output.request_id)
-            self._book.deliver(request, output)
+            if not request.record_output(output):
+                continue  # its branch was aborted before this output arrived
+            if output.finish_reason is not None:
+                self._book.end_branch(request)
+            request.stream.push(output)
             if request is attribution.trial:
                 self.trials.note_output(request)
-        if self.trials.waits_for_replica:
+        if self.trials.waiting_since_s is not None:
             self.trials.start_next()
 
     def on_death(self, name: str, death: Death) -> frozenset[Death]:

@@ -7,8 +7,8 @@ import pytest
 from quire.cli.engine_args import AsyncEngineArgs
 from quire.core.adapters import LoRARequest
 from quire.core.sampling_params import RequestOutputKind, SamplingParams
+from quire.engine_client.async_llm import AsyncLLM
 from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
-from quire.offline.async_llm import AsyncLLM
 from quire.offline.llm import LLM
 
 OPTIONS = {"dtype": "float32", "max_model_len": 128, "num_blocks": 64}
