@@ -197,7 +197,7 @@ async def alone(server: Server, bodies: list[dict[str, Any]]) -> list[tuple[str,
 
 
 def summary(log: str, ends: Counter[str], killers: Counter[str], num_wrong: int) -> str:
-    outside = re.findall(r"died of: outside; it was: (\w+); requests to be tried: (\d+)", log)
+    outside = re.findall(r"gone \(outside\) while it was (\w+): .*; to be tried: (\d+)", log)
     doings = Counter(doing for doing, _ in outside)
     return (
         f"kills from outside {len(outside)} ({dict(doings)}), while requests were to be tried:"

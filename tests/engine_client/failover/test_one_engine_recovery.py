@@ -88,7 +88,8 @@ def test_a_request_that_kills_the_engine_twice_is_ended_alone(killer):
         for name, reader in enumerate(readers):
             assert tokens_of(await reader, f"r{name}") == list(range(11, 71))
         assert tokens_of(await late, "late") == list(range(11, 20))
-        assert engine.num_restarts == 3 and engine.num_open == 0
+        # Two, if it was the first suspect, and so alone.
+        assert engine.num_restarts in (2, 3) and engine.num_open == 0
 
     recovery = IMPATIENT if killer[0] == HANG else PATIENT
     with_engine(test, {"step_s": 0.001}, recovery=recovery)

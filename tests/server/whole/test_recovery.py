@@ -269,7 +269,8 @@ def test_a_request_that_hangs_the_engine_twice_is_answered_and_the_others_too():
             assert answer.status_code == 200, answer.text
             (choice,) = answer.json()["choices"]
             assert choice["token_ids"] == list(range(prompt[0] + 1, prompt[0] + 61))
-        assert server.http.get("/health").json()["num_restarts"] == 3
+        # Two, if it was the first suspect, and so alone.
+        assert server.http.get("/health").json()["num_restarts"] in (2, 3)
         assert complete(server, [7]).status_code == 200
 
 
