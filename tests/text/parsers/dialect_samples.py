@@ -13,7 +13,6 @@ from quire.text.parsers.message_events import (
     CallStart,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse
 
@@ -68,13 +67,17 @@ def events_of(
 
 
 def _join(group: list[MessageEvent]) -> MessageEvent:
-    text = "".join(getattr(event, "text", "") for event in group)
     first = group[0]
+    text = "".join(map(_text_of, group))
     if isinstance(first, CallArguments):
         return CallArguments(first.index, text)
-    return ReasoningPiece(text) if isinstance(first, ReasoningPiece) else TextPiece(text)
+    return ReasoningPiece(text) if isinstance(first, ReasoningPiece) else text
 
 
 def parts_of(events: list[MessageEvent], kind: type[MessageEvent]) -> list[str]:
     """The texts of one kind of pieces."""
-    return [event.text for event in events if isinstance(event, kind) and hasattr(event, "text")]
+    return [_text_of(event) for event in events if isinstance(event, kind)]
+
+
+def _text_of(event: MessageEvent) -> str:
+    return event if isinstance(event, str) else getattr(event, "text", "")

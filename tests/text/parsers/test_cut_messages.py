@@ -21,7 +21,6 @@ from quire.text.parsers.message_events import (
     CallEnd,
     CallStart,
     MessageEvent,
-    TextPiece,
 )
 from quire.text.parsers.tool_use import NO_TOOLS, ToolMode, ToolUse
 
@@ -55,7 +54,7 @@ def read(
 
 
 def text_of(events: list[MessageEvent]) -> str:
-    return "".join(parts_of(events, TextPiece))
+    return "".join(parts_of(events, str))
 
 
 def check_calls(events: list[MessageEvent]) -> None:
@@ -137,7 +136,7 @@ def test_behind_a_special_token_half_a_mark_of_reasoning_is_no_text() -> None:
 )
 def test_replacement_characters_are_text_where_text_is_allowed(text: str) -> None:
     for name in DIALECTS:
-        assert read(find_dialect(None, name), text, USE) == [TextPiece(text)]
+        assert read(find_dialect(None, name), text, USE) == [text]
         assert not read(find_dialect(None, name), text, FORCED)
 
 

@@ -26,7 +26,6 @@ from quire.text.parsers.message_events import (
     CallStart,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 from quire.text.parsers.tool_use import NO_TOOLS, ToolMode, ToolUse
 
@@ -58,7 +57,7 @@ def test_a_message_is_read(name: str) -> None:
     text = SAMPLES[name]
     events = events_of(find_dialect(None, name), [text])
     assert calls_of(events) == BOTH_CALLS
-    assert parts_of(events, TextPiece) == ([TEXT] if TEXT in text else [])
+    assert parts_of(events, str) == ([TEXT] if TEXT in text else [])
     assert parts_of(events, ReasoningPiece) == ([THOUGHT] if THOUGHT in text else [])
 
 
@@ -115,7 +114,7 @@ def test_streamed_is_whole_for_any_text_and_split(name: str, data: st.DataObject
     starts = [event.index for event in whole if isinstance(event, CallStart)]
     assert starts == list(range(len(starts)))
     if not starts and not any(mark in text for mark in reasoning_marks(dialect)):
-        found = "".join(parts_of(whole, TextPiece))
+        found = "".join(parts_of(whole, str))
         assert text.startswith(found)
         cut_call = text.removeprefix(found).lstrip()
         markers = tuple(form.marker for form in dialect.calls if form.marker)
@@ -137,11 +136,11 @@ def test_without_tools_calls_are_text(name: str) -> None:
     dialect, text = find_dialect(None, name), SAMPLES[name]
     for tool_use in (NO_TOOLS, ToolUse(USE.tools, ToolMode.NONE)):
         events = events_of(dialect, text, tool_use=tool_use)
-        assert {type(event) for event in events} <= {TextPiece, ReasoningPiece}
-        assert "find" in parts_of(events, TextPiece)[-1] or dialect.channels is not None
+        assert {type(event) for event in events} <= {str, ReasoningPiece}
+        assert "find" in parts_of(events, str)[-1] or dialect.channels is not None
 
 
 def test_plain_text_is_untouched() -> None:
     for name in DIALECTS:
         for text in ("\n Hello,\n\n world \n", " ", "{", "x" * 100):
-            assert events_of(find_dialect(None, name), text) == [TextPiece(text)], name
+            assert events_of(find_dialect(None, name), text) == [text], name

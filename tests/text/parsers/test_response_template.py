@@ -25,7 +25,6 @@ from quire.text.parsers.message_events import (
     CallStart,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 from quire.text.parsers.model_dialect import model_dialect
 from quire.text.parsers.response_template import read_response_template
@@ -56,7 +55,7 @@ def message_of(events: list[MessageEvent]) -> dict[str, Any]:
             calls[-1][1] += event.text
     message: dict[str, Any] = {
         "thoughts": "".join(parts_of(events, ReasoningPiece)),
-        "content": "".join(parts_of(events, TextPiece)),
+        "content": "".join(parts_of(events, str)),
         "tool_calls": [{"name": name, "arguments": json.loads(text)} for name, text in calls],
     }
     return {key: value for key, value in message.items() if value}
@@ -114,7 +113,7 @@ def test_a_forced_call_that_is_cut_anywhere_is_no_text(name: str) -> None:
         cut = text[:end]
         events = events_of(dialect, cut, tool_use=use)
         assert events == events_of(dialect, [cut], tool_use=use)
-        assert not parts_of(events, TextPiece)
+        assert not parts_of(events, str)
 
 
 @pytest.mark.parametrize("name", ["smollm3", "qwen3", "cohere"])
@@ -177,7 +176,7 @@ def test_an_answer_of_a_form_stands_between_its_marks() -> None:
         events = events_of(dialect, [text], tool_use=NO_TOOLS, prompt_end=prompt_end)
         assert "<|START_RESPONSE|>" in text and (not has_ended or "<|END_RESPONSE|>" in text)
         if answer_format is not None:
-            assert parts_of(events, TextPiece) in (["yes"], ["no"])
+            assert parts_of(events, str) in (["yes"], ["no"])
 
 
 def changed(name: str, path: str, value: Any) -> Any:

@@ -77,6 +77,12 @@ def event_of(parts: Iterable[bytes]) -> Generator[bytes, None, None]:
     yield b"".join([b"data: ", *collected, b"\n\n"])
 
 
+def event_around_hole(content: msgspec.Struct) -> tuple[bytes, bytes]:
+    """A server-sent event's bytes before and after the one LATER in `content`."""
+    before, _, after = event(content).partition(_HOLE)
+    return before, after
+
+
 class PromptTokensDetails(msgspec.Struct):
     """OpenAI's `prompt_tokens_details`."""
 

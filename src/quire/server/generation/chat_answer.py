@@ -24,13 +24,12 @@ from quire.text.parsers.message_events import (
     CallStart,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 from quire.text.tokenizer import Tokenizer
 
 ChatBodyT = TypeVar("ChatBodyT", bound=ChatBody)
 
-_UNNOTED = (TextPiece, CallArguments)
+_UNNOTED = (str, CallArguments)
 
 TOOL_CALLS = "tool_calls"
 """Finish reason of a choice that calls tools and waits for their results."""

@@ -11,7 +11,6 @@ from quire.text.parsers.message_events import (
     CallEnd,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 
 
@@ -70,8 +69,10 @@ class CollectedMessage:
 
     def push(self, event: MessageEvent) -> None:
         """Add an event. A CallStart must have a call id."""
-        if isinstance(event, TextPiece | ReasoningPiece):
-            self._push_piece(event)
+        if isinstance(event, str):
+            self._push_piece(TextPart, event)
+        elif isinstance(event, ReasoningPiece):
+            self._push_piece(ReasoningPart, event.text)
         elif isinstance(event, CallArguments):
             self._calls[event.index].arguments += event.text
         elif isinstance(event, CallEnd):
@@ -81,10 +82,9 @@ class CollectedMessage:
             call = self._calls[event.index] = CallPart(event.call_id, event.name)
             self.parts.append(call)
 
-    def _push_piece(self, piece: TextPiece | ReasoningPiece) -> None:
-        kind = TextPart if isinstance(piece, TextPiece) else ReasoningPart
+    def _push_piece(self, kind: type[TextPart] | type[ReasoningPart], text: str) -> None:
         last = self.parts[-1] if self.parts else None
         if isinstance(last, kind):
-            last.text += piece.text
+            last.text += text
         else:
-            self.parts.append(kind(piece.text))
+            self.parts.append(kind(text))

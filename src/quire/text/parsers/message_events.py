@@ -8,13 +8,6 @@ from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
-class TextPiece:
-    """The next piece of the answer's text; never empty."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class ReasoningPiece:
     """The next piece of the reasoning before the answer; never empty."""
 
@@ -48,4 +41,5 @@ class CallEnd:
     index: int
 
 
-MessageEvent: TypeAlias = TextPiece | ReasoningPiece | CallStart | CallArguments | CallEnd
+MessageEvent: TypeAlias = str | ReasoningPiece | CallStart | CallArguments | CallEnd
+"""A `str` is the next piece of the answer's text; never empty."""

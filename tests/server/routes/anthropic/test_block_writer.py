@@ -16,7 +16,6 @@ from quire.text.parsers.message_events import (
     CallEnd,
     CallStart,
     ReasoningPiece,
-    TextPiece,
 )
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
@@ -68,29 +67,29 @@ def streamed(events, **options):
 
 
 def test_a_text_is_one_block():
-    events = streamed([TextPiece("Hel"), TextPiece("lo")])
+    events = streamed(["Hel", "lo"])
     assert [event.type for event in events] == [
         "content_block_start",
         "content_block_delta",
         "content_block_delta",
         "content_block_stop",
     ]
-    assert joined(events) == whole([TextPiece("Hello")])
+    assert joined(events) == whole(["Hello"])
     assert joined(events)[0]["text"] == "Hello"
 
 
 def test_thinking_ends_with_its_signature():
-    thought = [ReasoningPiece("Two "), ReasoningPiece("files."), TextPiece("Both.")]
+    thought = [ReasoningPiece("Two "), ReasoningPiece("files."), "Both."]
     events = streamed(thought)
     deltas = [event.delta.type for event in events if event.type == "content_block_delta"]
     assert deltas == ["thinking_delta", "thinking_delta", "signature_delta", "text_delta"]
     found = joined(events)
-    assert found == whole(thought) == whole([ReasoningPiece("Two files."), TextPiece("Both.")])
+    assert found == whole(thought) == whole([ReasoningPiece("Two files."), "Both."])
     assert (found[0]["thinking"], len(found[0]["signature"])) == ("Two files.", 64)
 
 
 def test_thinking_may_be_kept_back():
-    thought = [ReasoningPiece("Two files."), TextPiece("Both.")]
+    thought = [ReasoningPiece("Two files."), "Both."]
     found = joined(streamed(thought, shows_thinking=False))
     assert found == whole(thought, shows_thinking=False)
     assert found[0]["thinking"] == ""
@@ -99,7 +98,7 @@ def test_thinking_may_be_kept_back():
 
 def test_calls_are_blocks_of_their_own():
     events = [
-        TextPiece("I read."),
+        "I read.",
         CallStart(0, "read", "toolu_1"),
         CallArguments(0, '{"path": '),
         CallArguments(0, '"é"}'),
@@ -134,7 +133,7 @@ VALUES = st.recursive(
 )
 PARTS = st.lists(
     st.one_of(
-        st.builds(TextPiece, st.text(min_size=1)),
+        st.text(min_size=1),
         st.builds(ReasoningPiece, st.text(min_size=1)),
         st.dictionaries(st.text(), VALUES, max_size=3),
     ),
@@ -152,7 +151,8 @@ def pieces_of(parts, cuts):
             yield CallEnd(num_calls)
             num_calls += 1
         else:
-            yield from cut(part.text, cuts, type(part))
+            text = part if isinstance(part, str) else part.text
+            yield from cut(text, cuts, type(part))
 
 
 def cut(text, cuts, make):

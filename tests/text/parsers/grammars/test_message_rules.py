@@ -25,7 +25,6 @@ from quire.text.parsers.message_events import (
     CallStart,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 from quire.text.parsers.tool_use import NO_TOOLS, Tool, ToolMode, ToolUse
 
@@ -143,7 +142,7 @@ def test_forced_calls(compiler: GrammarCompiler, name: str, is_parallel: bool) -
     for seed in range(3):
         events, has_ended = walked(compiler, dialect, tool_use, seed)
         num_calls = check_calls(events)
-        assert not parts_of(events, TextPiece)
+        assert not parts_of(events, str)
         if has_ended:
             num_ended += 1
             assert num_calls == sum(isinstance(event, CallStart) for event in events) >= 1
@@ -182,7 +181,7 @@ def test_an_answer_of_a_form_or_calls(compiler: GrammarCompiler, name: str) -> N
             num_calls = check_calls(events)
             if has_ended:
                 num_ended += 1
-                (text,) = parts_of(events, TextPiece) or [""]
+                (text,) = parts_of(events, str) or [""]
                 assert bool(text) != bool(num_calls)
                 if text:
                     jsonschema.validate(json.loads(text), ANSWER)
@@ -213,7 +212,7 @@ def test_a_budget_ends_reasoning(name: str, prompt_end: str) -> None:
         assert len(thoughts) <= 5 * tokenizer.longest_token_bytes
         has_reasoned = has_reasoned or bool(thoughts)
         assert has_ended
-        jsonschema.validate(json.loads("".join(parts_of(events, TextPiece))), ANSWER)
+        jsonschema.validate(json.loads("".join(parts_of(events, str))), ANSWER)
     assert has_reasoned
 
 

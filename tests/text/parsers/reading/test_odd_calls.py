@@ -12,7 +12,6 @@ from quire.text.parsers.message_events import (
     CallStart,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse
 
@@ -58,7 +57,7 @@ def test_a_call_of_an_unknown_tool_is_passed_on() -> None:
 
 def test_without_a_mark_only_known_tools_are_called() -> None:
     text = '{"name": "other", "parameters": {}}'
-    assert read("llama3", text) == [TextPiece(text)]
+    assert read("llama3", text) == [text]
     assert read("llama3", text.replace("other", "find")) == call("{}")
 
 
@@ -74,7 +73,7 @@ def test_without_a_mark_only_known_tools_are_called() -> None:
     ],
 )
 def test_text_that_is_no_call_stays_text(text: str) -> None:
-    assert read("hermes", text) == [TextPiece(text)]
+    assert read("hermes", text) == [text]
 
 
 def test_arguments_that_break_off_are_a_call_without_an_end() -> None:
@@ -82,14 +81,14 @@ def test_arguments_that_break_off_are_a_call_without_an_end() -> None:
     assert events == [
         CallStart(0, "find"),
         CallArguments(0, '{"limit": '),
-        TextPiece("12x}}\n</tool_call> So."),
+        "12x}}\n</tool_call> So.",
     ]
 
 
 def test_text_around_calls() -> None:
     one = hermes('{"name": "stop", "arguments": {}}')
     events = read("hermes", f"One.\n\n{one}\nTwo.\n{one}\n{one}\nThree.\n")
-    assert parts_of(events, TextPiece) == ["One.", "Two.", "Three.\n"]
+    assert parts_of(events, str) == ["One.", "Two.", "Three.\n"]
     assert [event.index for event in events if isinstance(event, CallStart)] == [0, 1, 2]
 
 
@@ -117,7 +116,7 @@ def test_reasoning_begins_where_the_prompt_says(
 ) -> None:
     events = read("hermes", text, prompt_end)
     assert parts_of(events, ReasoningPiece) == reasoning
-    assert parts_of(events, TextPiece) == answer
+    assert parts_of(events, str) == answer
 
 
 def test_harmony_goes_on_where_the_prompt_ended() -> None:
@@ -191,7 +190,7 @@ def test_nothing_that_repeats_is_lost(name: str, unit: str) -> None:
     """Pieces that begin marks again and again are each looked at a bounded number of times."""
     text = f"x{unit * 3_000}y"
     events = read(name, text)
-    assert parts_of(events, TextPiece) == [text]
+    assert parts_of(events, str) == [text]
     assert USE.tools == TOOLS
 
 

@@ -35,7 +35,6 @@ from quire.text.parsers.message_events import (
     CallStart,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 
 _DIGEST_BYTES = 48
@@ -57,9 +56,9 @@ class BlockWriter:
     def write(self, events: Iterable[MessageEvent]) -> Iterator[bytes]:
         """The stream events of new parsed events."""
         for event in events:
-            if isinstance(event, TextPiece):
-                yield from self._open(TextPiece, TextBlock(""))
-                yield self._delta(TextBlockDelta(event.text))
+            if isinstance(event, str):
+                yield from self._open(str, TextBlock(""))
+                yield self._delta(TextBlockDelta(event))
             elif isinstance(event, ReasoningPiece):
                 yield from self._open(ReasoningPiece, ThinkingBlock("", ""))
                 self._digest.update(event.text.encode())

@@ -30,7 +30,7 @@ from quire.server.routes.ollama.ollama_body import (
 from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.ollama.served_models import ERROR_RESPONSES, rfc3339
 from quire.server.routes.openapi import answers
-from quire.text.parsers.message_events import CallEnd, MessageEvent, ReasoningPiece, TextPiece
+from quire.text.parsers.message_events import CallEnd, MessageEvent, ReasoningPiece
 
 router = OllamaEndpoints(generating_paths=("/api/chat", "/api/generate"))
 
@@ -129,8 +129,8 @@ class _OllamaLines(ChatAnswer[OllamaBodyT]):
     ) -> Iterator[bytes]:
         for event in events:
             self._message.push(event)
-            if isinstance(event, TextPiece):
-                yield _encoded(self._line(OllamaMessage(event.text)))
+            if isinstance(event, str):
+                yield _encoded(self._line(OllamaMessage(event)))
             elif isinstance(event, ReasoningPiece):
                 yield _encoded(self._line(OllamaMessage(thinking=event.text)))
             elif isinstance(event, CallEnd):

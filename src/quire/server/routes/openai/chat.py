@@ -18,6 +18,7 @@ from quire.server.generation.answer import (
     AnsweredCall,
     CompletionTokensDetails,
     Usage,
+    event_around_hole,
     event_of,
     filled,
     generate,
@@ -40,9 +41,10 @@ from quire.text.parsers.message_events import (
     CallStart,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 from quire.text.tool_messages import text_of
+
+_encode_json = msgspec.json.Encoder().encode
 
 router = Endpoints(generating_paths=("/v1/chat/completions",))
 router.refuse("/v1/chat/completions/{rest:path}")  # chat answers are not stored
@@ -185,6 +187,11 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
         super().__init__(call)
         #: Streamed choices whose content began with null and that have no text and no call yet.
         self._unsaid: set[int] = set()
+        #: By choice that has begun with text or a call, the bytes before and after the text of a
+        #: chunk that has nothing else.
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        body = call.body
+        self._has_frames = not (body.gives_token_ids or body.continuous_usage or body.logprobs)
 
     def _whole(self, choices: list[Any]) -> ChatCompletion:
         return ChatCompletion(
@@ -254,6 +261,12 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
     def _message_events(
         self, choice: int, events: Sequence[MessageEvent], delta: Delta
     ) -> Iterator[bytes]:
+        # Most chunks have a piece of text and nothing else, so the rest is encoded once.
+        is_text = len(events) == 1 and isinstance(events[0], str)
+        if is_text and delta.finish_reason is None and choice in self._frames:
+            before, after = self._frames[choice]
+            yield before + _encode_json(events[0]) + after
+            return
         pieces = [found for each in events if (found := self._delta(each)) is not None]
         # First, the chunk with the role.
         if self._is_first_piece(choice):
@@ -263,8 +276,11 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
             yield event(self._chunk([role], len(delta.token_ids), ids))
             if content is None:
                 self._unsaid.add(choice)
-        if any(isinstance(each, TextPiece | CallStart) for each in events):
+        if any(isinstance(each, str | CallStart) for each in events):
             self._unsaid.discard(choice)
+            if self._has_frames and choice not in self._frames:
+                text = ChatChunkChoice(choice, ChatDelta(content=LATER))
+                self._frames[choice] = event_around_hole(self._chunk([text]))
         # A delta without text may still have log-probabilities, token ids or a finish reason.
         has_more = delta.logprobs or (self._body.return_token_ids and delta.token_ids)
         if not pieces and (has_more or delta.finish_reason is not None):
@@ -287,8 +303,8 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
             yield event(self._chunk([chunk]))
 
     def _delta(self, event: MessageEvent) -> ChatDelta | None:
-        if isinstance(event, TextPiece):
-            return ChatDelta(content=event.text)
+        if isinstance(event, str):
+            return ChatDelta(content=event)
         if isinstance(event, ReasoningPiece):
             if not self._body.gives_reasoning:
                 return None

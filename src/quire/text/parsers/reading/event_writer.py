@@ -6,10 +6,9 @@ from quire.text.parsers.message_events import (
     CallStart,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 
-_Piece = type[TextPiece] | type[ReasoningPiece] | type[CallArguments]
+_Piece = type[str] | type[ReasoningPiece] | type[CallArguments]
 
 
 class EventWriter:
@@ -19,13 +18,13 @@ class EventWriter:
 
     def __init__(self) -> None:
         self._events: list[MessageEvent] = []
-        self._kind: _Piece = TextPiece
+        self._kind: _Piece = str
         self._parts: list[str] = []
         self.num_calls = 0
 
     def write_text(self, text: str) -> None:
         """Add the next piece of the answer's text."""
-        self._write(TextPiece, text)
+        self._write(str, text)
 
     def drop_text(self, text: str) -> None:
         """Ignore text; used in place of `write_text` if the message may not have text."""
@@ -72,4 +71,4 @@ class EventWriter:
         elif self._kind is ReasoningPiece:
             self._events.append(ReasoningPiece(text))
         else:
-            self._events.append(TextPiece(text))
+            self._events.append(text)

@@ -15,7 +15,6 @@ from quire.text.parsers.message_events import (
     CallEnd,
     CallStart,
     ReasoningPiece,
-    TextPiece,
 )
 
 _, NAMES = read_tools(
@@ -48,7 +47,7 @@ def kinds(events):
 
 
 def test_a_text_is_a_message():
-    made, events = write(TextPiece("Hel"), TextPiece("lo"))
+    made, events = write("Hel", "lo")
     assert kinds(events) == [
         "output_item.added",
         "content_part.added",
@@ -65,7 +64,7 @@ def test_a_text_is_a_message():
 
 
 def test_reasoning_is_an_item_of_its_own():
-    _, events = write(ReasoningPiece("hm"), TextPiece("yes"), ReasoningPiece("but"))
+    _, events = write(ReasoningPiece("hm"), "yes", ReasoningPiece("but"))
     assert kinds(events)[:6] == [
         "output_item.added",
         "content_part.added",
@@ -82,9 +81,7 @@ def test_reasoning_is_an_item_of_its_own():
 
 def test_a_call_opens_and_closes():
     start = CallStart(0, "agents__spawn", "call_7")
-    _, events = write(
-        TextPiece("I'll"), start, CallArguments(0, '{"a":'), CallArguments(0, "1}"), CallEnd(0)
-    )
+    _, events = write("I'll", start, CallArguments(0, '{"a":'), CallArguments(0, "1}"), CallEnd(0))
     assert kinds(events)[-5:] == [
         "output_item.added",
         "function_call_arguments.delta",
@@ -141,8 +138,8 @@ def test_an_answer_has_a_message_or_a_call_unless_it_was_cut_short():
 
 def test_logprobs_go_with_their_text():
     made = writer()
-    events = list(made.push(TextPiece("a"), b'{"token":"a"}'))
-    events += made.push(TextPiece("bc"), b'{"token":"b"},{"token":"c"}')
+    events = list(made.push("a", b'{"token":"a"}'))
+    events += made.push("bc", b'{"token":"b"},{"token":"c"}')
     events += made.finish(is_complete=True)
     found = msgspec.json.decode(msgspec.json.encode(events))
     assert [event.get("logprobs") for event in found[2:5]] == [
@@ -156,7 +153,7 @@ def test_logprobs_go_with_their_text():
 CALLS = st.tuples(
     st.sampled_from(["f", "agents__spawn", "unknown"]), st.lists(st.text(min_size=1)), st.booleans()
 )
-PIECES = st.builds(TextPiece, st.text(min_size=1)) | st.builds(ReasoningPiece, st.text(min_size=1))
+PIECES = st.text(min_size=1) | st.builds(ReasoningPiece, st.text(min_size=1))
 
 
 @given(st.lists(PIECES | CALLS, max_size=8), st.booleans())

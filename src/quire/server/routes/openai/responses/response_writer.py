@@ -44,7 +44,6 @@ from quire.text.parsers.message_events import (
     CallEnd,
     CallStart,
     MessageEvent,
-    TextPiece,
 )
 
 
@@ -243,11 +242,11 @@ class ResponseWriter:
             yield from self._begin_call(event)
             return
         if not isinstance(event, CallArguments):
-            kind = _OpenMessage if isinstance(event, TextPiece) else _OpenReasoning
+            kind = _OpenMessage if isinstance(event, str) else _OpenReasoning
             if not isinstance(self._open, kind):
                 yield from self._begin(kind)
         assert self._open is not None
-        yield from self._open.add(event.text, logprobs)
+        yield from self._open.add(event if isinstance(event, str) else event.text, logprobs)
 
     def _finish(self, is_complete: bool) -> Iterator[StreamEvent]:
         yield from self._interrupt("completed" if is_complete else "incomplete")

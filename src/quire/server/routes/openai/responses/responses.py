@@ -52,7 +52,6 @@ from quire.text.parsers.message_events import (
     CallStart,
     MessageEvent,
     ReasoningPiece,
-    TextPiece,
 )
 
 router = Endpoints(generating_paths=("/v1/responses",))
@@ -139,14 +138,14 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
         logprobs = yield from self._text_logprobs(events, delta)
         made: list[StreamEvent] = []
         for event in events:
-            if isinstance(event, TextPiece):
+            if isinstance(event, str):
                 made += self._writer.push(event, logprobs)
                 logprobs = b""
             else:
                 made += self._writer.push(event)
         if delta.finish_reason is not None:
             if self._held_logprobs:
-                made += self._writer.push(TextPiece(""), self._held_logprobs)
+                made += self._writer.push("", self._held_logprobs)
             is_complete = delta.finish_reason not in _CUT_SHORT
             self._status = "completed" if is_complete else "incomplete"
             made += self._writer.finish(is_complete=is_complete)
@@ -160,7 +159,7 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
         entries = delta.logprobs
         if not entries:
             return b""
-        text = "".join(event.text for event in events if isinstance(event, TextPiece))
+        text = "".join(event for event in events if isinstance(event, str))
         if any(isinstance(event, ReasoningPiece) for event in events):
             self._held_logprobs = b""
             if not text:
@@ -227,7 +226,7 @@ def _events_of(message: CollectedMessage) -> Iterator[MessageEvent]:
     """Parser events from which this message could have been collected."""
     for index, part in enumerate(message.parts):
         if isinstance(part, TextPart):
-            yield TextPiece(part.text)
+            yield part.text
         elif isinstance(part, ReasoningPart):
             yield ReasoningPiece(part.text)
         else:
