@@ -225,7 +225,7 @@ class FleetDispatcher:
         if verdict.blamed is not None:
             request_id = verdict.blamed.request_id
             logger.error("request %s is to blame: engines died while they computed it", request_id)
-            self.num_blamed += 1
+            self.num_blamed += bool(verdict.blamed.branches)  # else its client has left
             self._book.fail(request_id, RequestKillsEngineError(BLAMED))
         self.num_moved += len(verdict.continuing)
         # Those that no replica takes wait before the requests that came later.

@@ -1,4 +1,4 @@
-"""Checks that the engines of one fleet compute the same answers."""
+"""Checks that the engines of one fleet, and restarted engines, compute the same answers."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -20,18 +20,19 @@ Identity: TypeAlias = tuple[ModelLimits, Mapping[str, Any]]
 
 
 def check_same(name: str, first: Identity, other: Identity) -> ReplicaDiffersError | None:
-    """An error that says why replica `name` can't continue requests of the first replica; None if
-    it can."""
+    """An error that says why the engine `name` can't continue requests of the first one; None if it
+    can."""
+    label = f"replica {name!r}" if name else "the restarted engine"
     (limits, facts), (other_limits, other_facts) = first, other
     for key in COMPARED_FACTS:
         if facts.get(key) != other_facts.get(key):
             return ReplicaDiffersError(
-                f"replica {name!r} differs from the first one in {key}: {other_facts.get(key)!r}"
+                f"{label} differs from the first one in {key}: {other_facts.get(key)!r}"
                 f" instead of {facts.get(key)!r}; {_advice(key)}"
             )
     if limits != other_limits:
         return ReplicaDiffersError(
-            f"replica {name!r} has other limits than the first one ({other_limits} instead of"
+            f"{label} has other limits than the first one ({other_limits} instead of"
             f" {limits}); give both the same model and max_model_len"
         )
     return None

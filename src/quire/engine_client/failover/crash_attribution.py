@@ -154,6 +154,7 @@ class CrashAttribution:
                     if token_ids
                 }
                 return first
+            self._losses.pop(first, None)  # its client has left
         self._evidence.clear()
         self._last_struck = None
         return None
@@ -214,6 +215,7 @@ class CrashAttribution:
         # If so, or if its client has left, blame it for all deaths in its evidence. This clears the
         # suspects whose evidence has no other death.
         if is_proof or is_last or not trial.branches:
+            self._losses.pop(trial, None)
             explained = frozenset(self._evidence.pop(trial).deaths)
             cleared = self._clear_explained(explained)
             return FleetVerdict(trial, explained, [*continuing, *beside, *cleared])
