@@ -249,19 +249,19 @@ class Admission:
         return chunk
 
     def chunk(self, sequence: Sequence, budget: StepBudget) -> int:
-        """Number of tokens to compute next, within the budget and at most up to the next snapshot.
+        """Number of tokens to compute next, within the budget, and at most up to the next snapshot
+        or the first content that is not ready.
 
-        The sequence must have a slot for at least one more token. The block tables of its sliding
-        windows grow as far as free blocks allow, but leave each running sequence blocks to grow.
-        Returns 0 if the content that it reads next is not ready.
+        The sequence must have a slot for at least one more token, and a content there be prepared.
+        The block tables of its sliding windows grow as far as free blocks allow, but leave each
+        running sequence blocks to grow.
         """
         memory, computed = self._memory, sequence.num_computed_tokens
         num_wanted = memory.snapshots.tokens_to_stop(sequence, sequence.num_tokens - computed)
         contents, has_contents = self._running_set.content_loads, bool(sequence.content_spans)
         if has_contents:
             num_wanted = contents.prepare(sequence, computed, min(num_wanted, budget.num_tokens))
-            if not num_wanted:
-                return 0
+            assert num_wanted, f"{sequence} waits for a content"
         num_slots = sequence.num_slots
         if computed + num_wanted > num_slots:
             num_spare = len(self._running_set.running) * memory.num_blocks_to_grow

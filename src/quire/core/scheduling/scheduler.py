@@ -289,6 +289,7 @@ class Scheduler:
             return
         self.budget = budget = self.pacer.open_step(StepDemand(self.config.max_num_batched_tokens))
         # A suspect without a row is admitted first, at the expense of all others.
+        contents = self.running_set.content_loads
         if suspect.state is not SequenceState.RUNNING:
             while not self.running_set.free_rows:
                 self.running_set.preempt(self.running[-1], 0)
@@ -300,17 +301,18 @@ class Scheduler:
             match = self.memory.match(suspect)
             if self.memory.num_blocks_to_admit(suspect, match) > self.memory.pool.num_free:
                 return  # moves between tiers still hold blocks that it needs
-            if not self.running_set.content_loads.prepare(suspect, match.num_tokens, 1):
+            if not contents.prepare(suspect, match.num_tokens, 1):
                 return  # its content is still being read
             self.admission.admit(suspect, match, self._next_step_id, now_s)
+        elif not contents.prepare(suspect, suspect.num_computed_tokens, 1):
+            return  # its content is still being read
         elif suspect.num_computed_tokens >= suspect.num_slots or suspect.shares_tail:
             num_wanted = self.memory.copy_on_write.num_blocks([suspect])
             self.running_set.reclaim_from_all(suspect, num_wanted)
             if self.memory.pool.num_free < num_wanted:
                 return
             self._slots.append(suspect, self._next_step_id)
-        if num_tokens := self.admission.chunk(suspect, budget):
-            chunks[suspect] = num_tokens
+        chunks[suspect] = self.admission.chunk(suspect, budget)
 
     def _plan_running(self, chunks: dict[Sequence, int]) -> StepBudget:
         """Give tokens to running sequences: one to each that decodes, then chunks by rank.
@@ -326,6 +328,7 @@ class Scheduler:
         awaits = snapshots.awaits if snapshots.enabled else None
         if drafting is not None:
             awaits = drafting.awaits
+        contents = self.running_set.content_loads
         # First, give one token to each decoding row, and collect the rows that need a chunk.
         # Most rows take the loop's last branch, which therefore makes no calls.
         for sequence in self.running:  # preemption removes from the end of the list
@@ -336,6 +339,9 @@ class Scheduler:
                 num_paused += drafting is not None
                 continue
             if gap > 1:
+                # A row whose content is being read waits, before any block is copied for it.
+                if sequence.content_spans and not contents.prepare(sequence, computed, 1):
+                    continue
                 if (
                     computed < sequence.num_slots and not sequence.shares_tail
                 ) or self._slots.make_writable(sequence, self._next_step_id):
@@ -370,10 +376,8 @@ class Scheduler:
         )
         # Last, give chunks to prompts by rank, while the budget lasts.
         for sequence in partial:
-            if budget.is_spent or sequence.state is not SequenceState.RUNNING:
-                continue
-            if num_tokens := self.admission.schedule_prefill(sequence, budget):
-                chunks[sequence] = num_tokens
+            if not budget.is_spent and sequence.state is SequenceState.RUNNING:
+                chunks[sequence] = self.admission.schedule_prefill(sequence, budget)
         return budget
 
     def _launch(self, chunks: dict[Sequence, int]) -> tuple[StepInFlight, tuple[Chunk, ...]]:
