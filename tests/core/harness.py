@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.core.adapters import AdapterRef
+from quire.core.content_spans import ContentSpan
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import FinishReason, Request, SequenceOutput
@@ -81,6 +82,8 @@ class Harness:
         num_lookahead_blocks: int = 0,
         adapters: Residency | None = None,
     ) -> None:
+        #: The contents in the prompts of the requests that are added next.
+        self.content_spans: tuple[ContentSpan, ...] = ()
         self.memory = memory or make_memory()
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs, budget, num_lookahead_blocks),
@@ -126,6 +129,7 @@ class Harness:
             prompt = [1 + (hash_name(name) + 7 * index) % 997 for index in range(prompt)]
         params = params or DecodingParams(max_tokens, seed=hash_name(name))
         request = Request(name, prompt, params, n=n, priority=priority, cache_domain=domain)
+        request = replace(request, content_spans=self.content_spans)
         if adapter:
             request = replace(request, adapter=AdapterRef(adapter, "", adapter))
         root = self.memory.prefixes.start_chain(domain, adapter)
@@ -142,7 +146,7 @@ class Harness:
             for index in range(n)
         ]
         for sequence in branches:
-            sequence.adapter = adapter
+            sequence.adapter, sequence.content_spans = adapter, self.content_spans
         self.scheduler.add(branches, self.now_s)
         if params.beam_width:
             self._expect_beams(request, branches[0])

@@ -22,11 +22,17 @@ from quire.simulation.fleet import fleet_command
 from quire.simulation.report import SimulationReport, add_up, printed_lines
 from quire.simulation.simulator import SimulationError, run
 from quire.simulation.workload import SimulationConfig
-from quire.simulation.worlds import draw_draft_world, draw_hybrid_world, draw_world, draw_worlds
+from quire.simulation.worlds import (
+    draw_content_world,
+    draw_draft_world,
+    draw_hybrid_world,
+    draw_world,
+    draw_worlds,
+)
 
 DrawWorld = Callable[[int, int, int, int], SimulationConfig]
 DEFAULT = SimulationConfig()
-DEFAULT_NUM_STEPS = 20_000  # with --everything, --hybrids or --drafts
+DEFAULT_NUM_STEPS = 20_000  # with --everything, --hybrids, --drafts or --contents
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +91,8 @@ def replay_command(config: SimulationConfig) -> str:
 
 def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld | None]:
     """(the simulation that the options describe, the function that draws random simulations for
-    --everything, --hybrids or --drafts). The function is None if neither option is given."""
+    --everything, --hybrids, --drafts or --contents). The function is None if no such option is
+    given."""
     parser = argparse.ArgumentParser(
         prog="python -m quire.simulation",
         description=f"{__doc__}\n{SimulationConfig.__doc__}",
@@ -102,6 +109,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
     parser.add_argument(
         "--drafts", action="store_true", help="the same, of both kinds, with drafts behind tokens"
     )
+    parser.add_argument(
+        "--contents", action="store_true", help="the same, with contents and adapters in prompts"
+    )
     add_plugin_flag(parser)
     notes = field_comments(SimulationConfig)
     for option in dataclasses.fields(SimulationConfig):
@@ -115,7 +125,12 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
         )
     options = vars(parser.parse_args(arguments))
     del options["plugins"]  # they are loaded
-    draws = {"drafts": draw_draft_world, "hybrids": draw_hybrid_world, "everything": draw_world}
+    draws = {
+        "drafts": draw_draft_world,
+        "contents": draw_content_world,
+        "hybrids": draw_hybrid_world,
+        "everything": draw_world,
+    }
     asked = [draw for name, draw in draws.items() if options.pop(name)]
     return SimulationConfig(**options), asked[0] if asked else None
 

@@ -87,6 +87,8 @@ class SimulationReport:
     num_drafts: int = 0
     #: Drafts that equalled the sampled tokens.
     num_accepted_drafts: int = 0
+    #: Loads of contents into slots.
+    num_content_loads: int = 0
     num_failed_steps: int = 0
     num_interrupts: int = 0
     num_crashes: int = 0
@@ -133,6 +135,7 @@ class SimulationReport:
         self.num_adapter_loads += scheduler.adapters.num_loads
         self.num_drafts += scheduler.stats.num_drafts
         self.num_accepted_drafts += scheduler.stats.num_accepted_drafts
+        self.num_content_loads += scheduler.contents.num_loads
         if memory.moves is not None:
             loads = memory.moves.loads.stats
             self.num_loads += loads.num_loads

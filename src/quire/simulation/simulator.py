@@ -32,6 +32,7 @@ from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
 from quire.engine.adapter_work import AdapterWork
 from quire.engine.engine import Engine
+from quire.engine.item_work import ItemWork
 from quire.errors import ConfigurationError, QuireError, RequestNeverFitsError
 from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.checked_device import CheckedDevice
@@ -40,6 +41,7 @@ from quire.simulation.fakes.fake_adapters import FakeAdapters
 from quire.simulation.fakes.fake_grammar import fake_grammar_work
 from quire.simulation.fakes.fake_proposer import FakeProposer
 from quire.simulation.fakes.fake_runner import FakeRunner, Faults
+from quire.simulation.fakes.fake_source import FakeSource
 from quire.simulation.fakes.fake_tiers import FakeTiers, KeptContents, simulated_tier
 from quire.simulation.report import SimulationReport
 from quire.simulation.step_time import StepTime
@@ -126,8 +128,9 @@ class Simulator:
             self.memory.moves.stores.delay_s = simulated_tier(config.tier).settle_s
         if config.snapshot_tokens:
             self.memory.snapshots.interval = config.snapshot_tokens
-        self.adapters = _make_adapters(self)
+        self.adapters, self.contents = _make_adapters(self), _make_contents(self)
         self.runner.take_adapter = self.adapters.pop_ready
+        self.runner.take_content = self.contents.pop_ready
         self.scheduler = Scheduler(
             SchedulerConfig(
                 config.max_num_seqs,
@@ -138,7 +141,8 @@ class Simulator:
             POLICIES.make(config.policy, dict(config.policy_options)),
             None if config.forecasts else NoGrowth(),
             Residency(config.max_loras, self.adapters),
-            proposer=_make_proposer(self),
+            Residency(config.num_content_slots, self.contents),
+            _make_proposer(self),
         )
         if config.max_itl_ratio:
             model = self.step_time.make_model(config.predicted_ratio)
@@ -147,12 +151,17 @@ class Simulator:
             self.scheduler,
             CheckedDevice(self, self.runner, self.clock),
             # Include the token ids that inject failures, which follow the vocabulary.
-            ModelLimits(config.nan_token_id + 1, config.max_model_len),
+            ModelLimits(
+                config.nan_token_id + 1,
+                config.max_model_len,
+                max_content_tokens=config.max_model_len,
+            ),
             clock=self.clock,
             overlap=bool(config.overlap),
         )
         self.engine.grammars = fake_grammar_work(config.vocab_size)
         self.engine.adapters = AdapterWork(self.scheduler, self.adapters)
+        self.engine.contents = ItemWork(self.scheduler, self.scheduler.contents, self.contents)
         self._started_s = self.clock.now_s
 
     def run(self) -> None:
@@ -406,6 +415,11 @@ def _make_proposer(simulator: Simulator) -> FakeProposer | None:
     )
 
 
+def _make_contents(simulator: Simulator) -> FakeSource:
+    rng = random.Random(f"contents of {simulator.config.seed}, {simulator.report.num_crashes}")
+    return FakeSource(rng, simulator.clock, simulator.clock.wait_until, instant_rate=0.3)
+
+
 def _longest(request: Request, config: SimulationConfig) -> Sequence:
     """A sequence like the first of a request, to know its bounds before it is accepted."""
     return make_sequences(request, config.max_model_len, b"", 0.0)[0][0]
@@ -438,5 +452,5 @@ def _plan_bytes(plan: StepPlan) -> bytes:
     chunks = [tuple(chunk) for chunk in plan.chunks]
     head = (plan.step_id, plan.num_rows, plan.num_tokens, plan.release)
     rows = (admissions, forks, token_edits, edits, chunks)
-    loads = (plan.adapter_loads,) if plan.adapter_loads else ()
+    loads = [loads for loads in (plan.adapter_loads, plan.content_loads) if loads]
     return repr((head, rows, plan.copies, *loads)).encode()

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from quire.core.adapters import AdapterRef
+from quire.core.content_spans import ContentSpan
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.eviction import DEFAULT_ORDER
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
@@ -23,6 +24,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError
 from quire.simulation.fakes.fake_adapters import BROKEN
 from quire.simulation.fakes.fake_model import FakeModel
+from quire.simulation.fakes.fake_source import BROKEN_CONTENT
 from quire.simulation.step_time import STEP_BASE_S, STEP_TOKEN_S
 
 ARRIVALS = ("poisson", "bursts", "at_once")
@@ -145,6 +147,12 @@ class SimulationConfig:
     num_adapters: int = 6
     #: The number of slots for adapters.
     max_loras: int = 2
+    #: The share of prompts with contents beside their tokens.
+    content_rate: float = 0.0
+    #: The number of contents, drawn by Zipf's law; the last one can't be read.
+    num_contents: int = 6
+    #: The number of slots for contents.
+    num_content_slots: int = 2
     #: Fields of the `SimulatedTier` behind the pool; empty if there is no tier.
     tier: tuple[tuple[str, float], ...] = ()
     #: The number of steps that are planned before the previous result is known: 0 or 1.
@@ -260,6 +268,7 @@ def draw_arrivals(config: SimulationConfig) -> Iterator[Arrival]:
                 cache_domain=before.cache_domain,
             )
             request = _in_steps_that_fit(config, request)
+        request = _with_contents(config, index, request, earlier[-1] if is_repeated else None)
         earlier.append(request)
         is_aborted = rng.random() < config.abort_rate
         age = rng.randint(0, config.max_abort_age_steps) if is_aborted else None
@@ -275,6 +284,48 @@ def _with_adapter(config: SimulationConfig, index: int, request: Request) -> Req
     (number,) = rng.choices(numbers, [1 / (1 + each) for each in numbers])
     kind = BROKEN if number == config.num_adapters - 1 else "adapter"
     return replace(request, adapter=AdapterRef(f"name-{number}", "", f"{kind}-{number}"))
+
+
+def _with_contents(
+    config: SimulationConfig, index: int, request: Request, repeated: Request | None
+) -> Request:
+    """The request, to whose prompt contents are added at random: in one of a few layouts, or in
+    that of the request whose prompt it repeats, so that often only the contents differ."""
+    rng = random.Random(f"contents {index} of {config.seed}") if config.content_rate else None
+    if rng is None or (repeated is None and rng.random() >= config.content_rate):
+        return request
+    prompt = list(request.prompt_token_ids)
+    if repeated is not None:
+        places = [span[:2] for span in repeated.content_spans]
+    else:
+        places = _draw_places(random.Random(f"places {rng.randrange(3)} of {config.seed}"))
+    numbers = range(config.num_contents)
+    spans: list[ContentSpan] = []
+    for first, count in places:
+        count = min(count, len(prompt) - 1 - first)
+        if count < 1:
+            break
+        (number,) = rng.choices(numbers, [1 / (1 + each) for each in numbers])
+        kind = BROKEN_CONTENT if number == config.num_contents - 1 else "0" * len(BROKEN_CONTENT)
+        spans.append(ContentSpan(first, count, f"{kind}{number:024x}"))
+        prompt[first : first + count] = [0] * count
+    if repeated is not None and rng.random() < 0.5:
+        spans = list(repeated.content_spans)
+    pooling = request.params.pooling
+    if pooling is not None and spans:
+        params = replace(request.params, pooling=replace(pooling, in_one_step=False))
+        request = replace(request, params=params)
+    return replace(request, prompt_token_ids=prompt, content_spans=tuple(spans))
+
+
+def _draw_places(rng: random.Random) -> list[tuple[int, int]]:
+    """The first position and length of each span of a layout."""
+    places, end = [], 0
+    for _ in range(rng.randint(1, 3)):
+        first = end + rng.randint(0, 8)
+        end = first + rng.randint(1, 12)
+        places.append((first, end - first))
+    return places
 
 
 def _as_pooling(config: SimulationConfig, index: int, request: Request) -> Request:

@@ -170,6 +170,21 @@ def draw_draft_world(
     )
 
 
+def draw_content_world(
+    seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
+) -> SimulationConfig:
+    """A world whose prompts have contents, and maybe adapters; every second one is hybrid."""
+    draw = draw_hybrid_world if index % 4 >= 2 else draw_world
+    rng = random.Random(f"contents in world {index} of {seed}")
+    return replace(
+        draw(seed, index, num_steps, check_every),
+        content_rate=rng.choice((0.3, 0.7, 1.0)),
+        num_contents=rng.choice((3, 4, 8)),
+        num_content_slots=rng.choice((1, 1, 2, 4)),
+        adapter_rate=rng.choice((0.0, 0.5)),
+    )
+
+
 def draw_worlds(
     seed: int,
     num_steps: int,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.core.adapters import BASE_MODEL
+from quire.core.content_spans import ContentSpan
 from quire.core.request import FinishReason, Request
 from quire.core.scheduling.beams.search import BeamSearch, Candidate, Hypothesis
 from quire.core.step import TokenLogprobs
@@ -69,14 +70,21 @@ def adapter_start(digest: str) -> int:
     return mix(crc32(digest.encode()) + 1) if digest else 0
 
 
-def fingerprints_of(token_ids: Sequence[int], start: int = 0) -> Fingerprints:
+def fingerprints_of(
+    token_ids: Sequence[int], start: int = 0, spans: Sequence[ContentSpan] = ()
+) -> Fingerprints:
     """The fingerprints of all non-empty prefixes of token_ids, shortest first.
 
     F[i] = start * BASE**(i + 1) + sum over j <= i of mix(t[j] + 1) * BASE**(i - j), modulo 2**64,
-    as one cumulative sum. `start` is the result of `adapter_start`.
+    as one cumulative sum. `start` is the result of `adapter_start`. At the positions of `spans`, a
+    hash of the content's digest and the offset in it takes the place of mix(t[j] + 1).
     """
     count = len(token_ids)
     hashes = mix_array(np.asarray(token_ids, dtype=np.uint64) + np.uint64(1))
+    for span in spans:
+        offsets = np.arange(span.num_tokens, dtype=np.uint64)
+        content = mix_array(offsets + np.uint64(mix(crc32(span.digest.encode()))))
+        hashes[span.first_position : span.end] = content
     sums = np.cumsum(hashes * _powers(BASE_INVERSE, count), dtype=np.uint64)
     return (sums + np.uint64(start * BASE & MASK)) * _powers(BASE, count)
 
@@ -185,7 +193,7 @@ class FakeModel:
             end_token_ids=params.end_token_ids,
             stop_token_ids=params.stop_token_ids,
         )
-        beams = [int(fingerprints_of(prompt, _start_of(request))[-1])]
+        beams = [int(_prefixes_of(request, prompt)[-1])]
         while beams:
             count = params.num_beam_candidates
             choices = search.advance([self.beam_candidates(beam, count) for beam in beams])
@@ -209,8 +217,7 @@ class FakeModel:
         # A pooling request gets a result instead of tokens.
         params = request.params
         if params.pooling is not None:
-            prefixes = fingerprints_of(request.prompt_token_ids, _start_of(request))
-            pooled = fake_pooled(prefixes[-1])
+            pooled = fake_pooled(_prefixes_of(request, request.prompt_token_ids)[-1])
             return ExpectedOutput((), FinishReason.STOP, None, None, pooled)
         # Otherwise, find the limits of the output and the fingerprint of prompt and forked tokens.
         prompt = [*request.prompt_token_ids, *forked_token_ids]
@@ -219,7 +226,7 @@ class FakeModel:
             num_left = min(num_left, max_model_len - len(prompt))
         ends = {*params.end_token_ids, *params.stop_token_ids}
         salt = branch_salt(params.seed, branch_index)
-        known = [int(value) for value in fingerprints_of(prompt, _start_of(request))]
+        known = [int(value) for value in _prefixes_of(request, prompt)]
         fingerprint = known[-1]
         # Then, generate tokens until a stop, the grammar's end or the limit.
         token_ids: list[int] = []
@@ -253,5 +260,7 @@ class FakeModel:
         return int(self.end_rate * (1 << END_RATE_BITS))
 
 
-def _start_of(request: Request) -> int:
-    return adapter_start(BASE_MODEL if request.adapter is None else request.adapter.digest)
+def _prefixes_of(request: Request, token_ids: Sequence[int]) -> Fingerprints:
+    """The fingerprints of all prefixes of token_ids, which begin with the request's prompt."""
+    digest = BASE_MODEL if request.adapter is None else request.adapter.digest
+    return fingerprints_of(token_ids, adapter_start(digest), request.content_spans)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.core.adapters import NO_SLOT
+from quire.core.content_spans import spans_between
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import (
     HOLE_BLOCK,
@@ -127,6 +128,10 @@ class FakeRows:
         self.admission: list[RowAdmission | None] = [None] * max_num_rows
         #: The digest of the adapter in each slot. A row is admitted after its adapter is loaded.
         self.adapters: dict[int, str] = {}
+        #: The digest of the content in each slot.
+        self.contents: dict[int, str] = {}
+        #: The position after the last span of contents of each row.
+        self.contents_end: Ints = np.zeros(max_num_rows, dtype=np.int64)
         self.tables: tuple[list[list[int]], ...] = tuple(
             [[] for _ in range(max_num_rows)] for _ in range(num_groups)
         )
@@ -139,6 +144,7 @@ class FakeRows:
         """Drop all rows."""
         self.joining.clear()
         self._new.clear()
+        self.contents.clear()
         for row in np.flatnonzero(self.live).tolist():
             self.release(row)
 
@@ -189,7 +195,9 @@ class FakeRows:
         self.num_ever_computed[row] = computed
         self.salts[row] = branch_salt(admission.params.seed, admission.branch_index)
         start = adapter_start(self._adapter_of(admission))
-        self.fingerprints[row, :num_tokens] = fingerprints_of(admission.token_ids, start)
+        spans = admission.content_spans
+        self.contents_end[row] = spans[-1].end if spans else 0
+        self.fingerprints[row, :num_tokens] = fingerprints_of(admission.token_ids, start, spans)
         for group, table in enumerate(admission.block_tables):
             first_new = -(-computed // self.block_size)
             if self.groups[group].kind is KVKind.STATE:
@@ -213,6 +221,18 @@ class FakeRows:
                     self.history.refuse(f"slot {slot}, which row {row} uses, gets {digest!r}", row)
             self.adapters[slot] = digest
 
+    def check_contents(self, rows: Ints, starts: Ints, ends: Ints) -> None:
+        """Refuse a step that computes positions of a content which is in no slot."""
+        for index in np.flatnonzero(starts < self.contents_end[rows]).tolist():
+            row = int(rows[index])
+            admission = self.admission[row]
+            assert admission is not None
+            for span in spans_between(
+                admission.content_spans, int(starts[index]), int(ends[index])
+            ):
+                if span.digest not in self.contents.values():
+                    self.history.refuse(f"row {row} reads {span}, which no slot has", row)
+
     def _adapter_of(self, admission: RowAdmission) -> str:
         slot = admission.adapter_slot
         if slot != NO_SLOT and slot not in self.adapters:
@@ -233,7 +253,12 @@ class FakeRows:
             row=row, params=fork.params, branch_index=fork.branch_index
         )
         self.salts[row] = branch_salt(fork.params.seed, fork.branch_index)
-        for counts in (self.num_tokens, self.num_computed, self.num_ever_computed):
+        for counts in (
+            self.num_tokens,
+            self.num_computed,
+            self.num_ever_computed,
+            self.contents_end,
+        ):
             counts[row] = counts[source]
         self.fingerprints[row] = self.fingerprints[source]
         if fork.joins_step:

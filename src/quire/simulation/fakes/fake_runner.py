@@ -96,6 +96,8 @@ class FakeRunner:
     ) -> None:
         #: A function that is called with the digest of each adapter that a plan loads.
         self.take_adapter: Callable[[str], object] = lambda digest: None
+        #: The same for contents.
+        self.take_content: Callable[[str], object] = lambda digest: None
         self.model = model or FakeModel()
         self.faults = faults or Faults()
         self.block_size = block_size
@@ -141,6 +143,9 @@ class FakeRunner:
             rows.edit_tokens(token_edit)
         for edit in plan.table_edits:
             rows.edit(edit)
+        for slot, digest in plan.content_loads:
+            self.take_content(digest)
+            rows.contents[slot] = digest
         # Then, overwrite the blocks that the plan assigns.
         self._overwrite_new(self._check_copies(plan.copies, rows.pop_new_blocks()))
         if rows.num_live != plan.num_rows:
@@ -281,6 +286,7 @@ class FakeRunner:
             row = int(computing[wrong][0])
             refuse(f"a chunk of row {row} ends beyond its {rows.num_tokens[row]} tokens", row)
         offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows.check_contents(computing, starts, ends)
         # Then, find the rows that sample: rows without uncomputed tokens, and forks that join.
         closing = np.flatnonzero(ends == num_tokens)
         sources = np.array([*closing, *self._sources_of_joins(computing, closing)], dtype=np.int64)
