@@ -12,6 +12,7 @@ from quire.core.step import Chunk, ItemLoad, RowAdmission, StepPlan
 from quire.simulation.fakes.fake_model import FakeModel
 from quire.simulation.fakes.fake_runner import FakeRunner
 from quire.simulation.report import add_up
+from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig, draw_arrivals
 from quire.simulation.worlds import draw_content_world, draw_world
 
@@ -77,7 +78,7 @@ def test_tiers_keep_blocks_by_their_contents():
 def test_a_world_without_contents_is_what_it_was():
     world = SimulationConfig(seed=9, num_requests=30)
     other = replace(world, num_content_slots=7, num_contents=9)
-    assert run(world).digest == run_world(other).digest
+    assert run(world).digest == run(other).digest
     drawn = [draw_world(3, index) for index in range(20)]
     assert not any(world.content_rate for world in drawn)
 

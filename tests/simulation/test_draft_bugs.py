@@ -286,7 +286,7 @@ MUTATIONS: dict[str, Patch] = {
     "a pause is left out": in_plans(leave_the_pause_out),
 }
 
-FULL: dict[str, Any] = {"num_blocks": 24, "requests_per_s": 200.0, "draft_error_rate": 0.6}
+FULL: dict[str, Any] = {"num_blocks": 18, "requests_per_s": 200.0, "draft_error_rate": 0.6}
 WORLDS: dict[str, Any] = {
     "a window passes what was planned": {"kinds": "full,window:5", "num_blocks": 80},
     "blocks are published by the planned count": {
