@@ -1,1 +1,1 @@
-"""`quire plan`: predicts with the real scheduler how to serve a load on this machine."""
+"""`quire plan`: predicts with the real engine how to serve a load on this machine."""

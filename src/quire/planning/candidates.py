@@ -123,9 +123,7 @@ def expect(
 
 def _lacking(costs: StepCosts, outcomes: Iterable[RunOutcome]) -> str | None:
     for outcome in outcomes:
-        lacking = costs.bounds.lacking(
-            outcome.most_decodes, outcome.most_tokens, outcome.longest, outcome.most_read
-        )
+        lacking = outcome.lacking(costs.bounds)
         if lacking is not None:
             return lacking
     return None

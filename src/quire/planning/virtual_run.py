@@ -19,6 +19,7 @@ from quire.core.scheduling.cost_model import StepCostModel
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.errors import RequestNeverFitsError
 from quire.planning.load import LoadRequest
+from quire.planning.step_costs import MeasuredBounds
 from quire.simulation.planned_work import PlannedWork
 from quire.simulation.virtual_engine import ANY_TEXT, EngineShape, VirtualEngine
 
@@ -82,6 +83,10 @@ class RunOutcome:
         self.most_decodes = max(self.most_decodes, load.num_decodes)
         self.most_tokens = max(self.most_tokens, load.num_decodes + load.num_chunk_tokens)
         self.most_read = max(self.most_read, work.num_read)
+
+    def lacking(self, bounds: MeasuredBounds) -> str | None:
+        """See `MeasuredBounds.lacking`."""
+        return bounds.lacking(self.most_decodes, self.most_tokens, self.longest, self.most_read)
 
 
 class Costs(Protocol):

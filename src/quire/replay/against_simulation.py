@@ -17,7 +17,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.errors import RequestNeverFitsError
 from quire.planning.step_costs import MeasuredBounds
-from quire.planning.virtual_run import Costs
+from quire.planning.virtual_run import Costs, RunOutcome
 from quire.replay.figures import ReplayFigures, Reply
 from quire.replay.script import Due, ModelBounds, ReplayScript
 from quire.simulation.planned_work import PlannedWork
@@ -94,7 +94,7 @@ class _SimulatedReplay:
         self._replies: list[Reply] = []
         self._num_open = 0
         self._notes: Counter[str] = Counter()
-        self._most_rows = self._most_tokens = self._longest = self._most_read = 0
+        self._steps = RunOutcome()
 
     def run(self) -> list[Reply]:
         self._virtual.run(self._add, self._receive_all)
@@ -106,19 +106,16 @@ class _SimulatedReplay:
         notes = [f"{number} {what}" for what, number in self._notes.items()]
         if bounds is None:
             return notes
-        lacking = bounds.lacking(self._most_rows, self._most_tokens, self._longest, self._most_read)
+        lacking = self._steps.lacking(bounds)
         if lacking is not None:
             notes.append(f"the times are unreliable; steps exceeded the measured ones: {lacking}")
         return notes
 
     def step_s(self, work: PlannedWork) -> float:
         """See `VirtualCosts`."""
-        load = work.load
-        self._most_rows = max(self._most_rows, load.num_decodes)
-        self._most_tokens = max(self._most_tokens, load.num_decodes + load.num_chunk_tokens)
-        self._longest = max(self._longest, work.longest)
-        self._most_read = max(self._most_read, work.num_read)
-        return self._costs.predict_s(work)
+        seconds = self._costs.predict_s(work)
+        self._steps.note_step(work, seconds)
+        return seconds
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
         """See `VirtualCosts`."""

@@ -13,12 +13,10 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Generic, Protocol, TypeVar
 
-from quire.core.adapters import AdapterRef
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.eviction import DEFAULT_ORDER
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
@@ -35,6 +33,7 @@ from quire.engine.adapter_work import AdapterWork
 from quire.engine.engine import Engine
 from quire.engine.grammar_work import GrammarWork
 from quire.engine.tier_work import WAIT_S
+from quire.simulation.fakes.fake_adapters import FakeAdapters
 from quire.simulation.fakes.fake_grammar import InlineExecutor
 from quire.simulation.planned_work import PlannedWork, PlannedWorkCounter
 
@@ -214,37 +213,6 @@ class AnyText:
         return self
 
 
-class ReadyAdapters:
-    """Adapters that are in the host's memory: a `StoredAdapters` that reads nothing."""
-
-    def begin(self, digest: str) -> bool:
-        """See `ItemSource`."""
-        return True
-
-    def release(self, digest: str) -> None:
-        """See `ItemSource`."""
-
-    def find(self, name: str, path: str, *, anew: bool = False) -> Future[AdapterRef]:
-        """See `StoredAdapters`."""
-        found: Future[AdapterRef] = Future()
-        found.set_result(AdapterRef(name, path, name))
-        return found
-
-    def remember_source(self, ref: AdapterRef) -> None:
-        """See `StoredAdapters`."""
-
-    def pop_failed(self) -> dict[str, str]:
-        """See `StoredAdapters`."""
-        return {}
-
-    def wait(self) -> None:
-        """See `StoredAdapters`."""
-
-    def counts(self) -> dict[str, int]:
-        """See `StoredAdapters`."""
-        return {}
-
-
 class _TimedScheduler(Scheduler):
     """Calls `pass_time` with the outputs of each result, before the engine reads the clock."""
 
@@ -290,7 +258,10 @@ class VirtualEngine(Generic[T]):
                 tiers=tiers,
             )
         )
-        adapters = ReadyAdapters() if shape.max_loras else None
+        adapters = None
+        if shape.max_loras:  # all are in the host's memory
+            chance, wait_until = random.Random(0), self.clock.wait_until
+            adapters = FakeAdapters(chance, self.clock, wait_until, max_read_s=0.0)
         self.scheduler = _TimedScheduler(
             SchedulerConfig(
                 shape.max_num_seqs, shape.max_num_batched_tokens, shape.num_lookahead_blocks

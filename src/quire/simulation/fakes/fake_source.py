@@ -24,16 +24,18 @@ class FakeSource:
         wait_until: Callable[[float], None],
         broken: str = BROKEN_CONTENT,
         instant_rate: float = 0.0,
+        max_read_s: float = MAX_READ_S,
     ) -> None:
         """`clock` returns the virtual clock's seconds, and `wait_until` sets the clock. Items whose
-        digest begins with `broken` can't be read; the share `instant_rate` of the reads takes no
-        time."""
+        digest begins with `broken` can't be read. The share `instant_rate` of the reads takes no
+        time, the others at most max_read_s."""
         self.num_reads = 0
         self._rng = rng
         self._clock = clock
         self._wait_until = wait_until
         self._broken = broken
         self._instant_rate = instant_rate
+        self._max_read_s = max_read_s
         self._due_s: dict[str, float] = {}
         self._ready: set[str] = set()
 
@@ -74,7 +76,7 @@ class FakeSource:
 
     def _draw_s(self) -> float:
         is_instant = self._instant_rate and self._rng.random() < self._instant_rate
-        return 0.0 if is_instant else self._rng.random() * MAX_READ_S
+        return 0.0 if is_instant else self._rng.random() * self._max_read_s
 
     def wait(self) -> None:
         """Move the clock to the time when the next item is read, if one is being read."""
