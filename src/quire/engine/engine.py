@@ -11,7 +11,6 @@ the scheduler drops the tokens that this step samples for it.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 from quire.core.adapters import BASE_MODEL
@@ -379,7 +378,7 @@ class Engine:
             plan,
             began_s,
             schedule_s=planned_s - began_s,
-            timing=replace(self._timing),
+            timing=self._timing.copy(),
             num_waiting=len(scheduler.waiting),
             num_preemptions=num_preemptions - self._num_traced_preemptions,
             load=scheduler.budget.load,
@@ -397,7 +396,7 @@ class Engine:
         result = self._runner.result()
         fetched_s, step = self._clock(), self._in_flight.pop_oldest()
         if self._timing.is_of_result:
-            step = replace(step, timing=replace(self._timing))
+            step = step._replace(timing=self._timing.copy())
         num_accepted, num_rejected = step.count_drafts(result)
         busy_s, gap_s = self.utilization.account_step(
             fetched_s,

@@ -6,7 +6,6 @@ counted from then on. Reads no clock: callers pass the time. Used by `engine` al
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from quire.core.scheduling.cost_model import (
@@ -21,8 +20,7 @@ OnStep: TypeAlias = Callable[[Collection[str] | None], None]
 """Called before a planned step runs, with the result of `StepMembers.launch`."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step with the measurements of its planning and launch."""
 
     plan: StepPlan

@@ -139,7 +139,10 @@ class PlannedWorkCounter:
         if changes_rows or decoding is None or _cuts(plan):
             self._catch_up()
             decoding = None
-        num_new_blocks, num_appended_blocks, joining = self._change_rows(plan)
+        num_new_blocks = num_appended_blocks = 0
+        joining: Mapping[int, int] = {}
+        if decoding is None or plan.table_edits:
+            num_new_blocks, num_appended_blocks, joining = self._change_rows(plan)
         if decoding is None:
             load, longest, sampled, num_context = self._compute(plan, joining)
             if sampled and load.num_decodes == len(self._rows) == len(sampled):
@@ -157,8 +160,9 @@ class PlannedWorkCounter:
         assert load.num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
         # Finally, update the coldness for the next step.
         coldness = self._coldness
-        warmer = coldness * _WARMING if coldness > _WARM else 0.0
-        self._coldness = max(_coldness_after(load.num_chunk_tokens), warmer)
+        self._coldness = coldness * _WARMING if coldness > _WARM else 0.0
+        if load.num_chunk_tokens:
+            self._coldness = max(_coldness_after(load.num_chunk_tokens), self._coldness)
         return PlannedWork(
             load,
             longest,

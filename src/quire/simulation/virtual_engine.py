@@ -310,17 +310,20 @@ class VirtualEngine(Generic[T]):
         with its outputs. Both may add arrivals and requests, and abort requests.
         """
         engine, clock, coming = self.engine, self.clock, self._coming
-        while (coming or engine.has_work()) and clock.now_s < until_s:
+        while clock.now_s < until_s:
             while coming and coming[0][0] <= clock.now_s:
                 arrive(heapq.heappop(coming)[2])
             began_s, num_steps = clock.now_s, self.scheduler.stats.num_steps
-            if engine.has_work():
+            has_work = engine.has_work()
+            if has_work:
                 receive(engine.step())
+            elif not coming:
+                break
             # Without a step, wait for what comes first: an arrival, or a turn for the tiers.
             has_stepped = self.scheduler.stats.num_steps > num_steps
             if has_stepped or self.scheduler.num_steps_in_flight or clock.now_s > began_s:
                 continue
-            turn_s = WAIT_S if engine.has_work() else engine.tier_work.advance_idle()
+            turn_s = WAIT_S if has_work else engine.tier_work.advance_idle()
             next_s = [coming[0][0]] if coming else []
             next_s += [] if turn_s is None else [began_s + turn_s]
             clock.wait_until(min(next_s, default=began_s))
