@@ -11,7 +11,7 @@ policies and eviction orders. In two of three worlds, `SchedulerDriver` calls th
 of the engine's loop, so that traces don't depend on that loop. A digest covers values alone, no
 name of a module, class or field, so that renaming changes nothing. An enumeration counts by its
 text, or by its place where it is not a text. Empty fields at the end of a record are left out, so
-that one that is always empty may go.
+that one that is always empty may go, and so are counts of 0 in a report.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> None:
             counts = [
                 getattr(report, field.name)
                 for field in fields(report)
-                if field.name not in NOT_COMPARED
+                if field.name not in NOT_COMPARED and getattr(report, field.name)
             ]
             digest.update(repr(plain(counts)).encode())
         print(f"{seed} {digest.hexdigest()}", flush=True)
