@@ -13,6 +13,7 @@ from quire.planning.step_costs import MeasuredBounds
 from quire.planning.virtual_run import run_virtually
 from quire.replay.against_simulation import replay_in_simulation
 from quire.replay.figures import ReplayFigures
+from quire.simulation.virtual_engine import FIRST_NEW_TOKEN
 from quire.traces.tokens import PromptTokens
 from quire.traces.trace import Trace, TraceOptions, TraceRequest
 
@@ -31,7 +32,7 @@ def test_it_is_the_planner_s_run_where_that_knows_the_load() -> None:
     )
     trace, shape = Trace(32, requests), small_shape()
     figures = replay_in_simulation(trace, shape, COSTS, max_queued_requests=99)
-    prompts = PromptTokens(trace, 1 << 31)
+    prompts = PromptTokens(trace, FIRST_NEW_TOKEN)
     load = [LoadRequest(each.at_s, prompts.prompt(n), 20) for n, each in enumerate(requests)]
     outcome = run_virtually(load, shape, COSTS)
     ttft_s = [each.first_s - each.at_s for each in figures.replies if each.first_s is not None]

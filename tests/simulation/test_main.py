@@ -129,7 +129,7 @@ def test_a_policys_options_an_order_and_the_steps_cost_can_be_said(
     ("words", "message"),
     [
         ("--policy fcfs --policy-options ageing_s=2", "'fcfs' has no option 'ageing_s'"),
-        ("--eviction fifo", "eviction is 'fifo', but must be one of "),
+        ("--eviction fifo", "eviction order is 'fifo', but must be one of "),
         ("--step-token-s 0", "step_token_s is 0.0, but must be above 0"),
     ],
 )

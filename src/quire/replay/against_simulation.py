@@ -21,12 +21,8 @@ from quire.planning.virtual_run import Costs, RunOutcome
 from quire.replay.figures import ReplayFigures, Reply
 from quire.replay.script import Due, ModelBounds, ReplayScript
 from quire.simulation.planned_work import PlannedWork
-from quire.simulation.virtual_engine import ANY_TEXT, EngineShape, VirtualEngine
+from quire.simulation.virtual_engine import ANY_TEXT, FIRST_NEW_TOKEN, EngineShape, VirtualEngine
 from quire.traces.trace import Trace, TraceOptions
-
-#: Token ids of prompts are below this number. Each sampled token is a new id at or above it, so
-#: that no two tokens are equal by chance. All ids fit into the prefix cache's 32 bits.
-_VOCABULARY = 1 << 31
 
 OVERLOADED, NEVER_FITS = "429 overloaded", "422 request_never_fits"
 
@@ -65,7 +61,7 @@ def replay_in_simulation(
     request is refused if it would raise the number of unfinished answers above max_queued_requests,
     as in the server.
     """
-    model = ModelBounds(_VOCABULARY, shape.max_model_len)
+    model = ModelBounds(FIRST_NEW_TOKEN, shape.max_model_len)
     script = ReplayScript(trace, model, is_closed=is_closed)
     replay = _SimulatedReplay(script, shape, costs, max_queued_requests)
     return ReplayFigures(trace, replay.run(), script.left_out, replay.notes(bounds))

@@ -40,8 +40,10 @@ from quire.simulation.planned_work import PlannedWork, PlannedWorkCounter
 T = TypeVar("T")
 
 #: Token ids of prompts and answers are below this number, so that they fit into the prefix cache's
-#: 32 bits.
-VOCABULARY = 1 << 32
+#: 31 bits.
+VOCABULARY = 1 << 31
+#: The first of the token ids that are sampled once each, so that no two are equal by chance.
+FIRST_NEW_TOKEN = 1 << 30
 #: A grammar that allows all tokens; the text of its requests' params.
 ANY_TEXT = "any"
 
@@ -273,7 +275,7 @@ class VirtualEngine(Generic[T]):
         self.scheduler.pass_time = self._end_sequences
         if pacer is not None:
             self.scheduler.pacer = pacer
-        tokens = count(1 << 31) if tokens is None else tokens
+        tokens = count(FIRST_NEW_TOKEN) if tokens is None else tokens
         self.engine = Engine(
             self.scheduler,
             CountingRunner(shape.block_size, self.clock, costs.step_s, tokens),

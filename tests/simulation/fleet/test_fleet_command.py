@@ -38,7 +38,7 @@ def test_it_prints_a_line_for_each_policy(trace: str, capsys: pytest.CaptureFixt
         (["--policy", "sglang:threshold"], "must be NAME or NAME:OPTION=NUMBER"),
         (["--prefill-rate", "0"], "prefill_rate is 0"),
         (["--step-s", "0.2"], "a step of 2048 tokens at that rate takes 0.1 s"),
-        (["--eviction", "fifo"], "eviction is 'fifo'"),
+        (["--eviction", "fifo"], "eviction order is 'fifo'"),
         (["--speed", "0"], "speed is 0"),
     ],
 )
