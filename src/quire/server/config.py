@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quire.cluster.machines.remote_link import DEFAULT_HEARTBEAT_S
+from quire.cluster.machines import DEFAULT_HEARTBEAT_S
 from quire.errors import ConfigurationError
 from quire.option_fields import (
     Bytes,

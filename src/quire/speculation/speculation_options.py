@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from quire.core.scheduling.drafts import Proposer
 from quire.option_fields import OneOf, Options, Whole, option
 from quire.registry import Registry
+
+if TYPE_CHECKING:  # brings the scheduler, which a command's help does not need
+    from quire.core.scheduling.drafts import Proposer
 
 PROPOSERS: "Registry[Callable[[SpeculationOptions], Proposer]]" = Registry(
     "speculation", {"ngram": "quire.speculation.ngram:make_proposer"}

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from quire.cluster.machines import DEFAULT_HEARTBEAT_S
 from quire.cluster.machines.agent_messages import (
     EngineDied,
     KillEngine,
@@ -26,7 +27,6 @@ from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, QuireError
 
 CONNECT_TIMEOUT_S = 5.0
-DEFAULT_HEARTBEAT_S = 3.0
 
 _LENGTH_BYTES = 4
 
