@@ -245,7 +245,7 @@ def quire_logits(folder: Path, methods: LinearMethods) -> torch.Tensor:
     )
     ids = token_batches(1)[0][0, :NUM_TOKENS]
     with torch.inference_mode():
-        return model.logits(model(ids, torch.arange(NUM_TOKENS), _Attention()).hidden)
+        return model.logits(model(ids, torch.arange(NUM_TOKENS), _Attention()))
 
 
 def reference_logits(

@@ -45,7 +45,7 @@ from quire.engine_client.messages import Outputs
 from quire.ipc import encode
 from quire.kernels.transfers import DeviceLink
 from quire.layers.operator_module import OperatorModule
-from quire.models.interface import CausalLM, InputEmbeds, ModelOutput
+from quire.models.interface import CausalLM, InputEmbeds
 from quire.observability.step_trace import StepRecord
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_rows import DeviceRows
@@ -114,9 +114,8 @@ class NoModel(CausalLM):
         attention: AttentionCall,
         *,
         input_embeds: InputEmbeds | None = None,
-        capture_layers: tuple[int, ...] = (),
-    ) -> ModelOutput:
-        return ModelOutput(self._hidden[: len(positions)])
+    ) -> torch.Tensor:
+        return self._hidden[: len(positions)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits[: len(hidden)]

@@ -135,7 +135,7 @@ def run() -> Callable[..., torch.Tensor]:
         with torch.inference_mode():
             for ids, at in zip(token_ids.split(chunks), positions, strict=True):
                 states.plan(len(ids))
-                logits.append(model.logits(model(ids, at, attention).hidden))
+                logits.append(model.logits(model(ids, at, attention)))
         return torch.cat(logits)
 
     return run

@@ -58,7 +58,7 @@ def compute(
     )
     assert model.vocab_size == config.vocab_size
     attention = DenseAttention(model.attention_specs)
-    hidden = model(TOKENS, torch.arange(len(TOKENS)), attention).hidden
+    hidden = model(TOKENS, torch.arange(len(TOKENS)), attention)
     return hidden, model.logits(hidden)
 
 

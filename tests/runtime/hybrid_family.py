@@ -29,7 +29,7 @@ from quire.models.architectures import MODELS
 from quire.models.checkpoints.loader import checkpoint_slots
 from quire.models.config import ModelConfig
 from quire.models.config_fields import ConfigFields
-from quire.models.interface import CausalLM, ModelOutput
+from quire.models.interface import CausalLM
 from quire.models.model_entry import CHECKPOINT_PARTS, ModelEntry
 from quire.recurrence.state_specs import GatedDeltaSpec, ShortConvSpec
 
@@ -187,12 +187,12 @@ class HybridForCausalLM(CausalLM):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.embed_tokens(token_ids)
 
-    def forward(self, token_ids, positions, attention, *, input_embeds=None, capture_layers=()):
+    def forward(self, token_ids, positions, attention, *, input_embeds=None):
         stream = ResidualStream(self.embed(token_ids), self.operators)
         for index, (mixer, mlp) in enumerate(zip(self.mixers, self.mlps, strict=True)):
             stream.add(mixer(stream.normed(self.norms[2 * index]), attention))
             stream.add(mlp(stream.normed(self.norms[2 * index + 1])))
-        return ModelOutput(stream.normed(self.norm))
+        return stream.normed(self.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)

@@ -25,7 +25,7 @@ from quire.layers.position_scale import GrowthFactors
 from quire.layers.residual import ResidualStream
 from quire.layers.rotary import RopeLimits, RotaryEmbedding
 from quire.models.config import DecoderConfig
-from quire.models.interface import CausalLM, InputEmbeds, ModelOutput, TextModel
+from quire.models.interface import CausalLM, InputEmbeds, TextModel
 
 
 def make_norm(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> RMSNorm:
@@ -188,8 +188,7 @@ class HeadlessDecoder(TextModel):
         attention: AttentionCall,
         *,
         input_embeds: InputEmbeds | None = None,
-        capture_layers: tuple[int, ...] = (),
-    ) -> ModelOutput:
+    ) -> torch.Tensor:
         start = self.embed(token_ids)
         if input_embeds is not None:
             start = self.operators.put_rows(start, *input_embeds)
@@ -197,12 +196,9 @@ class HeadlessDecoder(TextModel):
             start = self.operators.add(self.model.embed_positions(positions), start)
         angles = self.model.angles(positions)
         stream = ResidualStream(start, self.operators)
-        captured: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.model.layers):
             layer(stream, angles[index], attention)
-            if index in capture_layers:
-                captured[index] = stream.read().clone()
-        return ModelOutput(stream.normed(self.model.norm), captured)
+        return stream.normed(self.model.norm)
 
     def _scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         return x if factor == 1.0 else self.operators.scale(x, factor)

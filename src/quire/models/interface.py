@@ -6,7 +6,6 @@ To add a family, add a file in `families/` with its config and modules, and a li
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -24,16 +23,6 @@ class InputEmbeds(NamedTuple):
     places: torch.Tensor
     #: [N, hidden_size], as the model's `embed` would return them.
     rows: torch.Tensor
-
-
-@dataclass(slots=True)
-class ModelOutput:
-    """The results of a forward pass."""
-
-    #: Hidden states [T, hidden_size] after the final norm.
-    hidden: torch.Tensor
-    #: The residual stream [T, hidden_size] after each requested layer, by layer index.
-    captured: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class TextModel(OperatorModule, ABC):
@@ -72,13 +61,11 @@ class TextModel(OperatorModule, ABC):
         attention: AttentionCall,
         *,
         input_embeds: InputEmbeds | None = None,
-        capture_layers: tuple[int, ...] = (),
-    ) -> ModelOutput:
-        """Run all layers over `token_ids` [T] int64 at absolute `positions` [T] int64.
+    ) -> torch.Tensor:
+        """Run all layers over `token_ids` [T] int64 at absolute `positions` [T] int64. Returns the
+        hidden states [T, hidden_size] after the final norm.
 
         Where `input_embeds` replace an embedding, any token id of the vocabulary may stand.
-        `capture_layers` are the layers whose output is returned, for EAGLE-3, which drafts from the
-        hidden states of three layers (arXiv:2503.01840).
         """
 
     def check_loaded(self) -> None:

@@ -19,7 +19,7 @@ from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
 from quire.layers.operator_module import recorded_by
-from quire.models.interface import CausalLM, InputEmbeds, ModelOutput, TextModel
+from quire.models.interface import CausalLM, InputEmbeds, TextModel
 from quire.observability.log import get_logger
 from quire.recurrence.state_backend import StateBackend
 from quire.runtime.batch import StepBatch
@@ -60,10 +60,10 @@ class ModuleForward:
             self._model.recurrence.plan(step.states)
 
     def __call__(self, step: StepBatch) -> torch.Tensor:
-        output: ModelOutput = self._model(
+        hidden: torch.Tensor = self._model(
             step.token_ids, step.positions, self._backend.run, input_embeds=step.input_embeds
         )
-        return output.hidden
+        return hidden
 
 
 class NativeForward:
@@ -140,8 +140,8 @@ def _no_logits(hidden: torch.Tensor) -> torch.Tensor:
 def _record_hidden(model: TextModel, recorder: Recorder) -> Program:
     with recorded_by(recorder, model):
         embeds = InputEmbeds(*recorder.put(model.hidden_size))
-        output = model(*recorder.inputs, recorder.attend, input_embeds=embeds)
-        return recorder.finish(output.hidden)
+        hidden = model(*recorder.inputs, recorder.attend, input_embeds=embeds)
+        return recorder.finish(hidden)
 
 
 def _record_logits(model: CausalLM, recorder: Recorder) -> Logits:

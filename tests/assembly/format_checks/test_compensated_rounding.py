@@ -89,7 +89,7 @@ def stored(model: TextModel) -> dict[str, torch.Tensor]:
 def log_probabilities(model: CausalLM, first_token: int = 0) -> torch.Tensor:
     places = torch.arange(NUM_TOKENS)
     token_ids = (places + first_token) * TOKEN_STRIDE % model.vocab_size
-    hidden = model(token_ids, places, ExactAttention(model.attention_specs)).hidden
+    hidden = model(token_ids, places, ExactAttention(model.attention_specs))
     return torch.log_softmax(model.logits(hidden), dim=-1)
 
 

@@ -7,7 +7,7 @@ from quire.attention.interface import AttentionSpec
 from quire.errors import UnsupportedModelError
 from quire.kernels.attention_inputs import AttentionInputs
 from quire.models.fallback.row_check import check_rows
-from quire.models.interface import ModelOutput, TextModel
+from quire.models.interface import TextModel
 
 
 class OneLayer(TextModel):
@@ -21,10 +21,10 @@ class OneLayer(TextModel):
         self.vocab_size = 32
         self.attention_specs = (AttentionSpec(2, 1, 8, 1.0),)
 
-    def forward(self, token_ids, positions, attention, *, input_embeds=None, capture_layers=()):
+    def forward(self, token_ids, positions, attention, *, input_embeds=None):
         x = self.mix(self.table[token_ids], positions)
         k = v = x[:, :8].unflatten(1, (1, 8))
-        return ModelOutput(attention(0, AttentionInputs(x.unflatten(1, (2, 8)), k, v)).flatten(1))
+        return attention(0, AttentionInputs(x.unflatten(1, (2, 8)), k, v)).flatten(1)
 
 
 def test_rows_by_themselves_pass():

@@ -28,5 +28,5 @@ def test_input_embeds_take_the_place_of_words(tmp_path) -> None:
         inputs[places] = torch.randn(3, inputs.shape[1], generator=torch.manual_seed(1))
         expected = reference(inputs_embeds=inputs[None]).last_hidden_state[0]
         rows = InputEmbeds(places, inputs[places])
-        found = model(token_ids, positions, attend_to_all, input_embeds=rows).hidden
+        found = model(token_ids, positions, attend_to_all, input_embeds=rows)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

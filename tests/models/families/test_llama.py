@@ -158,29 +158,15 @@ def test_greedy_generation_equals_transformers(save_checkpoint, load, run):
     assert token_ids.tolist() == expected.tolist()
 
 
-def test_captured_layers_are_the_residual_stream(save_checkpoint, load, dense_attention):
-    folder, reference = save_checkpoint(HFLlamaConfig)
-    model = load(folder)
-    token_ids = torch.arange(20)
-    with torch.inference_mode():
-        expected = reference(token_ids[None], output_hidden_states=True).hidden_states
-        output = model(token_ids, torch.arange(20), dense_attention(model), capture_layers=(0, 1))
-    assert set(output.captured) == {0, 1}
-    # transformers counts the embeddings as the first of its hidden states.
-    for layer, stream in output.captured.items():
-        torch.testing.assert_close(stream, expected[layer + 1][0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(output.hidden, expected[-1][0], atol=1e-5, rtol=1e-5)
-
-
 def test_input_embeds_take_the_place_of_token_ids(save_checkpoint, load, dense_attention):
     folder, _ = save_checkpoint(HFLlamaConfig)
     model = load(folder)
     token_ids, positions = torch.arange(9), torch.arange(9)
     embeds = InputEmbeds(torch.tensor([7, 2, 3]), model.embed(torch.tensor([7, 2, 3])))
     before = embeds.rows.clone()
-    by_ids = model(token_ids, positions, dense_attention(model)).hidden
+    by_ids = model(token_ids, positions, dense_attention(model))
     others = token_ids.index_fill(0, embeds.places, 50)
-    by_embeds = model(others, positions, dense_attention(model), input_embeds=embeds).hidden
+    by_embeds = model(others, positions, dense_attention(model), input_embeds=embeds)
     assert torch.equal(by_ids, by_embeds)
     assert torch.equal(embeds.rows, before)  # the caller's tensor is not written to
 

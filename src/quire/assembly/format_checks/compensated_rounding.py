@@ -111,7 +111,7 @@ def _measure_feedback(
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
     token_ids = (places + FIRST_TOKEN) * TOKEN_STRIDE % model.vocab_size
     with watched_products(linears, measure):
-        hidden = model(token_ids, places, ExactAttention(model.attention_specs)).hidden
+        hidden = model(token_ids, places, ExactAttention(model.attention_specs))
         if isinstance(model, CausalLM):
             model.logits(hidden)
     return found

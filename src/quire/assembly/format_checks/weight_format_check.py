@@ -259,7 +259,7 @@ def _log_probabilities(
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     with watched_products(linears, on_product):
         token_ids = places * TOKEN_STRIDE % model.vocab_size
-        hidden = model(token_ids, places, ExactAttention(model.attention_specs)).hidden
+        hidden = model(token_ids, places, ExactAttention(model.attention_specs))
         return torch.log_softmax(model.logits(hidden), dim=-1)
 
 

@@ -163,7 +163,7 @@ class SimulatedReader:
     def hidden(self, window: Window) -> torch.Tensor:
         token_ids = torch.tensor(window.token_ids, dtype=torch.int64, device=self._device)
         positions = torch.arange(len(token_ids), device=self._device)
-        found: torch.Tensor = self._model(token_ids, positions, self._attention).hidden
+        found: torch.Tensor = self._model(token_ids, positions, self._attention)
         return found[window.predicting]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

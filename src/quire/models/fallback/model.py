@@ -23,7 +23,7 @@ from quire.models.fallback.hf_classes import GivenHidden, base_of, build, find_c
 from quire.models.fallback.interfaces import ATTENDING, StepAttention, register_functions
 from quire.models.fallback.parts import Making, Parts, wide_parameters
 from quire.models.fallback.row_check import check_rows
-from quire.models.interface import CausalLM, InputEmbeds, ModelOutput
+from quire.models.interface import CausalLM, InputEmbeds
 
 
 class FallbackForCausalLM(CausalLM):
@@ -68,10 +68,7 @@ class FallbackForCausalLM(CausalLM):
         attention: AttentionCall,
         *,
         input_embeds: InputEmbeds | None = None,
-        capture_layers: tuple[int, ...] = (),
-    ) -> ModelOutput:
-        if capture_layers:
-            raise UnsupportedModelError("layers of a model of transformers can't be captured")
+    ) -> torch.Tensor:
         extra = {name: torch.zeros_like(positions)[None] for name in self._arguments}
         step = StepAttention(attention, self.attention_specs, token_ids, positions, input_embeds)
         with ATTENDING.to(step):
@@ -85,7 +82,8 @@ class FallbackForCausalLM(CausalLM):
         assert step.num_called == len(self.attention_specs)
         if step.input_embeds is not None:
             raise UnsupportedModelError("this model of transformers takes nothing but token ids")
-        return ModelOutput(output.last_hidden_state.flatten(0, -2))
+        hidden: torch.Tensor = output.last_hidden_state.flatten(0, -2)
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self._given.hidden = hidden[None]

@@ -59,5 +59,5 @@ def _recorded_calls(
     model: TextModel, token_ids: torch.Tensor, positions: torch.Tensor
 ) -> list[torch.Tensor]:
     recorder = _Recorder(model.attention_specs)
-    hidden = model(token_ids, positions, recorder).hidden
+    hidden = model(token_ids, positions, recorder)
     return [*recorder.seen, hidden.float()]

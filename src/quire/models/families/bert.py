@@ -26,7 +26,7 @@ from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import LayerNorm
 from quire.models.config import ModelConfig, read_architecture, read_dtype, read_num_labels
 from quire.models.config_fields import ConfigFields
-from quire.models.interface import InputEmbeds, ModelOutput, TextModel
+from quire.models.interface import InputEmbeds, TextModel
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {
@@ -254,15 +254,11 @@ class BertModel(TextModel):
         attention: AttentionCall,
         *,
         input_embeds: InputEmbeds | None = None,
-        capture_layers: tuple[int, ...] = (),
-    ) -> ModelOutput:
+    ) -> torch.Tensor:
         hidden = self.bert.embeddings(token_ids, positions, input_embeds)
-        captured: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self.bert.encoder.layer):
+        for layer in self.bert.encoder.layer:
             hidden = layer(hidden, attention)
-            if index in capture_layers:
-                captured[index] = hidden.clone()
-        return ModelOutput(hidden, captured)
+        return hidden
 
 
 class BertForScores(BertModel):

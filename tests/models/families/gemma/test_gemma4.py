@@ -126,7 +126,7 @@ def test_input_embeds_leave_each_layer_its_own_embedding(save_checkpoint, load, 
     def run(factor: float | None, ids: torch.Tensor) -> torch.Tensor:
         rows = None if factor is None else factor * model.embed(token_ids[places])
         embeds = None if rows is None else InputEmbeds(places, rows)
-        return model(ids, token_ids, dense_attention(model), input_embeds=embeds).hidden
+        return model(ids, token_ids, dense_attention(model), input_embeds=embeds)
 
     expected = run(None, token_ids)
     assert torch.equal(run(1.0, token_ids), expected)

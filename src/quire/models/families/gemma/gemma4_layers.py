@@ -21,7 +21,7 @@ from quire.models.config import DecoderConfig
 from quire.models.decoder import make_norm
 from quire.models.families.gemma.gemma2 import GemmaForCausalLM
 from quire.models.families.gemma.gemma4 import Gemma4Config
-from quire.models.interface import InputEmbeds, ModelOutput
+from quire.models.interface import InputEmbeds
 from quire.models.layer_kinds import FULL
 
 
@@ -256,8 +256,7 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         attention: AttentionCall,
         *,
         input_embeds: InputEmbeds | None = None,
-        capture_layers: tuple[int, ...] = (),
-    ) -> ModelOutput:
+    ) -> torch.Tensor:
         embeds = self.embed(token_ids)
         if input_embeds is not None:
             embeds = self.operators.put_rows(embeds, *input_embeds)
@@ -266,9 +265,6 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
             own_inputs = self.per_layer_inputs(token_ids, embeds)
         angles = self.model.angles(positions)
         stream = ResidualStream(embeds, self.operators)
-        captured: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.model.layers):
             layer(stream, angles[index], attention, own_inputs[index])
-            if index in capture_layers:
-                captured[index] = stream.read().clone()
-        return ModelOutput(stream.normed(self.model.norm), captured)
+        return stream.normed(self.model.norm)
