@@ -65,9 +65,9 @@ def test_a_line_comes_after_ten_seconds_of_work_and_counts_no_others(
 def test_rejected_drafts_do_not_count_as_computed(error_rate: float) -> None:
     engine = make_engine()
     scheduler = engine.scheduler
-    proposer = FakeProposer(MODEL, lambda: scheduler.running, most=5, error_rate=error_rate, seed=1)
+    proposer = FakeProposer(MODEL, most=5, error_rate=error_rate, seed=1)
     slots = scheduler._slots
-    scheduler.drafting = Drafting(proposer, scheduler.memory, scheduler.running_set, slots)
+    scheduler.drafting = Drafting(proposer, scheduler.memory, scheduler.running_set, slots, 5)
     engine.add(request("a", 10, 60))
     engine.add(request("b", 10, 60, start=100))
     outputs = run(engine)

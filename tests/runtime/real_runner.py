@@ -32,7 +32,11 @@ class Made:
     def make(self, block_size: int = 8) -> HandCore:
         model, backend = self.model, self.setup.new_backend()
         layout = plan_layout(
-            model.attention_specs, type(backend), block_size, self.setup.kv_format, typical_tokens=64
+            model.attention_specs,
+            type(backend),
+            block_size,
+            self.setup.kv_format,
+            typical_tokens=64,
         )
         rows = RowBatch(
             num_rows=NUM_ROWS,
