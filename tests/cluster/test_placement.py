@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.cluster.fleet_world import LIMITS
+from tests.engine_client.fleet_world import LIMITS
 
 from quire.cluster.placement import RoutedPlacement
 from quire.core.content_spans import ContentSpan

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.adapters.embedded import save_adapter
 from tests.engine import test_hybrid_law as hybrids
+from tests.engine.drafting import check_counts, recorded, use_proposer
 from tests.engine.test_grammar_law import PROMPTS, WISHES
 from tests.engine.test_law import make_crowd, make_llm
 from tests.engine.tier_law import eager
@@ -20,39 +21,11 @@ from tests.runtime.hybrid_family import registered, save_hybrid
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quire.assembly import build
-from quire.core.sequence import Sequence
 from quire.engine_client.results import RequestOutput
 from quire.errors import ConfigurationError
 from quire.simulation.baselines import NoGrowth
 
-ERROR_RATE = 0.15
 NGRAMS: dict[str, Any] = {"speculation": "ngram", "ngram_min_match": 1}
-
-Key = tuple[tuple[int, ...], int | None, int]
-
-
-def key_of(sequence: Sequence) -> Key:
-    prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
-    return prompt, sequence.params.seed, sequence.branch_index
-
-
-class Recorded:
-    """Proposes recorded answers, with errors at random positions."""
-
-    def __init__(self, answers: dict[Key, list[int]]) -> None:
-        self.answers = answers
-        self.rng = random.Random(5)
-
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        answer = self.answers.get(key_of(sequence), [])
-        drafts = answer[sequence.num_output_tokens :][:most]
-        return [token ^ (self.rng.random() < ERROR_RATE) for token in drafts]
-
-
-def use_proposer(llm: LLM, answers: dict[Key, list[int]]) -> None:
-    drafting = llm.engine.scheduler.drafting
-    assert drafting is not None
-    drafting._proposer = Recorded(answers)
 
 
 def seen(outputs: list[RequestOutput]) -> list[list[Any]]:
@@ -66,14 +39,6 @@ def seen(outputs: list[RequestOutput]) -> list[list[Any]]:
     ]
 
 
-def recorded(outputs: list[RequestOutput], params: list[SamplingParams]) -> dict[Key, list[int]]:
-    return {
-        (tuple(output.prompt_token_ids), wish.seed, index): list(branch.token_ids)
-        for output, wish in zip(outputs, params, strict=True)
-        for index, branch in enumerate(output.outputs)
-    }
-
-
 def everything() -> tuple[list[Any], list[SamplingParams]]:
     """Requests with every option whose state depends on tokens, grammars, beams and forks."""
     prompts, params = make_crowd()
@@ -83,12 +48,6 @@ def everything() -> tuple[list[Any], list[SamplingParams]]:
         SamplingParams(temperature=1.0, seed=72, max_tokens=20, allowed_token_ids=[7, 8, 9, 10]),
     ]
     return [*prompts, *PROMPTS, *PROMPTS[:3]], [*params, *WISHES, *more]
-
-
-def check_counts(llm: LLM) -> None:
-    stats = llm.engine.stats()
-    assert stats.num_held_blocks == 0
-    assert 0 < stats.num_accepted_drafts < stats.num_drafts
 
 
 @pytest.mark.parametrize(
@@ -120,8 +79,8 @@ def test_drafts_change_nothing_of_an_answer(options: dict[str, Any]) -> None:
         llm.engine.scheduler.admission.capacity.forecast.lengths = NoGrowth()
     for _ in range(2):  # the second time with a warm prefix cache
         assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
-        use_proposer(llm, recorded(plain, params))
-    check_counts(llm)
+        use_proposer(llm.engine, recorded(plain, params))
+    check_counts(llm.engine)
     assert ("num_blocks" in options) == (llm.engine.stats().num_preemptions > 0)
 
 
@@ -134,7 +93,7 @@ def test_branches_of_running_requests_and_beams() -> None:
     plain = make_llm()
     answers = recorded(plain.generate([prompt], [wish], use_tqdm=False), [wish])
     drafting = make_llm(**NGRAMS)
-    use_proposer(drafting, answers)
+    use_proposer(drafting.engine, answers)
     told: list[Any] = []
     num_tokens = 10
     for llm in (drafting, plain):
@@ -149,7 +108,7 @@ def test_branches_of_running_requests_and_beams() -> None:
         told.append([(beam.tokens, beam.cum_logprob) for beam in found[0].sequences])
     assert told[:2] == told[2:]
     assert told[0][0] != told[0][1]
-    check_counts(drafting)
+    check_counts(drafting.engine)
 
 
 @pytest.mark.usefixtures("native_engine")
@@ -165,11 +124,11 @@ def test_adapters_and_tiers(tmp_path: Path) -> None:
     for _ in range(2):  # the second engine reads what the first one stored
         tier = {"cache_dir": str(tmp_path / "cache"), "cache_size": "64MiB", "num_blocks": 40}
         llm = make_llm(**options, **NGRAMS, **tier, block_size=8)
-        use_proposer(llm, recorded(plain, params))
+        use_proposer(llm.engine, recorded(plain, params))
         found = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
         assert seen(found) == seen(plain)
         llm.engine.tier_work.drain()  # blocks are held while they are stored
-        check_counts(llm)
+        check_counts(llm.engine)
         llm.engine.tier_work.close()
 
 
@@ -207,10 +166,10 @@ def test_windows_and_latents(folder: Path) -> None:
     tight = whole.engine.scheduler.memory.growth.most_to_hold(192) * 2
     for options in ({}, {"num_blocks": tight, "max_num_batched_tokens": 24, "max_num_seqs": 20}):
         llm = make(**options, **NGRAMS)
-        use_proposer(llm, recorded(plain, params))
+        use_proposer(llm.engine, recorded(plain, params))
         for _ in range(2):
             assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
-        check_counts(llm)
+        check_counts(llm.engine)
 
 
 @pytest.mark.usefixtures("native_engine")
@@ -225,13 +184,13 @@ def test_blocks_of_accepted_drafts_are_stored_evicted_and_loaded(
     tier = {"num_blocks": num_blocks, "host_cache_size": "8MiB", "max_num_seqs": 20}
     with eager():
         llm = hybrids.make_llm(folder, **tier, **NGRAMS)
-        use_proposer(llm, recorded(expected, params))
+        use_proposer(llm.engine, recorded(expected, params))
         for _ in range(2):
             assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(expected)
         moves = llm.engine.scheduler.memory.moves
         assert moves is not None and moves.loads.stats.num_loaded_tokens > 0
         llm.engine.tier_work.drain()
-        check_counts(llm)
+        check_counts(llm.engine)
         llm.engine.tier_work.close()
 
 
@@ -240,7 +199,7 @@ def test_steps_that_fail_while_drafts_are_verified(monkeypatch: pytest.MonkeyPat
     prompts, params = make_crowd()
     plain = make_llm().generate(prompts, params, use_tqdm=False)
     llm = make_llm(**NGRAMS)
-    use_proposer(llm, recorded(plain, params))
+    use_proposer(llm.engine, recorded(plain, params))
     runner, calls = llm.engine._runner, itertools.count()
     verify = runner._verify  # type: ignore[attr-defined]
 
@@ -252,7 +211,7 @@ def test_steps_that_fail_while_drafts_are_verified(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runner, "_verify", verify_or_fail)
     assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
     assert llm.engine.stats().num_failed_steps >= 2
-    check_counts(llm)
+    check_counts(llm.engine)
 
 
 def test_a_model_with_states_is_refused_by_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.checkpoints import save_checkpoint
-from tests.engine.drafting import TrueProposer, assert_drafted, draft_by
+from tests.engine.drafting import check_counts, recorded, use_proposer
 from tests.runtime.device_path import CountedCalls, move_to_device
 
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
@@ -123,12 +123,9 @@ def test_a_crowd_gets_the_tokens_that_it_gets_without_a_device(
     assert answers(first) == expected[family]
     assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected[family]  # warm cache
     # The device verifies drafts, too; then `sample` waits for the tokens of each round.
-    proposer = TrueProposer(3)
-    proposer.learn(first)
-    draft_by(llm.engine, proposer)
+    use_proposer(llm.engine, recorded(first, params))
     assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected[family]
-    assert_drafted(llm.engine)
-    assert llm.engine.stats().num_held_blocks == 0
+    check_counts(llm.engine)
     assert llm.engine.stats().num_preemptions > 0
     if capture is not None:
         assert runner.graphs is not None

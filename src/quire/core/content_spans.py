@@ -33,6 +33,8 @@ class ContentSpan(NamedTuple):
 
 def spans_between(spans: Sequence[ContentSpan], first: int, end: int) -> Sequence[ContentSpan]:
     """The spans with a position from `first` to `end`; spans: in ascending order."""
+    if first >= end:
+        return ()
     begin = bisect_right(spans, first, key=lambda span: span.end)
     return spans[begin : bisect_left(spans, end, begin, key=lambda span: span.first_position)]
 

@@ -127,3 +127,8 @@ def test_a_full_block_of_contents_is_no_tail(size: int) -> None:
     tokens = pack([0] * size, 0, size, spans)
     cache.insert_run(0, [b"full"], [0], [tokens], cache.root(""))
     assert cache.tail(b"full") is None and cache.num_tokens(b"full") == size
+
+
+def test_no_position_inside_a_span_takes_no_bytes() -> None:
+    spans = (ContentSpan(0, 4, digest_of(1)),)
+    assert pack([0] * 4, 1, 1, spans) == pack([0] * 4, 5, 9, spans) == b""

@@ -5,7 +5,7 @@ A proposer guesses the tokens that follow a sequence's known tokens. The step ve
 left of the step's budget and of the free blocks once all other tokens are planned.
 
 A row with drafts counts as a row that decodes one token until its result is applied, and waits for
-it: the number of its tokens is unknown before. Then its accepted drafts count as computed, too.
+it: the number of its tokens is unknown before. The result tells which drafts count as computed.
 """
 
 from collections.abc import Mapping

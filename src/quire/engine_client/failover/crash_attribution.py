@@ -177,8 +177,8 @@ class CrashAttribution:
         return was_on_trial
 
     def release(self, request: OpenRequest) -> bool:
-        """Remove a request whose client has left, so that no engine computes it any more. Returns
-        whether it was on trial; the trial then has no result."""
+        """Remove a request whose client has left. Returns whether the request was on trial; the
+        trial then ends without a result."""
         self._losses.pop(request, None)
         was_on_trial = request is self.trial
         if was_on_trial:

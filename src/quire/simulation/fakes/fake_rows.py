@@ -194,7 +194,10 @@ class FakeRows:
         self.num_tokens[row], self.num_computed[row] = num_tokens, computed
         self.num_ever_computed[row] = computed
         self.salts[row] = branch_salt(admission.params.seed, admission.branch_index)
-        start = adapter_start(self._adapter_of(admission))
+        slot = admission.adapter_slot
+        if slot != NO_SLOT and slot not in self.adapters:
+            self.history.refuse(f"nothing is in slot {slot} of adapters", row)
+        start = adapter_start(self.adapters.get(slot, ""))
         spans = admission.content_spans
         self.contents_end[row] = spans[-1].end if spans else 0
         self.fingerprints[row, :num_tokens] = fingerprints_of(admission.token_ids, start, spans)
@@ -232,12 +235,6 @@ class FakeRows:
             ):
                 if span.digest not in self.contents.values():
                     self.history.refuse(f"row {row} reads {span}, which no slot has", row)
-
-    def _adapter_of(self, admission: RowAdmission) -> str:
-        slot = admission.adapter_slot
-        if slot != NO_SLOT and slot not in self.adapters:
-            self.history.refuse(f"nothing is in slot {slot} of adapters", admission.row)
-        return self.adapters.get(slot, "")
 
     def fork(self, fork: RowFork) -> None:
         """Copy the state of a live row into a free one."""

@@ -1,0 +1,58 @@
+"""A proposer that knows the answers, and errs at random positions."""
+
+import random
+
+from quire.core.sampling_params import SamplingParams
+from quire.core.scheduling.drafts import Drafting
+from quire.core.sequence import Sequence
+from quire.engine.engine import Engine
+from quire.engine_client.results import RequestOutput
+
+ERROR_RATE = 0.15
+MOST_DRAFTS = 7
+
+Key = tuple[tuple[int, ...], int | None, int]
+
+
+def key_of(sequence: Sequence) -> Key:
+    prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
+    return prompt, sequence.params.seed, sequence.branch_index
+
+
+class Recorded:
+    """Proposes recorded answers, with errors at random positions."""
+
+    def __init__(self, answers: dict[Key, list[int]]) -> None:
+        self.answers = answers
+        self.rng = random.Random(5)
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        answer = self.answers.get(key_of(sequence), [])
+        drafts = answer[sequence.num_output_tokens :][:most]
+        return [token ^ (self.rng.random() < ERROR_RATE) for token in drafts]
+
+
+def use_proposer(engine: Engine, answers: dict[Key, list[int]]) -> None:
+    """Have the engine's steps verify drafts of the answers."""
+    scheduler = engine.scheduler
+    if scheduler.drafting is None:
+        running, slots = scheduler.running_set, scheduler._slots
+        scheduler.drafting = Drafting(
+            Recorded(answers), scheduler.memory, running, slots, MOST_DRAFTS
+        )
+    scheduler.drafting._proposer = Recorded(answers)
+
+
+def recorded(outputs: list[RequestOutput], params: list[SamplingParams]) -> dict[Key, list[int]]:
+    return {
+        (tuple(output.prompt_token_ids), wish.seed, index): list(branch.token_ids)
+        for output, wish in zip(outputs, params, strict=True)
+        for index, branch in enumerate(output.outputs)
+    }
+
+
+def check_counts(engine: Engine) -> None:
+    """Drafts were right and wrong, and no block is held any more."""
+    stats = engine.stats()
+    assert stats.num_held_blocks == 0
+    assert 0 < stats.num_accepted_drafts < stats.num_drafts
