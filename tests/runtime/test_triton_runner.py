@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.checkpoints import save_checkpoint
-from tests.engine.drafting import TrueProposer, draft_by
+from tests.engine.drafting import recorded, use_proposer
 
 from quire.core.sampling_params import SamplingParams
 from quire.offline.llm import LLM
@@ -107,9 +107,7 @@ def test_results_do_not_depend_on_batch_and_chunks(family, tmp_path) -> None:
             NoGrowth()
         )  # so that much is preempted
         if name == "drafts":
-            proposer = TrueProposer(4)
-            proposer.learn(outputs)
-            draft_by(llm.engine, proposer)
+            use_proposer(llm.engine, recorded(outputs, [params] * len(outputs)))
         crowd = llm.generate(prompts, params, use_tqdm=False)
         assert [bits(output) for output in crowd] == alone, name
         assert (llm.engine.stats().num_preemptions > 0) == (name == "preempted"), name

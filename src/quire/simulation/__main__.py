@@ -31,6 +31,14 @@ from quire.simulation.worlds import (
 )
 
 DrawWorld = Callable[[int, int, int, int], SimulationConfig]
+DRAWN_WORLDS: dict[str, tuple[DrawWorld, str]] = {
+    "everything": (draw_world, "worlds with everything, drawn from the seed"),
+    "hybrids": (draw_hybrid_world, "the same, of models with KV groups of other kinds than full"),
+    "drafts": (draw_draft_world, "the same, of both kinds, with drafts behind tokens"),
+    "contents": (draw_content_world, "the same, with contents and adapters in prompts"),
+}
+"""Option -> the function that draws random simulations for it, and its help. The last option that
+is given counts."""
 DEFAULT = SimulationConfig()
 DEFAULT_NUM_STEPS = 20_000  # with --everything, --hybrids, --drafts or --contents
 
@@ -98,20 +106,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
         description=f"{__doc__}\n{SimulationConfig.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--everything", action="store_true", help="worlds with everything, drawn from the seed"
-    )
-    parser.add_argument(
-        "--hybrids",
-        action="store_true",
-        help="the same, of models with KV groups of other kinds than full",
-    )
-    parser.add_argument(
-        "--drafts", action="store_true", help="the same, of both kinds, with drafts behind tokens"
-    )
-    parser.add_argument(
-        "--contents", action="store_true", help="the same, with contents and adapters in prompts"
-    )
+    for name, (_, note) in DRAWN_WORLDS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=note)
     add_plugin_flag(parser)
     notes = field_comments(SimulationConfig)
     for option in dataclasses.fields(SimulationConfig):
@@ -125,14 +121,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
         )
     options = vars(parser.parse_args(arguments))
     del options["plugins"]  # they are loaded
-    draws = {
-        "drafts": draw_draft_world,
-        "contents": draw_content_world,
-        "hybrids": draw_hybrid_world,
-        "everything": draw_world,
-    }
-    asked = [draw for name, draw in draws.items() if options.pop(name)]
-    return SimulationConfig(**options), asked[0] if asked else None
+    asked = [draw for name, (draw, _) in DRAWN_WORLDS.items() if options.pop(name)]
+    return SimulationConfig(**options), asked[-1] if asked else None
 
 
 def field_comments(owner: type) -> dict[str, str]:
