@@ -60,6 +60,10 @@ def _installed() -> "tuple[EntryPoint, ...]":
 
 def _load(plugin: "EntryPoint") -> None:
     title = f"plugin {plugin.value!r}"
+    if plugin.pattern.match(plugin.value) is None:
+        raise ConfigurationError(
+            f"{title} can't be loaded: name a module (package.module), or module:function"
+        )
     if plugin.dist is not None:
         title += f" of the package {plugin.dist.name}"
     try:

@@ -98,14 +98,16 @@ class Registry(Generic[T]):
 
     def _filled(self) -> dict[str, T | str]:
         """All entries. Raises ConfigurationError if a name of quire's own was registered before."""
-        if self._own is not None:
-            self._add_own(self._own())
+        own = self._own  # a local, since another thread may be adding them, too
+        if own is not None:
+            self._add_own(own())
             self._own = None
         return self._entries
 
     def _add_own(self, own: Mapping[str, T | str]) -> None:
-        for name in self._origins.keys() & own.keys():
-            raise self._clash(name, "quire", self._origins[name])
+        for name in own:
+            if (origin := self._origins.get(name, "quire")) != "quire":
+                raise self._clash(name, "quire", origin)
         self._entries = {**own, **self._entries}
         self._origins |= dict.fromkeys(own, "quire")
 

@@ -103,7 +103,7 @@ class AttentionOptions(Options):
         AUTO,
         OneOf(KV_FORMATS),
         group="model",
-        help="how K and V are stored: auto, int8 or fp8",
+        help="how K and V are stored: {names}",
         doc='how K and V are stored. "auto": in the model\'s dtype. "int8", "fp8" (e4m3, on a GPU):'
         " a byte an element and a scale for each token and head. The start warns where the model's"
         " keys don't bear it.",

@@ -109,9 +109,9 @@ class EngineFleet:
     def facts(self) -> Mapping[str, Any]:
         """The facts that the first engine reported, but with `max_num_seqs` summed over the ready
         engines, and the number of replicas if there are any."""
+        if (only := self.engines.all.get(ONLY_ENGINE)) is not None:
+            return only.facts
         facts = self.engines.facts
-        if ONLY_ENGINE in self.engines.all:
-            return facts
         rows = sum(int(each.facts.get("max_num_seqs", 0)) for each in self.engines.ready)
         return {
             **facts,
@@ -178,6 +178,8 @@ class EngineFleet:
         """EngineStats by field name, combined over the engines that answer: counts are summed,
         shares of time are averaged. Histograms are left out, since each engine has its own, see
         `engines_by_name`. If none answers, raises the error of the first engine."""
+        if (only := self.engines.all.get(ONLY_ENGINE)) is not None:
+            return await only.stats(timeout_s)
         found = await asyncio.gather(
             *[engine.stats(timeout_s) for engine in self.engines.all.values()],
             return_exceptions=True,
@@ -191,6 +193,7 @@ class EngineFleet:
 
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
         """Ask one ready engine. For GetStats, ask all engines and combine their answers."""
+        self._check_alive()
         if isinstance(question, GetStats):
             return await self.stats(timeout_s)
         return await any_ready(self.engines).ask(question, timeout_s)
@@ -199,6 +202,7 @@ class EngineFleet:
         """Find an adapter, see `AdapterSearch.find`. Only one engine searches, since the
         engines share the adapter's files. If that engine dies, another engine is asked, because the
         dead engine's machine may not come back. Waits while no engine is ready."""
+        self._check_alive()
         return await self._adapters.find(name, path, anew=anew)
 
     async def wait_failed(self) -> QuireError:

@@ -37,15 +37,16 @@ from quire.ipc import encode
 from quire.observability.log import get_logger
 
 BLAMED = (
-    "the engine died twice while it computed this request, so the request is ended and the others"
-    " go on without it; don't send it again as it is"
+    "engines died repeatedly while they computed this request, so the request is ended and the"
+    " others go on without it; don't send it again as it is"
 )
 
 logger = get_logger(__name__)
 
 
 class Placement(Protocol):
-    """Chooses replicas and tracks their load; implemented by `placement.RoutedPlacement`."""
+    """Chooses replicas and tracks their load; implemented by `RoutedPlacement`, and for one
+    engine by `OnlyPlacement`."""
 
     def add(self, replica: str, limits: ModelLimits, facts: Mapping[str, Any]) -> None:
         """Add a replica that takes requests. It has no requests and an empty cache."""

@@ -100,7 +100,8 @@ class FleetEngine:
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
         """See `supervisor.ask_link`. Raises EngineDeadError, too, if the engine has ended."""
         if self.state not in (EngineState.READY, EngineState.RECOVERING):
-            raise EngineDeadError(f"replica {self.name} is {self.state.value}")
+            label = f"replica {self.name}" if self.name else "the engine"
+            raise EngineDeadError(f"{label} is {self.state.value}, so it answers no questions")
         return await ask_link(self.supervisor.link, question, timeout_s)
 
     # ---- for the supervisor and its link ----------------------------------------------------

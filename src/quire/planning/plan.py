@@ -87,6 +87,11 @@ class Planner:
                 f"tensor_parallel_size is {self._options.tensor_parallel_size}, but plans are made"
                 " for one process only; leave it out"
             )
+        if self._options.speculation is not None:
+            raise ConfigurationError(
+                f"speculation is {self._options.speculation!r}, but plans and replays simulate no"
+                " drafts; leave it out"
+            )
         self.tunes = self._options.block_size == AUTO_BLOCK_SIZE
         if self.tunes:
             self._options = replace(self._options, block_size=DEFAULT)
@@ -263,6 +268,7 @@ def engine_shape(options: EngineOptions, fit: MemoryFit) -> EngineShape:
         enable_prefix_caching=bool(options.enable_prefix_caching),
         num_lookahead_blocks=options.num_lookahead_blocks,
         scheduling_policy=options.scheduling_policy,
+        eviction=options.eviction,
         max_loras=options.num_lora_slots,
         overlap=_overlaps(options, fit),
     )

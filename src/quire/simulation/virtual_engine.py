@@ -283,7 +283,9 @@ class VirtualEngine(Generic[T]):
             clock=self.clock,
             overlap=shape.overlap,
         )
-        self.engine.grammars = GrammarWork(AnyText(), (), threads=InlineExecutor())
+        self.engine.grammars = GrammarWork(
+            AnyText(), (), threads=InlineExecutor(), clock=self.clock
+        )
         self.engine.adapters = AdapterWork(self.scheduler, adapters)
         self._costs = costs
         self._lengths: dict[str, int] = {}

@@ -272,3 +272,28 @@ def test_beam_searches_are_tried_last_and_new_ones_do_not_wait_for_them() -> Non
     assert not world.blamed and world.sent() == ["y"], "alone, and then everybody waits"
     world.crash()
     assert world.blamed == ["y"] and world.sent() == ["new", "newer", "a"]
+
+
+def test_evidence_is_dropped_when_no_suspect_is_left() -> None:
+    world = OneEngine("a", "b", "c")
+    world.crash("a", "b", "c")
+    for _ in range(3):
+        for name in "abc":
+            world.prove(name)
+    attribution = world.dispatcher.trials.attribution
+    assert attribution.trial is None and not attribution.num_waiting
+    assert world.blamed == [] and not attribution._evidence
+
+
+def test_deaths_of_earlier_episodes_prove_nothing() -> None:
+    """The trials of a long request end beside another one, several times, and it passes each."""
+    world = OneEngine("long", "k")
+    attribution = world.dispatcher.trials.attribution
+    for _ in range(4):
+        world.crash("long")
+        assert attribution.trial is not None and attribution.trial.request_id == "long"
+        world.crash("long", "k")
+        for _ in range(4):
+            world.prove("long", "k")
+        assert attribution.trial is None and not attribution.num_waiting
+    assert world.blamed == []

@@ -66,7 +66,7 @@ class FleetVerdict:
     #: All deaths that the blamed request has caused. After a crash on a trial that proves nothing
     #: yet, only this death, whose cause the next trials will show.
     explained: frozenset[Death]
-    #: The requests that are not suspects. They continue at once.
+    #: The requests that are not suspects. They continue as soon as a replica takes requests.
     continuing: list[OpenRequest]
 
 

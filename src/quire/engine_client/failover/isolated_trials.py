@@ -71,12 +71,9 @@ class IsolatedTrials:
         free."""
         if self.attribution.trial is not None:
             return
-        if not self.attribution.num_waiting:
-            self._release_replica()
+        if self.attribution.num_waiting and not self._reserve_replica():
             return
-        if not self._reserve_replica():
-            return
-        request = self.attribution.next_trial()
+        request = self.attribution.next_trial()  # without suspects, drops all evidence
         if request is None:
             self._release_replica()
             return

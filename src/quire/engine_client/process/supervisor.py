@@ -1,7 +1,7 @@
 """Keeps an engine process running: starts it, checks its heartbeat, restarts it.
 
 It gives up when restarts don't help. The supervisor does not track requests: its listener
-(`fleet_engine`) learns which requests continue after a death and which is to blame for it.
+(`fleet_engine`) passes deaths on to `fleet_dispatcher`, which decides which requests continue.
 The links pass outputs to the listener directly.
 """
 

@@ -255,7 +255,7 @@ class BertModel(TextModel):
         *,
         input_embeds: InputEmbeds | None = None,
     ) -> torch.Tensor:
-        hidden = self.bert.embeddings(token_ids, positions, input_embeds)
+        hidden: torch.Tensor = self.bert.embeddings(token_ids, positions, input_embeds)
         for layer in self.bert.encoder.layer:
             hidden = layer(hidden, attention)
         return hidden
