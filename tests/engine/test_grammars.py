@@ -11,6 +11,7 @@ from tests.engine.test_engine import LIMITS, MODEL, make_engine, run, tokens
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.engine.grammar_work import GrammarWork
+from quire.engine.token_masks import GrammarConstraint
 from quire.errors import InvalidRequestError
 from quire.simulation.fakes.fake_grammar import FakeGrammar, FakeGrammars, constraint_of
 
@@ -120,6 +121,36 @@ def test_masks_behind_drafts_are_those_of_the_tokens() -> None:
         expected.append(follows.mask())
     assert list(masks) == expected
     assert [mask[0] & 1 for mask in masks] == [0, 0, 0, 1]
+
+
+class Bounded:
+    """A grammar that allows all tokens, and has no mask after `bad`."""
+
+    is_finished = False
+
+    def __init__(self, bad: tuple[int, ...], token_ids: tuple[int, ...] = ()) -> None:
+        self.bad, self.token_ids = bad, token_ids
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        self.token_ids += tuple(token_ids)
+
+    def mask(self) -> bytes:
+        if self.token_ids == self.bad:
+            raise ValueError("too complex")
+        return b"\xff" * 4
+
+    def copy(self) -> "Bounded":
+        return Bounded(self.bad, self.token_ids)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_mask_that_failed_behind_a_rejected_draft_ends_no_sequence(is_early: bool) -> None:
+    constraint = GrammarConstraint(Bounded((1,)), DecodingParams(9), (0,))
+    constraint.masks((1, 5))
+    assert not constraint.accept_token(2)
+    found = constraint.mask() if is_early else constraint.masks(())
+    assert found is not None
+    assert not constraint.accept_token(3) and constraint.error is None
 
 
 def test_a_mask_that_can_not_be_made_behind_drafts_ends_the_sequence_only_there() -> None:

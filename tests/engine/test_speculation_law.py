@@ -221,3 +221,15 @@ def test_a_model_with_states_is_refused_by_name(tmp_path: Path) -> None:
             skip_tokenizer_init=True,
             **NGRAMS,
         )
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_grammars_whose_masks_are_slow_now_and_then() -> None:
+    """A slow mask lets the next one begin early, alone and without masks behind drafts."""
+    plain = make_llm().generate(PROMPTS, WISHES, use_tqdm=False)
+    llm = make_llm(**NGRAMS)
+    use_proposer(llm.engine, recorded(plain, WISHES))
+    rng, now = random.Random(3), itertools.count()
+    llm.engine.grammars._clock = lambda: next(now) * (rng.random() < 0.3)
+    assert seen(llm.generate(PROMPTS, WISHES, use_tqdm=False)) == seen(plain)
+    check_counts(llm.engine)

@@ -97,13 +97,13 @@ class AdapterStore:
             return self._ready.pop(digest)
 
     def pop_failed(self) -> dict[str, str]:
-        """See `engine.adapter_work.StoredAdapters`."""
+        """See `engine.item_work.ReadItems`."""
         with self._lock:
             failed, self._failed = self._failed, {}
         return failed
 
     def wait(self) -> None:
-        """See `engine.adapter_work.StoredAdapters`."""
+        """See `engine.item_work.ReadItems`."""
         with self._lock:
             reading = list(self._reading.values())
         wait(reading, WAIT_S, FIRST_COMPLETED)

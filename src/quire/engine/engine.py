@@ -444,8 +444,9 @@ class Engine:
             if output.finish_reason is not None:
                 self._forget_if_finished(output.request_id)
         if self.stats_log is not None:
+            num_tokens = sum([len(output.token_ids) for output in outputs])
             worked_s = self.utilization.worked_s
-            self.stats_log.observe(num_computed_tokens, len(outputs), self.stats, worked_s)
+            self.stats_log.observe(num_computed_tokens, num_tokens, self.stats, worked_s)
 
     def _drop_steps(self, message: str | None) -> list[SequenceOutput]:
         """See `Scheduler.recover`."""

@@ -115,8 +115,9 @@ class GrammarConstraint:
         return self.ends_with_text
 
     def allowed_prefix(self, token_ids: Tokens[int]) -> int:
-        """See `Constraint.allowed_prefix`. 0 after a slow mask: several would delay the step."""
-        if self._is_slow or self.error is not None:
+        """See `Constraint.allowed_prefix`. 0 after a slow mask: several would delay the step,
+        and a mask that was begun early comes alone."""
+        if self._is_slow or self._early is not None or self.error is not None:
             return 0
         state = self._state.copy()
         for count, token_id in enumerate(token_ids):
@@ -141,7 +142,7 @@ class GrammarConstraint:
         None after an error, which ends the sequence whatever is sampled for it. Called in a thread,
         one call at a time.
         """
-        began_s = self._clock()
+        began_s, self._failure = self._clock(), None
         try:
             mask = self._state.mask()
         except ValueError as error:
@@ -159,7 +160,7 @@ class GrammarConstraint:
         first = self.mask()
         if first is None or not draft_token_ids:
             return None if first is None else (first,)
-        masks, state, self._failure = [first], self._state.copy(), None
+        masks, state = [first], self._state.copy()
         for num_tokens, token_id in enumerate(draft_token_ids, self._num_tokens + 1):
             try:
                 state.consume((token_id,))

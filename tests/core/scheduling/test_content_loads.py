@@ -16,9 +16,9 @@ A, B, C = ("aa" * 16, "bb" * 16, "cc" * 16)
 PROMPT = [5] * 24
 
 
-def make_harness(num_slots: int, **more) -> tuple[Harness, Source]:
+def make_harness(num_slots: int, num_blocks: int = 64, **more) -> tuple[Harness, Source]:
     contents, source = make(num_slots)
-    harness = Harness(make_memory(64), **more)
+    harness = Harness(make_memory(num_blocks), **more)
     harness.scheduler.contents = contents
     harness.scheduler.running_set.content_loads.residency = contents
     return harness, source
@@ -161,4 +161,21 @@ def test_forks_read_the_contents_of_their_parents(is_early):
             harness.step()
     child = harness.fork(parent, 1)
     assert child.content_spans == parent.content_spans
+    harness.run()
+
+
+def test_nobody_is_preempted_for_a_request_whose_content_is_being_read():
+    harness, source = make_harness(1, 12, policy=PriorityPolicy())
+    source.slow.add(A)
+    harness.add("low", 24, 20, priority=5)
+    for _ in range(3):
+        harness.step()
+    harness.content_spans = (ContentSpan(0, 4, A),)
+    harness.add("high", [5] * 30, 6, priority=1)
+    harness.content_spans = ()
+    for _ in range(14):
+        harness.step()
+    stats = harness.scheduler.running_set.stats
+    assert stats.num_preemptions <= 1
+    source.slow.clear()
     harness.run()

@@ -230,7 +230,7 @@ def test_the_one_on_trial_is_ended_alone() -> None:
     world.die()
     world.start_process()
     assert len(world.die()) == 2
-    with pytest.raises(RequestKillsEngineError, match="died twice"):
+    with pytest.raises(RequestKillsEngineError, match="died repeatedly"):
         drain(killer)
     assert world.start_process().added() == ["other"]
     world.bring("other", end=FinishReason.STOP)

@@ -83,7 +83,8 @@ class Admission:
             return
         running_set.free_adapter_slot(head, from_all=is_idle)
         match = memory.match(head)
-        if self.capacity.follows(head, match):
+        is_reading = running_set.content_loads.is_reading_at(head, match.num_tokens)
+        if is_reading or self.capacity.follows(head, match):
             return
         # Then take blocks and a row, unless even all the blocks that it may take are too few.
         num_spare = 0

@@ -23,6 +23,11 @@ class ContentLoads:
         self._builder = builder
         self._wanted: set[str] = set()
 
+    def is_reading_at(self, sequence: Sequence, position: int) -> bool:
+        """Whether the content at a position of the sequence is being read; False for a token."""
+        spans = spans_between(sequence.content_spans, position, position + 1)
+        return bool(spans) and self.residency.is_reading(spans[0].digest)
+
     def has_slot_at(self, sequence: Sequence, position: int) -> bool:
         """Whether the content at a position of the sequence has a slot or can get one; True for a
         token."""

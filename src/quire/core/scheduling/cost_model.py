@@ -90,9 +90,10 @@ class StepCostModel:
 
     The prediction is a sum of non-negative parts. One part is fixed. One part is piecewise linear
     in the step's tokens, with corners at powers of two, because products of few rows are less
-    efficient. One part counts decoding rows (vocabulary, sampling), another counts prompt tokens
-    whose log-probabilities are wanted. Two parts count attention's pairs of query and key tokens:
-    pairs of decoding rows, bound by memory, and pairs of chunks, bound by arithmetic.
+    efficient. One part counts the tokens at which decoding rows sample (vocabulary, sampling),
+    drafts included; another counts prompt tokens whose log-probabilities are wanted. Two parts
+    count attention's pairs of query and key tokens: pairs of decoding rows, bound by memory, and
+    pairs of chunks, bound by arithmetic.
 
             fixed + sum_i slope_i * (tokens of the step between 2^i and 2^(i+1))
                 + per_row * decoding rows + per_logprob_token * prompt tokens with log-probabilities

@@ -24,8 +24,8 @@ class Proposer(Protocol):
     """Guesses a sequence's next tokens. The guesses change how fast tokens come, but no token."""
 
     def propose(self, sequence: Sequence, most: int) -> Tokens[int]:
-        """At most `most` tokens that may follow `sequence.token_ids`; none if there is no good
-        guess.
+        """At most `most` tokens of the vocabulary that may follow `sequence.token_ids`; none if
+        there is no good guess.
 
         Called in the planning of steps, so it must be quick. The proposer may read all of the
         sequence, and keep data of its own about it.
@@ -90,7 +90,7 @@ class Drafting:
             most = budget.most_drafts(computed, most)
             if most < 1:
                 continue
-            drafts = _cut(sequence, tuple(self._proposer.propose(sequence, most)))
+            drafts = _cut(sequence, tuple(self._proposer.propose(sequence, most)[:most]))
             if drafts:
                 self._slots.reserve(sequence, len(drafts))
                 budget.take_drafts(computed, len(drafts))
