@@ -332,7 +332,10 @@ class Simulator:
             client = self.clients.find(heapq.heappop(self._aborts)[2:])
             if client is None:
                 continue
-            state = client.sequence.state.value
+            sequence = client.sequence
+            if sequence.is_finished and not self.scheduler.beams.is_searching(sequence.request_id):
+                continue  # its adapter or content can't be read, and the error is on its way
+            state = sequence.state.value
             if client.sequence.num_pending_tokens:
                 state += " in flight"
             branch_index = None if client.sequence.is_beam else client.branch_index
