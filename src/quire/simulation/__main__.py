@@ -32,12 +32,12 @@ from quire.simulation.worlds import (
 
 DrawWorld = Callable[[int, int, int, int], SimulationConfig]
 DRAWN_WORLDS: dict[str, tuple[DrawWorld, str]] = {
-    "everything": (draw_world, "worlds with everything, drawn from the seed"),
-    "hybrids": (draw_hybrid_world, "the same, of models with KV groups of other kinds than full"),
-    "drafts": (draw_draft_world, "the same, of both kinds, with drafts behind tokens"),
-    "contents": (draw_content_world, "the same, with contents and adapters in prompts"),
+    "--everything": (draw_world, "worlds with everything, drawn from the seed"),
+    "--hybrids": (draw_hybrid_world, "the same, of models with KV groups of other kinds than full"),
+    "--drafts": (draw_draft_world, "the same, of both kinds, with drafts behind tokens"),
+    "--contents": (draw_content_world, "the same, with contents and adapters in prompts"),
 }
-"""Option -> the function that draws random simulations for it, and its help. The last option that
+"""Flag -> the function that draws random simulations for it, and its help. The last flag that
 is given counts."""
 DEFAULT = SimulationConfig()
 DEFAULT_NUM_STEPS = 20_000  # with --everything, --hybrids, --drafts or --contents
@@ -106,8 +106,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
         description=f"{__doc__}\n{SimulationConfig.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, (_, note) in DRAWN_WORLDS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=note)
+    for flag, (_, note) in DRAWN_WORLDS.items():
+        parser.add_argument(flag, action="store_true", help=note)
     add_plugin_flag(parser)
     notes = field_comments(SimulationConfig)
     for option in dataclasses.fields(SimulationConfig):
@@ -121,7 +121,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
         )
     options = vars(parser.parse_args(arguments))
     del options["plugins"]  # they are loaded
-    asked = [draw for name, (draw, _) in DRAWN_WORLDS.items() if options.pop(name)]
+    drawn = DRAWN_WORLDS.items()
+    asked = [draw for flag, (draw, _) in drawn if options.pop(flag.removeprefix("--"))]
     return SimulationConfig(**options), asked[-1] if asked else None
 
 
