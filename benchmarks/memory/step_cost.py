@@ -37,11 +37,11 @@ class StepCost:
             raise ConfigurationError("base_s and token_s are 0: no step would take any time")
 
     def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
-        """Of a step that computes num_tokens tokens in rows of so much context together."""
+        """The cost of a step that computes num_tokens tokens in rows with this context, in sum."""
         return self.base_s + self.token_s * num_tokens + self.context_token_s * num_context_tokens
 
     def step_s(self, work: PlannedWork) -> float:
-        """Of a planned step."""
+        """The cost of a planned step."""
         num_tokens = work.load.num_decodes + work.load.num_chunk_tokens
         return self.seconds(num_tokens, work.num_context)
 

@@ -229,7 +229,7 @@ class FleetDispatcher:
             self.num_blamed += bool(verdict.blamed.branches)  # else its client has left
             self._book.fail(request_id, RequestKillsEngineError(BLAMED))
         self.num_moved += len(verdict.continuing)
-        # Those that no replica takes wait before the requests that came later.
+        # Requests that no replica takes now are queued before the requests that came later.
         waiting, self._waiting = self._waiting, {}
         for request in verdict.continuing:
             self._place(request)

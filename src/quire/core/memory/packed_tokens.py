@@ -21,7 +21,7 @@ CONTENT = 0b10 << 30
 CONTINUED = 0b11 << 30
 
 NOT_A_TOKEN = -1
-"""What `unpack` returns for a position of a content."""
+"""The value that `unpack` returns for a position of a content."""
 
 Spans = Sequence[ContentSpan]
 

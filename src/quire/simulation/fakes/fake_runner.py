@@ -401,7 +401,7 @@ class FakeRunner:
         rows.fingerprints[step.sampling[still], ends[still]] = extend_array(
             last[still], token_ids[still]
         )
-        # Of the rows with drafts, sample at the drafts, too.
+        # Rows with drafts also sample at the drafts.
         several: dict[int, list[tuple[int, int]]] = {}
         for sample in np.flatnonzero(step.num_drafts[step.sources]).tolist():
             row = int(step.sampling[sample])
