@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.quantize import rotate_blocks
+
 Arrays = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 """The dtype and the shape of each array that stores a vector."""
 
@@ -95,11 +97,4 @@ def rotate_vectors(x: torch.Tensor) -> torch.Tensor:
     distances of 1, 2, 4, .. in this order, so that all backends get the same bits.
     """
     size = x.shape[-1] & -x.shape[-1]
-    wide = x.float()
-    distance = 1
-    while distance < size:
-        pairs = (x.shape[-1] // (2 * distance), 2, distance)
-        first, second = wide.reshape(*x.shape[:-1], *pairs).unbind(-2)
-        wide = torch.stack((first + second, first - second), -2).reshape(x.shape)
-        distance *= 2
-    return wide * (1.0 / math.sqrt(size))
+    return rotate_blocks(x, size) * (1.0 / math.sqrt(size))
