@@ -73,7 +73,7 @@ def test_rejected_drafts_do_not_count_as_computed(error_rate: float) -> None:
     outputs = run(engine)
     stats = engine.stats()
     assert stats.num_generated_tokens == sum(len(tokens(found)) for found in outputs.values())
-    # Of each sequence, all tokens but the last are computed.
+    # All tokens of a sequence but its last are computed.
     assert stats.num_computed_tokens == 2 * (10 - 1) + stats.num_generated_tokens
     assert stats.num_drafts > 0
     accepted = stats.num_accepted_drafts / stats.num_drafts

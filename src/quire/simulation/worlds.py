@@ -32,7 +32,7 @@ HYBRIDS = (
     "state,state",
 )
 
-# Those whose sequences can have drafts: their contexts can be cut behind any token.
+# Kinds whose sequences can have drafts, because contexts can be cut behind any token.
 DRAFTABLE = tuple(kinds for kinds in HYBRIDS if "state" not in kinds)
 
 

@@ -60,8 +60,8 @@ class NgramIndex:
             candidate = self._previous[candidate]
         if best < 0:
             return []
-        # What followed may run into the sequence's end: it then goes on with the drafts themselves,
-        # as the text does that repeats with this period.
+        # If fewer than `most` tokens follow the occurrence, the drafts repeat with the distance
+        # between the two occurrences as their period.
         period = len(token_ids) - 1 - best
         following = list(token_ids[best + 1 : best + 1 + most])
         while len(following) < most:

@@ -174,7 +174,7 @@ class Truth:
 
 
 def positions(sequence: Sequence) -> Tokens:
-    """What stands at each position: two are equal if and only if their K and V are."""
+    """A name for each position; two names are equal exactly if K and V there are equal."""
     found: list[int | str] = list(sequence.token_ids)
     for first, count, digest in sequence.content_spans:
         found[first : first + count] = [f"{digest} {offset}" for offset in range(count)]
