@@ -198,6 +198,8 @@ def fuzz(
         special = (large_files if is_gguf else extremes)() if with_extremes else ()
         for case in chain(special, cases):
             outcome = run_case(case, folder, job)
+            if outcome.kind.startswith("slow"):  # or other processes slowed the processor down
+                outcome = run_case(case, folder, job)
             if case.is_same and outcome.kind == "served" and outcome.text != expected[case.sound]:
                 outcome.kind = "other tokens"
             _note(fuzzed, case, outcome)

@@ -250,9 +250,9 @@ def large_files() -> list[Case]:
         cases.append(case)
 
     for count, text in (
-        (2_000_000, b""),
+        (1_000_000, b""),
         (5_000_000, b""),
-        (2_000_000, b"ab"),
+        (1_000_000, b"ab"),
         (300_000, b"x" * 99),
     ):
         parts = copy.deepcopy(plain)

@@ -28,7 +28,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11:
 """Ids of number types -> their letters in struct and numpy."""
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
-_MAX_STRINGS = 1 << 21
+_MAX_STRINGS = 1 << 20
 """The most strings in all arrays together. Reading a string takes a third of a microsecond.
 Vocabularies have up to 262,144 tokens and fewer than 600,000 merges."""
 _MAX_STRING_BYTES = 4 << 20
