@@ -170,6 +170,37 @@ def test_an_error_names_itself(tokenizer: Tokenizer) -> None:
     assert target.output.outputs[0].finish_reason == "error"
 
 
+def failed(token_ids: Sequence[int]) -> SequenceOutput:
+    """An error behind accepted drafts, each with a log-probability."""
+    entries = tuple([TokenLogprobs(token_id, -0.5, 1, (), ()) for token_id in token_ids])
+    return SequenceOutput(
+        "r", 0, tuple(token_ids), 0, FinishReason.ERROR, logprobs=entries, error="broken"
+    )
+
+
+def test_tokens_before_an_error_are_kept_with_their_logprobs(tokenizer: Tokenizer) -> None:
+    target = assembler(tokenizer, SamplingParams(logprobs=0))
+    ids = tokenizer.encode("return x")
+    assert target.push(failed(ids)) == []
+    delta, branch = target.pop_delta(0), target.output.outputs[0]
+    assert (delta.text, delta.token_ids, len(delta.logprobs)) == ("return x", ids, len(ids))
+    assert delta.finish_reason is None
+    assert (branch.text, branch.token_ids, branch.finish_reason) == ("return x", ids, "error")
+    assert branch.logprobs is not None
+    assert [[*entry] for entry in branch.logprobs] == [[token_id] for token_id in ids]
+    assert target.error == target.output.error == "broken"
+
+
+def test_a_stop_string_before_an_error_ends_the_branch_without_it(tokenizer: Tokenizer) -> None:
+    target = assembler(tokenizer, SamplingParams(stop=["!"], logprobs=0))
+    target.push(failed(tokenizer.encode("a ! b")))
+    branch = target.output.outputs[0]
+    assert (branch.text, branch.finish_reason, branch.stop_reason) == ("a ", "stop", "!")
+    assert target.error is None
+    target.push(failed([]))  # the engine's, before it ended the branch
+    assert target.error is None
+
+
 def test_without_a_tokenizer_there_are_ids_only() -> None:
     target = assembler(None, SamplingParams(logprobs=0))
     feed(target, [9], FinishReason.LENGTH, logprobs=(TokenLogprobs(9, -1.0, 1, (), ()),))

@@ -151,7 +151,9 @@ class _Branch:
             self._new_texts = []
         if entries:
             self._new_entries = LogprobEntries()
-        if output.finish_reason is not None and not self._has_taken_end:
+        # An error is reported apart from the deltas, by `RequestAssembler.error`.
+        has_end = output.finish_reason not in (None, FinishReason.ERROR.value)
+        if has_end and not self._has_taken_end:
             self._has_taken_end = True
             delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         return delta
@@ -246,6 +248,11 @@ class RequestAssembler:
         return self._output.metrics
 
     @property
+    def error(self) -> str | None:
+        """The error message of the branch that failed last; None if no branch has failed."""
+        return self._output.error
+
+    @property
     def finished(self) -> bool:
         return self._output.finished
 
@@ -262,14 +269,16 @@ class RequestAssembler:
             # cached tokens.
             self._output.num_cached_tokens = new.num_cached_tokens
             self._knows_cached = True
-        if new.error is not None:
-            self._output.error = new.error
         if new.pooled is not None:
             self.pooled = new.pooled
         branch = self._branches[new.branch_index]
         if branch.output.finished:
             return []
-        return [new.branch_index] if branch.push(new) else []
+        is_stopped = branch.push(new)
+        # If a stop string is found in the tokens before the error, the branch has ended without it.
+        if branch.output.finish_reason == FinishReason.ERROR.value:
+            self._output.error = new.error
+        return [new.branch_index] if is_stopped else []
 
     def abandon(self, branch_index: int) -> None:
         """End a branch now, since no caller waits for it."""

@@ -149,7 +149,7 @@ class RequestOutput:
 @dataclass(slots=True)
 class Delta:
     """The new part of a branch since the last call. finish_reason and stop_reason are set once, in
-    the last part."""
+    the last part. If an error has ended the branch, no part has a finish_reason."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

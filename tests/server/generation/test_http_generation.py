@@ -10,6 +10,7 @@ from tests.server.working import StepClock
 
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits, SamplingParams
+from quire.core.step import TokenLogprobs
 from quire.engine_client.inputs import RequestOptions
 from quire.engine_client.outputs import RequestAssembler
 from quire.errors import (
@@ -259,6 +260,60 @@ def test_a_failed_step_ends_the_call_and_frees_the_other_branches(
 
     with pytest.raises(StepFailedError, match="NaN in layer 3"):
         run(play())
+
+
+def failed(tokenizer, text):
+    """An error behind accepted drafts, each with a log-probability."""
+    ids = tokenizer.encode(text)
+    entries = tuple(TokenLogprobs(token_id, -0.5, 1, (), ()) for token_id in ids)
+    return token(tokenizer, text, finish=FinishReason.ERROR, logprobs=entries, error="NaN")
+
+
+@pytest.mark.parametrize("is_read_between", [False, True])
+def test_tokens_of_the_failed_step_are_given_before_its_error(
+    service, engine, tokenizer, is_read_between
+):
+    found = []
+
+    async def play():
+        async with make(service, tokenizer, params=SamplingParams(logprobs=0)) as generation:
+            first = token(tokenizer, "a", logprobs=failed(tokenizer, "a").logprobs)
+            engine.stream.push(first)
+            if is_read_between:
+                found.extend(await anext(generation.batches()))
+            engine.stream.push(failed(tokenizer, " b c"))
+            async for batch in generation.batches():
+                found.extend(batch)
+
+    with pytest.raises(StepFailedError, match="NaN"):
+        run(play())
+    assert "".join(delta.text for _, delta in found) == "a b c"
+    ids = [token_id for _, delta in found for token_id in delta.token_ids]
+    assert ids == [*tokenizer.encode("a"), *tokenizer.encode(" b c")]
+    assert [entry.token_id for _, delta in found for entry in delta.logprobs] == ids
+    assert [delta.finish_reason for _, delta in found] == [None] * (1 + is_read_between)
+
+
+def test_a_whole_answer_whose_step_failed_is_only_the_error(service, engine, tokenizer):
+    async def play():
+        params = SamplingParams(logprobs=0)
+        async with make(service, tokenizer, params=params) as generation:
+            engine.stream.push(failed(tokenizer, "a"))
+            await generation.rest()
+
+    with pytest.raises(StepFailedError, match="NaN"):
+        run(play())
+
+
+def test_a_stop_string_before_an_error_ends_the_answer(service, engine, tokenizer):
+    async def play():
+        params = SamplingParams(stop=["!"], logprobs=0)
+        async with make(service, tokenizer, params=params) as generation:
+            engine.stream.push(failed(tokenizer, "a ! b"))
+            return await generation.rest()
+
+    ((_, delta),) = run(play())
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("a ", "stop", "!")
 
 
 def test_options_that_leave_no_token_are_the_callers_to_change(service, engine, tokenizer):

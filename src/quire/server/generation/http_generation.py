@@ -306,12 +306,13 @@ class HTTPGeneration:
         for branch in assembler.push(output):
             self._record.on_stop(output.request_id, branch)
             self._stream.abort_branch(output.request_id, branch)
-        if output.error is not None:
-            self._fail(_error_of(output.error))
-            return
-        choice = self._first_choice[output.request_id] + output.branch_index
-        self._news[choice] = (assembler, output.branch_index)
-        if not self._waits_for_end:
+        # An error may come with accepted tokens. They are returned first, without a finish reason.
+        if output.token_ids or assembler.error is None:
+            choice = self._first_choice[output.request_id] + output.branch_index
+            self._news[choice] = (assembler, output.branch_index)
+        if assembler.error is not None:
+            self._fail(_error_of(assembler.error))
+        elif not self._waits_for_end:
             self._wake()
 
     def _pop_deltas(self) -> list[tuple[int, Delta]]:
