@@ -58,6 +58,16 @@ def test_a_name_belongs_to_one_module(registry: Registry) -> None:
     assert registry.get("fast") is Fast and registry.get("abacus") is Slow
 
 
+def test_a_reserved_name_is_refused() -> None:
+    registry: Registry = Registry("engine", {"fast": Fast}, {"wheel": "a part"})
+    with pytest.raises(ConfigurationError) as caught:
+        register_from("outside", registry, "wheel", Slow)
+    assert str(caught.value) == (
+        "engine 'wheel' is registered by outside, but a part has this name; give it another name"
+    )
+    assert [*registry] == ["fast"]
+
+
 def test_quires_own_may_be_read_late_and_come_first() -> None:
     num_calls = 0
 

@@ -25,11 +25,17 @@ class Registry(Generic[T]):
     """
 
     def __init__(
-        self, kind: str, own: Mapping[str, T | str] | Callable[[], Mapping[str, T | str]]
+        self,
+        kind: str,
+        own: Mapping[str, T | str] | Callable[[], Mapping[str, T | str]],
+        reserved: Mapping[str, str] | None = None,
     ) -> None:
         """`kind` is what errors call an entry, such as "scheduling policy". `own` are quire's
-        entries, or a function that returns them, which is called when they are first needed."""
+        entries, or a function that returns them, which is called when they are first needed.
+        `reserved` maps each name that no entry may have to the thing of that name, such as "a
+        dtype"."""
         self._kind = kind
+        self._reserved = reserved or {}
         self._entries: dict[str, T | str] = {}
         #: The module that registered each entry; "quire" for quire's own.
         self._origins: dict[str, str] = {}
@@ -44,9 +50,15 @@ class Registry(Generic[T]):
         """Add an entry in this process. The module that registered a name may replace its entry, as
         when a cell of a notebook runs again.
 
-        Raises ConfigurationError if another module or quire itself has registered the name.
+        Raises ConfigurationError if another module or quire itself has registered the name, and for
+        a reserved name.
         """
         origin = str(sys._getframe(1).f_globals.get("__name__"))
+        if name in self._reserved:
+            raise ConfigurationError(
+                f"{self._kind} {name!r} is registered by {origin}, but {self._reserved[name]} has"
+                " this name; give it another name"
+            )
         if self._origins.setdefault(name, origin) != origin:
             raise self._clash(name, self._origins[name], origin)
         self._entries[name] = value

@@ -140,6 +140,22 @@ def test_a_format_is_registered_by_its_own_name():
         load_kv_format("other", torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_name_of_a_dtype_is_refused(dtype):
+    name = KVFormat.plain(dtype).name
+    with pytest.raises(ConfigurationError, match=rf"^KV format '{name}' .* a dtype has this name;"):
+        KV_FORMATS.register(name, KVFormatEntry(replace(HALVES, name=name), TORCH))
+    assert name not in KV_FORMATS
+
+
+@pytest.mark.parametrize("name", ["auto", "int8", "fp8", "int4"])
+def test_the_name_of_a_format_of_the_package_is_refused(name):
+    known = KV_FORMATS.get(name)
+    with pytest.raises(ConfigurationError, match=f"^KV format '{name}' is registered by quire and"):
+        KV_FORMATS.register(name, KVFormatEntry(replace(HALVES, name=name), TORCH))
+    assert KV_FORMATS.get(name) is known
+
+
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
 def test_the_packages_formats_have_their_names(name):
     assert load_kv_format(name, torch.float32).name == name

@@ -50,6 +50,8 @@ KV_FORMATS: Registry[KVFormatEntry] = Registry(
             " yours)",
         ),
     },
+    # AUTO's formats have these names, by which backends choose their kernels.
+    reserved=dict.fromkeys(("float32", "bfloat16", "float16", "float64"), "a dtype"),
 )
 """KV formats by name, as `kv_cache_dtype` takes them."""
 
