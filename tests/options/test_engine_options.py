@@ -85,6 +85,14 @@ def test_options_that_ask_for_the_default_are_accepted() -> None:
     assert EngineOptions.from_mapping(nothing) == EngineOptions()
 
 
+def test_drafts_may_be_bounded_where_there_are_any() -> None:
+    given = {"num_draft_tokens": 3, "ngram_min_match": 1}
+    options = EngineOptions.from_mapping({"speculation": "ngram", **given})
+    assert (options.num_draft_tokens, options.ngram_min_match) == (3, 1)
+    defaults = {name: getattr(EngineOptions, name) for name in given}
+    assert EngineOptions.from_mapping(defaults) == EngineOptions()
+
+
 @pytest.mark.parametrize(
     ("given", "taken"), [("4k", 4000), ("4K", 4096), (512, 512), ("auto", None), (-1, None)]
 )
@@ -165,6 +173,14 @@ def test_a_number_of_tokens_may_be_written_in_thousands(given: Any, taken: int |
         (
             {"host_cache_size": "1GiB", "tensor_parallel_size": 2},
             "host_cache_size is 1073741824, but tensor_parallel_size is 2",
+        ),
+        (
+            {"num_draft_tokens": 3},
+            "^num_draft_tokens is 3, but it has no effect without speculation; set",
+        ),
+        (
+            {"ngram_min_match": 1},
+            "^ngram_min_match is 1, but it has no effect without speculation; set",
         ),
         ({"kv_offloading_size": 8}, "kv_offloading_size is 8, but must be left out: host_cache_s"),
         ({"cache_dir": ""}, "cache_dir is '', but must be a folder"),

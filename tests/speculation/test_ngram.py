@@ -86,7 +86,7 @@ def test_the_longest_match_is_found_however_the_tokens_come(
 
 
 def test_sequences_never_mix_and_what_has_ended_is_forgotten() -> None:
-    proposer = make_proposer(SpeculationOptions(ngram_min_match=2))
+    proposer = make_proposer(SpeculationOptions("ngram", ngram_min_match=2))
     first = Sequence("a", [1, 2, 3, 4], DecodingParams(9))
     second = Sequence("b", [1, 2], DecodingParams(9))
     assert proposer.propose(first, 2) == proposer.propose(second, 2) == []

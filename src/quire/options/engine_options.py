@@ -321,6 +321,11 @@ class EngineOptions(
                     f"{name} is {value}, but no prefixes are cached that could be kept there"
                     " (enable_prefix_caching is False); leave one of them out"
                 )
+        if self.speculation is None and self.num_draft_tokens != SchedulerConfig.num_draft_tokens:
+            raise ConfigurationError(
+                f"num_draft_tokens is {self.num_draft_tokens}, but it has no effect without"
+                " speculation; set speculation, or leave it out"
+            )
         if self.enable_lora and self.tensor_parallel_size > 1:
             raise ConfigurationError(
                 f"enable_lora is set, but tensor_parallel_size is {self.tensor_parallel_size}:"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.errors import ConfigurationError
 from quire.option_fields import OneOf, Options, Whole, option
 from quire.registry import Registry
 
@@ -38,3 +39,12 @@ class SpeculationOptions(Options):
         doc='for "ngram", the number of tokens that an earlier occurrence must at least have in'
         " common with the sequence's end.",
     )
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        default = SpeculationOptions.ngram_min_match
+        if self.speculation is None and self.ngram_min_match != default:
+            raise ConfigurationError(
+                f"ngram_min_match is {self.ngram_min_match}, but it has no effect without"
+                " speculation; set speculation, or leave it out"
+            )
