@@ -37,6 +37,18 @@ def test_steps_in_which_all_rows_decode_say_nothing_of_prompts() -> None:
     assert moves.loads.compute_time.predict_s(0, 2048) != found_s
 
 
+def test_drafts_beside_a_prompt_count_as_tokens_behind_their_row() -> None:
+    moves, (prompt, row, *_) = make()
+    row.draft_token_ids = (5,) * 7
+    moves.launch(0, {row: 1, prompt: 1000})
+    row.draft_token_ids, row.num_computed_tokens = (), row.num_computed_tokens + 7
+    moves.launch(1, {row: 8, prompt: 1000})
+    assert moves._steps[0] == moves._steps[1]
+    row.draft_token_ids = (5,) * 7
+    moves.launch(2, {row: 1})
+    assert list(moves._steps) == [1], "a step of decodes and drafts says nothing of prompts"
+
+
 def test_nothing_is_kept_of_steps_whose_time_is_not_known() -> None:
     moves, (prompt, *_) = make()
     for step_id in range(100):

@@ -73,18 +73,17 @@ class BlockMoves:
 
     def launch(self, step_id: int, chunks: Mapping[Sequence, int]) -> None:
         """Record that a step with these chunks was launched. The sequences' counts already include
-        the chunks."""
+        the chunks, but not the drafts that the step verifies behind them."""
         self._steps.pop(step_id - STEPS_IN_FLIGHT, None)  # it has ended, observed or not
-        num_tokens = sum(chunks.values())
         # A step of decodes is bound by reading weights, so it says nothing about prompts.
-        if num_tokens == len(chunks):
+        if sum(chunks.values()) == len(chunks):
             return
-        num_pairs = sum(
-            [
-                pairs_of(sequence.num_computed_tokens - num_new, num_new)
-                for sequence, num_new in chunks.items()
-            ]
-        )
+        num_tokens = num_pairs = 0
+        for sequence, num_new in chunks.items():
+            num_drafts = len(sequence.draft_token_ids)
+            first = sequence.num_computed_tokens - num_new
+            num_tokens += num_new + num_drafts
+            num_pairs += pairs_of(first, num_new + num_drafts)
         self._steps[step_id] = num_tokens, num_pairs
 
     def observe(self, step_id: int, seconds: float) -> None:
