@@ -7,11 +7,11 @@ in bf16 moves few results by one unit in the last place. So do the last bits of 
 
 import pytest
 import torch
+from tests.kernels.cpu import elementwise
 from tests.pairwise import pairwise
 
 from quire.kernels import activations
 from quire.kernels.activations import ActivationFunction, Gating
-from quire.kernels.cpu import elementwise
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.layer_norm import layer_norm
 from quire.kernels.options import NATIVE_KERNELS

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from tests.kernels.cpu import elementwise
 from tests.pairwise import pairwise
 
-from quire.kernels.cpu import abi, elementwise
+from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.options import NATIVE_KERNELS
 from quire.kernels.rotary import Angles, Rotation, rotate

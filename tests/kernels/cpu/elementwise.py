@@ -1,7 +1,7 @@
 """The native library's operators between linears and attention, each as one call.
 
-Programs (`program.py`) run the same kernels without Python between them; these functions are for
-tests. `csrc/elementwise` has the formulas. Results are rounded as in `kernels.operators` and
+Programs (`quire.kernels.cpu.program`) run the same kernels without Python between them.
+`csrc/elementwise` has the formulas. Results are rounded as in `kernels.operators` and
 `kernels.rotary`.
 
 Legend: T tokens, H heads of a token, D size of a row, V rows of the embedding table. Hq query
