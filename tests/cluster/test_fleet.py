@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.engine_client.engine_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND
-from tests.engine_client.fleet_world import GivenSlots, LeastOpen, costs
+from tests.engine_client.fleet_world import GivenSlots, LeastOpen, add_engine, costs
 
 from quire.cluster import silence_watch, slowness_poller
 from quire.engine_client.engine_slot import EngineSlot
@@ -98,10 +98,10 @@ def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
 def test_a_replica_that_computes_something_else_is_refused() -> None:
     async def test(fleet: EngineFleet) -> None:
         with pytest.raises(ReplicaDiffersError, match="differs from the first one in fingerprint"):
-            await fleet.engines.add(slots(SLOW, {**SLOW, "facts": {"fingerprint": "other"}})[1])
+            await add_engine(fleet, slots(SLOW, {**SLOW, "facts": {"fingerprint": "other"}})[1])
         assert list(fleet.engines.all) == ["r0"]
         with pytest.raises(ReplicaDiffersError, match="other limits"):
-            await fleet.engines.add(slots(SLOW, {**SLOW, "vocab_size": 7})[1])
+            await add_engine(fleet, slots(SLOW, {**SLOW, "vocab_size": 7})[1])
         assert await tokens(generate(fleet, "q", max_tokens=3)) == [11, 12, 13]
 
     with_fleet(test, SLOW)
@@ -112,7 +112,7 @@ def test_a_replica_that_is_never_ready_is_given_up() -> None:
         assert fleet.engines._start_limit_s is not None
         fleet.engines._start_limit_s = 0.3
         with pytest.raises(EngineDeadError, match=r"replica 'r1' has come no further for 0\.3 s"):
-            await fleet.engines.add(slots(SLOW, {**SLOW, "hang_s": 60.0})[1])
+            await add_engine(fleet, slots(SLOW, {**SLOW, "hang_s": 60.0})[1])
         assert list(fleet.engines.all) == ["r0"]
         assert await tokens(generate(fleet, "q", max_tokens=3)) == [11, 12, 13]
 
@@ -133,7 +133,7 @@ def test_rolling_restarts_and_scaling_lose_no_token() -> None:
         for name in ("r0", "r1"):
             await fleet.engines.restart(name)
         assert all(fleet.engines.all[name].pid != pid for name, pid in pids.items())
-        await fleet.engines.add(slots(SLOW, SLOW, SLOW)[2])
+        await add_engine(fleet, slots(SLOW, SLOW, SLOW)[2])
         assert await tokens(generate(fleet, "new", max_tokens=3)) == [11, 12, 13]
         await fleet.engines.remove("r0")
         await fleet.engines.remove("r2")
@@ -195,9 +195,9 @@ def test_an_engine_with_the_name_of_one_that_was_ended_keeps_its_requests() -> N
 def test_an_engine_that_did_not_start_gives_its_place_back() -> None:
     async def test(fleet: EngineFleet) -> None:
         with pytest.raises(Exception, match="broken"):
-            await fleet.engines.add(slots(SLOW, {"fail": "broken"})[1])
+            await add_engine(fleet, slots(SLOW, {"fail": "broken"})[1])
         assert fleet.engines.slots.returned == ["r1"]
-        await fleet.engines.add(slots(SLOW, SLOW)[1])
+        await add_engine(fleet, slots(SLOW, SLOW)[1])
         await fleet.engines.remove("r1")
         assert fleet.engines.slots.returned == ["r1", "r1"]
 
@@ -335,7 +335,7 @@ def test_the_fleet_fails_where_the_last_start_fails() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Supervisor, "start", fails_after_the_other)
             with pytest.raises(ConfigurationError):
-                await fleet.engines.add(*slots({}, {})[1:])
+                await add_engine(fleet, *slots({}, {})[1:])
         assert await asyncio.wait_for(fleet.wait_failed(), 5) is refused
         assert fleet.state is EngineState.FAILED
 

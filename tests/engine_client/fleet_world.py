@@ -8,6 +8,8 @@ from typing import Any
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
+from quire.engine_client.engine_slot import EngineSlot
+from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.fleet_dispatcher import FleetDispatcher
 from quire.engine_client.messages import AbortRequest, AddRequest, Outputs, decode_to_engine
 from quire.engine_client.process.activity import Activity, Doing
@@ -67,6 +69,8 @@ class GivenSlots:
 
     def __init__(self, *slots: Any) -> None:
         self.slots = list(slots)
+        #: Slots for the next engines, before copies of the last slot.
+        self.next: list[Any] = []
         self.returned: list[str] = []
         self.is_closed = False
 
@@ -74,13 +78,20 @@ class GivenSlots:
         return self.slots
 
     def allocate(self, name: str) -> Any:
-        return replace(self.slots[-1], name=name)
+        return self.next.pop(0) if self.next else replace(self.slots[-1], name=name)
 
     def release(self, name: str) -> None:
         self.returned.append(name)
 
     def close(self) -> None:
         self.is_closed = True
+
+
+async def add_engine(fleet: EngineFleet, slot: EngineSlot) -> None:
+    """Scale a fleet up by one engine, which gets this slot. Its slots are `GivenSlots`."""
+    slots: Any = fleet.engines.slots
+    slots.next.append(slot)
+    await fleet.engines.scale(len(fleet.engines.all) + 1)
 
 
 class EngineOnAWire:

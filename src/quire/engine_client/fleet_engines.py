@@ -94,13 +94,9 @@ class FleetEngines:
         assert self.limits is not None, "the first engine was ready"
         return self.limits
 
-    async def add(self, slot: EngineSlot) -> None:
+    async def _add(self, slot: EngineSlot) -> None:
         """Start an engine and wait until it takes requests. Raises the errors of `start`, after
         removing the engine and freeing its slot."""
-        async with self._changes:
-            await self._add(slot)
-
-    async def _add(self, slot: EngineSlot) -> None:
         if self.is_closing:
             self.slots.release(slot.name)
             raise EngineDeadError("the fleet is being shut down, so no engine is started")

@@ -15,7 +15,7 @@ from tests.cluster.machines.cluster_keys import KEY, OTHER_KEY
 from tests.cluster.test_fleet import generate, tokens, until
 from tests.engine_client.engine_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
-from tests.engine_client.fleet_world import GivenSlots, LeastOpen
+from tests.engine_client.fleet_world import GivenSlots, LeastOpen, add_engine
 
 from quire.cluster.engine_slots import AgentSlots
 from quire.cluster.machines import agent_main, remote_link
@@ -93,7 +93,7 @@ class Machines:
         await link.start()
         self.agents.append(agent)
         self.links.append(link)
-        await self.fleet.engines.add(self.slot(len(self.agents) - 1, options, key, server))
+        await add_engine(self.fleet, self.slot(len(self.agents) - 1, options, key, server))
 
     def slot(self, number: int, options: Any, key: bytes = KEY, server: str = "f") -> EngineSlot:
         async def find() -> tuple[str, int]:

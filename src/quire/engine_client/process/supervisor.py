@@ -89,7 +89,6 @@ class Supervisor:
         self._link: EngineLink | None = None
         self._budget = RestartBudget(recovery)
         self._started: asyncio.Future[None] = self._loop.create_future()
-        self._failed: asyncio.Future[QuireError] = self._loop.create_future()
         self._restarting: asyncio.Task[None] | None = None
         self._build_timer: asyncio.TimerHandle | None = None
         #: Seconds within which a restarted process must be ready.
@@ -107,6 +106,8 @@ class Supervisor:
         self.num_restarts = 0
         #: Number of restarts by `renew`.
         self.num_requested_restarts = 0
+        #: The reason why the supervisor has given up restarting; None while it has not.
+        self.failure: QuireError | None = None
         self.limits: ModelLimits | None = None
         self.facts: Mapping[str, Any] = {}
 
@@ -123,15 +124,6 @@ class Supervisor:
     def silence_s(self) -> float:
         """Seconds since the last message of the process; 0 while there is none."""
         return 0.0 if self._link is None else self._loop.time() - self._link.last_heard_s
-
-    @property
-    def failure(self) -> QuireError | None:
-        """The reason why the supervisor has given up restarting; None while it has not."""
-        return self._failed.result() if self._failed.done() else None
-
-    async def wait_failed(self) -> QuireError:
-        """Wait until the supervisor has given up restarting. Returns the reason."""
-        return await asyncio.shield(self._failed)
 
     async def start(self) -> None:
         """Start the first process and wait until it is ready. Raises OSError if it can't be
@@ -327,7 +319,7 @@ class Supervisor:
     def _fail(self, error: QuireError) -> None:
         logger.error("%s", error)
         self.state = EngineState.FAILED
-        self._failed.set_result(error)
+        self.failure = error
         # The message for clients leaves out details that only the operator should see.
         self._listener.on_end(
             EngineDeadError("the engine has failed for good; the server's log says how")
