@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.cpu.expert_calls import linears_by_head, route
 from tests.pairwise import pairwise
 
 from quire.kernels.activations import ActivationFunction, Gating
@@ -14,13 +15,7 @@ from quire.kernels.activations import gated as torch_gated
 from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.linear import PackedLinear, apply
-from quire.kernels.cpu.mixture import (
-    PackedExperts,
-    linear_array,
-    linears_by_head,
-    mix_experts,
-    route,
-)
+from quire.kernels.cpu.mixture import PackedExperts, linear_array, mix_experts
 from quire.kernels.experts import mix_experts as torch_mix_experts
 from quire.kernels.options import NATIVE_KERNELS
 from quire.kernels.routing import RouterSpec, Routing, Scoring

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.formats.block_quantized_samples import BLOCK_FORMATS, random_codes
+from tests.kernels.cpu.expert_calls import linears_by_head
 from tests.pairwise import pairwise
 from torch.nn import functional
 
@@ -21,7 +22,6 @@ from quire.kernels.cpu.block_quantized.kernel_formats import KernelBlockFormat
 from quire.kernels.cpu.block_quantized.quantized_linear import BlockQuantizedLinear
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.linear import apply
-from quire.kernels.cpu.mixture import linears_by_head
 from quire.kernels.options import NATIVE_KERNELS
 
 MORE_BLOCK_FORMATS = {
