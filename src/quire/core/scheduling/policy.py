@@ -203,11 +203,6 @@ class FairPolicy(Policy):
     def bucket_key(self, bucket: Bucket) -> float:
         return -math.inf if bucket is None else self._accounts[bucket].counter
 
-    def counter(self, tenant: str) -> float:
-        """The weighted tokens of service that a tenant has got."""
-        account = self._accounts.get(tenant)
-        return self._floor if account is None else account.counter
-
     def on_enter(self, sequence: Sequence, now_s: float) -> None:
         account = self._account(sequence.tenant)
         if not account.backlog:

@@ -55,7 +55,7 @@ def search(
         end_token_ids=end_token_ids,
     )
     chains, num_steps = [PROMPT], 0
-    while not beams.is_done:
+    while beams.num_live:
         best = logits_of(chains).log_softmax(dim=1).sort(dim=1, descending=True, stable=True)
         candidates = [
             list(zip(ids[: params.num_beam_candidates], logprobs, strict=False))
@@ -186,7 +186,7 @@ def test_a_stop_token_ends_with_its_id_and_an_end_token_without() -> None:
     steps = beams.advance([[(5, -0.5), (6, -0.75), (1, -1.0), (2, -2.0), (3, -4.0)]])
     assert steps == [BeamStep(0, 1, -1.0), BeamStep(0, 2, -2.0), BeamStep(0, 3, -4.0)]
     beams.advance([[(6, -0.25), (1, -8.0)], [(1, -9.0), (2, -9.5)], [(1, -9.0), (2, -9.0)]])
-    assert beams.is_done
+    assert not beams.num_live
     # In the last step (6) stands first and ends as a stop; (1,1) and (2,1) end by the length limit,
     # and one of them loses its place to what ended before.
     assert beams.hypotheses() == [
@@ -226,7 +226,7 @@ def test_a_tiny_vocabulary_has_fewer_beams_than_asked_for_at_first() -> None:
     beams = BeamSearch(5, 1.0, num_prompt_tokens=1, max_num_tokens=5)
     two = [(0, math.log(0.6)), (1, math.log(0.4)), (2, -math.inf)]
     widths = []
-    while not beams.is_done:
+    while beams.num_live:
         widths.append(len(beams.advance([two] * beams.num_live)))
     assert widths == [2, 4, 5, 0]
     result = beams.hypotheses()
@@ -246,14 +246,14 @@ def test_a_search_in_which_all_ends_is_done() -> None:
     """A vocabulary of end tokens: one hypothesis for each, and no beam to go on with."""
     beams = BeamSearch(2, 1.0, num_prompt_tokens=1, max_num_tokens=9, end_token_ids=[0, 1])
     assert beams.advance([[(1, -0.1), (0, -2.0)]]) == []
-    assert beams.is_done
+    assert not beams.num_live
     assert [hypothesis.token_ids for hypothesis in beams.hypotheses()] == [(1,), (0,)]
 
 
 def test_hypotheses_may_be_read_before_the_end() -> None:
     beams = BeamSearch(2, 1.0, num_prompt_tokens=1, max_num_tokens=9, end_token_ids=[0])
     beams.advance([[(0, -1.0), (3, -2.0), (4, -3.0)]])
-    assert not beams.is_done
+    assert beams.num_live
     assert [hypothesis.token_ids for hypothesis in beams.hypotheses()] == [(0,)]
 
 
@@ -262,7 +262,7 @@ def test_many_steps_link_and_unlink_without_recursion() -> None:
     beams = BeamSearch(2, 1.0, num_prompt_tokens=1, max_num_tokens=20_001)
     for _ in range(20_000):
         beams.advance([[(0, -0.5), (1, -1.0)]] * beams.num_live)
-    assert beams.is_done
+    assert not beams.num_live
     best, second = beams.hypotheses()
     assert best.token_ids == (0,) * 20_000
     assert sum(second.token_ids) == 1

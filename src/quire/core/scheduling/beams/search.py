@@ -108,11 +108,6 @@ class BeamSearch:
         done."""
         return len(self._live)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the hypotheses are final."""
-        return not self._live
-
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[BeamStep]:
         """Return the beams that live on, best first; none when the search is done.
 
