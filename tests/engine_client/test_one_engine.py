@@ -54,11 +54,12 @@ def test_a_started_engine_has_state_limits_and_facts():
     told = []
 
     async def test(engine):
-        assert engine.state is EngineState.READY and engine.is_alive and engine.failure is None
+        assert engine.state is EngineState.READY and engine.is_alive
         assert engine.limits.vocab_size == 4096
         assert engine.facts == {"kernels": "fake", "num_blocks": 12}
         assert psutil.pid_exists(pid_of(engine)) and engine.num_restarts == 0
-        assert 0 <= engine.last_step_age_s < WAIT_S
+        (only,) = engine.engines_by_name.values()
+        assert 0 <= only.last_step_age_s < WAIT_S
 
     with_engine(test, {"num_progress": 2}, on_progress=lambda *news: told.append(news))
     assert told == [("loading nothing", 1, 2), ("loading nothing", 2, 2)]
@@ -274,7 +275,7 @@ def test_an_adapter_that_ends_the_process_is_not_read_again_and_again():
             with pytest.raises(AdapterError, match="adapter 'kills': 2 engine processes died"):
                 await engine.find_adapter("kills", "/b")
         assert (await engine.find_adapter("a", "/a")).digest == "digest"
-        assert engine.num_restarts == 2 and engine.failure is None
+        assert engine.num_restarts == 2 and not engine.engines.failed.done()
 
     with_engine(test)
 

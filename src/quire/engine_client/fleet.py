@@ -100,12 +100,6 @@ class EngineFleet:
         return EngineState.STARTING if self.engines.limits is None else EngineState.RECOVERING
 
     @property
-    def failure(self) -> QuireError | None:
-        """The reason why all engines have failed for good; None while any engine may recover."""
-        failed = self.engines.failed
-        return failed.result() if failed.done() else None
-
-    @property
     def facts(self) -> Mapping[str, Any]:
         """The facts that the first engine reported, but with `max_num_seqs` summed over the ready
         engines, and the number of replicas if there are any."""
@@ -133,11 +127,6 @@ class EngineFleet:
     def num_open(self) -> int:
         """Number of unfinished branches of open requests; a request with n samples has n."""
         return self.dispatcher.num_open
-
-    @property
-    def last_step_age_s(self) -> float:
-        """Seconds since the most recent step of any engine; see `FleetEngine`."""
-        return min((each.last_step_age_s for each in self.engines.all.values()), default=0.0)
 
     # ---- requests and control ---------------------------------------------------------------
 
