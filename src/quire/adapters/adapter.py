@@ -52,11 +52,6 @@ class LoRAAdapter:
     layers: tuple[int, ...] = ()
 
     @property
-    def rank(self) -> int:
-        """The largest rank among the adapter's linears."""
-        return max(each.rank for each in self.weights.values())
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of all the adapter's tensors."""
         return sum(each.a.nbytes + each.b.nbytes for each in self.weights.values())

@@ -31,10 +31,6 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    @property
-    def num_values(self) -> int:
-        return sum(self.counts)
-
     def observe(self, value: float, num_times: int = 1) -> None:
         """Add a value, or the same value several times."""
         self.counts[bisect_left(self.bounds, value)] += num_times
