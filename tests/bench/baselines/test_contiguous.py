@@ -46,6 +46,11 @@ def admitted(memory: ContiguousKVCacheManager, num_prompt: int, num_output: int)
     return sequence
 
 
+def num_run_blocks(memory: ContiguousKVCacheManager, sequence: Sequence) -> int:
+    """Blocks reserved for a sequence, with those that the placement added."""
+    return len(memory._runs.get(sequence, ()))
+
+
 @pytest.mark.parametrize(
     ("reservation", "num_prompt", "num_output", "num_slots"),
     [
@@ -68,7 +73,7 @@ def test_each_reservation_reserves_its_number_of_blocks(
     num_blocks = -(-num_slots // 4)
     assert sequence.num_slots == num_blocks * 4
     assert [len(table) for table in sequence.block_tables] == [num_blocks] * num_groups
-    assert memory.num_run_blocks(sequence) == num_blocks * num_groups == memory.pool.num_held
+    assert num_run_blocks(memory, sequence) == num_blocks * num_groups == memory.pool.num_held
     assert memory.grow(sequence, sequence.max_num_tokens, 3) == []
 
 
@@ -87,8 +92,8 @@ def test_blocks_added_by_buddy_rounding_are_reserved_but_in_no_table() -> None:
     assert memory.num_blocks_to_admit(sequence, memory.match(sequence)) == 8
     memory.admit(sequence, memory.match(sequence), step_id=0)
     assert sequence.block_tables == ([0, 1, 2, 3, 4],)
-    assert memory.num_run_blocks(sequence) == 8
-    assert (memory.pool.num_free, memory.num_free_on_line) == (59, 56)
+    assert num_run_blocks(memory, sequence) == 8
+    assert (memory.pool.num_free, memory._line.num_free) == (59, 56)
 
 
 def test_no_hole_is_told_from_too_few_blocks() -> None:
@@ -116,8 +121,8 @@ def test_all_comes_back(placement: str, reservation: str) -> None:
     for sequence in held:
         memory.free(sequence)
         assert sequence.block_tables == () and sequence.num_slots == 0
-        assert memory.num_run_blocks(sequence) == 0
-    assert memory.pool.num_held == 0 and memory.num_free_on_line == 64
+        assert num_run_blocks(memory, sequence) == 0
+    assert memory.pool.num_held == 0 and memory._line.num_free == 64
     assert admitted(memory, 3, 2).block_tables[0][0] == 0
 
 
@@ -126,12 +131,12 @@ def test_a_run_that_a_step_may_read_comes_back_with_it() -> None:
     sequence = admitted(memory, 30, 34)
     sequence.last_step_id = 5
     memory.free(sequence)
-    assert memory.pool.num_free == memory.num_free_on_line == 0
+    assert memory.pool.num_free == memory._line.num_free == 0
     assert sorted(memory.deferred.blocks()) == list(range(16))
     memory.end_step(4)
-    assert memory.pool.num_free == memory.num_free_on_line == 0
+    assert memory.pool.num_free == memory._line.num_free == 0
     memory.end_step(5)
-    assert memory.pool.num_free == memory.num_free_on_line == 16
+    assert memory.pool.num_free == memory._line.num_free == 16
 
 
 def test_a_cut_takes_the_whole_run_or_nothing() -> None:
@@ -140,11 +145,11 @@ def test_a_cut_takes_the_whole_run_or_nothing() -> None:
     sequence.num_computed_tokens = sequence.num_confirmed_tokens = 11
     assert memory.num_kept_blocks(sequence, 1) == 0
     assert memory.truncate(sequence, 5) == 0
-    assert sequence.num_computed_tokens == 11 and memory.num_run_blocks(sequence) == 5
+    assert sequence.num_computed_tokens == 11 and num_run_blocks(memory, sequence) == 5
     assert memory.truncate(sequence, 3) == 5
     assert sequence.num_computed_tokens == sequence.num_slots == 0
     assert memory.truncate(sequence, 0) == 0
-    assert memory.pool.num_held == 0 and memory.num_free_on_line == 64
+    assert memory.pool.num_held == 0 and memory._line.num_free == 64
     memory.admit(sequence, memory.match(sequence), step_id=1)
     assert sequence.block_tables == ([0, 1, 2, 3, 4],)
 

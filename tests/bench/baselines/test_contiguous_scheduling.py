@@ -38,7 +38,7 @@ def test_a_crowd_gets_its_tokens_and_all_comes_back(reservation: str, placement:
         harness.add_branches(name, chance.randint(1, 90), n=chance.choice((1, 1, 3)), params=params)
     harness.run()
     assert harness.scheduler.running_set.stats.num_preemptions == 0
-    assert memory.num_free_on_line == memory.pool.num_free == 80
+    assert memory._line.num_free == memory.pool.num_free == 80
 
 
 def test_failed_steps_cost_runs_but_no_tokens() -> None:

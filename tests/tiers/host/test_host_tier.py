@@ -103,7 +103,7 @@ def test_cleared_contents_are_gone() -> None:
     assert world.results([*loaded, *stored]) == [True, False]
     assert world.has([0]), "what was under way still came"
     assert not any(world.tier.find(0, name_of(number)) for number in range(3))
-    assert world.tier.table.num_pinned == 0
+    assert world.tier.table.num_takeable == world.tier.table.num_slots
 
 
 def test_tails_are_found_by_what_comes_before() -> None:

@@ -127,7 +127,8 @@ class SlotMachine(RuleBasedStateMachine):
     def agree(self) -> None:
         assert len(self.table) == len(self.contents)
         assert all(self.table.find(key) == slot for key, slot in self.contents.items())
-        assert self.table.num_pinned == len({*self.pins, *self.taken})
+        num_pinned = len({*self.pins, *self.taken})
+        assert self.table.num_takeable == self.table.num_slots - num_pinned
 
 
 TestSlotMachine = SlotMachine.TestCase

@@ -108,15 +108,6 @@ class ContiguousKVCacheManager(KVCacheManager):
 
     # ---- for the ledger ---------------------------------------------------------------------
 
-    @property
-    def num_free_on_line(self) -> int:
-        """The number of free blocks, summed over all holes (free runs)."""
-        return self._line.num_free
-
-    def num_run_blocks(self, sequence: Sequence) -> int:
-        """Blocks reserved for a sequence, including those that the placement added."""
-        return len(self._runs.get(sequence, ()))
-
     def is_fragmented_for(self, sequence: Sequence) -> bool:
         """Whether enough blocks are free for a sequence's reservation, but not in one run."""
         count = self._num_reserved_blocks(sequence)

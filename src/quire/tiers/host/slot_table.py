@@ -42,11 +42,6 @@ class SlotTable:
         return len(self._slot_of)
 
     @property
-    def num_pinned(self) -> int:
-        """Number of slots with at least one pin."""
-        return self._num_pinned
-
-    @property
     def num_takeable(self) -> int:
         """Number of slots that `acquire` could return: the free and the idle slots."""
         return self.num_slots - self._num_pinned
