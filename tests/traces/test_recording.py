@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from tests.traces.trace_cases import traces
@@ -16,7 +17,6 @@ from quire.traces.recording import (
     RecordingHeader,
     RecordingSummary,
     line_bytes,
-    read_header,
 )
 from quire.traces.trace import PLAIN, Trace, TraceOptions, TraceRequest
 
@@ -74,7 +74,8 @@ def test_a_recording_is_read(tmp_path: Path) -> None:
         *(0.73, 210, 0, (0, 1, 2), (), 1, 0, 0.2, "disconnect", None, 0.02),
         TraceOptions(max_tokens=8, is_greedy=False, has_grammar=True, adapter=2),
     )
-    assert read_header(path) == HEADER
+    first_line = path.read_bytes().splitlines()[0]
+    assert msgspec.json.decode(first_line, type=RecordingHeader) == HEADER
 
 
 @settings(max_examples=25)

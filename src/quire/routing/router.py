@@ -61,11 +61,6 @@ class ReplicaRouter:
         """The replicas that were added and not removed."""
         return list(self.fleet.by_name.values())
 
-    @property
-    def num_requests(self) -> int:
-        """Number of requests that were placed and have not ended."""
-        return len(self._placed)
-
     def num_uncached_tokens(self, request_id: str) -> int:
         """Number of prompt tokens that the request's replica had not cached, as estimated when the
         request was placed."""

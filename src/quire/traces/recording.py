@@ -139,13 +139,6 @@ def is_recording(first_line: bytes) -> bool:
     return isinstance(found, dict) and found.get("line") == "recording"
 
 
-def read_header(path: Path) -> RecordingHeader:
-    """The first line of a recording. Raises ConfigurationError, OSError."""
-    _, header = next(_parts(path))
-    assert isinstance(header, RecordingHeader), "_parts has seen to it"
-    return header
-
-
 def read_recording(path: Path) -> Trace:
     """Read a recording. Raises ConfigurationError with file and line if a line has another form."""
     parts = _parts(path)

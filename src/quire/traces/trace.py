@@ -158,10 +158,6 @@ class Trace:
     def num_prompt_tokens(self) -> int:
         return sum(request.num_prompt_tokens for request in self.requests)
 
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(request.num_output_tokens for request in self.requests)
-
     def first(self, num_requests: int) -> Trace:
         """A trace of the first `num_requests` requests. If requests are dropped, its hit_rate is
         None."""

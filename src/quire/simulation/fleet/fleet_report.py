@@ -33,18 +33,9 @@ class FleetReport:
     end_s: float = 0.0
 
     @property
-    def num_requests(self) -> int:
-        return len(self.ttfts_s)
-
-    @property
     def hit_rate(self) -> float:
         """The share of prompt tokens that were found in the replicas' prefix caches."""
         return self.num_hit_tokens / max(1, self.num_prompt_tokens)
-
-    @property
-    def expected_hit_rate(self) -> float:
-        """The share of prompt tokens that the router expected to be cached."""
-        return self.num_expected_tokens / max(1, self.num_prompt_tokens)
 
     @property
     def mean_ttft_s(self) -> float:
