@@ -8,7 +8,7 @@ messages.
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -20,8 +20,6 @@ between ranks, the tokens of the prompts that enter a step."""
 
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
-
-T = TypeVar("T")
 
 
 class MessageError(QuireError):

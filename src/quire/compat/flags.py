@@ -114,7 +114,6 @@ _CTX = (
 )
 
 _ONE = f"--tensor-parallel-size splits an engine's layers; {REPLICAS}"
-_PARTS = "kernels are chosen for the machine; --attention-backend chooses those of attention"
 _MEMORY = "all weights are in the memory of the device that computes"
 _NUMBERS = "/metrics has the server's numbers, and --otlp-endpoint takes spans"
 _PLUGIN = "a dialect is a file of data, which a --plugin may register: see docs/extending.md"

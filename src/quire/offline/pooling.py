@@ -29,7 +29,6 @@ from quire.offline.pooling_arguments import (
 from quire.offline.request_table import RequestTable
 
 T = TypeVar("T")
-Prompt = str | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ MAX_SUMMANDS = 8
 temporary texts, each at most as long as the result, are not counted."""
 _NODES_PER_STEP = 12
 
-_COMPARISONS = frozenset(f"is_{name}" for name in COMPARISONS)
 _NUMBER_FILTERS = frozenset({"length", "count", "int", "float", "round", "abs"})
 
 

@@ -55,7 +55,6 @@ _WORDS: Mapping[type, str] = {
     bool: "true or false",
 }
 
-_SCHEMA: Mapping[str, Any] = {"type": ["object", "string"]}
 _TEXT: Mapping[str, Any] = {"type": ["string", "null"]}
 _FLAG: Mapping[str, Any] = {"type": ["boolean", "null"]}
 _CHOICE: Mapping[str, Any] = {

@@ -44,7 +44,6 @@ _FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("mxfp4-pack-quantized", "mixed-precision"),
 )
-_KINDS = {("int", 4), ("int", 8), ("float", 8), ("float", 4)}
 _PACKED_BITS = (4, 8)
 _OTHER_PARTS = (
     *("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale"),
