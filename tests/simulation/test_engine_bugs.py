@@ -120,7 +120,7 @@ def takes_a_bug_for_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any, *_: Any) -> None:
         raise ValueError("a shape that is wrong")
 
-    monkeypatch.setattr("quire.simulation.fakes.fake_rows.FakeRows.edit", refuse)
+    monkeypatch.setattr("quire.simulation.plan_rows.PlanRows.edit_table", refuse)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def test_a_row_samples_up_to_the_first_wrong_draft(num_right: int) -> None:
         drafts[num_right] += 1
     launch(runner, verifying(1, tuple(drafts)))
     assert runner.result().token_ids == [known[1 : 2 + num_right]]
-    assert runner.rows.num_tokens[0] == 5 + num_right
-    assert runner.rows.num_computed[0] == 4 + num_right
+    assert runner.rows.live[0].num_tokens == 5 + num_right
+    assert runner.rows.live[0].num_computed == 4 + num_right
     launch(runner, plan(2, 1, 1))
     assert runner.result().token_ids == [(known[2 + num_right],)]
 
@@ -90,7 +90,8 @@ def test_a_row_that_was_given_away_gets_no_tokens_of_the_drafts() -> None:
     other = admit(0, [9, 9], (5, 6))
     launch(runner, plan(2, 1, 2, release=[0], admit=[other], chunks=[Chunk(0, 2)]))
     assert runner.result().token_ids == [known[1:5]]
-    assert runner.rows.num_tokens[0] == 3 and runner.rows.num_drafts[0] == 0
+    row = runner.rows.live[0]
+    assert row.num_tokens == 3 and row.num_drafts == 0
 
 
 def test_impossible_drafts_are_refused() -> None:

@@ -59,9 +59,15 @@ def extend(fingerprint: int, token_id: int) -> int:
     return (fingerprint * BASE + mix(token_id + 1)) & MASK
 
 
-def extend_array(fingerprints: Fingerprints, token_ids: npt.NDArray[np.int64]) -> Fingerprints:
-    """`extend` for each pair of a fingerprint and a token id."""
-    return fingerprints * np.uint64(BASE) + mix_array(token_ids.astype(np.uint64) + np.uint64(1))
+def extend_all(fingerprints: Fingerprints, first: int, token_ids: Sequence[int]) -> None:
+    """Set the fingerprints of a row's prefixes that end with token_ids, which begin at `first`.
+
+    fingerprints[i] is that of the row's tokens 0 to i.
+    """
+    fingerprint = int(fingerprints[first - 1])
+    for position, token_id in enumerate(token_ids, first):
+        fingerprint = extend(fingerprint, token_id)
+        fingerprints[position] = fingerprint
 
 
 def adapter_start(digest: str) -> int:
@@ -144,13 +150,6 @@ class FakeModel:
         if draw >> (64 - END_RATE_BITS) < self._end_limit():
             return self.end_token_id
         return 1 + (draw & 0xFFFFFFFF) % (self.vocab_size - 1)
-
-    def next_tokens(self, fingerprints: Fingerprints, salts: Fingerprints) -> npt.NDArray[np.int64]:
-        """`next_token` for each pair of a fingerprint and a salt."""
-        draws = mix_array(fingerprints ^ salts)
-        is_end = (draws >> np.uint64(64 - END_RATE_BITS)) < np.uint64(self._end_limit())
-        others = 1 + (draws & np.uint64(0xFFFFFFFF)).astype(np.int64) % (self.vocab_size - 1)
-        return np.where(is_end, self.end_token_id, others)
 
     def beam_candidates(self, fingerprint: int, count: int) -> list[Candidate]:
         """The `count` best continuations of a prefix by one token, best first.

@@ -10,37 +10,48 @@ To reveal errors of overlapped steps, the forward pass of a step runs as late as
 the blocks that a later plan assigns are overwritten as soon as that plan is executed.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
 
+from quire.core.adapters import NO_SLOT
+from quire.core.content_spans import spans_between
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import (
+    HOLE_BLOCK,
     BlockCopy,
+    ItemLoad,
     RowAdmission,
     StepPlan,
     StepResult,
+    TokenLogprobs,
     TokenMasks,
 )
 from quire.simulation.fakes.fake_model import (
     MASK,
     FakeModel,
-    extend_array,
+    Fingerprints,
+    adapter_start,
+    extend,
+    extend_all,
+    fake_pooled,
+    fingerprints_of,
     mix,
 )
-from quire.simulation.fakes.fake_rows import FakeRows, Ints, PlanHistory
 from quire.simulation.fakes.fake_step import (
     FakeStep,
-    failed_rows,
+    RowStep,
+    SamplingRow,
     logprobs_of,
-    pooled_rows,
     prompt_logprobs_of,
-    verified,
+    sampled_tokens,
 )
 from quire.simulation.fakes.fake_store import FakeStore
+from quire.simulation.fakes.plan_bounds import PlanBounds
+from quire.simulation.plan_rows import PlanRow, PlanRows, RowChunk
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -101,17 +112,21 @@ class FakeRunner:
         self.model = model or FakeModel()
         self.faults = faults or Faults()
         self.block_size = block_size
-        self.history = PlanHistory()
-        self.rows = FakeRows(
+        self.rows = PlanRows(block_size)
+        self.history = self.rows.history
+        self.store = FakeStore(self.history, len(groups), num_blocks, block_size)
+        self._bounds = PlanBounds(
             self.history, groups, num_blocks, block_size, max_num_rows, max_num_tokens
         )
-        self.store = FakeStore(self.history, len(groups), num_blocks, block_size)
-        self._windows = {
-            group: description.window
-            for group, description in enumerate(groups)
-            if description.window is not None
-        }
-        self._is_special = np.zeros(max_num_rows, dtype=np.bool_)
+        # By row number, the fingerprint of the row's tokens 0 to i at [i]. Each sequence has an
+        # array of its own, so that late tokens of the previous one don't change it.
+        self._fingerprints: dict[int, Fingerprints] = {}
+        # The number of times that each block occurs in the tables of forks that join this step:
+        # their source rows may write into these blocks.
+        self._num_joining: Counter[int] = Counter()
+        # The digest of the adapter, and of the content, in each slot.
+        self._adapters: dict[int, str] = {}
+        self._contents: dict[int, str] = {}
         self._steps: deque[FakeStep] = deque()
         self._last_step_id = -1
         self._has_failed = False
@@ -123,40 +138,40 @@ class FakeRunner:
         """Apply the plan's changes to the rows and record the accesses of its forward pass."""
         self.history.add(plan)
         self._check_order(plan)
-        # First, change the rows. Load adapters before admissions, since the fingerprints of the
-        # admitted rows depend on their adapters.
+        # First, load adapters, on which the fingerprints of admitted rows depend, and change the
+        # rows.
         rows = self.rows
-        for row in plan.release:
-            rows.release(row)
         for load in plan.adapter_loads:
-            self.take_adapter(load.digest)
-        rows.load_adapters(plan.adapter_loads)
+            self._load_adapter(load, plan.release)
+        self._bounds.check(plan)
+        rows.change(plan)
         for admission in plan.admit:
-            rows.admit(admission)
-            self._is_special[admission.row] = self._asks_for_more(admission.row)
+            self._fingerprints[admission.row] = self._read_tokens(admission)
         for fork in plan.forks:
-            self._check_known(fork.source_row, f"fork into row {fork.row}")
-            rows.fork(fork)
-            self._is_special[fork.row] = self._asks_for_more(fork.row)
-        for token_edit in plan.token_edits:
-            self._check_known(token_edit.row, "token edit")
-            rows.edit_tokens(token_edit)
-        for edit in plan.table_edits:
-            rows.edit(edit)
+            self._check_known(rows.live[fork.source_row], f"fork into row {fork.row}")
+            self._fingerprints[fork.row] = self._fingerprints[fork.source_row].copy()
+        for row, first, token_ids in plan.token_edits:
+            self._check_known(rows.live[row], "token edit")
+            extend_all(self._fingerprints[row], first, token_ids)
         for slot, digest in plan.content_loads:
             self.take_content(digest)
-            rows.contents[slot] = digest
+            self._contents[slot] = digest
         # Then, overwrite the blocks that the plan assigns.
-        self._overwrite_new(self._check_copies(plan.copies, rows.pop_new_blocks()))
-        if rows.num_live != plan.num_rows:
-            self.history.refuse(f"{rows.num_live} rows live, the plan says {plan.num_rows}")
+        self._num_joining = Counter(
+            block
+            for fork in plan.forks
+            if fork.joins_step
+            for table in rows.live[fork.row].tables
+            for block in table
+        )
+        self._overwrite_new(self._check_copies(plan.copies, self._new_blocks(plan)))
         # Finally, launch the step, and inject its failure if there is one.
-        step = self._launch(plan)
-        self._inject_at_execute(step)
+        step, poison = self._launch(plan), self.faults.poison_token_id
+        is_poisoned = any(poison in each.row.admission.token_ids for each in step.rows)
+        if is_poisoned or self.faults.hits_execute(plan.step_id):
+            self._fail(step, "execute")
         self._steps.append(step)
         self._is_sampled = False
-        if len(self._steps) == 1:
-            self._resolve(step)
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         """Mark the last executed step as sampled."""
@@ -178,10 +193,7 @@ class FakeRunner:
         self.store.write(step)
         self.store.advance_states(step)
         self.store.read_back(step)
-        result = self._sample(step)
-        if self._steps:
-            self._resolve(self._steps[0])
-        return result
+        return self._sample(step)
 
     def reset(self) -> None:
         """Drop all rows and steps.
@@ -194,6 +206,7 @@ class FakeRunner:
         self._steps.clear()
         self._is_sampled = True
         self.rows.reset()
+        self._contents.clear()
         self._has_failed = False
 
     # ---- what a step will do ----------------------------------------------------------------
@@ -210,13 +223,50 @@ class FakeRunner:
             refuse(f"step {plan.step_id} while {len(self._steps)} are in flight")
         self._last_step_id = plan.step_id
 
-    def _check_known(self, row: int, what: str) -> None:
+    def _load_adapter(self, load: ItemLoad, released: tuple[int, ...]) -> None:
+        """Load an adapter into a slot, which no live row may use."""
+        slot, digest = load
+        self.take_adapter(digest)
+        for number, row in self.rows.live.items():
+            if row.admission.adapter_slot == slot and number not in released:
+                self.history.refuse(
+                    f"slot {slot}, which row {number} uses, gets {digest!r}", number
+                )
+        self._adapters[slot] = digest
+
+    def _read_tokens(self, admission: RowAdmission) -> Fingerprints:
+        """The fingerprints of an admitted row, with room for those of later tokens."""
+        slot, token_ids = admission.adapter_slot, admission.token_ids
+        if slot != NO_SLOT and slot not in self._adapters:
+            self.history.refuse(f"nothing is in slot {slot} of adapters", admission.row)
+        found = np.zeros(self._bounds.max_num_tokens + 1, dtype=np.uint64)
+        start = adapter_start(self._adapters.get(slot, ""))
+        found[: len(token_ids)] = fingerprints_of(token_ids, start, admission.content_spans)
+        return found
+
+    def _check_known(self, row: PlanRow, what: str) -> None:
         """Refuse a change that needs all tokens of a row while a step in flight will add a token to
         the row."""
-        for step in self._steps:
-            is_its = (step.sampling == row) & (step.epochs == self.rows.epoch[row])
-            if is_its.any():
-                self.history.refuse(f"{what} of row {row}, whose last token is in flight", row)
+        if any(sampler.row is row for step in self._steps for sampler in step.sampling):
+            self.history.refuse(
+                f"{what} of row {row.number}, whose last token is in flight", row.number
+            )
+
+    def _num_holders(self, block: int) -> int:
+        """The number of times that a block occurs in tables, without those of joining forks."""
+        found = sum(holders.get(block, 0) for holders in self.rows.num_holders.values())
+        return found - self._num_joining.get(block, 0)
+
+    def _new_blocks(self, plan: StepPlan) -> list[int]:
+        """The new blocks that a plan assigns, each of which is in one table only."""
+        new = self._bounds.new_blocks(plan)
+        for block, row in new:
+            if self._num_holders(block) > 1:
+                holders = self.rows.holders(block)
+                self.history.refuse(
+                    f"block {block} is given to row {row} as new, but held: {holders}", row
+                )
+        return [block for block, _ in new]
 
     def _check_copies(self, copies: tuple[BlockCopy, ...], new_blocks: list[int]) -> list[int]:
         """Check a plan's block copies. Returns the blocks that the plan assigns: the new blocks and
@@ -224,7 +274,7 @@ class FakeRunner:
         if not copies:
             return new_blocks
         sources, targets = {copy.source for copy in copies}, {copy.target for copy in copies}
-        refuse, table_count = self.history.refuse, self.rows.table_count
+        refuse = self.history.refuse
         if len(targets) < len(copies):
             refuse(f"a block is the target of two copies: {copies}")
         if targets & sources:
@@ -232,254 +282,152 @@ class FakeRunner:
         if sources & set(new_blocks):
             refuse(f"blocks {sources & set(new_blocks)} are given out before they are copied")
         for block in targets:
-            if table_count[block] > 1:
+            if self._num_holders(block) > 1:
                 refuse(f"block {block} is copied to, but held: {self.rows.holders(block)}")
         return [*new_blocks, *targets]
 
     def _launch(self, plan: StepPlan) -> FakeStep:
-        """Make the step of a plan. The step computes the plan's chunks and one token of each other
-        live row."""
-        rows, refuse = self.rows, self.history.refuse
-        is_implicit = rows.live.copy()
-        is_implicit[list(rows.joining)] = False
-        for chunk in plan.chunks:
-            row = chunk.row
-            if not (0 <= row < len(rows.live) and is_implicit[row]):
-                refuse(f"{chunk} names a row that is not live, or twice", row)
-            is_implicit[row] = False
-        decoding = np.flatnonzero(is_implicit)
-        gaps = rows.num_tokens[decoding] - rows.num_computed[decoding]
-        if (gaps != 1).any():
-            row = int(decoding[gaps != 1][0])
-            refuse(
-                f"row {row} decodes implicitly, but {rows.num_computed[row]} of its"
-                f" {rows.num_tokens[row]} tokens are computed",
-                row,
-            )
-        chunks = [chunk for chunk in plan.chunks if chunk.num_new_tokens]
-        computing = np.array([*decoding, *(chunk.row for chunk in chunks)], dtype=np.int64)
-        counts = np.ones(len(computing), dtype=np.int64)
-        counts[len(decoding) :] = [chunk.num_new_tokens for chunk in chunks]
-        if int(counts.sum()) != plan.num_tokens:
-            refuse(f"{counts.sum()} tokens to compute, the plan says {plan.num_tokens}")
-        if not len(computing):
-            refuse("a step that computes nothing")
-        # Then, add the drafts. Rows whose drafts are in flight have no known number of tokens.
-        for row in computing[rows.num_drafts[computing] > 0].tolist():
-            refuse(f"row {row} computes while its drafts are in flight", row)
-        for chunk in chunks:
-            if chunk.draft_token_ids:
-                self._check_known(chunk.row, "drafts")
-                rows.add_drafts(chunk)
-        return self._plan_accesses(plan, computing, counts)
-
-    def _plan_accesses(self, plan: StepPlan, computing: Ints, counts: Ints) -> FakeStep:
-        """Make the step of rows that compute `counts` tokens each, and check its accesses."""
-        # First, find the tokens that each row computes.
-        rows, refuse = self.rows, self.history.refuse
-        starts = rows.num_computed[computing]
-        ends = starts + counts
-        num_drafts = rows.num_drafts[computing]
-        num_tokens = rows.num_tokens[computing] + num_drafts
-        wrong = (ends > num_tokens) | (counts < 1)
-        if wrong.any():
-            row = int(computing[wrong][0])
-            refuse(f"a chunk of row {row} ends beyond its {rows.num_tokens[row]} tokens", row)
-        offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
-        rows.check_contents(computing, starts, ends)
-        # Then, find the rows that sample: rows without uncomputed tokens, and forks that join.
-        closing = np.flatnonzero(ends == num_tokens)
-        sources = np.array([*closing, *self._sources_of_joins(computing, closing)], dtype=np.int64)
-        sampling = np.array([*computing[closing], *rows.joining], dtype=np.int64)
-        step = FakeStep(
-            plan=plan,
-            rows=computing,
-            starts=starts,
-            ends=ends,
-            num_drafts=num_drafts,
-            write_rows=np.repeat(computing, counts),
-            write_positions=np.repeat(starts, counts) + offsets,
-            sampling=sampling,
-            sources=sources,
-            salts=rows.salts[sampling],
-            epochs=rows.epoch[sampling],
-            special=self._special_rows(computing, sampling, sources),
-            windows=self._windows,
-        )
-        self._check_pooling(step)
-        # Then, record the slots or pages that the step accesses in each group.
-        longest = step.longest
-        for group, tables in enumerate(rows.tables):
-            if rows.groups[group].kind is KVKind.STATE:
-                pages = np.array([tables[row] for row in computing.tolist()], dtype=np.int64)
-                rows.check_unshared(np.repeat(computing, pages.shape[1]), pages.reshape(-1))
-                step.pages[group] = pages
-                continue
-            lacking = rows.num_table_tokens[group, computing] < ends
-            if lacking.any():
-                row = int(computing[lacking][0])
-                refuse(f"row {row} has no slot for its new tokens in group {group}", row)
-            slots = rows.slots[group, step.write_rows, step.write_positions]
-            self._check_writable(step, slots)
-            step.write_slots[group] = slots
-            step.read_slots[group] = rows.slots[group, computing, :longest]
-        # Finally, advance the rows, as if all drafts were rejected.
-        rows.num_computed[computing] = ends - num_drafts
-        rows.num_computed[sampling] = step.num_tokens
-        rows.num_ever_computed = np.maximum(rows.num_ever_computed, rows.num_computed)
-        rows.num_tokens[sampling] += 1
-        rows.count_joined()
+        """Make the step of a plan, and check its accesses."""
+        # First, find the rows that compute, and their work.
+        rows = self.rows
+        computed = rows.compute(plan)
+        decodes = sorted(computed.decodes, key=lambda row: row.number)
+        found = [RowChunk(row, row.num_computed - 1, row.num_computed) for row in decodes]
+        found += [computed.chunks[chunk.row] for chunk in plan.chunks if chunk.num_new_tokens]
+        step, sampling = FakeStep(plan), set(computed.sampling)
+        for row, start, end, drafts in found:
+            each = RowStep(row, start, end, drafts, self._fingerprints[row.number])
+            step.rows.append(each)
+            if drafts:
+                self._write_drafts(each)
+            self._check_prompt(each, is_sampled=row in sampling)
+            self._add_accesses(each, step)
+        step.touched_blocks.update(block for copy in plan.copies for block in copy)
+        # Then, find the rows that sample, from logits of their own or of their sources.
+        sources = {each.row.number: each for each in step.rows}
+        step.sampling = [
+            SamplingRow(each.row, each, each.fingerprints)
+            for each in step.rows
+            if each.row in sampling
+        ]
+        step.sampling += [
+            SamplingRow(rows.live[fork.row], sources[fork.source_row], self._fingerprints[fork.row])
+            for fork in plan.forks
+            if fork.joins_step
+        ]
         return step
 
-    def _check_pooling(self, step: FakeStep) -> None:
-        """Refuse pooling rows that don't compute all tokens that they pool, or that need one step
-        but compute in several."""
-        for index, sample, admission in step.special:
-            pooling, row = admission.params.pooling, admission.row
-            if pooling is None:
+    def _write_drafts(self, step: RowStep) -> None:
+        """Write the fingerprints of drafts behind a row's tokens."""
+        row, refuse = step.row.number, self.history.refuse
+        self._check_known(step.row, "drafts")
+        if any(group.kind is KVKind.STATE for group in self._bounds.groups):
+            refuse(f"row {row} has drafts, but a state can't be cut behind those accepted", row)
+        if step.end >= self._bounds.max_num_tokens:
+            refuse(f"drafts leave no room for a token: row {row} has {step.num_tokens}", row)
+        extend_all(step.fingerprints, step.num_tokens, step.drafts)
+
+    def _check_prompt(self, step: RowStep, *, is_sampled: bool) -> None:
+        """Refuse a row that computes positions of a content which is in no slot, and a pooling row
+        that doesn't compute all tokens that it pools, or not in one step though it must."""
+        row, admission, refuse = step.row.number, step.row.admission, self.history.refuse
+        for span in spans_between(admission.content_spans, step.start, step.end):
+            if span.digest not in self._contents.values():
+                refuse(f"row {row} reads {span}, which no slot has", row)
+        pooling = admission.params.pooling
+        if pooling is None:
+            return
+        if pooling.reads_whole_prompt and admission.num_computed_tokens:
+            refuse(f"row {row} pools all tokens, but is admitted with some", row)
+        if pooling.in_one_step and (step.start or not is_sampled):
+            refuse(f"row {row} computes its prompt in several steps", row)
+
+    def _add_accesses(self, each: RowStep, step: FakeStep) -> None:
+        """Add the slots and pages that a row reads and writes in each group, and check them."""
+        size, row, refuse = self.block_size, each.row.number, self.history.refuse
+        for group, table in enumerate(each.row.tables):
+            if self._bounds.groups[group].kind is KVKind.STATE:
+                self._check_unshared(row, table)
+                each.pages[group] = np.array(table, dtype=np.int64)
+                step.touched_blocks.update(table)
                 continue
-            if pooling.reads_whole_prompt and admission.num_computed_tokens:
-                self.history.refuse(f"row {row} pools all tokens, but is admitted with some", row)
-            if pooling.in_one_step and (step.starts[index] or sample < 0):
-                self.history.refuse(f"row {row} computes its prompt in several steps", row)
+            if len(table) * size < each.end:
+                refuse(f"row {row} has no slot for its new tokens in group {group}", row)
+            end_block = -(-each.end // size)
+            written = table[each.start // size : end_block]
+            if HOLE_BLOCK in written:
+                refuse(f"row {row} would write into a hole", row)
+            self._check_unshared(row, written)
+            # The first query of a window sees the keys from start - window + 1 on.
+            window = self._bounds.groups[group].window
+            first = 0 if window is None else max(0, each.start - window + 1)
+            blocks = table[first // size : end_block]
+            step.touched_blocks.update(blocks)
+            starts = np.array(blocks, dtype=np.int64) * size
+            slots = (starts[:, None] + np.arange(size)).reshape(-1)
+            offset = first % size
+            each.slots[group] = slots[offset : offset + each.end - first]
 
-    def _sources_of_joins(self, computing: Ints, closing: Ints) -> list[int]:
-        """For each fork that joins the step, the index of its source row in `computing`."""
-        found = {int(computing[index]): int(index) for index in closing}
-        for row, source in self.rows.joining.items():
-            if source not in found:
-                self.history.refuse(f"row {row} joins row {source}, which closes no gap", row)
-            if self.rows.num_drafts[source]:
-                self.history.refuse(f"row {row} joins row {source}, which verifies drafts", row)
-        return [found[source] for source in self.rows.joining.values()]
-
-    def _check_writable(self, step: FakeStep, slots: Ints) -> None:
-        if int(slots.min()) < 0:
-            row = int(step.write_rows[slots < 0][0])
-            self.history.refuse(f"row {row} would write into a hole", row)
-        self.rows.check_unshared(step.write_rows, slots // self.block_size)
-
-    def _resolve(self, step: FakeStep) -> None:
-        """Compute the fingerprints of a step's tokens, since all of the tokens are now known."""
-        step.fingerprints = self.rows.fingerprints[step.rows, : step.longest]
-        step.written = self.rows.fingerprints[step.write_rows, step.write_positions]
+    def _check_unshared(self, row: int, blocks: list[int]) -> None:
+        """Refuse writes into a block that occurs in another row's table, or more than once in the
+        row's tables."""
+        for block in blocks:
+            if self._num_holders(block) != 1:
+                self.history.refuse(
+                    f"row {row} would write into block {block}, which is shared:"
+                    f" {self.rows.holders(block)} name it",
+                    row,
+                )
 
     def _overwrite_new(self, blocks: list[int]) -> None:
         """Overwrite newly assigned blocks. Refuses blocks that a step in flight accesses."""
         if not blocks:
             return
         for step in self._steps:
-            touched = np.isin(blocks, step.touched_blocks(self.block_size))
-            if touched.any():
-                block = blocks[int(np.argmax(touched))]
-                self.history.refuse(
-                    f"block {block} is given out, but step {step.plan.step_id}, which is in"
-                    " flight, uses it"
-                )
+            for block in blocks:
+                if block in step.touched_blocks:
+                    self.history.refuse(
+                        f"block {block} is given out, but step {step.plan.step_id}, which is in"
+                        " flight, uses it"
+                    )
         self.store.scribble(blocks)
 
     # ---- sampling ---------------------------------------------------------------------------
 
     def _sample(self, step: FakeStep) -> StepResult:
-        # First, sample a token for each row from the fake model, under its mask if it has one.
-        assert step.fingerprints is not None
-        rows = self.rows
-        failed = failed_rows(step, self.faults.nan_token_id)
-        last = step.last_fingerprints()
-        token_ids = self.model.next_tokens(last, step.salts)
-        for sample, row in enumerate(step.sampling.tolist()):
-            if row in step.masks:
-                draw = int(last[sample]), int(step.salts[sample])
-                token_ids[sample] = self.model.next_token(*draw, step.masks[row][0])
-        extras = [entry for entry in step.special if entry[1] >= 0]
-        for _, sample, admission in extras:
-            if admission.params.beam_width:
-                token_ids[sample] = self.model.beam_candidates(int(last[sample]), 1)[0][0]
-        # Then, append the tokens to the rows that still have the same sequence.
-        ends = step.num_tokens
-        still = (rows.epoch[step.sampling] == step.epochs) & (ends < rows.max_num_tokens)
-        rows.fingerprints[step.sampling[still], ends[still]] = extend_array(
-            last[still], token_ids[still]
-        )
-        # Rows with drafts also sample at the drafts.
-        several: dict[int, list[tuple[int, int]]] = {}
-        for sample in np.flatnonzero(step.num_drafts[step.sources]).tolist():
-            row = int(step.sampling[sample])
-            several[row] = verified(self.model, step, sample, int(token_ids[sample]))
-            if still[sample]:
-                rows.end_drafts(row, several[row])
-        # Finally, add log-probabilities and results of pooling, and leave out failed rows.
-        logprobs = {
-            admission.row: entries
-            for _, sample, admission in extras
-            if admission.row not in failed
-            and (
-                entries := logprobs_of(
-                    self.model,
-                    admission,
-                    several.get(admission.row, [(int(last[sample]), int(token_ids[sample]))]),
-                )
-            )
-        }
+        """Sample the rows of a step, and add their tokens to their fingerprints."""
+        rows: list[int] = []
+        token_ids: list[tuple[int, ...]] = []
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        failed: dict[int, str] = {}
+        pooled: dict[int, bytes] = {}
+        for sampler in step.sampling:
+            # First, sample. Also a failed row gets a token, which a step in flight may compute.
+            row, admission = sampler.row.number, sampler.row.admission
+            sampled = sampled_tokens(self.model, sampler, step.masks.get(row))
+            place = sampler.source.num_tokens + len(sampled) - 1
+            sampler.fingerprints[place] = extend(*sampled[-1])
+            self.rows.end_drafts(sampler.row, len(sampled) - 1)
+            if self.faults.nan_token_id in admission.token_ids:
+                failed[row] = f"NaN in the logits of row {row}"
+                continue
+            # Then, add what the request asks for.
+            rows.append(row)
+            if admission.params.pooling is not None:
+                pooled[row] = fake_pooled(sampled[0][0])
+                token_ids.append(())
+                continue
+            token_ids.append(tuple(token_id for _, token_id in sampled))
+            if entries := logprobs_of(self.model, admission, sampled):
+                logprobs[row] = entries
         prompt_logprobs = {
-            admission.row: entries
-            for index, _, admission in step.special
-            if (entries := prompt_logprobs_of(step, index, admission))
-        }
-        pooled = {row: got for row, got in pooled_rows(step).items() if row not in failed}
-        sampled = [
-            (row, () if row in pooled else (token_id,))
-            for row, token_id in zip(step.sampling.tolist(), token_ids.tolist(), strict=True)
-            if row not in failed
-        ]
-        tokens_of = {
-            row: tuple(token_id for _, token_id in found) for row, found in several.items()
+            each.row.number: entries for each in step.rows if (entries := prompt_logprobs_of(each))
         }
         return StepResult(
-            step.plan.step_id,
-            [row for row, _ in sampled],
-            [tokens_of.get(row, tokens) for row, tokens in sampled],
-            logprobs,
-            prompt_logprobs,
-            failed,
-            pooled,
+            step.plan.step_id, rows, token_ids, logprobs, prompt_logprobs, failed, pooled
         )
 
     # ---- injected failures ------------------------------------------------------------------
-
-    def _asks_for_more(self, row: int) -> bool:
-        admission, faults = self.rows.admission[row], self.faults
-        assert admission is not None
-        params = admission.params
-        if params.logprobs is not None or params.prompt_logprobs is not None or params.beam_width:
-            return True
-        if params.pooling is not None:
-            return True
-        return any(
-            token_id is not None and token_id in admission.token_ids
-            for token_id in (faults.poison_token_id, faults.nan_token_id)
-        )
-
-    def _special_rows(
-        self, computing: Ints, sampling: Ints, sources: Ints
-    ) -> list[tuple[int, int, RowAdmission]]:
-        found = [
-            (int(sources[sample]), sample, self.rows.admission[sampling[sample]])
-            for sample in np.flatnonzero(self._is_special[sampling]).tolist()
-        ]
-        others = self._is_special[computing]
-        others[sources] = False
-        found += [
-            (index, -1, self.rows.admission[computing[index]])
-            for index in np.flatnonzero(others).tolist()
-        ]
-        return [(*place, admission) for *place, admission in found if admission is not None]
-
-    def _inject_at_execute(self, step: FakeStep) -> None:
-        poison = self.faults.poison_token_id
-        is_poisoned = any(poison in admission.token_ids for *_, admission in step.special)
-        if is_poisoned or self.faults.hits_execute(step.plan.step_id):
-            self._fail(step, "execute")
 
     def _fail(self, step: FakeStep, where: str) -> NoReturn:
         """Raise the failure of a step. Its blocks are overwritten, as if it had failed halfway."""

@@ -3,120 +3,101 @@
 Only `fake_runner` uses it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.core.step import RowAdmission, StepPlan, TokenLogprobs
-from quire.simulation.fakes.fake_model import FakeModel, Fingerprints, fake_logprobs, fake_pooled
-from quire.simulation.fakes.fake_rows import Ints
+from quire.simulation.fakes.fake_model import (
+    FakeModel,
+    Fingerprints,
+    branch_salt,
+    fake_logprobs,
+)
+from quire.simulation.plan_rows import PlanRow
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class RowStep:
+    """The work of a row that computes tokens in a step, and its accesses to the KV cache."""
+
+    row: PlanRow
+    #: Number of computed tokens before the step.
+    start: int
+    #: Number of computed tokens after the step, drafts included.
+    end: int
+    #: The last of these tokens, which the step verifies.
+    drafts: tuple[int, ...]
+    #: At [i], the fingerprint of the row's tokens 0 to i. The sequence's own array, to which later
+    #: tokens are added.
+    fingerprints: Fingerprints
+    #: For each group with slots, the slots of the tokens that the row reads, up to the last one
+    #: that it writes.
+    slots: dict[int, Ints] = field(default_factory=dict)
+    #: For each group of states, the pages that the row reads and writes.
+    pages: dict[int, Ints] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of computed tokens after the step, without drafts."""
+        return self.end - len(self.drafts)
+
+    def written_slots(self, group: int) -> Ints:
+        """The slots of the tokens that the step computes in a group with slots."""
+        return self.slots[group][self.start - self.end :]
+
+
+class SamplingRow(NamedTuple):
+    """A row that samples in a step."""
+
+    row: PlanRow
+    #: The row from whose logits it samples: the source row for a fork that joins, and the row
+    #: itself otherwise.
+    source: RowStep
+    #: See `RowStep`.
+    fingerprints: Fingerprints
 
 
 @dataclass(slots=True)
 class FakeStep:
-    """A step whose forward pass has not run yet.
-
-    In shapes, R is the number of computing rows, W of written tokens, and S of sampling rows.
-    """
+    """A step whose forward pass has not run yet."""
 
     plan: StepPlan
-    #: Rows that compute, [R].
-    rows: Ints
-    #: Number of computed tokens of these rows before the step, [R].
-    starts: Ints
-    #: Number of computed tokens of these rows after the step, drafts included, [R].
-    ends: Ints
-    #: Number of drafts among the computed tokens of these rows, [R].
-    num_drafts: Ints
-    #: The row of each written token, [W].
-    write_rows: Ints
-    #: The position of each written token in its row, [W].
-    write_positions: Ints
-    #: Rows that sample, [S].
-    sampling: Ints
-    #: For each sampling row, the index in `rows` of the row whose logits it samples, [S]. This is
-    #: the source row for a fork that joins, and the row itself otherwise.
-    sources: Ints
-    #: The `branch_salt` of each sampling row, [S].
-    salts: Fingerprints
-    #: The epoch of each sampling row, [S]. If the row has another epoch at the result, its token is
-    #: dropped.
-    epochs: Ints
-    #: Rows that fail, or whose result is more than a token, such as log-probabilities. Entries are
-    #: (index in `rows`, index in `sampling` or -1, admission). A fork that joins has the index of
-    #: its source row, but computes no prompt.
-    special: list[tuple[int, int, RowAdmission]]
-    #: For each group with slots, the slot of each written token, [W].
-    write_slots: dict[int, Ints] = field(default_factory=dict)
-    #: For each group with slots, the slots of each row's tokens, [R, longest].
-    read_slots: dict[int, Ints] = field(default_factory=dict)
-    #: For each group of states, the pages that each row reads and writes, [R, pages of a state].
-    pages: dict[int, Ints] = field(default_factory=dict)
-    #: For each group with a window, the tokens of the window.
-    windows: dict[int, int] = field(default_factory=dict)
+    #: The rows that compute: decoding rows by number, then the rows of chunks.
+    rows: list[RowStep] = field(default_factory=list)
+    sampling: list[SamplingRow] = field(default_factory=list)
+    #: All blocks that the step reads, writes or copies.
+    touched_blocks: set[int] = field(default_factory=set)
     #: For each row with masks, a bitmask of the tokens that may be sampled at each position.
     masks: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
-    #: The fingerprint after each token, [R, longest]; None until the previous step's tokens are
-    #: known.
-    fingerprints: Fingerprints | None = None
-    #: The fingerprint after each written token, [W]; None while `fingerprints` is None.
-    written: Fingerprints | None = None
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that any row has computed after the step."""
-        return int(self.ends.max())
-
-    @property
-    def num_tokens(self) -> Ints:
-        """The number of tokens of each sampling row without drafts, [S]."""
-        found: Ints = (self.ends - self.num_drafts)[self.sources]
-        return found
-
-    def last_fingerprints(self) -> Fingerprints:
-        """The fingerprint of all tokens of each sampling row without drafts, [S]."""
-        assert self.fingerprints is not None
-        return self.fingerprints[self.sources, self.num_tokens - 1]
-
-    def touched_blocks(self, block_size: int) -> npt.NDArray[np.bool_] | Ints:
-        """All blocks that the step reads, writes or copies; a block may occur several times."""
-        parts = [
-            slots[self.in_context(group)] // block_size for group, slots in self.read_slots.items()
-        ]
-        parts += [pages.reshape(-1) for pages in self.pages.values()]
-        copied = [block for copy in self.plan.copies for block in copy]
-        return np.concatenate([*parts, np.array(copied, dtype=np.int64)])
-
-    def in_context(self, group: int) -> npt.NDArray[np.bool_]:
-        """Whether each row reads or writes each position in a group with slots, [R, longest]."""
-        positions = np.arange(self.longest)
-        found = positions < self.ends[:, None]
-        if group in self.windows:
-            found &= positions > self.starts[:, None] - self.windows[group]
-        return found
 
 
-def verified(
-    model: FakeModel, step: FakeStep, sample: int, first_token_id: int
+def sampled_tokens(
+    model: FakeModel, sampler: SamplingRow, masks: Sequence[bytes] | None
 ) -> list[tuple[int, int]]:
-    """The tokens that a row with drafts samples, each with the fingerprint of the tokens before it.
+    """The tokens that a row samples, each with the fingerprint of the tokens before it. A row with
+    drafts samples until a token differs from its draft.
 
-    sample: the row's index in `step.sampling`. first_token_id: the token sampled at the row's last
-    token.
+    `masks` has a bitmask of the allowed tokens for each position; None allows all.
     """
-    assert step.fingerprints is not None
-    row, index = int(step.sampling[sample]), int(step.sources[sample])
-    drafts = next(chunk.draft_token_ids for chunk in step.plan.chunks if chunk.row == row)
-    masks = step.masks.get(row)
-    last = int(step.num_tokens[sample]) - 1
-    found = [(int(step.fingerprints[index, last]), first_token_id)]
-    for count, draft in enumerate(drafts, 1):
-        if found[-1][1] != draft:
-            break
-        prefix = int(step.fingerprints[index, last + count])
+    admission, source = sampler.row.admission, sampler.source
+    fingerprints, last = sampler.fingerprints, source.num_tokens - 1
+    if admission.params.beam_width:
+        prefix = int(fingerprints[last])
+        return [(prefix, model.beam_candidates(prefix, 1)[0][0])]
+    salt = branch_salt(admission.params.seed, admission.branch_index)
+    found: list[tuple[int, int]] = []
+    for count in range(1 + len(source.drafts)):
+        prefix = int(fingerprints[last + count])
         mask = None if masks is None else masks[count]
-        found.append((prefix, model.next_token(prefix, int(step.salts[sample]), mask)))
+        found.append((prefix, model.next_token(prefix, salt, mask)))
+        if count < len(source.drafts) and found[-1][1] != source.drafts[count]:
+            break
     return found
 
 
@@ -139,37 +120,14 @@ def logprobs_of(
     return tuple(fake_logprobs(prefix, token_id, params.logprobs) for prefix, token_id in sampled)
 
 
-def prompt_logprobs_of(
-    step: FakeStep, index: int, admission: RowAdmission
-) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities of the prompt tokens that the step's computed positions predict."""
+def prompt_logprobs_of(step: RowStep) -> tuple[TokenLogprobs, ...]:
+    """The log-probabilities of the prompt tokens that a row's computed positions predict. Empty if
+    the request asks for none."""
+    admission = step.row.admission
     count = admission.params.prompt_logprobs
-    if count is None or admission.row != step.rows[index]:
+    if count is None:
         return ()
-    assert step.fingerprints is not None
-    start, end = int(step.starts[index]), int(step.ends[index])
     return tuple(
-        fake_logprobs(
-            int(step.fingerprints[index, position - 1]), admission.token_ids[position], count
-        )
-        for position in range(start + 1, min(end + 1, admission.num_prompt_tokens))
+        fake_logprobs(int(step.fingerprints[position - 1]), admission.token_ids[position], count)
+        for position in range(step.start + 1, min(step.end + 1, admission.num_prompt_tokens))
     )
-
-
-def pooled_rows(step: FakeStep) -> dict[int, bytes]:
-    """The results of pooling rows that have computed their whole prompt, by row."""
-    last = step.last_fingerprints()
-    return {
-        admission.row: fake_pooled(last[sample])
-        for _, sample, admission in step.special
-        if admission.params.pooling is not None and sample >= 0
-    }
-
-
-def failed_rows(step: FakeStep, nan_token_id: int | None) -> dict[int, str]:
-    """The errors, by row, of the rows that fail instead of sampling; other rows succeed."""
-    return {
-        admission.row: f"NaN in the logits of row {admission.row}"
-        for _, sample, admission in step.special
-        if nan_token_id in admission.token_ids and sample >= 0
-    }

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from quire.core.step import BlockCopy
 from quire.simulation.fakes.fake_model import mix
-from quire.simulation.fakes.fake_rows import Ints, PlanHistory
-from quire.simulation.fakes.fake_step import FakeStep
+from quire.simulation.fakes.fake_step import FakeStep, Ints, RowStep
+from quire.simulation.plan_rows import PlanHistory
 
 
 class BlockBytes(NamedTuple):
@@ -54,10 +54,11 @@ class FakeStore:
         """Overwrite all slots and blocks that a failed step would have written, since it may have
         written some."""
         self.scribble([copy.target for copy in step.plan.copies])
-        for slots in step.write_slots.values():
-            self._slots[slots] = SCRIBBLE
-        for pages in step.pages.values():
-            self.scribble(pages.reshape(-1).tolist())
+        for each in step.rows:
+            for group in each.slots:
+                self._slots[each.written_slots(group)] = SCRIBBLE
+            for pages in each.pages.values():
+                self.scribble(pages.tolist())
 
     def read_block(self, block: int) -> BlockBytes:
         """The content of a block, which a tier stores."""
@@ -82,27 +83,31 @@ class FakeStore:
 
     def write(self, step: FakeStep) -> None:
         """Write the tokens that a step computes; no slot may be written twice."""
-        assert step.written is not None
-        numbers = step.plan.step_id * MAX_NUM_ROWS + step.write_rows
-        for group, slots in step.write_slots.items():
-            self._slots[slots] = step.written ^ self._group_salts[group]
-            self._writer[slots] = numbers
+        written = [(each, group) for each in step.rows for group in each.slots]
+        for each, group in written:
+            slots = each.written_slots(group)
+            computed = each.fingerprints[each.start : each.end]
+            self._slots[slots] = computed ^ self._group_salts[group]
+            self._writer[slots] = step.plan.step_id * MAX_NUM_ROWS + each.row.number
             self._num_state_tokens[slots // self._block_size] = -1
-        for slots in step.write_slots.values():
-            twice = self._writer[slots] != numbers
+        for each, group in written:
+            slots, number = each.written_slots(group), each.row.number
+            twice = self._writer[slots] != step.plan.step_id * MAX_NUM_ROWS + number
             if twice.any():
-                slot, row = int(slots[twice][0]), int(step.write_rows[twice][0])
-                self._history.refuse(f"two rows wrote slot {slot} in step {step.plan.step_id}", row)
+                slot = slots[twice][0]
+                self._history.refuse(
+                    f"two rows wrote slot {slot} in step {step.plan.step_id}", number
+                )
 
     def read_back(self, step: FakeStep) -> None:
         """Read the whole context of each row through its tables, and compare its fingerprints."""
-        assert step.fingerprints is not None
-        for group, slots in step.read_slots.items():
-            read = self._slots[slots] ^ self._group_salts[group]
-            wrong = (read != step.fingerprints) | (slots < 0)
-            wrong &= step.in_context(group)
-            if wrong.any():
-                self._explain(step, group, wrong)
+        for each in step.rows:
+            for group, slots in each.slots.items():
+                read = self._slots[slots] ^ self._group_salts[group]
+                wrong = read != each.fingerprints[each.end - len(slots) : each.end]
+                wrong |= slots < 0
+                if wrong.any():
+                    self._explain(step, each, group, int(np.argmax(wrong)))
 
     def advance_states(self, step: FakeStep) -> None:
         """Check and replace the states of all rows, in place.
@@ -110,44 +115,40 @@ class FakeStore:
         A row reads the state after its previously computed tokens, if any, and writes the state
         after the tokens of this step.
         """
-        assert step.fingerprints is not None
         store = self._slots.reshape(-1, self._block_size)
-        goes_on = step.starts > 0
-        each = np.arange(len(step.rows))
-        for group, pages in step.pages.items():
-            salts = self._page_salts(group, pages.shape[1])
-            before = step.fingerprints[each, np.maximum(step.starts, 1) - 1]
-            wrong = (store[pages] != (before[:, None] ^ salts)[..., None]).any(axis=2)
-            wrong |= self._num_state_tokens[pages] != step.starts[:, None]
-            wrong &= goes_on[:, None]
-            if wrong.any():
-                self._explain_state(step, group, wrong)
-            after = step.fingerprints[each, step.ends - 1]
-            store[pages] = (after[:, None] ^ salts)[..., None]
-            self._num_state_tokens[pages] = step.ends[:, None]
-            numbers = step.plan.step_id * MAX_NUM_ROWS + step.rows
-            self._writer.reshape(-1, self._block_size)[pages] = numbers[:, None, None]
+        writer = self._writer.reshape(-1, self._block_size)
+        for each in step.rows:
+            for group, pages in each.pages.items():
+                salts = self._page_salts(group, len(pages))
+                if each.start:
+                    before = each.fingerprints[each.start - 1] ^ salts
+                    wrong = (store[pages] != before[:, None]).any(axis=1)
+                    wrong |= self._num_state_tokens[pages] != each.start
+                    if wrong.any():
+                        self._explain_state(step, each, group, int(np.argmax(wrong)))
+                store[pages] = (each.fingerprints[each.end - 1] ^ salts)[:, None]
+                self._num_state_tokens[pages] = each.end
+                writer[pages] = step.plan.step_id * MAX_NUM_ROWS + each.row.number
 
     def _page_salts(self, group: int, count: int) -> npt.NDArray[np.uint64]:
         salt = int(self._group_salts[group])
         return np.array([mix(salt + index + 1) for index in range(count)], dtype=np.uint64)
 
-    def _explain_state(self, step: FakeStep, group: int, wrong: npt.NDArray[np.bool_]) -> None:
-        index, place = (int(found[0]) for found in np.nonzero(wrong))
-        row, page = int(step.rows[index]), int(step.pages[group][index, place])
+    def _explain_state(self, step: FakeStep, each: RowStep, group: int, place: int) -> None:
+        row, page = each.row.number, int(each.pages[group][place])
         count, holds = int(self._num_state_tokens[page]), "no state"
         if count >= 0:
             step_id, writer = divmod(int(self._writer[page * self._block_size]), MAX_NUM_ROWS)
             holds = f"a state after {count} tokens, of row {writer} in step {step_id}"
         self._history.refuse(
             f"step {step.plan.step_id}: row {row} goes on from a wrong state in group {group}, page"
-            f" {place} (block {page}): it has {step.starts[index]} tokens, the page holds {holds}",
+            f" {place} (block {page}): it has {each.start} tokens, the page holds {holds}",
             row,
         )
 
-    def _explain(self, step: FakeStep, group: int, wrong: npt.NDArray[np.bool_]) -> None:
-        index, position = (int(found[0]) for found in np.nonzero(wrong))
-        row, slot = int(step.rows[index]), int(step.read_slots[group][index, position])
+    def _explain(self, step: FakeStep, each: RowStep, group: int, place: int) -> None:
+        slots, row = each.slots[group], each.row.number
+        slot, position = int(slots[place]), each.end - len(slots) + place
         wrote = "no row"
         if slot >= 0 and self._slots[slot] != SCRIBBLE:
             step_id, writer = divmod(int(self._writer[slot]), MAX_NUM_ROWS)
