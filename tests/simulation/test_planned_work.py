@@ -35,11 +35,11 @@ class WatchedSimulator(Simulator):
         assert len(set(work.sampled)) == len(work.sampled)
         entries = [
             block
-            for row in self.counter._rows.values()
-            for block in row.blocks
+            for row in self.counter._rows.live.values()
+            for block in row.tables[0]
             if block != HOLE_BLOCK
         ]
-        assert self.counter._common.num_common == len(entries) - len(set(entries))
+        assert self.counter._rows.num_common[0] == len(entries) - len(set(entries))
         assert work.num_read <= work.load.num_decode_pairs
         return super().on_plan(plan)
 
@@ -136,3 +136,26 @@ def test_blocks_and_releases_are_counted() -> None:
     assert (work.num_new_blocks, work.num_releases) == (1, 1)
     counter.reset()
     assert counter.count(StepPlan(3, 1, 1, admit=(admitted(0, 1),))).load == StepLoad(1, 1)
+
+
+def test_a_plan_that_contradicts_the_rows_is_refused() -> None:
+    counter = PlannedWorkCounter(4)
+    counter.count(StepPlan(0, 1, 3, admit=(admitted(0, 3),), chunks=(Chunk(0, 3),)))
+    with pytest.raises(AssertionError, match="release of row 1, which is not live") as caught:
+        counter.count(StepPlan(1, 0, 0, release=(1,)))
+    assert str(caught.value).splitlines()[1:] == [
+        "the last plans, for row 1:",
+        "  step 0: 1 rows, 3 tokens",
+        "  step 1: 0 rows, 0 tokens; release 1",
+    ]
+    with pytest.raises(AssertionError, match="1 tokens to compute, the plan says 2"):
+        counter.count(StepPlan(2, 1, 2))
+
+
+def test_a_row_whose_drafts_have_no_result_is_refused() -> None:
+    counter = PlannedWorkCounter(4)
+    counter.count(StepPlan(0, 1, 3, admit=(admitted(0, 3),), chunks=(Chunk(0, 3),)))
+    work = counter.count(StepPlan(1, 1, 3, chunks=(Chunk(0, 3, (8, 9)),)))
+    assert (work.load, work.sampled) == (StepLoad().with_chunk(3, 3), (0,))
+    with pytest.raises(AssertionError, match="row 0 computes while its drafts are in flight"):
+        counter.count(StepPlan(2, 1, 1))

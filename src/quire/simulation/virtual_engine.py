@@ -128,7 +128,7 @@ class EngineShape:
 
 
 class CountingRunner:
-    """A `core.step.Runner` that trusts all plans: it counts work and invents tokens.
+    """A `core.step.Runner` that counts work and invents tokens.
 
     The candidates of a beam have random log-probabilities, so that beams fork and end as those of a
     model do.
