@@ -110,6 +110,10 @@ def test_options_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
     cost_file = StepCostFile(tmp_path / "costs.json")
     with pytest.raises(ConfigurationError, match="tensor_parallel_size is 2, but plans are made"):
         Planner({"tensor_parallel_size": 2}, cost_file)
+    with pytest.raises(ConfigurationError, match="cache_dir is '/kept', but plans and replays"):
+        Planner({"cache_dir": "/kept"}, cost_file)
+    with pytest.raises(ConfigurationError, match="host_cache_size is 8589934592, but plans and"):
+        Planner({"host_cache_size": "8GiB"}, cost_file)
     with pytest.raises(ConfigurationError, match="quantization is 'int3', but must be"):
         Planner({}, cost_file).measure("int3", "auto", 100, 0.01)
     with pytest.raises(ConfigurationError, match="max_model_len is 50, but steps are measured"):

@@ -92,6 +92,11 @@ class Planner:
                 f"speculation is {self._options.speculation!r}, but plans and replays simulate no"
                 " drafts; leave it out"
             )
+        for name, value in self._options.given_tiers.items():
+            raise ConfigurationError(
+                f"{name} is {value}, but plans and replays simulate no tiers behind the KV cache;"
+                " leave it out"
+            )
         self.tunes = self._options.block_size == AUTO_BLOCK_SIZE
         if self.tunes:
             self._options = replace(self._options, block_size=DEFAULT)
