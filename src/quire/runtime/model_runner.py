@@ -441,6 +441,7 @@ class ModelRunner:
         return found
 
     def _change_rows(self, plan: StepPlan) -> None:
+        assert not plan.content_loads, f"step {plan.step_id} loads contents, but no model takes any"
         self._rows.change(plan)
         for row in plan.release:
             self._sampler.rows.clear_row(row)
