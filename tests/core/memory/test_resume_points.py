@@ -112,3 +112,23 @@ def test_nothing_is_left_of_ends_whose_contents_are_forgotten(
     serving.memory.prefixes.clear()
     assert not ends._points and not ends._named
     invariants.check_memory(serving.memory, [])
+
+
+def test_the_rest_of_lost_states_is_freed_in_the_order_of_eviction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serving = Serving(FULL, state(3))
+    for seed in range(6):
+        serving.serve(tokens(30, seed=seed))
+    memory = serving.memory
+    firsts = [
+        key
+        for key in memory.pool.content
+        if key is not None and key[0] == 1 and key[1][-2:] == b"\0\0"
+    ]
+    assert len(firsts) >= 6
+    states = [memory.snapshots.find(key[1][:-2]) or () for key in firsts]
+    forgotten: list[int] = []
+    monkeypatch.setattr(memory.pool, "forget", forgotten.append)
+    memory.snapshots.forget_rest(firsts)
+    assert forgotten == [page for pages, *_ in states for page in pages]

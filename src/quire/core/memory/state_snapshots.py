@@ -146,7 +146,9 @@ class StateSnapshots:
         """Forget the other blocks of states that lost a block by eviction, since an incomplete
         state is useless."""
         groups = {rule.group for rule in self._rules}
-        for digest in {name[:DIGEST_BYTES] for group, name in evicted if group in groups}:
+        digests = [name[:DIGEST_BYTES] for group, name in evicted if group in groups]
+        # A dict keeps the order of eviction, which a set of bytes does not keep in all processes.
+        for digest in dict.fromkeys(digests):
             for rule in self._rules:
                 for index in range(rule.num_blocks):
                     name = page_name(digest, index)
