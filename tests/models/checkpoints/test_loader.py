@@ -2,7 +2,6 @@
 
 import json
 import logging
-import subprocess
 import sys
 
 import pytest
@@ -376,7 +375,6 @@ def test_the_size_is_known_before_loading(quantization, tied, save_checkpoint):
 
 
 MEASURE = """
-import sys
 from pathlib import Path
 import torch
 from quire.kernels.cpu.selection import select_kernels
@@ -390,9 +388,9 @@ def peak_mib():
         line = next(line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 
-folder, kernels, dtype = Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
+folder, kernels, dtype = Path(words[0]), words[1], getattr(torch, words[2])
 config = load_config(folder)
-weight_format = load_weight_format(sys.argv[4] if sys.argv[4:] else None)
+weight_format = load_weight_format(words[3] if words[3:] else None)
 methods = LinearMethods(weight_format.method(select_kernels(kernels, 2, dtype)))
 before = peak_mib()
 options = {"dtype": dtype, "device": torch.device("cpu"), "max_model_len": 64}
@@ -438,33 +436,29 @@ def _save_zeros(folder, stored, num_shards):
     _save_in_shards(folder, zeros, num_shards)
 
 
-def _measured_mib(folder, *arguments):
+def _measured_mib(forks, folder, *arguments):
     """(what the model takes, what its loading added to the peak of a process)."""
-    output = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    model_mib, grown_mib = map(float, output.stdout.split())
+    status, output = forks.run(f"words = {[str(folder), *arguments]}\n{MEASURE}")
+    assert status == 0, output
+    model_mib, grown_mib = map(float, output.split())
     return model_mib, grown_mib
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("stored", "num_shards"), [(torch.float32, 12), (torch.bfloat16, 1)])
-def test_loading_takes_hardly_more_memory_than_the_model(stored, num_shards, tmp_path):
+def test_loading_takes_hardly_more_memory_than_the_model(stored, num_shards, tmp_path, forks):
     _save_zeros(tmp_path, stored, num_shards)
-    model_mib, grown_mib = _measured_mib(tmp_path, "torch", "float32")
+    model_mib, grown_mib = _measured_mib(forks, tmp_path, "torch", "float32")
     assert model_mib > 270
     assert model_mib - 8 < grown_mib < model_mib + 64, f"{grown_mib=} for {model_mib=}"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_packing_takes_hardly_more_memory_than_what_is_packed(tmp_path, kernels):
+def test_packing_takes_hardly_more_memory_than_what_is_packed(tmp_path, kernels, forks):
     """Unpacked, a model or its largest tensor would show: 62 MiB in bf16, 125 in fp32."""
     _save_zeros(tmp_path, torch.bfloat16, 1)
     for arguments, smallest_mib in ((["bfloat16"], 134), (["bfloat16", "int8"], 129)):
-        model_mib, grown_mib = _measured_mib(tmp_path, kernels.isa, *arguments)
+        model_mib, grown_mib = _measured_mib(forks, tmp_path, kernels.isa, *arguments)
         assert smallest_mib < model_mib < smallest_mib + 4
         assert model_mib - 8 < grown_mib < model_mib + 40, f"{grown_mib=} for {model_mib=}"
 
