@@ -9,17 +9,31 @@ NEAR_TIE = 1e-4
 """A difference counts as a near-tie only where the reference's two best logits lie within this."""
 
 
-@torch.inference_mode()
+class Reference:
+    """A model of transformers, which computes the logits of equal tokens once."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._logits: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V] in fp32."""
+        key = tuple(token_ids)
+        if key not in self._logits:
+            self._logits[key] = self.model(torch.tensor([key])).logits[0].float()
+        return self._logits[key]
+
+
 def assert_greedy(
-    model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int], what: str
+    reference: Reference, prompt: Sequence[int], output: Sequence[int], what: str
 ) -> int:
     """Assert that each output token is the reference's own choice after those before it.
 
     Equal to comparing with `generate`, but shows the logits where it fails. A near-tie is printed;
     returns how many there were.
     """
-    token_ids = torch.tensor([[*prompt, *output]])
-    logits = model(token_ids).logits[0, len(prompt) - 1 : -1].float()
+    logits = reference.logits([*prompt, *output])[len(prompt) - 1 : -1]
     best = logits.topk(2, dim=-1)
     num_ties = 0
     for index, token_id in enumerate(output):

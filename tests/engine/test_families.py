@@ -7,16 +7,16 @@ there.
 import json
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.reference import assert_greedy
+from tests.engine.reference import Reference, assert_greedy
 from tests.engine.tier_law import eager
 from tests.models.family_shapes import FAMILIES, make_config
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from quire.assembly import tier_identity
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
@@ -40,11 +40,25 @@ QUANTIZATIONS = ("int8", "int4")
 
 @dataclass(frozen=True)
 class Family:
-    """A checkpoint, and transformers' model of it in fp32."""
+    """A checkpoint, transformers' model of it in fp32, and engines that several tests share."""
 
     folder: Path
-    reference: PreTrainedModel
+    reference: Reference
     quantization: str
+
+    @cached_property
+    def whole(self) -> LLM:
+        """In fp32; prompts are computed in one step."""
+        return make_llm(self)
+
+    @cached_property
+    def crowded(self) -> LLM:
+        """In fp32; prompts are computed in chunks."""
+        return make_llm(self, **CROWDED)
+
+    @cached_property
+    def crowded_bf16(self) -> LLM:
+        return make_llm(self, **CROWDED, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -69,7 +83,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
     turn = list(FAMILIES).index(request.param) % len(QUANTIZATIONS)
-    return Family(folder, model, QUANTIZATIONS[turn])
+    return Family(folder, Reference(model), QUANTIZATIONS[turn])
 
 
 def make_llm(family: Family, **options: Any) -> LLM:
@@ -77,17 +91,11 @@ def make_llm(family: Family, **options: Any) -> LLM:
     return LLM(str(family.folder), skip_tokenizer_init=True, **(sizes | options))
 
 
-@cache
-def most_blocks(folder: Path, dtype: str) -> int:
-    """The most blocks that a sequence of full length holds, whatever the format of the weights."""
-    sizes = {"max_model_len": MAX_MODEL_LEN, "dtype": dtype}
-    llm = LLM(str(folder), skip_tokenizer_init=True, **sizes, **CROWDED)
-    return llm.engine.scheduler.memory.growth.most_to_hold(MAX_MODEL_LEN)
-
-
 def make_cramped_llm(family: Family, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
     """With memory for a little more than one sequence of full length: some are preempted."""
-    num_blocks = most_blocks(family.folder, options.get("dtype", "float32")) + 1
+    # The most blocks that it holds, whatever the format of the weights.
+    alike = family.crowded_bf16 if options.get("dtype") == "bfloat16" else family.crowded
+    num_blocks = alike.engine.scheduler.memory.growth.most_to_hold(MAX_MODEL_LEN) + 1
     monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
     llm = make_llm(family, **CROWDED, **options, num_blocks=num_blocks)
     llm.engine.scheduler.admission.capacity.forecast.lengths = NoGrowth()
@@ -115,8 +123,8 @@ def assert_equal_to_transformers(family: Family, outputs: list[RequestOutput], w
         for branch in output.outputs:
             where = f"{what}, prompt of {len(ids)}"
             assert_greedy(family.reference, ids, branch.token_ids, where)
-            logits = family.reference(torch.tensor([[*ids, *branch.token_ids]])).logits
-            expected = logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
+            logits = family.reference.logits([*ids, *branch.token_ids])
+            expected = logits[len(ids) - 1 : -1].log_softmax(-1)
             expected = expected.gather(1, torch.tensor(branch.token_ids)[:, None])[:, 0]
             assert branch.logprobs is not None
             chosen = zip(branch.token_ids, branch.logprobs, strict=True)
@@ -130,13 +138,13 @@ def assert_equal_to_transformers(family: Family, outputs: list[RequestOutput], w
 def test_tokens_equal_transformers(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, in chunks, from the prefix cache, forked and preempted."""
     prompts = make_prompts()
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=0)
-    forked = SamplingParams(
-        n=2, temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=0
+    greedy, forked = (
+        SamplingParams(n=n, temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=0)
+        for n in (1, 2)
     )
-    whole = make_llm(family).generate(prompts, greedy, use_tqdm=False)
+    whole = family.whole.generate(prompts, greedy, use_tqdm=False)
     assert_equal_to_transformers(family, whole, "whole")
-    llm = make_llm(family, **CROWDED)
+    llm = family.crowded
     assert_equal_to_transformers(family, llm.generate(prompts, forked, use_tqdm=False), "chunked")
     again = llm.generate(prompts, greedy, use_tqdm=False)
     assert_equal_to_transformers(family, again, "from the prefix cache")
@@ -185,14 +193,13 @@ def test_beams_have_the_probabilities_of_transformers(family: Family) -> None:
     prompt = make_prompts()[3]
     wish = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
     ids = prompt["prompt_token_ids"]
-    (alone,) = make_llm(family).beam_search([prompt], wish, use_tqdm=False)
-    (crowded,) = make_llm(family, **CROWDED).beam_search([prompt], wish, use_tqdm=False)
+    (alone,) = family.whole.beam_search([prompt], wish, use_tqdm=False)
+    (crowded,) = family.crowded.beam_search([prompt], wish, use_tqdm=False)
     assert len(alone.sequences) == 3
     for beam, other in zip(alone.sequences, crowded.sequences, strict=True):
         assert beam.tokens == other.tokens
         tokens = beam.tokens if beam.tokens[: len(ids)] == ids else [*ids, *beam.tokens]
-        with torch.inference_mode():
-            logprobs = family.reference(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        logprobs = family.reference.logits(tokens)[:-1].log_softmax(-1)
         own = logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[len(ids) - 1 :].sum()
         assert abs(beam.cum_logprob - float(own)) < 1e-3
 

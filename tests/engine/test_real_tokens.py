@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.reference import assert_greedy
+from tests.engine.reference import Reference, assert_greedy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.core.sampling_params import SamplingParams
@@ -68,11 +68,11 @@ def assert_tokens_equal(llm: LLM, reference: PreTrainedModel, every: int = 1) ->
     outputs = llm.generate([*ENGLISH[::every], *CODE[::every]], GREEDY, use_tqdm=False)
     outputs += llm.chat(chats, GREEDY, use_tqdm=False)
     assert len(outputs) == 30 // every
-    num_ties = 0
+    num_ties, told = 0, Reference(reference)
     for output in outputs:
         token_ids = output.outputs[0].token_ids
         assert len(token_ids) == GREEDY.max_tokens
-        num_ties += assert_greedy(reference, output.prompt_token_ids, token_ids, str(output.prompt))
+        num_ties += assert_greedy(told, output.prompt_token_ids, token_ids, str(output.prompt))
     assert num_ties <= 1
 
 

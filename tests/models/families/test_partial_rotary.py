@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from tests.engine.reference import assert_greedy
+from tests.engine.reference import Reference, assert_greedy
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedModel
 
 from quire.core.sampling_params import SamplingParams
@@ -121,7 +121,7 @@ def test_tokens_equal_transformers(kernels, use_qk_norm, save):
     torch.set_num_threads(1)
     num_layers, num_tokens = (1, 3) if kernels == "triton" else (3, 9)  # seconds, interpreted
     folder, _ = save(0.75, use_qk_norm=use_qk_norm, num_hidden_layers=num_layers)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = Reference(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
     llm = make_llm(folder, dtype="float32", kernels=kernels, max_num_batched_tokens=8)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for prompt, branch in zip(PROMPTS, generated(llm, PROMPTS, params), strict=True):
