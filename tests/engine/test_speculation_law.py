@@ -4,6 +4,7 @@ Most tests use a proposer that knows the answers and errs at random positions: s
 accepted drafts occurs, with sampled and with greedy rows.
 """
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -50,6 +51,12 @@ def everything() -> tuple[list[Any], list[SamplingParams]]:
     return [*prompts, *PROMPTS, *PROMPTS[:3]], [*params, *WISHES, *more]
 
 
+@functools.cache
+def without_drafts(**numbers: Any) -> list[RequestOutput]:
+    """What `everything` is answered by engines whose numbers are such."""
+    return make_llm(**numbers).generate(*everything(), use_tqdm=False)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -73,7 +80,7 @@ def test_drafts_change_nothing_of_an_answer(options: dict[str, Any]) -> None:
         if name in ("quantization", "kv_cache_dtype", "tensor_parallel_size")
     }
     prompts, params = everything()
-    plain = make_llm(**numbers).generate(prompts, params, use_tqdm=False)
+    plain = without_drafts(**numbers)
     llm = make_llm(**{**options, **NGRAMS})
     if "num_blocks" in options:  # so that much is preempted
         llm.engine.scheduler.admission.capacity.forecast.lengths = NoGrowth()
