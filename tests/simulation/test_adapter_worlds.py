@@ -19,7 +19,7 @@ from quire.simulation.worlds import draw_hybrid_world, draw_world
 
 @pytest.mark.parametrize("index", range(6))
 def test_all_get_the_tokens_of_their_own_adapter(index):
-    world = draw_world(21, index, num_steps=150, check_every=3)
+    world = draw_world(21, index, num_steps=100, check_every=3)
     slots = (1, 2, 4)[index % 3]
     report = run(replace(world, adapter_rate=(0.5, 1.0)[index % 2], max_loras=slots))
     assert report.num_adapter_loads
@@ -27,7 +27,7 @@ def test_all_get_the_tokens_of_their_own_adapter(index):
 
 @pytest.mark.parametrize("index", range(3))
 def test_hybrids_have_adapters_too(index):
-    world = draw_hybrid_world(22, index, num_steps=150, check_every=5)
+    world = draw_hybrid_world(22, index, num_steps=100, check_every=5)
     report = run(replace(world, adapter_rate=0.7))
     assert report.num_adapter_loads
 
@@ -39,7 +39,7 @@ def test_one_slot_for_six_adapters_starves_no_request(policy, overlap):
     """Whoever does not get a slot for ever is found: the world never ends then."""
     world = SimulationConfig(
         seed=5,
-        num_requests=60,
+        num_requests=40,
         num_blocks=40,
         policy=policy,
         overlap=overlap,
@@ -165,7 +165,7 @@ def test_bugs_are_found(monkeypatch, sound_world, break_something):
 def test_tiers_keep_blocks_by_adapter(seed):
     world = SimulationConfig(
         seed=seed,
-        num_requests=100,
+        num_requests=60,
         num_blocks=30,
         tier=(("block_s", 1e-5), ("latency_s", 0.001), ("failure_rate", 0.05)),
         adapter_rate=0.7,

@@ -20,7 +20,7 @@ DIGEST = "ab" * 16
 
 
 def test_all_get_the_tokens_of_their_own_contents():
-    worlds = [draw_content_world(31, index, num_steps=150, check_every=3) for index in range(12)]
+    worlds = [draw_content_world(31, index, num_steps=150, check_every=3) for index in range(6)]
     report = add_up([run(world) for world in worlds], 31)
     assert report.num_content_loads and report.num_adapter_loads and report.num_crashes
     assert report.num_partial_hits and report.num_hit_tokens and report.num_preemptions
@@ -32,7 +32,7 @@ def test_all_get_the_tokens_of_their_own_contents():
 def test_one_slot_for_all_contents_starves_no_request(policy, overlap):
     world = SimulationConfig(
         seed=5,
-        num_requests=60,
+        num_requests=40,
         num_blocks=40,
         policy=policy,
         overlap=overlap,
@@ -55,7 +55,7 @@ def test_tiers_keep_blocks_by_their_contents():
     worlds = [
         SimulationConfig(
             seed=seed,
-            num_requests=150,
+            num_requests=80,
             num_blocks=30,
             kinds=("full", "full,state:2")[seed],
             tier=(("block_s", 1e-5), ("latency_s", 0.001), ("failure_rate", 0.05)),

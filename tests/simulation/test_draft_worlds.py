@@ -25,7 +25,7 @@ CONFIG = SimulationConfig(
 
 def test_random_worlds_keep_all_laws() -> None:
     """`python -m quire.simulation --drafts` runs longer ones."""
-    total = add_up([run(draw_draft_world(2, index, 150, 5)) for index in range(14)], 2)
+    total = add_up([run(draw_draft_world(2, index, 60, 5)) for index in range(14)], 2)
     assert 0 < total.num_accepted_drafts < total.num_drafts
     assert total.num_preemptions and total.num_failed_steps and total.num_forks
     assert total.num_constrained and total.num_stored_blocks and total.num_beams

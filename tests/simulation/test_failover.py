@@ -1,5 +1,6 @@
 """Fleets under faults: every request answered once, with the tokens that it gets alone."""
 
+import functools
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ from quire.simulation.failover import FailoverConfig, FailoverError, FailoverWor
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_doubled_or_wrong(seed: int) -> None:
-    report = failover.run(FailoverConfig(seed=seed, num_engines=1 + 2 * seed, num_events=8000))
+    report = failover.run(FailoverConfig(seed=seed, num_engines=1 + 2 * seed, num_events=4000))
     counts = report.counts
     assert counts["requests"] == counts["answered"] + counts["left"] + counts["blamed"]
 
@@ -18,14 +19,14 @@ def test_nothing_is_lost_doubled_or_wrong(seed: int) -> None:
 def test_all_kinds_of_faults_happen() -> None:
     total: Counter[str] = Counter()
     for seed in range(10, 13):
-        total += failover.run(FailoverConfig(seed=seed, num_events=12_000)).counts
+        total += failover.run(FailoverConfig(seed=seed, num_events=7000)).counts
     for name in ("killed", "crashed", "cut", "drained", "gaps", "killed by a request", "left"):
         assert total[name], name
     assert total["messages of old connections"] and total["blamed"]
 
 
 def test_a_request_that_kills_costs_two_engines_and_no_more() -> None:
-    config = FailoverConfig(seed=5, num_events=15_000, killed=0, crashed=0, cut=1e-9, drained=0)
+    config = FailoverConfig(seed=5, num_events=8000, killed=0, crashed=0, cut=1e-9, drained=0)
     counts = failover.run(config).counts
     assert counts["blamed"] and counts["killed by a request"] <= 2.2 * counts["blamed"]
 
@@ -48,12 +49,15 @@ def test_a_token_that_is_delivered_twice_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_replays_exactly() -> None:
-    config = FailoverConfig(seed=3, num_events=5000)
+    config = FailoverConfig(seed=3, num_events=2500)
     assert failover.run(config).counts == failover.run(config).counts
 
 
 def test_the_command_runs_until_the_given_number_of_events(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert failover.main(["--num-events", "3000", "--num-engines", "2"]) == 0
-    assert "answered once" in capsys.readouterr().out
+    short = functools.partial(FailoverConfig, num_events=1000)
+    monkeypatch.setattr(failover, "FailoverConfig", short)
+    assert failover.main(["--num-events", "2500", "--num-engines", "2"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("2 runs: ") and "answered once" in told

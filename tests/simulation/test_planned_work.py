@@ -47,13 +47,13 @@ class WatchedSimulator(Simulator):
 @pytest.mark.parametrize("index", range(6))
 def test_tokens_are_those_of_the_plan_whatever_happens(index: int) -> None:
     world = replace(
-        draw_world(5, index, num_steps=250, check_every=50),
+        draw_world(5, index, num_steps=120, check_every=50),
         step_failure_rate=0.0,
         poison_rate=0.0,
         interrupt_rate=0.0,
         tier=(),
     )
-    assert run_simulator(WatchedSimulator(world)).num_steps >= 250
+    assert run_simulator(WatchedSimulator(world)).num_steps >= 120
 
 
 def admitted(row: int, num_tokens: int, num_computed: int = 0) -> RowAdmission:

@@ -16,7 +16,7 @@ from quire.simulation.simulator import SimulationError, run
 from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import draw_world
 
-NUM_WORLDS = 40
+NUM_WORLDS = 24
 NUM_STEPS = 60
 
 
@@ -44,27 +44,27 @@ def test_the_worlds_reach_every_state(reports: list[SimulationReport]) -> None:
     assert set(total.aborted_in) >= {"waiting", "running", "running in flight", "preempted"}
     assert set(total.misses) >= {"none", "evicted", "differs", "below_block", "other_domain"}
     at_least = {
-        "num_preemptions": 200,
-        "num_recomputed_tokens": 666,
-        "num_hit_tokens": 3333,
-        "num_evicted_blocks": 3333,
-        "num_failed_steps": 66,
-        "num_refused": 33,
-        "num_forks": 66,
-        "num_joined_forks": 40,
-        "num_beams": 26,
-        "num_constrained": 133,
-        "num_cow_blocks": 333,
-        "num_partial_hits": 133,
-        "num_crashes": 3,
-        "num_resumed": 13,
-        "num_interrupts": 13,
+        "num_preemptions": 120,
+        "num_recomputed_tokens": 400,
+        "num_hit_tokens": 2000,
+        "num_evicted_blocks": 2000,
+        "num_failed_steps": 40,
+        "num_refused": 20,
+        "num_forks": 40,
+        "num_joined_forks": 24,
+        "num_beams": 16,
+        "num_constrained": 80,
+        "num_cow_blocks": 200,
+        "num_partial_hits": 80,
+        "num_crashes": 2,
+        "num_resumed": 8,
+        "num_interrupts": 8,
     }
     reached = {name: getattr(total, name) for name in at_least}
     assert all(reached[name] > least for name, least in at_least.items()), reached
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 7, 11])
+@pytest.mark.parametrize("seed", [0, 3, 11])
 def test_a_seed_replays_exactly(seed: int, reports: list[SimulationReport]) -> None:
     again = run(world(seed))
     assert again == reports[seed]
@@ -80,7 +80,7 @@ def test_checking_less_often_changes_nothing_else() -> None:
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_long_run(overlap: int) -> None:
     config = SimulationConfig(
-        num_steps=1500,
+        num_steps=700,
         overlap=overlap,
         check_every=10,
         abort_rate=0.2,
@@ -91,9 +91,9 @@ def test_a_long_run(overlap: int) -> None:
         max_num_waiting=20,
     )
     report = run(config)
-    assert report.num_steps >= 1500
+    assert report.num_steps >= 700
     assert report.num_preemptions > 0 and report.max_num_running == 8
-    assert report.virtual_s > 1500 * 0.01
+    assert report.virtual_s > 700 * 0.01
 
 
 def test_a_step_limit_ends_the_arrivals_not_the_requests() -> None:

@@ -15,7 +15,7 @@ from quire.simulation.workload import SimulationConfig
 
 CONFIG = SimulationConfig(
     seed=16,
-    num_requests=100,
+    num_requests=50,
     num_blocks=40,
     max_num_batched_tokens=32,
     shared_prefix_rate=0.5,
@@ -25,6 +25,7 @@ CONFIG = SimulationConfig(
     abort_rate=0.2,
     crash_rate=0.05,
     overlap=1,
+    check_every=3,
 )
 KINDS = ("", "full,window:9", "latent,state:2", "full,window:9,state:3")
 GOOD: dict[str, float] = {"block_s": 1e-5, "latency_s": 0.01}
@@ -44,7 +45,7 @@ def run_with(kinds: str = "", **tier: float) -> SimulationReport:
         ({"hang_rate": 0.05}, ["num_hung"]),
         ({"pause_rate": 0.1}, ["num_pauses"]),
         ({"loss_rate": 0.5}, ["num_lost"]),
-        ({"clear_rate": 0.05, "latency_s": 0.02}, ["num_clears", "num_vanished"]),
+        ({"clear_rate": 0.2, "latency_s": 0.04}, ["num_clears", "num_vanished"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else ",".join(value),
 )
