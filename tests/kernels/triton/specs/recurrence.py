@@ -42,7 +42,6 @@ def _delta(
         {**arguments, **STATES},
         constants,
         num_warps=1,
-        targets=(80, 90),
         options=UNFUSED,
     )
 
@@ -64,7 +63,6 @@ def _scan(
         {**arguments, **STATES},
         constants,
         num_warps=1,
-        targets=(80, 90),
         options=UNFUSED,
     )
 
@@ -81,7 +79,6 @@ def _conv(dtype: str, num_channels: int, width: int, num_tokens: int) -> KernelS
         {**arguments, **STATES},
         constants,
         num_warps=2,
-        targets=(80, 90),
         options=UNFUSED,
     )
 
@@ -90,7 +87,6 @@ SPECS = [
     _delta("bf16", (16, 32), (128, 128)),
     _delta("bf16", (16, 32), (128, 128), is_prompt=True),
     _scan("bf16", 32, (128, 256)),
-    _scan("bf16", 24, (64, 128)),
     _conv("bf16", 8192, 4, 1),
     _conv("bf16", 8192, 4, 16),
 ]
