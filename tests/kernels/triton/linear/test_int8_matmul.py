@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.triton.products import DTYPES, numbers
+from tests.pairwise import pairwise
 
 from quire.kernels.activations import Gating, gated
 from quire.kernels.quantize import (
@@ -49,6 +50,7 @@ def _with_outliers(x):
     return x
 
 
+@pairwise()
 @pytest.mark.parametrize("is_rotated", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
