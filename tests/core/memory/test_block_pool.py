@@ -475,10 +475,10 @@ class HitDensityMachine(PoolMachine):
 
 
 PoolMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, database=None
+    max_examples=40, stateful_step_count=60, deadline=None, database=None
 )
 HitDensityMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=100, deadline=None, database=None
+    max_examples=40, stateful_step_count=100, deadline=None, database=None
 )
 TestPoolMachine = PoolMachine.TestCase
 TestHitDensityMachine = HitDensityMachine.TestCase

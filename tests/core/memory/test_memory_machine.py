@@ -136,7 +136,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
 # The same histories wherever it runs; a longer search sets derandomize to False, and a seed.
 MemoryMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=100, deadline=None, database=None, derandomize=True
+    max_examples=40, stateful_step_count=100, deadline=None, database=None, derandomize=True
 )
 TestMemoryMachine = MemoryMachine.TestCase
 

@@ -42,7 +42,7 @@ def common_bytes(first: bytes, second: bytes) -> bytes:
     return bytes(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(PROMPTS, PROMPTS, st.integers(0, 12), st.integers(0, 20))
 def test_bytes_agree_as_far_as_positions(
     left: Prompt, right: Prompt, first: int, count: int
@@ -58,7 +58,7 @@ def test_bytes_agree_as_far_as_positions(
     assert unpack(packed[0]) == tokens
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=80, deadline=None, database=None)
 @given(PROMPTS, PROMPTS)
 def test_blocks_are_equal_exactly_if_their_positions_and_all_before_are(
     left: Prompt, right: Prompt
@@ -71,7 +71,7 @@ def test_blocks_are_equal_exactly_if_their_positions_and_all_before_are(
     assert not set(first[shared:]) & set(second[shared:])
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=80, deadline=None, database=None)
 @given(PROMPTS, st.integers(0, 20))
 def test_a_chain_grown_in_parts_equals_one_made_at_once(prompt: Prompt, cut: int) -> None:
     ids, spans = prompt
@@ -84,7 +84,7 @@ def test_a_chain_grown_in_parts_equals_one_made_at_once(prompt: Prompt, cut: int
     assert packed == [pack(ids, end - SIZE, end, spans) for end in ends]
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=80, deadline=None, database=None)
 @given(st.lists(PROMPTS, min_size=1, max_size=8), PROMPTS, st.booleans())
 def test_the_neighbour_agrees_as_long_as_any(
     prompts: list[Prompt], wanted: Prompt, is_whole: bool

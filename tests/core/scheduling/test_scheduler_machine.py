@@ -187,6 +187,6 @@ def let_draft(harness: Harness, most: int, error_rate: float) -> None:
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, database=None
+    max_examples=50, stateful_step_count=50, deadline=None, database=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
