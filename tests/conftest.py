@@ -4,18 +4,18 @@
 `pytest -n auto` runs the tests in several processes (README.md here says which tests run alone).
 """
 
+import asyncio
 import gc
 import logging
 import os
 from collections.abc import Generator
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from tests.collecting import begin_elsewhere, put_alone_first, put_in_one_order
-from tests.forking import Forks
+from tests.forking import Forks, shared_forks, starter
 from tests.native_library import OPTION as WITHOUT_NATIVE
 from tests.native_library import why_missing
 from tests.real_weights import NO_REAL_WEIGHTS
@@ -195,6 +195,12 @@ def kernel_flags(why_torch: str | None) -> list[str]:
 @pytest.fixture(scope="session")
 def forks() -> Generator[Forks, None, None]:
     """Runs programs in the repository's folder."""
-    forks = Forks(Path(__file__).parent.parent)
+    forks = shared_forks()
     yield forks
     forks.close()
+
+
+@pytest.fixture
+def forked_engines(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine processes that this process starts are forks: they need not import torch."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", starter(forks))

@@ -91,7 +91,7 @@ def test_python_is_python(page: Path) -> None:
 
 def test_the_memory_page_s_example_runs(forks: Forks) -> None:
     (block,) = code_blocks((ROOT / "docs" / "memory.md").read_text(), "python")
-    status, printed = forks.run(block)
+    status, printed = forks.run("-c", block)
     assert status == 0, printed
     assert "---" in printed
 

@@ -103,7 +103,7 @@ def test_the_example_runs(name: str, forks: Forks) -> None:
     code = "\n".join([*blocks, CHECKS.get(name, "")])
     for long, short in SHORTER.items():
         code = code.replace(long, short)
-    status, printed = forks.run(code)
+    status, printed = forks.run("-c", code)
     assert status == 0, printed
     for text in PRINTED.get(name, ()):
         assert text in printed

@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-import psutil
 import pytest
-from tests.engine_client.engine_harness import Pulled, engines, request
+from tests.engine_client.engine_harness import Pulled, engines, own_processes, request
 from tests.engine_client.fake_engine_process import COMMAND
 from tests.engine_client.fleet_world import GivenSlots, LeastOpen, add_engine, costs
 
@@ -24,6 +23,8 @@ from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.process.supervisor import Supervisor
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.errors import AdapterError, ConfigurationError, EngineDeadError, ReplicaDiffersError
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
 
@@ -39,7 +40,7 @@ def with_fleet(
     recovery: RecoveryConfig = QUICK,
 ) -> Any:
     async def run() -> Any:
-        before = psutil.Process().children()
+        before = own_processes()
         given = GivenSlots(*slots(*options))
         fleet = EngineFleet({}, LeastOpen(), given, max_queued_requests=1000, recovery=recovery)
         placement = fleet.dispatcher.placement
@@ -52,7 +53,7 @@ def with_fleet(
             return await test(fleet)
         finally:
             await fleet.shutdown(drain=False, timeout_s=1)
-            assert psutil.Process().children() == before
+            assert own_processes() == before
 
     return asyncio.run(asyncio.wait_for(run(), 60))
 

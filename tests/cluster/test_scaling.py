@@ -20,6 +20,8 @@ from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError
 from quire.routing.policies.expected_ttft import ExpectedTTFT
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 CONFIG = ScalingConfig(1, 4, wait_s=1.0, up_after_s=2.0, down_after_s=10.0)
 
 

@@ -5,6 +5,7 @@ from collections import deque
 
 import psutil
 from tests.engine_client.fake_engine_process import COMMAND
+from tests.forking import shared_forks
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
@@ -15,15 +16,15 @@ ENDLESS = 10**9
 
 
 def engines():
-    """The engine processes that this one has, and none of a test runner's own helpers."""
-    return [child for child in psutil.Process().children() if _is_engine(child)]
+    """The engine processes that this one has, which the fixture `forked_engines` lets fork."""
+    forks = shared_forks().running()
+    return [psutil.Process(fork.pid) for fork in forks if COMMAND[1] in fork.words]
 
 
-def _is_engine(process):
-    try:
-        return any("fake_engine_process" in word for word in process.cmdline())
-    except psutil.NoSuchProcess:  # it has ended, or has and was not waited for
-        return False
+def own_processes():
+    """The ids of all processes that this one has started and that have not ended."""
+    forks = shared_forks().running()
+    return [process.pid for process in (*psutil.Process().children(), *forks)]
 
 
 def pid_of(engine):
@@ -39,13 +40,13 @@ def with_engine(test, options=None, **arguments):
     """Run `await test(engine)` with an engine process; no process is left when it returns."""
 
     async def run():
-        before = psutil.Process().children()
+        before = own_processes()
         engine = await start_one_engine(options or {}, command=COMMAND, **arguments)
         try:
             return await test(engine)
         finally:
             await engine.shutdown(drain=False, timeout_s=1)
-            assert psutil.Process().children() == before
+            assert own_processes() == before
 
     return asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -16,6 +16,8 @@ from quire.engine_client.async_llm import AsyncLLM
 from quire.errors import AdapterError, InvalidRequestError
 from quire.offline.llm import LLM
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 OPTIONS = {
     "dtype": "float32",
     "max_model_len": 256,

@@ -11,6 +11,8 @@ from quire.engine_client.async_llm import AsyncLLM
 from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from quire.offline.llm import LLM
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 OPTIONS = {"dtype": "float32", "max_model_len": 128, "num_blocks": 64}
 
 

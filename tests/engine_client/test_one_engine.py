@@ -10,6 +10,7 @@ import pytest
 from tests.engine_client.engine_harness import (
     ENDLESS,
     collect,
+    own_processes,
     pid_of,
     pull,
     request,
@@ -31,6 +32,8 @@ from quire.errors import (
     PromptTooLongError,
     ServerDrainingError,
 )
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 WAIT_S = 20.0
 
@@ -195,10 +198,10 @@ def test_an_engine_that_cannot_be_built_raises_its_own_error():
     async def start():
         await start_one_engine({"fail": "no config.json in /x"}, command=COMMAND)
 
-    before = psutil.Process().children()
+    before = own_processes()
     with pytest.raises(CheckpointError, match=r"no config\.json in /x"):
         asyncio.run(start())
-    assert psutil.Process().children() == before
+    assert own_processes() == before
 
 
 def test_an_engine_that_dies_without_a_word_while_it_starts():
@@ -216,19 +219,19 @@ def test_a_process_that_is_no_engine_is_refused_and_ended():
     async def start():
         await start_one_engine({}, command=(sys.executable, "-c", talk))
 
-    before = psutil.Process().children()
+    before = own_processes()
     with pytest.raises(EngineDeadError, match="above the bound"):
         asyncio.run(start())
-    assert psutil.Process().children() == before
+    assert own_processes() == before
 
 
 def test_a_start_that_is_cancelled_leaves_no_process():
     async def start():
-        before = psutil.Process().children()
+        before = own_processes()
         starting = start_one_engine({"hang_s": 600}, command=COMMAND)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(starting, 0.3)
-        assert psutil.Process().children() == before
+        assert own_processes() == before
 
     asyncio.run(start())
 

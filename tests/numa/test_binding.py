@@ -300,6 +300,7 @@ def test_a_real_engine_keeps_to_a_node(forks: Forks, native_engine: None) -> Non
     if not Path("/sys/devices/system/node/node0").is_dir():
         pytest.skip("this system has no NUMA")
     code, printed = forks.run(
+        "-c",
         f"""{PROGRAM}
 plain, _, fact = tokens("off")
 assert fact is None
@@ -324,6 +325,7 @@ def test_a_filter_of_system_calls_leaves_the_pinning(forks: Forks, native_engine
     if not Path("/sys/devices/system/node/node0").is_dir():
         pytest.skip("this system has no NUMA")
     code, printed = forks.run(
+        "-c",
         f"""{PROGRAM}
 plain, _, _ = tokens("off")
 refuse([237, 238, 239, 279])

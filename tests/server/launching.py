@@ -13,6 +13,7 @@ import time
 
 import httpx
 import psutil
+from tests.forking import shared_forks
 
 from quire.options.engine_options import EngineOptions
 
@@ -20,6 +21,10 @@ SEED = 5  # of the servers that tests share
 WAIT_S = 60.0
 GRAMMARS = "quire.engine_client.process.grammar_main"  # the main module of grammar processes
 
+BY_FORKS = """
+from tests.forking import start_engines_by_forks
+start_engines_by_forks()
+"""
 PROGRAM = """
 import functools, json, sys
 from quire.errors import QuireError
@@ -44,8 +49,10 @@ class RunningServer:
     operator: the headers of its operator's calls, where it has keys.
     """
 
-    def __init__(self, process):
+    def __init__(self, process, *, is_forked=False):
+        """process: of `subprocess`, or a `Fork` whose engines are forks, too."""
         self.process = process
+        self.is_forked = is_forked
         self.lines = []
         self._queue = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -86,11 +93,12 @@ class RunningServer:
             time.sleep(0.01)
 
     def _engines(self):
-        """Running children, but for those that make grammars."""
+        """Running children, but for those that make grammars, and the one that forks engines."""
         found = []
         for child in self._note_children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if is_running(child) and GRAMMARS not in child.cmdline():
+                is_forking = self.is_forked and child.ppid() == self.process.pid
+                if is_running(child) and GRAMMARS not in child.cmdline() and not is_forking:
                     found.append(child)
         return found
 
@@ -158,23 +166,19 @@ def is_running(process):
 
 
 @contextlib.contextmanager
-def launched(options=None, *, command=None, fake=None, wait=True, **server):
+def launched(options=None, *, command=None, fake=None, wait=True, is_forked=True, **server):
     """A running server, ended by force if the test did not end it.
 
     Its kernels are those that pytest was asked for. command: of the engine process, if not the real
-    one; fake: the fake engine's own options.
+    one; fake: the fake engine's own options; is_forked: the server and its engines are forks, which
+    need not import all they use; if not, they start as they do outside of tests.
     """
     options = {"kernels": EngineOptions().kernels} | (options or {})
-    spec = {"options": options, "command": command, "server": {"port": 0} | server}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, json.dumps(spec)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"FAKE_ENGINE": json.dumps(fake or {})},
-    )
-    running = RunningServer(process)
+    spec = json.dumps({"options": options, "command": command, "server": {"port": 0} | server})
+    env = os.environ | {"FAKE_ENGINE": json.dumps(fake or {})}
+    start = start_fork if is_forked else start_process
+    process = start([sys.executable, "-c", (BY_FORKS if is_forked else "") + PROGRAM, spec], env)
+    running = RunningServer(process, is_forked=is_forked)
     try:
         if wait:
             running.wait_until_ready()
@@ -187,6 +191,28 @@ def launched(options=None, *, command=None, fake=None, wait=True, **server):
         process.kill()
         process.wait(WAIT_S)
         running.close()
+
+
+def start_process(words, env):
+    """Start a program, whose output can be read."""
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=env,
+    )
+
+
+def start_fork(words, env):
+    """The same as a fork."""
+    output, theirs = os.pipe()
+    descriptors = {1: theirs, 2: theirs}
+    process = shared_forks().start(words, descriptors, env=env, start_new_session=True)
+    os.close(theirs)
+    process.stdout = os.fdopen(output)
+    return process
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def words(response):
 
 def test_a_signal_drains_open_streams_and_leaves_no_process():
     """SIGTERM does in the next test."""
-    with launched(command=FAKE, fake={"step_s": 0.02}) as server:
+    with launched(command=FAKE, fake={"step_s": 0.02}, is_forked=False) as server:
         wish = WISH | {"max_tokens": 100}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=wish) as response:
             events = words(response)
@@ -108,7 +108,7 @@ def test_after_the_bound_open_streams_end_with_an_error():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_while_the_model_loads_ends_it(number, code):
-    with launched(command=FAKE, fake={"hang_s": 600}, wait=False) as server:
+    with launched(command=FAKE, fake={"hang_s": 600}, wait=False, is_forked=False) as server:
         process = psutil.Process(server.process.pid)
         while not process.children():
             assert server.process.poll() is None
@@ -118,7 +118,7 @@ def test_a_signal_while_the_model_loads_ends_it(number, code):
 
 
 def test_when_the_server_is_killed_the_engine_ends_itself():
-    with launched({"num_blocks": 64, "max_model_len": 1024}) as server:
+    with launched({"num_blocks": 64, "max_model_len": 1024}, is_forked=False) as server:
         endless = WISH | {"max_tokens": 1000, "ignore_eos": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=endless) as response:
             events = words(response)

@@ -1,12 +1,12 @@
 """Damaged checkpoints: a few of the script's cases, and that the script finds what is wrong."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.forking import Forks
 
 from quire.errors import CheckpointError
 
@@ -15,29 +15,20 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 ROOT = Path(__file__).parents[3]
 
 
-def test_damaged_checkpoints_are_served_or_refused_in_a_sentence() -> None:
+def test_damaged_checkpoints_are_served_or_refused_in_a_sentence(forks: Forks) -> None:
     """In a process of its own, since each case is a fork of it."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.checkpoints.fuzz",
-        "--cases",
-        "60",
-        "--first",
-        "1",
-    ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "69 cases" in run.stdout and "0 failures" in run.stdout
+    words = ("-m", "benchmarks.checkpoints.fuzz", "--cases", "60", "--first", "1")
+    status, printed = forks.run(*words)
+    assert status == 0, printed
+    assert "69 cases" in printed and "0 failures" in printed
 
 
 @pytest.mark.timeout(300)
-def test_damaged_gguf_files_are_served_or_refused_in_a_sentence() -> None:
+def test_damaged_gguf_files_are_served_or_refused_in_a_sentence(forks: Forks) -> None:
     """Cases of the script, and headers of many megabytes."""
-    command = [sys.executable, "-m", "benchmarks.checkpoints.fuzz", "--gguf", "--cases", "50"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "68 cases" in run.stdout and "0 failures" in run.stdout
+    status, printed = forks.run("-m", "benchmarks.checkpoints.fuzz", "--gguf", "--cases", "50")
+    assert status == 0, printed
+    assert "68 cases" in printed and "0 failures" in printed
 
 
 @pytest.fixture

@@ -1,19 +1,14 @@
 """The crash matrix in its short form: a few ways of all that goes wrong with a folder."""
 
-import subprocess
-import sys
-
 from benchmarks.tiers import crash_matrix
+from tests.forking import Forks
 
 
-def test_crashes_and_damage_to_a_folder_change_no_token() -> None:
+def test_crashes_and_damage_to_a_folder_change_no_token(forks: Forks) -> None:
     """In a process of its own, since it forks, and this one has threads."""
-    command = [sys.executable, "-m", "benchmarks.tiers.crash_matrix", "--short"]
-    ended = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stdout
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("| ")]
+    status, printed = forks.run("-m", "benchmarks.tiers.crash_matrix", "--short")
+    assert status == 0, printed
+    lines = [line for line in printed.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + len(crash_matrix.CASES)
     assert all(line.endswith("| ok |") for line in lines[1:])
     killed = [line for line in lines if " killed" in line]

@@ -9,11 +9,10 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-import psutil
 import pytest
 from tests.cluster.machines.cluster_keys import KEY, OTHER_KEY
 from tests.cluster.test_fleet import generate, tokens, until
-from tests.engine_client.engine_harness import Pulled, engines, request
+from tests.engine_client.engine_harness import Pulled, engines, own_processes, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
 from tests.engine_client.fleet_world import GivenSlots, LeastOpen, add_engine
 
@@ -26,6 +25,8 @@ from quire.engine_client.engine_slot import EngineSlot
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.errors import EngineDeadError, RequestKillsEngineError
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 HEARTBEAT_S = 0.4
 PATIENT = RecoveryConfig(max_restarts=1000, first_backoff_s=0.02, max_backoff_s=0.2)
@@ -113,7 +114,7 @@ class Machines:
 
 def with_machines(test: Callable[[Machines], Awaitable[Any]], *options: dict[str, object]) -> Any:
     async def run() -> Any:
-        before = psutil.Process().children()
+        before = own_processes()
         machines = Machines()
         try:
             for each in options:
@@ -121,7 +122,7 @@ def with_machines(test: Callable[[Machines], Awaitable[Any]], *options: dict[str
             return await test(machines)
         finally:
             await machines.close()
-            assert psutil.Process().children() == before
+            assert own_processes() == before
 
     return asyncio.run(asyncio.wait_for(run(), 60))
 

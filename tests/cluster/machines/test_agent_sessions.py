@@ -37,6 +37,8 @@ from quire.engine_client.messages import (
 from quire.engine_client.process import process_link
 from quire.ipc import encode
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 TLS = tls_context(KEY, ssl.PROTOCOL_TLS_CLIENT)
 
 

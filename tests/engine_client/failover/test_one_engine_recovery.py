@@ -21,6 +21,8 @@ from tests.engine_client.fake_engine_process import EXIT, HANG, RAISE, SEGFAULT
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.errors import EngineDeadError, OverloadedError, RequestKillsEngineError
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 PATIENT = RecoveryConfig(max_restarts=9, first_backoff_s=0.01)
 IMPATIENT = dataclasses.replace(PATIENT, heartbeat_timeout_s=1.0)
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from tests.engine_client.engine_harness import own_processes
 from tests.engine_client.fake_engine_process import COMMAND, HANG
 
 from quire.core.request import Request
@@ -26,6 +26,8 @@ from quire.engine_client.process.supervisor import Supervisor
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
 from quire.errors import CheckpointError, EngineDeadError, QuireError
 from quire.ipc import encode
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 WAIT_S = 30.0
 OPEN_LINK = partial(ProcessLink, command=COMMAND)
@@ -77,7 +79,7 @@ class Listener:
 async def kept(
     options: dict[str, Any] | None = None, recovery: RecoveryConfig = QUICK, **more: Any
 ) -> AsyncIterator[tuple[Supervisor, Listener]]:
-    before = psutil.Process().children()  # of fixtures, in whatever order the tests run
+    before = own_processes()  # of fixtures, in whatever order the tests run
     listener = Listener()
     supervisor = Supervisor(options or {}, OPEN_LINK, recovery, listener, **more)
     assert supervisor.state is EngineState.STARTING and supervisor.link is None
@@ -87,7 +89,7 @@ async def kept(
     finally:
         await supervisor.shutdown(drain=False, timeout_s=2, reason=None)
         assert supervisor.state is EngineState.CLOSING and supervisor.pid is None
-        assert psutil.Process().children() == before
+        assert own_processes() == before
 
 
 async def failure(supervisor: Supervisor, listener: Listener) -> QuireError:
@@ -296,11 +298,11 @@ def test_a_first_start_that_fails_is_not_repeated(
     options: dict[str, Any], kind: type[QuireError], reason: str
 ) -> None:
     async def test() -> None:
-        before = psutil.Process().children()
+        before = own_processes()
         with pytest.raises(kind, match=reason):
             async with kept(options):
                 raise AssertionError(f"{json.dumps(options)} started")
-        assert psutil.Process().children() == before
+        assert own_processes() == before
 
     run(test)
 
@@ -308,11 +310,11 @@ def test_a_first_start_that_fails_is_not_repeated(
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
 def test_a_first_start_that_is_cancelled_leaves_no_process(delay_s: float) -> None:
     async def test() -> None:
-        before = psutil.Process().children()
+        before = own_processes()
         supervisor = Supervisor({"hang_s": 600}, OPEN_LINK, QUICK, Listener())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(supervisor.start(), delay_s)
-        assert psutil.Process().children() == before
+        assert own_processes() == before
 
     run(test)
 

@@ -58,7 +58,7 @@ CALLS += [
 
 def test_no_call_makes_a_server_import_a_module(monkeypatch):
     monkeypatch.setattr(launching, "PROGRAM", HOOK + launching.PROGRAM)
-    with launched(command=list(COMMAND), fake={"step_s": 0.001}) as server:
+    with launched(command=list(COMMAND), fake={"step_s": 0.001}, is_forked=False) as server:
         for method, path, body in CALLS:
             answer = server.http.request(method, path, json=body)
             assert answer.status_code < 500, (path, answer.text)
