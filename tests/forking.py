@@ -5,6 +5,8 @@ seconds. Run as a program (`python -m tests.forking FD`), it is the process that
 """
 
 import asyncio
+import atexit
+import contextlib
 import fcntl
 import functools
 import gc
@@ -20,10 +22,12 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import quire.server
 
@@ -329,13 +333,31 @@ def run_python(words: Sequence[str]) -> None:
     exec(compile(code, label, "exec"), main.__dict__)
 
 
-def _serve_and_run(control: socket.socket) -> None:
-    """Serve, and end; in a fork run its program, and end as it does."""
+def _serve_and_run(control: socket.socket) -> NoReturn:
+    """Serve, and end; in a fork run its program, and end as it does.
+
+    Nothing is torn down: to free torch's objects, a fork would copy the memory that it shares.
+    """
     words = _serve(control)
     if words is None:
         os._exit(0)
-    run_python(words)
-    sys.exit()
+    status = 1
+    try:
+        run_python(words)
+        status = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        else:
+            status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an interpreter does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # full; closed
+            stream.flush()
+    os._exit(status)
 
 
 def _import_modules() -> None:
