@@ -38,8 +38,12 @@ make_venv() {
     "$PYTHON" -m venv --clear "$VENV"
 }
 
+# Options of pip that `ensure_installed` sets.
+no_compile=
+
 pip_install() {
-    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --root-user-action=ignore "$@"
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --root-user-action=ignore \
+        $no_compile "$@"
 }
 
 pip_locked() {
@@ -131,6 +135,9 @@ ensure_installed() {
         fi
     done
     make_venv
+    # For development, a module is compiled when it is first imported: most of 18,000 never are, and
+    # to compile all takes a minute.
+    [ "$1" = runtime ] || no_compile=--no-compile
     install_torch
     say "installing quire and what it needs ($1)"
     extras=
