@@ -1,9 +1,11 @@
 """The crash matrix in its short form: a few ways of all that goes wrong with a folder."""
 
+import pytest
 from benchmarks.tiers import crash_matrix
 from tests.forking import Forks
 
 
+@pytest.mark.timeout(300)
 def test_crashes_and_damage_to_a_folder_change_no_token(forks: Forks) -> None:
     """In a process of its own, since it forks, and this one has threads."""
     status, printed = forks.run("-m", "benchmarks.tiers.crash_matrix", "--short")
