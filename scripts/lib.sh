@@ -117,14 +117,35 @@ ensure_native() {
 # ensure runtime|dev: after it, .venv has quire and what it (or its development) needs. The kernels
 # are compiled while packages are fetched and installed.
 ensure() {
-    building=
     if ! has_native; then
         ensure_native &
         building=$!
     fi
     ensure_installed "$1"
-    [ -z "$building" ] || wait "$building" ||
-        say "note: without the native kernels torch computes, which is slower"
+    await_native
+}
+
+# The build of the kernels that `ensure` has started and that goes on.
+building=
+
+await_native() {
+    [ -n "$building" ] || return 0
+    wait "$building" || say "note: without the native kernels torch computes, which is slower"
+    building=
+}
+
+# install_dependencies EXTRAS: what quire needs, while the kernels are compiled.
+install_dependencies() {
+    wanted=$(mktemp)
+    "$VENV/bin/python" - "$ROOT/pyproject.toml" "$1" >"$wanted" <<'END'
+import sys, tomllib
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+more = project["optional-dependencies"]["dev"] if sys.argv[2] else []
+print(*project["dependencies"], *more, sep="\n")
+END
+    pip_locked -r "$wanted"
+    rm -f "$wanted"
 }
 
 ensure_installed() {
@@ -143,6 +164,9 @@ ensure_installed() {
     extras=
     [ "$1" = runtime ] || extras="[dev]"
     pip_locked hatchling
+    install_dependencies "$extras"
+    # The packaging hook would compile the same files at the same time.
+    await_native
     pip_locked --no-build-isolation -e "$ROOT$extras"
     printf '%s\n' "$sum" >"$VENV/.quire-$1"
 }
