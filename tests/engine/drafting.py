@@ -4,6 +4,7 @@ import random
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduling.drafts import Drafting
+from quire.core.scheduling.proposals import Proposal
 from quire.core.sequence import Sequence
 from quire.engine.engine import Engine
 from quire.engine_client.results import RequestOutput
@@ -26,10 +27,15 @@ class Recorded:
         self.answers = answers
         self.rng = random.Random(5)
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> Proposal:
         answer = self.answers.get(key_of(sequence), [])
         drafts = answer[sequence.num_output_tokens :][:most]
-        return [token ^ (self.rng.random() < ERROR_RATE) for token in drafts]
+        token_ids = tuple(token ^ (self.rng.random() < ERROR_RATE) for token in drafts)
+        return Proposal(token_ids, (1.0,) * len(token_ids), "recorded")
+
+    def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None: ...
+
+    def end(self, sequence: Sequence) -> None: ...
 
 
 def use_proposer(engine: Engine, answers: dict[Key, list[int]]) -> None:
@@ -40,7 +46,7 @@ def use_proposer(engine: Engine, answers: dict[Key, list[int]]) -> None:
         scheduler.drafting = Drafting(
             Recorded(answers), scheduler.memory, running, slots, MOST_DRAFTS
         )
-    scheduler.drafting._proposer = Recorded(answers)
+    scheduler.drafting.speculator = Recorded(answers)
 
 
 def recorded(outputs: list[RequestOutput], params: list[SamplingParams]) -> dict[Key, list[int]]:

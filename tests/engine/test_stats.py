@@ -10,7 +10,7 @@ from tests.engine.test_engine import MODEL, make_engine, request, run, tokens
 
 from quire.core.scheduling.drafts import Drafting
 from quire.engine.stats import StatsLog
-from quire.simulation.fakes.fake_proposer import FakeProposer
+from quire.simulation.fakes.fake_speculator import FakeSpeculator
 
 
 def test_the_numbers_survive_the_wire() -> None:
@@ -65,7 +65,7 @@ def test_a_line_comes_after_ten_seconds_of_work_and_counts_no_others(
 def test_rejected_drafts_do_not_count_as_computed(error_rate: float) -> None:
     engine = make_engine()
     scheduler = engine.scheduler
-    proposer = FakeProposer(MODEL, most=5, error_rate=error_rate, seed=1)
+    proposer = FakeSpeculator(MODEL, most=5, error_rate=error_rate, seed=1)
     slots = scheduler._slots
     scheduler.drafting = Drafting(proposer, scheduler.memory, scheduler.running_set, slots, 5)
     engine.add(request("a", 10, 60))

@@ -1,5 +1,6 @@
 """Drafts of the n-gram proposer: tables, and a comparison with a search by brute force."""
 
+import random
 from collections.abc import Sequence as Tokens
 
 import pytest
@@ -8,12 +9,24 @@ from hypothesis import strategies as st
 
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence
-from quire.speculation.ngram import LONGEST_MATCH, MAX_CANDIDATES, NgramIndex, make_proposer
+from quire.speculation.ngram import (
+    LEAST_BULK,
+    LONGEST_MATCH,
+    MAX_CANDIDATES,
+    NgramIndex,
+    graded,
+    make_proposer,
+)
+from quire.speculation.proposer import Guess
 from quire.speculation.speculation_options import SpeculationOptions
 
 
+def tokens_of(guess: Guess | None) -> list[int]:
+    return [] if guess is None else list(guess.token_ids)
+
+
 def proposed(token_ids: Tokens[int], most: int, least_match: int = 2) -> list[int]:
-    return NgramIndex(least_match).propose(token_ids, most)
+    return tokens_of(NgramIndex(least_match).propose(token_ids, most))
 
 
 @pytest.mark.parametrize(
@@ -70,9 +83,9 @@ def test_the_longest_match_is_found_however_the_tokens_come(
     end = 0
     for part in parts:  # an index that saw the tokens in parts proposes as a new one does
         end = min(end + part, len(token_ids))
-        drafts = index.propose(token_ids[:end], 5)
+        drafts = tokens_of(index.propose(token_ids[:end], 5))
         assert drafts == proposed(token_ids[:end], 5, least_match)
-    drafts = index.propose(token_ids, 5)
+    drafts = tokens_of(index.propose(token_ids, 5))
     length = longest_by_brute_force(token_ids, least_match)
     assert len(drafts) == (5 if length else 0)
     if length:
@@ -89,10 +102,30 @@ def test_sequences_never_mix_and_what_has_ended_is_forgotten() -> None:
     proposer = make_proposer(SpeculationOptions("ngram", ngram_min_match=2))
     first = Sequence("a", [1, 2, 3, 4], DecodingParams(9))
     second = Sequence("b", [1, 2], DecodingParams(9))
-    assert proposer.propose(first, 2) == proposer.propose(second, 2) == []
+    assert proposer.propose(first, 2) is proposer.propose(second, 2) is None
     first.append(1)
     first.append(2)
-    assert proposer.propose(first, 2) == [3, 4]
-    assert proposer.propose(second, 2) == []
-    del first, second
+    assert tokens_of(proposer.propose(first, 2)) == [3, 4]
+    assert proposer.propose(second, 2) is None
+    del first
+    proposer.end(second)
     assert not proposer._indices
+
+
+def test_long_prompts_are_entered_at_once_as_token_by_token() -> None:
+    rng = random.Random(4)
+    token_ids = [rng.randrange(12) for _ in range(LEAST_BULK + 200)]
+    for least_match in (1, 2, 3, 5):
+        at_once, one_by_one = NgramIndex(least_match), NgramIndex(least_match)
+        at_once.add(token_ids)
+        one_by_one.add(token_ids[:10])
+        one_by_one.add(token_ids)
+        assert at_once._previous == one_by_one._previous
+        for _ in range(50):
+            token_ids.append(rng.randrange(12))
+            assert at_once.propose(token_ids, 6) == one_by_one.propose(token_ids, 6)
+
+
+def test_longer_matches_have_better_grades() -> None:
+    grades = [graded((1,), length).grade for length in (2, 4, 5, 8, 11, 12, 31, 32)]
+    assert grades == [0, 0, 1, 2, 2, 3, 3, 4]

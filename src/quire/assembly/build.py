@@ -36,10 +36,10 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, 
 from quire.core.memory.tiers.contract import Tiers
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.cost_model import StepCostModel
-from quire.core.scheduling.drafts import Proposer
 from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.pacing import StepPacer
+from quire.core.scheduling.pacing import LearningPacer, StepPacer
 from quire.core.scheduling.policy import POLICIES, Policy
+from quire.core.scheduling.proposals import Speculator
 from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import Runner
@@ -69,7 +69,14 @@ from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
 from quire.runtime.page_layout import KVCacheLayout
 from quire.runtime.worker import Join
-from quire.speculation.speculation_options import PROPOSERS, SpeculationOptions
+from quire.speculation.speculation_options import (
+    AUTO,
+    AUTO_PROPOSERS,
+    OFF,
+    PROPOSERS,
+    SpeculationOptions,
+)
+from quire.speculation.speculator import BestGuess
 from quire.text.tokenizer import Tokenizer
 from quire.tiers.disk.folder import CacheFolder
 
@@ -220,14 +227,13 @@ def _build(
         memory,
         policy,
         adapters=Residency(checked.num_lora_slots, rank.adapters),
-        proposer=_proposer(checked, memory.growth, is_on_gpu, kind),
+        speculator=_speculator(checked, memory.growth, rank, kind),
     )
     background = _background(rank) if may_overlap_on_cpu(checked) and not is_on_gpu else None
     is_async = is_on_gpu if checked.async_scheduling is None else checked.async_scheduling
-    runner = watch(background or own_runner)
     engine = Engine(
         scheduler,
-        runner,
+        watch(background or own_runner),
         limits,
         timing=(background or rank.runner).timing,
         facts=facts | rank.facts,
@@ -245,6 +251,8 @@ def _build(
         on_progress("measuring what steps take", 0, 0)
         pacer = _build_pacer(checked, own_runner, layout, memory_plan, config.vocab_size, is_on_gpu)
         _use_pacer(engine, pacer, checked)
+    elif scheduler.drafting is not None:
+        scheduler.pacer = LearningPacer()
     if checked.enforce_eager and not is_on_gpu:
         logger.info("enforce_eager changes nothing here: a CPU captures no CUDA graphs")
     if compiler is not None:
@@ -252,24 +260,30 @@ def _build(
     return engine
 
 
-def _proposer(
-    checked: EngineOptions, growth: Growth, is_on_gpu: bool, kind: ModelKind
-) -> Proposer | None:
-    """The proposer of drafts that the options ask for. Raises ConfigurationError where drafts are
-    not verified, or would change outputs."""
-    name = checked.speculation
-    if name is None:
+def _speculator(
+    checked: EngineOptions, growth: Growth, rank: RankBuild, kind: ModelKind
+) -> Speculator | None:
+    """The speculator that the options ask for; None if there are no drafts. Raises
+    ConfigurationError if drafts can't be verified, or would change outputs."""
+    names = checked.speculation
+    if names == OFF:
         return None
     reason = None
     if not kind.generates:
         reason = "the model generates no tokens"
     elif growth.states:
         reason = "recurrent states can't be cut back to the accepted drafts in this version"
-    elif is_on_gpu and not checked.batch_invariant:
+    elif rank.device.type == "cuda" and not checked.batch_invariant:
         reason = "on a GPU drafts would change tokens unless batch_invariant is set"
-    if reason is not None:
-        raise ConfigurationError(f"speculation is {name!r}, but {reason}; leave it out")
-    return PROPOSERS.get(name)(SpeculationOptions(**checked.part(SpeculationOptions)))
+    if reason is not None and names != AUTO:
+        raise ConfigurationError(f"speculation is {names!r}, but {reason}; leave it out")
+    # torch chooses the order of sums by the number of rows, and so may choose other tokens.
+    is_of_torch = rank.device.type == "cpu" and not rank.runner.is_native
+    if reason is not None or (names == AUTO and is_of_torch):
+        return None
+    options = SpeculationOptions(**checked.part(SpeculationOptions))
+    chosen = AUTO_PROPOSERS if names == AUTO else names.split(",")
+    return BestGuess({name: PROPOSERS.get(name)(options) for name in chosen})
 
 
 def may_overlap_on_cpu(options: EngineOptions) -> bool:

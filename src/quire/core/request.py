@@ -57,6 +57,8 @@ class Request:
     #: Spans of the prompt that stand for contents, such as images, in ascending order. Their
     #: positions have placeholder ids in prompt_token_ids.
     content_spans: tuple[ContentSpan, ...] = ()
+    #: Tokens that the client expects to get, for drafts. No output depends on them.
+    prediction_token_ids: tuple[int, ...] = ()
 
     def resume(
         self, branches: Mapping[int, Sequence[int]], *, has_output: bool, elapsed_s: float

@@ -125,6 +125,10 @@ class Constraint(Protocol):
         """Number of leading token_ids that may follow the sequence's tokens without ending it."""
         ...
 
+    def forced_tokens(self, most: int) -> Tokens[int]:
+        """The usual tokens of the text that must follow the sequence's tokens; at most `most`."""
+        ...
+
 
 class Sequence:
     """One branch of one request.
@@ -174,6 +178,7 @@ class Sequence:
         "order",
         "params",
         "parent",
+        "prediction_token_ids",
         "priority",
         "prompt_logprobs",
         "public_chain",
@@ -214,6 +219,8 @@ class Sequence:
         self.constraint: Constraint | None = None
         #: Spans of its prompt that stand for contents, in ascending order.
         self.content_spans: tuple[ContentSpan, ...] = ()
+        #: The tokens that its client expects (`Request.prediction_token_ids`).
+        self.prediction_token_ids: Tokens[int] = ()
         #: Digest of the adapter that computes all of its tokens, or BASE_MODEL.
         self.adapter = BASE_MODEL
         #: Slot of the adapter while the sequence runs.
@@ -321,6 +328,7 @@ class Sequence:
         )
         child.tenant, child.deadline_s = self.tenant, self.deadline_s
         child.adapter, child.content_spans = self.adapter, self.content_spans
+        child.prediction_token_ids = self.prediction_token_ids
         child.chain = list(self.chain)
         child.chain_tokens = list(self.chain_tokens)
         return child
@@ -452,6 +460,7 @@ def make_sequences(
             output_token_ids=token_ids,
         )
         sequence.tenant, sequence.content_spans = request.tenant, request.content_spans
+        sequence.prediction_token_ids = request.prediction_token_ids
         sequence.adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
         if request.deadline_s is not None:
             sequence.deadline_s = now_s + request.deadline_s

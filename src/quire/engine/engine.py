@@ -331,6 +331,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of the engine in numbers."""
         scheduler, memory = self.scheduler, self.scheduler.memory
+        drafting = scheduler.drafting
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -341,8 +342,9 @@ class Engine:
             num_preemptions=scheduler.running_set.stats.num_preemptions,
             num_recomputed_tokens=scheduler.running_set.stats.num_recomputed_tokens,
             num_failed_steps=scheduler.stats.num_failed_steps,
-            num_drafts=scheduler.stats.num_drafts,
-            num_accepted_drafts=scheduler.stats.num_accepted_drafts,
+            num_drafts=0 if drafting is None else drafting.num_drafts,
+            num_accepted_drafts=0 if drafting is None else drafting.num_accepted_drafts,
+            drafts={} if drafting is None else drafting.as_dict(),
             num_query_tokens=memory.prefixes.num_query_tokens,
             num_hit_tokens=memory.prefixes.num_hit_tokens,
             num_computed_tokens=self.times.num_computed_tokens,

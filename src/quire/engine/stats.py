@@ -39,6 +39,8 @@ class EngineStats:
     num_drafts: int = 0
     #: Number of drafts that equalled the sampled tokens.
     num_accepted_drafts: int = 0
+    #: `Drafting.as_dict`; empty without a proposer.
+    drafts: dict[str, Any] = field(default_factory=dict)
     #: Number of requests, by the reason why the cache had no more of their prompts
     #: (`core.sequence.COUNTED_REASONS`).
     prefix_misses: dict[str, int] = field(default_factory=dict)

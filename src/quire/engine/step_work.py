@@ -66,7 +66,7 @@ class StepWork(NamedTuple):
         # Unpack all fields at once: between two steps they leave the CPU's caches, so each read is
         # slow.
         layers, head, row, state, token_operations, head_operations, attention, experts = self
-        decodes, decode_pairs, chunk_tokens, chunk_pairs, num_logits, chunks, num_context = load
+        decodes, decode_pairs, chunk_tokens, chunk_pairs, num_logits, chunks, num_context, _ = load
         num_tokens = decodes + chunk_tokens
         num_bytes: float = layers + row * num_tokens + state * (decodes + chunks)
         operations = token_operations * num_tokens

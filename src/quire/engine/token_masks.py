@@ -37,6 +37,8 @@ class FollowedGrammar(Protocol):
 
     def mask(self) -> bytes: ...
 
+    def forced_tokens(self, most: int) -> Tokens[int]: ...
+
     def copy(self) -> "FollowedGrammar": ...
 
 
@@ -130,6 +132,12 @@ class GrammarConstraint:
             if state.is_finished:
                 return count
         return len(token_ids)
+
+    def forced_tokens(self, most: int) -> Tokens[int]:
+        """See `Constraint.forced_tokens`. None where `allowed_prefix` allows none."""
+        if self._is_slow or self._early is not None or self.error is not None:
+            return ()
+        return self._state.forced_tokens(most)
 
     def begin_early(self, threads: Executor) -> None:
         """Begin the next mask now, if the last one was slow."""

@@ -35,7 +35,7 @@ from quire.option_fields import (
 )
 from quire.options.pooling_options import PoolingOptions
 from quire.plugins import PluginOptions
-from quire.speculation.speculation_options import SpeculationOptions
+from quire.speculation.speculation_options import OFF, SpeculationOptions
 from quire.tiers.tier_options import TierOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -321,7 +321,7 @@ class EngineOptions(
                     f"{name} is {value}, but no prefixes are cached that could be kept there"
                     " (enable_prefix_caching is False); leave one of them out"
                 )
-        if self.speculation is None and self.num_draft_tokens != SchedulerConfig.num_draft_tokens:
+        if self.speculation == OFF and self.num_draft_tokens != SchedulerConfig.num_draft_tokens:
             raise ConfigurationError(
                 f"num_draft_tokens is {self.num_draft_tokens}, but it has no effect without"
                 " speculation; set speculation, or leave it out"

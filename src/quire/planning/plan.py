@@ -30,6 +30,7 @@ from quire.planning.step_bench import StepBench
 from quire.planning.step_cost_file import StepCostFile
 from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
 from quire.simulation.virtual_engine import EngineShape
+from quire.speculation.speculation_options import AUTO, OFF
 from quire.version import __version__
 
 #: Stands for the precision of the given options, or if they name none, of the model's files.
@@ -87,7 +88,7 @@ class Planner:
                 f"tensor_parallel_size is {self._options.tensor_parallel_size}, but plans are made"
                 " for one process only; leave it out"
             )
-        if self._options.speculation is not None:
+        if self._options.speculation not in (AUTO, OFF):
             raise ConfigurationError(
                 f"speculation is {self._options.speculation!r}, but plans and replays simulate no"
                 " drafts; leave it out"

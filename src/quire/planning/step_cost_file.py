@@ -12,7 +12,7 @@ from typing import Any
 from quire.measurement_file import MeasurementFile
 from quire.planning.step_costs import StepCosts
 
-FORMAT = 9
+FORMAT = 10
 
 
 class StepCostFile:

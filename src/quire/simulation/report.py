@@ -133,8 +133,9 @@ class SimulationReport:
                 self.misses[reason.value] = self.misses.get(reason.value, 0) + count
         self.num_evicted_blocks += memory.num_evicted_blocks
         self.num_adapter_loads += scheduler.adapters.num_loads
-        self.num_drafts += scheduler.stats.num_drafts
-        self.num_accepted_drafts += scheduler.stats.num_accepted_drafts
+        if scheduler.drafting is not None:
+            self.num_drafts += scheduler.drafting.num_drafts
+            self.num_accepted_drafts += scheduler.drafting.num_accepted_drafts
         self.num_content_loads += scheduler.contents.num_loads
         if memory.moves is not None:
             loads = memory.moves.loads.stats

@@ -39,9 +39,9 @@ from quire.simulation.checked_device import CheckedDevice
 from quire.simulation.clients import Client, Clients
 from quire.simulation.fakes.fake_adapters import FakeAdapters
 from quire.simulation.fakes.fake_grammar import fake_grammar_work
-from quire.simulation.fakes.fake_proposer import FakeProposer
 from quire.simulation.fakes.fake_runner import FakeRunner, Faults
 from quire.simulation.fakes.fake_source import FakeSource
+from quire.simulation.fakes.fake_speculator import FakeSpeculator
 from quire.simulation.fakes.fake_tiers import FakeTiers, KeptContents, simulated_tier
 from quire.simulation.report import SimulationReport
 from quire.simulation.step_time import StepTime
@@ -406,11 +406,11 @@ def _make_adapters(simulator: Simulator) -> FakeAdapters:
     return FakeAdapters(rng, simulator.clock, simulator.clock.wait_until)
 
 
-def _make_proposer(simulator: Simulator) -> FakeProposer | None:
+def _make_proposer(simulator: Simulator) -> FakeSpeculator | None:
     config = simulator.config
     if not config.max_drafts:
         return None
-    return FakeProposer(
+    return FakeSpeculator(
         config.model,
         most=config.max_drafts,
         error_rate=config.draft_error_rate,

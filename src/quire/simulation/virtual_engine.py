@@ -210,6 +210,10 @@ class AnyText:
         """See `FollowedGrammar`. The runner reads no mask."""
         return b""
 
+    def forced_tokens(self, most: int) -> Sequence[int]:
+        """See `FollowedGrammar`. It forces nothing."""
+        return ()
+
     def copy(self) -> AnyText:
         """See `FollowedGrammar`."""
         return self

@@ -13,7 +13,11 @@ adds its new tokens, at constant cost each, and compares at most MAX_CANDIDATES 
 from collections.abc import Sequence as Tokens
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
+
 from quire.core.sequence import Sequence
+from quire.speculation.proposer import Guess
 from quire.speculation.speculation_options import SpeculationOptions
 
 MAX_CANDIDATES = 16
@@ -21,6 +25,44 @@ MAX_CANDIDATES = 16
 
 LONGEST_MATCH = 32
 """Matches of this many tokens count as equally good, so that the newest one is taken."""
+
+GRADES = (5, 8, 12, LONGEST_MATCH)
+"""Matches shorter than each of these numbers of tokens have a grade of their own."""
+
+CHANCES = (0.4, 0.6, 0.75, 0.9, 0.95)
+"""For each grade, the chance that a draft is accepted, until it was learned."""
+
+LEAST_BULK = 1024
+"""From this number of new tokens on, n-grams are sorted instead of looked up one by one."""
+
+_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+def match_length(
+    source: Tokens[int], end: int, token_ids: Tokens[int], most: int = LONGEST_MATCH
+) -> int:
+    """Number of tokens, at most `most`, that end at index `end` of source and at the end of
+    token_ids."""
+    last = len(token_ids) - 1
+    most = min(most, end + 1, last + 1)
+    length = 0
+    while length < most and source[end - length] == token_ids[last - length]:
+        length += 1
+    return length
+
+
+def ngram_key(token_ids: Tokens[int], end: int, size: int) -> int:
+    """A hash below 2^64 of the `size` tokens that end at index `end`."""
+    key = 0
+    for token_id in token_ids[end + 1 - size : end + 1]:
+        key = key * _FACTOR + token_id + 1
+    return key & _MASK
+
+
+def graded(token_ids: Tokens[int], length: int) -> Guess:
+    """The guess of the tokens that followed a match of `length` tokens."""
+    grade = sum([length >= least for least in GRADES])
+    return Guess(token_ids, grade, CHANCES[grade])
 
 
 class NgramIndex:
@@ -30,68 +72,114 @@ class NgramIndex:
     whose tokens only ever grow at their end.
     """
 
-    __slots__ = ("_last_end", "_least_match", "_previous")
+    __slots__ = ("_first", "_first_ends", "_first_keys", "_last_end", "_least_match", "_previous")
 
-    def __init__(self, least_match: int) -> None:
+    def __init__(self, least_match: int, first: int = 0) -> None:
         """least_match: number of tokens, at least 1, that an occurrence must have in common with
-        the sequence's end."""
+        the sequence's end. first: index of the first token that is searched."""
         self._least_match = least_match
-        #: N-gram -> index of the last token of its newest occurrence.
-        self._last_end: dict[tuple[int, ...], int] = {}
+        #: Key of an n-gram -> index of the last token of its newest occurrence, for n-grams that
+        #: occurred since the first tokens were entered.
+        self._last_end: dict[int, int] = {}
+        #: The same for the n-grams of the first tokens; the keys are sorted.
+        self._first_keys: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._first_ends: npt.NDArray[np.int64] = np.empty(0, np.int64)
         #: For each token, the end of the occurrence before of the n-gram that ends there, or -1.
-        self._previous: list[int] = []
+        self._previous: list[int] = [-1] * first
+        self._first = first
 
-    def propose(self, token_ids: Tokens[int], most: int) -> list[int]:
+    def propose(self, token_ids: Tokens[int], most: int) -> Guess | None:
         """At most `most` tokens that may follow token_ids, which are all tokens of the sequence.
 
-        Returns none if the last `least_match` tokens occur nowhere before.
+        None if the last `least_match` tokens occur nowhere before.
         """
-        self._add(token_ids)
-        best, best_length = -1, 0
-        candidate = self._previous[-1] if self._previous else -1
-        for _ in range(MAX_CANDIDATES):
-            if candidate < 0:
-                break
-            length = self._match_length(token_ids, candidate)
-            if length > best_length:
-                best, best_length = candidate, length
-                if length == LONGEST_MATCH:
-                    break
-            candidate = self._previous[candidate]
-        if best < 0:
-            return []
+        self.add(token_ids)
+        best, best_length = self._find(
+            token_ids, token_ids, self._previous[-1] if self._previous else -1
+        )
+        if best < 0 or most < 1:
+            return None
         # If fewer than `most` tokens follow the occurrence, the drafts repeat with the distance
         # between the two occurrences as their period.
         period = len(token_ids) - 1 - best
         following = list(token_ids[best + 1 : best + 1 + most])
         while len(following) < most:
             following.append(following[-period])
-        return following
+        return graded(following, best_length)
 
-    def _add(self, token_ids: Tokens[int]) -> None:
+    def find_in(self, source: Tokens[int], token_ids: Tokens[int], most: int) -> Guess | None:
+        """At most `most` tokens of the sequence `source`, which this index is of, that may follow
+        the tokens of another sequence."""
+        self.add(source)
+        size = self._least_match
+        if len(token_ids) < size:
+            return None
+        newest = self._newest(ngram_key(token_ids, len(token_ids) - 1, size))
+        best, length = self._find(source, token_ids, newest)
+        following = source[best + 1 : best + 1 + most] if best >= 0 else ()
+        return graded(following, length) if following else None
+
+    def _find(self, source: Tokens[int], token_ids: Tokens[int], candidate: int) -> tuple[int, int]:
+        """The end and the length of the longest match with the end of token_ids; -1 for no match.
+
+        Compares the candidate and the ends that it links to. The last token of source does not
+        count, because no token follows it.
+        """
+        best, best_length = -1, self._least_match - 1
+        for _ in range(MAX_CANDIDATES):
+            if candidate < 0:
+                break
+            length = match_length(source, candidate, token_ids)
+            if length > best_length and candidate + 1 < len(source):
+                best, best_length = candidate, length
+                if length == LONGEST_MATCH:
+                    break
+            candidate = self._previous[candidate]
+        return best, best_length
+
+    def add(self, token_ids: Tokens[int]) -> None:
         """Enter the n-grams that end in tokens which were not seen yet."""
-        size, last_end, previous = self._least_match, self._last_end, self._previous
+        size = self._least_match
+        if not self._previous and len(token_ids) >= LEAST_BULK + size:
+            self._add_first(np.array(token_ids, np.int64))
+        last_end, previous = self._last_end, self._previous
         for end in range(len(previous), len(token_ids)):
-            if end + 1 < size:
+            if end + 1 < self._first + size:
                 previous.append(-1)
                 continue
-            ngram = tuple(token_ids[end + 1 - size : end + 1])
-            previous.append(last_end.get(ngram, -1))
-            last_end[ngram] = end
+            key = ngram_key(token_ids, end, size)
+            previous.append(self._newest(key))
+            last_end[key] = end
 
-    def _match_length(self, token_ids: Tokens[int], end: int) -> int:
-        """Number of tokens, at most LONGEST_MATCH, that end at index `end` and also end the
-        sequence."""
-        length = self._least_match
-        last = len(token_ids) - 1
-        most = min(LONGEST_MATCH, end + 1)
-        while length < most and token_ids[end - length] == token_ids[last - length]:
-            length += 1
-        return length
+    def _newest(self, key: int) -> int:
+        """The end of the newest occurrence of the n-gram with this key, or -1."""
+        end = self._last_end.get(key, -1)
+        if end < 0 and len(self._first_keys):
+            index = int(self._first_keys.searchsorted(np.uint64(key)))
+            if index < len(self._first_keys) and self._first_keys[index] == key:
+                return int(self._first_ends[index])
+        return end
+
+    def _add_first(self, token_ids: npt.NDArray[np.int64]) -> None:
+        """Enter the n-grams of a sequence's first tokens, all at once."""
+        size, num_keys = self._least_match, len(token_ids) + 1 - self._least_match
+        keys = np.zeros(num_keys, np.uint64)
+        for place in range(size):
+            values = token_ids[place : place + num_keys].astype(np.uint64)
+            keys = keys * np.uint64(_FACTOR) + values + np.uint64(1)
+        order = np.argsort(keys, kind="stable")
+        in_order = keys[order]
+        is_same = in_order[1:] == in_order[:-1]
+        previous = np.full(len(token_ids), -1, np.int64)
+        ends = order + size - 1
+        previous[ends[1:][is_same]] = ends[:-1][is_same]
+        self._previous = previous.tolist()
+        is_last = np.append(~is_same, True)
+        self._first_keys, self._first_ends = in_order[is_last], ends[is_last]
 
 
 class NgramProposer:
-    """Proposes from each sequence's own tokens; implements `core.scheduling.drafts.Proposer`.
+    """Proposes from each sequence's own tokens.
 
     Invariant: no index has tokens of two sequences.
     """
@@ -101,14 +189,18 @@ class NgramProposer:
         self._least_match = least_match
         self._indices: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> Guess | None:
         """See `Proposer`."""
         index = self._indices.get(sequence)
         if index is None:
             index = self._indices[sequence] = NgramIndex(self._least_match)
         return index.propose(sequence.token_ids, most)
 
+    def end(self, sequence: Sequence) -> None:
+        """See `Proposer`."""
+        self._indices.pop(sequence, None)
+
 
 def make_proposer(options: SpeculationOptions) -> NgramProposer:
-    """The proposer of `--speculation ngram`."""
+    """The proposer "ngram"."""
     return NgramProposer(options.ngram_min_match)

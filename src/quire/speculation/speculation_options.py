@@ -5,46 +5,66 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigurationError
-from quire.option_fields import OneOf, Options, Whole, option
+from quire.option_fields import Bytes, Options, SomeOf, Whole, option
 from quire.registry import Registry
 
 if TYPE_CHECKING:  # brings the scheduler, which a command's help does not need
-    from quire.core.scheduling.drafts import Proposer
+    from quire.speculation.proposer import Proposer
 
 PROPOSERS: "Registry[Callable[[SpeculationOptions], Proposer]]" = Registry(
-    "speculation", {"ngram": "quire.speculation.ngram:make_proposer"}
+    "speculation",
+    {
+        name: f"quire.speculation.{name}:make_proposer"
+        for name in ("forced", "prediction", "ngram", "siblings", "history")
+    },
 )
-"""Functions that make proposers from the options. A plugin adds its own."""
+"""Functions that make proposers from the options. A plugin adds its own. Among equally good guesses
+of several proposers, that of the first is taken."""
+
+AUTO, OFF = "auto", "off"
+AUTO_PROPOSERS = ("forced", "prediction", "ngram", "siblings", "history")
 
 
 @dataclass(frozen=True)
 class SpeculationOptions(Options):
     """How drafts are proposed, which steps then verify; no output depends on them."""
 
-    speculation: str | None = option(
-        None,
-        OneOf(PROPOSERS),
+    speculation: str = option(
+        OFF,
+        SomeOf(PROPOSERS, (AUTO, OFF)),
         group="scheduling",
-        help="proposer of draft tokens, which steps verify: {names}",
-        doc="proposer of draft tokens, which a step verifies together with a sequence's next"
+        help="proposers of draft tokens, which steps verify: {names}, or several after commas",
+        doc="proposers of draft tokens, which a step verifies together with a sequence's next"
         ' token. "ngram": the tokens that followed an earlier occurrence of the sequence\'s last'
-        " tokens. Outputs are the same to the bit, with any proposer and without. None: no drafts.",
+        ' tokens. "prediction": the text that a request expects. "forced": what a grammar leaves no'
+        ' choice about. "siblings": other branches of the request. "history": earlier answers of'
+        ' the same cache domain. Several names are separated by commas. "auto": all of these, where'
+        ' outputs are the same to the bit with drafts and without, or else none. "off": no drafts.',
     )
     ngram_min_match: int = option(
         3,
         Whole(1),
         group="scheduling",
         help="tokens that an earlier occurrence must have in common with a sequence's end, for"
-        " --speculation ngram",
-        doc='for "ngram", the number of tokens that an earlier occurrence must at least have in'
-        " common with the sequence's end.",
+        " --speculation",
+        doc='for "ngram", "siblings" and "history", the number of tokens that an earlier occurrence'
+        " must at least have in common with the sequence's end.",
+    )
+    speculation_history_size: int = option(
+        16 << 20,
+        Bytes(0),
+        group="scheduling",
+        help="memory for earlier answers, for --speculation history",
+        doc='for "history", the most memory for earlier answers; a cache domain gets 640 KiB of it.'
+        " 0: no answer is kept.",
     )
 
     def _check_together(self) -> None:
         super()._check_together()
-        default = SpeculationOptions.ngram_min_match
-        if self.speculation is None and self.ngram_min_match != default:
-            raise ConfigurationError(
-                f"ngram_min_match is {self.ngram_min_match}, but it has no effect without"
-                " speculation; set speculation, or leave it out"
-            )
+        for name in ("ngram_min_match", "speculation_history_size"):
+            given = getattr(self, name)
+            if self.speculation == OFF and given != getattr(SpeculationOptions, name):
+                raise ConfigurationError(
+                    f"{name} is {given}, but it has no effect without speculation; set"
+                    " speculation, or leave it out"
+                )

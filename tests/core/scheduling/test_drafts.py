@@ -12,10 +12,12 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.pooling import PoolingKind, PoolingParams
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.draft_lengths import Candidate, choose_lengths, is_worth_drafts
 from quire.core.scheduling.drafts import Drafting
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepDemand
 from quire.core.scheduling.policy import PriorityPolicy
+from quire.core.scheduling.proposals import NO_PROPOSAL, Proposal
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, EditKind, StepPlan
@@ -33,15 +35,24 @@ class Oracle:
         #: The sequences for which it has guesses; None for all.
         self.names: set[str] | None = None
         self.asked: list[tuple[str, int]] = []
+        self.learned: list[tuple[int, int]] = []
+        self.ended: list[str] = []
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> Proposal:
         name = next(key for key, (_, each) in self.harness.requests.items() if each is sequence)
         self.asked.append((name, most))
         if self.names is not None and name not in self.names:
-            return []
+            return NO_PROPOSAL
         first = sequence.num_output_tokens
         expected = self.harness.expected[name][0][first : first + min(most, self.most)]
-        return [token + (first + at in self.wrong) for at, token in enumerate(expected)]
+        guess = tuple([token + (first + at in self.wrong) for at, token in enumerate(expected)])
+        return Proposal(guess, (1.0,) * len(guess), "oracle")
+
+    def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
+        self.learned.append((len(proposal.token_ids), num_accepted))
+
+    def end(self, sequence: Sequence) -> None:
+        self.ended.append(sequence.request_id)
 
 
 def with_drafts(harness: Harness, wrong: Tokens[int] = (), most: int = 3) -> Oracle:
@@ -50,6 +61,11 @@ def with_drafts(harness: Harness, wrong: Tokens[int] = (), most: int = 3) -> Ora
     slots = scheduler._slots
     scheduler.drafting = Drafting(oracle, harness.memory, scheduler.running_set, slots, most)
     return oracle
+
+
+def drafting_of(harness: Harness) -> Drafting:
+    assert harness.scheduler.drafting is not None
+    return harness.scheduler.drafting
 
 
 def drafts_of(plan: StepPlan) -> dict[int, int]:
@@ -62,7 +78,7 @@ def drafts_of(plan: StepPlan) -> dict[int, int]:
 
 def test_all_drafts_are_accepted_and_their_tokens_counted_at_once() -> None:
     harness = Harness()
-    with_drafts(harness)
+    oracle = with_drafts(harness)
     sequence = harness.add("a", 6, 12)
     harness.step()
     assert len(sequence.token_ids) == 7
@@ -76,9 +92,11 @@ def test_all_drafts_are_accepted_and_their_tokens_counted_at_once() -> None:
     assert (sequence.num_confirmed_tokens, sequence.num_published_blocks) == (10, 2)
     assert sequence.draft_token_ids == () and sequence.num_pending_tokens == 0
     harness.run()
-    stats = harness.scheduler.stats
-    assert stats.num_drafts == stats.num_accepted_drafts == 3 + 3 + 2
-    assert stats.num_steps == 4
+    drafting = drafting_of(harness)
+    assert drafting.num_drafts == drafting.num_accepted_drafts == 3 + 3 + 2
+    assert drafting.as_dict()["by_proposer"]["oracle"]["verified"] == [3, 3, 2]
+    assert oracle.learned == [(3, 3), (3, 3), (2, 2)] and oracle.ended == ["a"]
+    assert harness.scheduler.stats.num_steps == 4
 
 
 @pytest.mark.parametrize(("wrong", "num_sampled"), [(1, 1), (2, 2), (3, 3), (4, 4)])
@@ -224,13 +242,14 @@ def test_drafts_fit_into_the_time_of_a_paced_step() -> None:
     pacer = make_pacer(ratio=2.5)
     budget = pacer.open_step(StepDemand(2048, 4, 400, 1))
     alone_s = pacer.model.predict_s(budget.load)
-    most = budget.most_drafts(100, 1000)
+    assert is_worth_drafts(budget)
+    (most,) = choose_lengths([Candidate(100, (1.0,) * 1000)], budget)
     assert 0 < most < 1000
     ratio = 2.5 / pacer.margin
     assert pacer.model.predict_s(budget.load.with_drafts(100, most)) <= ratio * alone_s
     assert pacer.model.predict_s(budget.load.with_drafts(100, most + 1)) > ratio * alone_s
     budget.take_drafts(100, most)
-    assert budget.most_drafts(100, 10) == 0
+    assert choose_lengths([Candidate(100, (1.0,) * 10)], budget) == [0]
     assert budget.load == StepDemand(0, 4, 400).decode_load.with_drafts(100, most)
     assert budget.load.num_decodes == 4 + most and budget.num_tokens == 2048 - most
 
@@ -275,10 +294,10 @@ def test_a_parent_has_none_while_forks_wait_for_it() -> None:
 def test_a_model_with_states_has_none() -> None:
     config = KVCacheConfig(read_groups("full,state:2"), 40, 4)
     scheduler = Scheduler(
-        SchedulerConfig(4, 64), KVCacheManager(config), proposer=Oracle(Harness())
+        SchedulerConfig(4, 64), KVCacheManager(config), speculator=Oracle(Harness())
     )
     assert scheduler.drafting is None
-    plain = Scheduler(SchedulerConfig(4, 64), make_memory(), proposer=Oracle(Harness()))
+    plain = Scheduler(SchedulerConfig(4, 64), make_memory(), speculator=Oracle(Harness()))
     assert plain.drafting is not None
     assert Scheduler(SchedulerConfig(4, 64), make_memory()).drafting is None
 
@@ -392,7 +411,7 @@ def test_a_failed_step_drops_the_drafts() -> None:
     harness.recover()
     assert sequence.draft_token_ids == () and len(sequence.token_ids) == 7
     harness.run()
-    assert harness.scheduler.stats.num_drafts == harness.scheduler.stats.num_accepted_drafts
+    assert drafting_of(harness).num_drafts == drafting_of(harness).num_accepted_drafts
 
 
 def test_blocks_of_rejected_drafts_are_taken_before_any_sequence_is_preempted() -> None:
@@ -440,5 +459,5 @@ def test_many_sequences_get_the_same_tokens_with_drafts(seed: int) -> None:
     for index in range(12):
         harness.add(f"r{index}", 3 + 2 * index % 7, 5 + index)
     harness.run()
-    stats = harness.scheduler.stats
-    assert 0 < stats.num_accepted_drafts < stats.num_drafts
+    drafting = drafting_of(harness)
+    assert 0 < drafting.num_accepted_drafts < drafting.num_drafts

@@ -19,7 +19,7 @@ from quire.core.scheduling.policy import POLICIES
 from quire.core.sequence import Sequence
 from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.fakes.fake_model import FakeModel
-from quire.simulation.fakes.fake_proposer import FakeProposer
+from quire.simulation.fakes.fake_speculator import FakeSpeculator
 from quire.simulation.workload import read_groups
 
 TOKENS = st.integers(1, 2)
@@ -181,7 +181,7 @@ def let_draft(harness: Harness, most: int, error_rate: float) -> None:
     """Have steps verify drafts, if the model has no states."""
     scheduler, memory = harness.scheduler, harness.memory
     if not memory.growth.states:
-        proposer = FakeProposer(harness.model, most=most, error_rate=error_rate, seed=most)
+        proposer = FakeSpeculator(harness.model, most=most, error_rate=error_rate, seed=most)
         slots = scheduler._slots
         scheduler.drafting = Drafting(proposer, memory, scheduler.running_set, slots, most)
 

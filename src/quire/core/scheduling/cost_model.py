@@ -13,7 +13,8 @@ _FIRST_SEGMENT = 1
 _ROWS = _FIRST_SEGMENT + NUM_SEGMENTS
 DECODE_PAIRS, CHUNK_PAIRS = _ROWS + 1, _ROWS + 2
 _LOGPROB_TOKENS = _ROWS + 3
-_NUM_PARTS = _ROWS + 4
+_DRAFTS = _ROWS + 4
+_NUM_PARTS = _ROWS + 5
 
 # LEARNING_RATE: fraction of a prediction error by which the model is corrected. MAX_SURPRISE: an
 # error is clipped to this fraction of the prediction.
@@ -50,6 +51,8 @@ class StepLoad(NamedTuple):
     num_chunks: int = 0
     #: Number of tokens that the rows with chunks have after the step, which reads their K and V.
     num_context_tokens: int = 0
+    #: Number of drafts, which num_decodes counts, too.
+    num_drafts: int = 0
 
     def with_chunk(
         self, num_computed_tokens: int, num_new_tokens: int, *, wants_logprobs: bool = False
@@ -65,13 +68,16 @@ class StepLoad(NamedTuple):
             self.num_logprob_tokens + (num_new_tokens if wants_logprobs else 0),
             self.num_chunks + (num_new_tokens > 0),
             self.num_context_tokens + num_computed_tokens + num_new_tokens,
+            self.num_drafts,
         )
 
     def with_drafts(self, num_computed_tokens: int, num_drafts: int) -> "StepLoad":
         """Return this load with drafts behind the token of a row that it has already."""
         pairs = num_drafts * (num_computed_tokens + 1) + num_drafts * (num_drafts + 1) // 2
         return self._replace(
-            num_decodes=self.num_decodes + num_drafts, num_chunk_pairs=self.num_chunk_pairs + pairs
+            num_decodes=self.num_decodes + num_drafts,
+            num_chunk_pairs=self.num_chunk_pairs + pairs,
+            num_drafts=self.num_drafts + num_drafts,
         )
 
 
@@ -91,13 +97,15 @@ class StepCostModel:
     The prediction is a sum of non-negative parts. One part is fixed. One part is piecewise linear
     in the step's tokens, with corners at powers of two, because products of few rows are less
     efficient. One part counts the tokens at which decoding rows sample (vocabulary, sampling),
-    drafts included; another counts prompt tokens whose log-probabilities are wanted. Two parts
-    count attention's pairs of query and key tokens: pairs of decoding rows, bound by memory, and
-    pairs of chunks, bound by arithmetic.
+    drafts included; another counts the drafts, whose samples may come one after the other; a third
+    counts prompt tokens whose log-probabilities are wanted. Two parts count attention's pairs of
+    query and key tokens: pairs of decoding rows, bound by memory, and pairs of chunks, bound by
+    arithmetic.
 
             fixed + sum_i slope_i * (tokens of the step between 2^i and 2^(i+1))
                 + per_row * decoding rows + per_logprob_token * prompt tokens with log-probabilities
                 + per_decode_pair * pairs of decoding rows + per_chunk_pair * pairs of chunks
+                + per_draft * drafts
 
     `runtime.calibration` fits it to steps measured at start-up. Then it follows measured steps by
     least mean squares with clipped errors: an outlier moves it by a few percent. Reads no clock.
@@ -153,6 +161,7 @@ class StepCostModel:
             + values[DECODE_PAIRS] * load.num_decode_pairs
             + values[CHUNK_PAIRS] * load.num_chunk_pairs
             + values[_LOGPROB_TOKENS] * load.num_logprob_tokens
+            + values[_DRAFTS] * load.num_drafts
         )
 
     def most_tokens(
@@ -204,6 +213,24 @@ class StepCostModel:
                 values[index] = max(0.0, values[index] + scale * shares[index] / part)
 
 
+# The typical seconds of the parts, relative to each other: rows are cheap as long as weights are
+# read more slowly than rows are computed, here up to 8 rows.
+_TYPICAL_FIXED, _TYPICAL_FREE, _TYPICAL_BOUND, _TYPICAL_ROW = 1.0, 0.03, 0.12, 0.005
+_NUM_FREE_SEGMENTS = 3
+
+
+def typical_model(load: StepLoad, seconds: float) -> StepCostModel:
+    """A model for an unknown machine, of which one step of this load took `seconds`."""
+    coefficients = [0.0] * _NUM_PARTS
+    coefficients[_FIXED] = _TYPICAL_FIXED
+    for segment in range(NUM_SEGMENTS):
+        is_free = segment < _NUM_FREE_SEGMENTS
+        coefficients[_FIRST_SEGMENT + segment] = _TYPICAL_FREE if is_free else _TYPICAL_BOUND
+    coefficients[_ROWS] = coefficients[_LOGPROB_TOKENS] = _TYPICAL_ROW
+    scale = seconds / StepCostModel(coefficients).predict_s(load)
+    return StepCostModel([scale * value for value in coefficients])
+
+
 def _with_neighbours(values: Sequence[float]) -> list[float]:
     """The coefficients, each slope replaced by the maximum of itself and its neighbours."""
     slopes = [0.0, *values[_FIRST_SEGMENT:_ROWS], 0.0]
@@ -228,6 +255,7 @@ def load_parts(load: StepLoad) -> list[float]:
     parts[DECODE_PAIRS] = load.num_decode_pairs
     parts[CHUNK_PAIRS] = load.num_chunk_pairs
     parts[_LOGPROB_TOKENS] = load.num_logprob_tokens
+    parts[_DRAFTS] = load.num_drafts
     return parts
 
 

@@ -9,28 +9,22 @@ it: the number of its tokens is unknown before. The result tells which drafts co
 """
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Tokens
-from typing import Protocol
+from dataclasses import asdict
+from typing import Any
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.scheduling.draft_lengths import (
+    Candidate,
+    choose_lengths,
+    decodes_of,
+    is_worth_drafts,
+)
 from quire.core.scheduling.pacing import StepBudget
+from quire.core.scheduling.proposals import DraftCounts, Proposal, Speculator
 from quire.core.scheduling.running_set import AppendSlots, RunningSet
 from quire.core.scheduling.step_results import StepInFlight
 from quire.core.sequence import Sequence, SequenceState
-from quire.core.step import Chunk
-
-
-class Proposer(Protocol):
-    """Guesses a sequence's next tokens. The guesses change how fast tokens come, but no token."""
-
-    def propose(self, sequence: Sequence, most: int) -> Tokens[int]:
-        """At most `most` tokens of the vocabulary that may follow `sequence.token_ids`; none if
-        there is no good guess.
-
-        Called in the planning of steps, so it must be quick. The proposer may read all of the
-        sequence, and keep data of its own about it.
-        """
-        ...
+from quire.core.step import Chunk, StepResult
 
 
 class Drafting:
@@ -42,19 +36,25 @@ class Drafting:
 
     def __init__(
         self,
-        proposer: Proposer,
+        speculator: Speculator,
         memory: KVCacheManager,
         running_set: RunningSet,
         slots: AppendSlots,
         most: int,
     ) -> None:
         """most: the largest number of drafts of one sequence in a step."""
-        self._proposer = proposer
+        self.speculator = speculator
         self._memory = memory
         self._running_set = running_set
         self._slots = slots
         self._most = most
-        self._planned: list[Sequence] = []
+        self._planned: list[tuple[Sequence, Proposal]] = []
+        self._planned_s = (0.0, 0.0)
+        #: Proposer -> the counts of its drafts in steps that have ended.
+        self.counts: dict[str, DraftCounts] = {}
+        #: The predicted seconds of the steps that accepted drafts made needless, less those of
+        #: verifying all drafts. 0 without a cost model.
+        self.saved_s = 0.0
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether a running sequence skips this step to wait for the result of a step in flight.
@@ -71,44 +71,71 @@ class Drafting:
             or self._slots.most_after(sequence) < 1
         ):
             return False
-        return len(self._proposer.propose(sequence, 2)) == 2
+        return len(self.speculator.propose(sequence, 2).token_ids) == 2
 
     def plan(self, chunks: Mapping[Sequence, int], budget: StepBudget) -> None:
         """Choose the drafts of the step that is being planned; all its other tokens are planned.
 
-        Sequences get drafts by rank, each as many as the budget and the free blocks allow.
+        Sequences get drafts as `choose_lengths` says, as long as there are free blocks; sequences
+        of higher rank take these first.
         """
+        found = self._find_proposals(chunks, budget) if is_worth_drafts(budget) else []
+        if not found:
+            return
+        candidates = [
+            Candidate(sequence.num_computed_tokens, proposal.survival)
+            for sequence, proposal in found
+        ]
+        lengths = choose_lengths(candidates, budget)
+        before, model = budget.load, budget.model
+        for (sequence, proposal), length in zip(found, lengths, strict=True):
+            count = min(length, self._slots.most_after(sequence))
+            if count > 0:
+                self._slots.reserve(sequence, count)
+                budget.take_drafts(sequence.num_computed_tokens, count)
+                chosen = _cut(proposal, count)
+                sequence.draft_token_ids = chosen.token_ids
+                self._planned.append((sequence, chosen))
+        if model is not None and self._planned:
+            self._planned_s = (
+                model.predict_s(budget.load) - model.predict_s(before),
+                model.predict_s(decodes_of(before)) / max(1, before.num_decodes),
+            )
+
+    def _find_proposals(
+        self, chunks: Mapping[Sequence, int], budget: StepBudget
+    ) -> list[tuple[Sequence, Proposal]]:
+        """The proposals for the decoding rows of the step, by rank."""
+        found: list[tuple[Sequence, Proposal]] = []
         for sequence in self._running_set.running:
-            if budget.num_tokens <= 0:
-                return
             num_tokens, computed = len(sequence.token_ids), sequence.num_computed_tokens
             decodes = chunks.get(sequence) == 1 and num_tokens - computed == 1
             if not decodes or sequence.num_pending_tokens or not self._may_have_drafts(sequence):
                 continue
             num_left = sequence.max_num_tokens - num_tokens - 1
-            most = min(self._most, num_left, self._slots.most_after(sequence))
-            most = budget.most_drafts(computed, most)
+            most = min(self._most, num_left, budget.num_tokens, self._slots.most_after(sequence))
             if most < 1:
                 continue
-            drafts = _cut(sequence, tuple(self._proposer.propose(sequence, most)[:most]))
-            if drafts:
-                self._slots.reserve(sequence, len(drafts))
-                budget.take_drafts(computed, len(drafts))
-                sequence.draft_token_ids = drafts
-                self._planned.append(sequence)
+            proposal = self.speculator.propose(sequence, most)
+            count = _num_useful(sequence, proposal.token_ids[:most])
+            if count:
+                found.append((sequence, _cut(proposal, count)))
+        return found
 
     def launch(self, step: StepInFlight) -> tuple[Chunk, ...]:
         """Add the planned drafts to a step that was launched; returns the chunks of their rows."""
-        drafts: dict[int, tuple[int, ...]] = {}
-        for sequence in self._planned:
+        chunks: list[Chunk] = []
+        drafts: dict[int, Proposal] = {}
+        for sequence, proposal in self._planned:
             assert sequence.row is not None
-            drafts[sequence.row] = sequence.draft_token_ids
+            drafts[sequence.row] = proposal
+            num_new_tokens = 1 + len(proposal.token_ids)
+            chunks.append(Chunk(sequence.row, num_new_tokens, proposal.token_ids))
+            step.num_tokens += num_new_tokens - 1
         step.drafts = drafts
-        step.num_tokens += sum(map(len, drafts.values()))
+        step.drafts_s, step.token_s = self._planned_s
         self._planned.clear()
-        return tuple(
-            [Chunk(row, 1 + len(token_ids), token_ids) for row, token_ids in drafts.items()]
-        )
+        return tuple(chunks)
 
     def confirm(self, step: StepInFlight, row: int) -> None:
         """Count the accepted drafts of a row as computed and confirmed, and publish their blocks.
@@ -124,11 +151,38 @@ class Drafting:
             if num_confirmed >= (sequence.num_published_blocks + 1) * self._memory.block_size:
                 self._memory.publish(sequence, num_confirmed)
 
-    def end(self, step: StepInFlight) -> None:
-        """Confirm the drafts of all rows of a step whose tokens were appended."""
-        for row in step.drafts or ():
+    def end(self, step: StepInFlight, result: StepResult) -> None:
+        """Confirm the drafts of all rows of a step whose tokens were appended, and learn from
+        them."""
+        if not step.drafts:
+            return
+        self.saved_s -= step.drafts_s
+        for row, token_ids in zip(result.rows, result.token_ids, strict=True):
+            proposal = step.drafts.get(row)
+            if proposal is not None:
+                num_verified, num_accepted = len(proposal.token_ids), len(token_ids) - 1
+                counts = self.counts.setdefault(proposal.proposer, DraftCounts())
+                counts.add(num_verified, num_accepted)
+                self.saved_s += num_accepted * step.token_s
+                self.speculator.learn(step.rows[row][0], proposal, num_accepted)
+        for row in step.drafts:
             self.confirm(step, row)
             step.rows[row][0].draft_token_ids = ()
+
+    @property
+    def num_drafts(self) -> int:
+        """Number of drafts that steps verified."""
+        return sum([sum(counts.verified) for counts in self.counts.values()])
+
+    @property
+    def num_accepted_drafts(self) -> int:
+        """Number of drafts that equalled the sampled tokens."""
+        return sum([sum(counts.accepted) for counts in self.counts.values()])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counts by proposer, and saved_s."""
+        counts = {name: asdict(found) for name, found in self.counts.items()}
+        return {"by_proposer": counts, "saved_s": self.saved_s}
 
     def _may_have_drafts(self, sequence: Sequence) -> bool:
         """Whether drafts may follow the tokens of a decoding sequence.
@@ -144,8 +198,17 @@ class Drafting:
         )
 
 
-def _cut(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
-    """The leading drafts that do not end the sequence and that its grammar allows.
+def _cut(proposal: Proposal, count: int) -> Proposal:
+    """The proposal's first `count` tokens."""
+    if count == len(proposal.token_ids):
+        return proposal
+    return proposal._replace(
+        token_ids=proposal.token_ids[:count], survival=proposal.survival[:count]
+    )
+
+
+def _num_useful(sequence: Sequence, drafts: tuple[int, ...]) -> int:
+    """The number of leading drafts that do not end the sequence and that its grammar allows.
 
     A token that ends the sequence is sampled behind the draft before it, and verifies no further.
     """
@@ -153,4 +216,4 @@ def _cut(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
     count = next((at for at, token_id in enumerate(drafts) if token_id in ends), len(drafts))
     if sequence.constraint is not None:
         count = sequence.constraint.allowed_prefix(drafts[:count])
-    return drafts[:count]
+    return count

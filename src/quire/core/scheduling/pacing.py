@@ -21,11 +21,13 @@ The scheduler gets a StepBudget for each step; the engine reports how long steps
 clock.
 """
 
+import math
 from bisect import bisect_right
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from quire.core.scheduling.cost_model import NO_LOAD, StepCostModel, StepLoad
+from quire.core.scheduling.cost_model import NO_LOAD, StepCostModel, StepLoad, typical_model
 from quire.errors import ConfigurationError
 
 LEAST_MAX_ITL_RATIO = 1.1
@@ -65,11 +67,15 @@ class StepDemand(NamedTuple):
 class StepBudget:
     """The tokens that one step may still compute, beside those of decoding rows."""
 
-    def __init__(self, num_tokens: int, load: StepLoad = NO_LOAD) -> None:
-        """load: the work of the decoding rows."""
+    def __init__(
+        self, num_tokens: int, load: StepLoad = NO_LOAD, model: StepCostModel | None = None
+    ) -> None:
+        """load: the work of the decoding rows. model: predicts what the step takes; None if no
+        model is known."""
         self.num_tokens = num_tokens
         #: The work that the step has so far.
         self.load = load
+        self.model = model
 
     @property
     def is_spent(self) -> bool:
@@ -89,13 +95,13 @@ class StepBudget:
         self._count(num_computed_tokens, num_taken, wants_logprobs)
         return num_taken
 
-    def most_drafts(self, num_computed_tokens: int, most: int) -> int:
-        """Number of drafts, at most `most`, that the step may verify behind the token of a decoding
-        row with num_computed_tokens. Called when all chunks are taken."""
-        return min(most, self.num_tokens)
+    def drafts_limit_s(self) -> float:
+        """The most seconds, as predicted, of a step with drafts. Called when all chunks are
+        taken."""
+        return math.inf
 
     def take_drafts(self, num_computed_tokens: int, num_drafts: int) -> None:
-        """Count the drafts of a decoding row, not more than `most_drafts`."""
+        """Count the drafts of a decoding row."""
         self.num_tokens -= num_drafts
         self.load = self.load.with_drafts(num_computed_tokens, num_drafts)
 
@@ -134,6 +140,45 @@ class ConstantPacer:
 
     def observe(self, step_id: int, seconds: float) -> None:
         """See `Pacer`; nothing is learned."""
+
+
+class LearningPacer(ConstantPacer):
+    """Gives every step the same number of tokens, and learns what steps take.
+
+    Its model begins with the proportions of a typical machine, in the scale of the first step.
+    """
+
+    def __init__(self) -> None:
+        self.model: StepCostModel | None = None
+        self._open: StepBudget | None = None
+        self._in_flight: dict[int, StepBudget] = {}
+
+    def open_step(self, demand: StepDemand) -> StepBudget:
+        """See `Pacer`."""
+        self._open = StepBudget(demand.num_tokens, demand.decode_load, self.model)
+        return self._open
+
+    def launch(self, step_id: int) -> None:
+        """See `Pacer`."""
+        assert self._open is not None, "no step was opened"
+        self._in_flight[step_id] = self._open
+
+    def observe(self, step_id: int, seconds: float) -> None:
+        """See `Pacer`."""
+        budget = self._in_flight.pop(step_id, None)
+        _drop_earlier(self._in_flight, step_id)
+        if budget is None or seconds <= 0:
+            return
+        if self.model is None:
+            self.model = typical_model(budget.load, seconds)
+        else:
+            self.model.observe(budget.load, seconds)
+
+
+def _drop_earlier(in_flight: MutableMapping[int, Any], step_id: int) -> None:
+    """Drop the steps before step_id, which failed or whose times are unknown."""
+    for earlier in [step for step in in_flight if step < step_id]:
+        del in_flight[earlier]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +231,7 @@ class PacedBudget(StepBudget):
 
     def __init__(self, demand: StepDemand, model: StepCostModel, ratio: float, least: int) -> None:
         """`least` tokens of the first chunk are computed, however long they take."""
-        super().__init__(demand.num_tokens, demand.decode_load)
+        super().__init__(demand.num_tokens, demand.decode_load, model)
         #: Number of rows that decode in the step.
         self.num_decodes = demand.num_decodes
         #: Number of decoding rows that wait for the end of the step.
@@ -197,7 +242,8 @@ class PacedBudget(StepBudget):
         self.may_be_late = False
         #: Whether the step serves prompts at full speed.
         self.is_late = False
-        self._model = model
+        self._predict_s = model.predict_s
+        self._most_tokens = model.most_tokens
         self._ratio = ratio
         self._limit_s = 0.0
         self._least = least
@@ -230,17 +276,11 @@ class PacedBudget(StepBudget):
         self._is_full = num_taken < num_wanted or not self._may_go_on()
         return num_taken
 
-    def most_drafts(self, num_computed_tokens: int, most: int) -> int:
+    def drafts_limit_s(self) -> float:
         """See `StepBudget`. Drafts keep the time limit even if prompts make the step late."""
         if not self.alone_s:
             self._set_time_limit()
-        return bisect_right(
-            range(1, super().most_drafts(num_computed_tokens, most) + 1),
-            self._ratio * self.alone_s,
-            key=lambda size: self._model.predict_s(
-                self.load.with_drafts(num_computed_tokens, size)
-            ),
-        )
+        return self._ratio * self.alone_s
 
     def _set_time_limit(self) -> None:
         """Set the time limit of a step whose load has decoding rows only.
@@ -249,7 +289,7 @@ class PacedBudget(StepBudget):
         intervals stay within the ratio for contexts of any length.
         """
         crowd = self.load._replace(num_decodes=self.num_streams + self._num_behind)
-        self.alone_s = self._model.predict_s(crowd)
+        self.alone_s = self._predict_s(crowd)
         self._limit_s = self._ratio * self.alone_s
 
     def _lift_time_limit(self) -> None:
@@ -264,7 +304,7 @@ class PacedBudget(StepBudget):
         The attention takes the same time with log-probabilities and without.
         """
         load = self.load
-        return self._model.predict_s(
+        return self._predict_s(
             load._replace(
                 num_chunk_tokens=load.num_chunk_tokens + num_more_tokens,
                 num_chunk_pairs=0,
@@ -281,7 +321,7 @@ class PacedBudget(StepBudget):
                 self._limit_s,
                 key=lambda size: self._late_s(size, size * wants_logprobs),
             )
-        return self._model.most_tokens(
+        return self._most_tokens(
             self._limit_s, self.load, num_computed_tokens, most, wants_logprobs=wants_logprobs
         )
 
@@ -289,7 +329,7 @@ class PacedBudget(StepBudget):
         if self.is_late:
             return not self.load.num_logprob_tokens or self._late_s(self._least) <= self._limit_s
         further = self.load.with_chunk(0, self._least)
-        return self._model.predict_s(further) <= self._limit_s
+        return self._predict_s(further) <= self._limit_s
 
 
 class StepPacer:
@@ -344,8 +384,7 @@ class StepPacer:
     def observe(self, step_id: int, seconds: float) -> None:
         """See `Pacer`."""
         budget = self._in_flight.pop(step_id, None)
-        for earlier in [step for step in self._in_flight if step < step_id]:
-            del self._in_flight[earlier]  # they failed
+        _drop_earlier(self._in_flight, step_id)
         if budget is None:
             return
         if budget.load.num_chunk_tokens and not budget.is_late:

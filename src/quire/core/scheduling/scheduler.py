@@ -25,13 +25,14 @@ from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.admission import Admission
 from quire.core.scheduling.beams.scheduling import BeamScheduling
-from quire.core.scheduling.drafts import Drafting, Proposer
+from quire.core.scheduling.drafts import Drafting
 from quire.core.scheduling.fault_isolation import FaultIsolation
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.output_length import OutputLengthPredictor
 from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget, StepDemand
 from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.policy import FcfsPolicy, Policy
+from quire.core.scheduling.proposals import Speculator
 from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.running_set import AppendSlots, RunningSet
 from quire.core.scheduling.step_results import (
@@ -55,10 +56,6 @@ class SchedulerStats:
 
     num_steps: int = 0
     num_failed_steps: int = 0
-    #: Number of drafts that steps verified.
-    num_drafts: int = 0
-    #: Number of drafts that equalled the sampled tokens.
-    num_accepted_drafts: int = 0
 
 
 class Scheduler:
@@ -76,13 +73,13 @@ class Scheduler:
         lengths: OutputLengthPredictor | None = None,
         adapters: Residency | None = None,
         contents: Residency | None = None,
-        proposer: Proposer | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         """The `policy` serves this scheduler alone; None is first come, first served. `lengths`
         predicts output lengths, for which admission leaves blocks; None learns them from outputs
         that have ended. `adapters` has the slots of LoRA adapters, `contents` those of prompts'
-        contents; None means there are none. `proposer` guesses tokens, which steps then verify. No
-        row has drafts if it is None, or if the model has recurrent states, which can't be cut
+        contents; None means there are none. `speculator` guesses tokens, which steps then verify.
+        No row has drafts if it is None, or if the model has recurrent states, which can't be cut
         behind accepted drafts."""
         self.config = config
         self.memory = memory
@@ -104,9 +101,9 @@ class Scheduler:
         )
         #: Adds drafts to steps; None if no row has drafts.
         self.drafting: Drafting | None = None
-        if proposer is not None and not memory.growth.states:
+        if speculator is not None and not memory.growth.states:
             self.drafting = Drafting(
-                proposer, memory, self.running_set, self._slots, config.num_draft_tokens
+                speculator, memory, self.running_set, self._slots, config.num_draft_tokens
             )
         self.beams = BeamScheduling(
             self.policy, memory, self.running_set, self._slots, self._builder
@@ -214,6 +211,8 @@ class Scheduler:
         self.running_set.end_demand(sequence)
         self.policy.on_leave(sequence)
         self.admission.observe_end(sequence)
+        if self.drafting is not None:
+            self.drafting.speculator.end(sequence)
 
     # ---- planning ---------------------------------------------------------------------------
 
@@ -487,9 +486,7 @@ class Scheduler:
         for row, message in result.failed.items():
             outputs += self.fail(step.rows[row][0], message)
         if step.drafts and self.drafting is not None:
-            self.drafting.end(step)
-            self.stats.num_drafts += sum(map(len, step.drafts.values()))
-            self.stats.num_accepted_drafts += sum([len(ids) - 1 for ids in result.token_ids if ids])
+            self.drafting.end(step, result)
         if self._fault_isolation.next_suspect() is not None:
             self._fault_isolation.clear(step.rows[row][0] for row in result.rows)
         return outputs

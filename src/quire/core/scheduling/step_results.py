@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.request import FinishReason, SequenceOutput
+from quire.core.scheduling.proposals import Proposal
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import StepResult, TokenLogprobs
 
@@ -21,7 +22,10 @@ class StepInFlight:
     #: step has ended).
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
     #: Row -> the drafts that the step verifies behind the row's tokens; None without a proposer.
-    drafts: dict[int, tuple[int, ...]] | None = None
+    drafts: dict[int, Proposal] | None = None
+    #: The predicted seconds of the drafts, and those of a token without drafts.
+    drafts_s: float = 0.0
+    token_s: float = 0.0
     num_tokens: int = 0
     #: Rows that close their gap, so that a token must come back for each.
     num_sampling: int = 0

@@ -73,6 +73,16 @@ class FakeGrammarState:
             mask[token_id // 8] |= 1 << token_id % 8
         return bytes(mask)
 
+    def forced_tokens(self, most: int) -> list[int]:
+        forced: list[int] = []
+        state = self.copy()
+        while len(forced) < most and len(state._allowed()) == 1:
+            forced += state._allowed()
+            if state.is_finished:
+                break
+            state.consume(forced[-1:])
+        return forced
+
     def copy(self) -> "FakeGrammarState":
         return FakeGrammarState(self._grammar, self._total, self._count)
 

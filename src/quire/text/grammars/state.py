@@ -62,6 +62,17 @@ class GrammarState:
         cut = int.from_bytes(mask, "little") & ((1 << vocabulary.vocab_size) - 1)
         return cut.to_bytes(vocabulary.mask_bytes, "little")
 
+    def forced_tokens(self, most: int) -> list[int]:
+        """The tokens into which the tokenizer splits the text that must come next; at most `most`.
+
+        The grammar may allow other tokens with this text, too.
+        """
+        forced = self._matcher.compute_ff_bytes()
+        if not forced or most < 1:
+            return []
+        # A token has at least a byte, so the first 4 * most bytes nearly always have enough tokens.
+        return self._vocabulary.tokenizer.tokenize_bytes(forced[: 4 * most])[:most]
+
     @property
     def can_end(self) -> bool:
         """True if the answer is complete, so that an end token may follow."""

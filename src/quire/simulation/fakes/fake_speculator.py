@@ -1,7 +1,8 @@
-"""A proposer that knows the fake model's next tokens, and makes errors at random positions."""
+"""A speculator that knows the fake model's next tokens, and makes errors at random positions."""
 
 import random
 
+from quire.core.scheduling.proposals import Proposal
 from quire.core.sequence import Sequence
 from quire.engine.token_masks import GrammarConstraint
 from quire.simulation.fakes.fake_model import (
@@ -13,10 +14,10 @@ from quire.simulation.fakes.fake_model import (
 )
 
 
-class FakeProposer:
+class FakeSpeculator:
     """Proposes what a running sequence will get, and at some positions another token.
 
-    It is a `core.scheduling.drafts.Proposer`. Each call draws new random numbers.
+    It is a `core.scheduling.proposals.Speculator`. Each call draws new random numbers.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class FakeProposer:
         self._error_rate = error_rate
         self._rng = random.Random(f"drafts of {seed}")
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """See `Proposer`."""
+    def propose(self, sequence: Sequence, most: int) -> Proposal:
+        """See `Speculator`."""
         salt = branch_salt(sequence.params.seed, sequence.branch_index)
         start = adapter_start(sequence.adapter)
         fingerprint = int(fingerprints_of(sequence.token_ids, start)[-1])
@@ -50,4 +51,13 @@ class FakeProposer:
             if constraint is not None and constraint.accept_token(token_id):
                 break
             fingerprint = extend(fingerprint, token_id)
-        return drafts
+        chance = 1 - self._error_rate
+        survival = [chance**count for count in range(1, len(drafts) + 1)]
+        return Proposal(tuple(drafts), tuple(survival), "fake")
+
+    def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
+        """See `Speculator`. Checks the count, and learns nothing."""
+        assert 0 <= num_accepted <= len(proposal.token_ids), (proposal, num_accepted)
+
+    def end(self, sequence: Sequence) -> None:
+        """See `Speculator`."""

@@ -1,0 +1,59 @@
+"""The interface between the scheduler and the speculation, which guesses tokens."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from quire.core.sequence import Sequence
+
+
+class Proposal(NamedTuple):
+    """Tokens that may follow a sequence's tokens."""
+
+    token_ids: tuple[int, ...] = ()
+    #: Parallel to token_ids: the estimated chance that this token and all before it are accepted.
+    #: Never grows.
+    survival: tuple[float, ...] = ()
+    #: Name of the proposer that guessed the tokens.
+    proposer: str = ""
+    #: What the speculator needs to learn from the outcome.
+    kind: Hashable = None
+
+
+NO_PROPOSAL = Proposal()
+
+
+class Speculator(Protocol):
+    """Guesses the next tokens of sequences. Guesses change how fast tokens come, but no token."""
+
+    def propose(self, sequence: Sequence, most: int) -> Proposal:
+        """At most `most` tokens of the vocabulary that may follow `sequence.token_ids`;
+        NO_PROPOSAL if there is no good guess.
+
+        Called in the planning of steps, so it must be quick. May read all of the sequence.
+        """
+        ...
+
+    def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
+        """Learn how many tokens of a proposal were accepted. The proposal has only the tokens that
+        a step verified."""
+        ...
+
+    def end(self, sequence: Sequence) -> None:
+        """Learn that a sequence has ended. No proposal for it follows."""
+        ...
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts of one proposer's drafts, by their place behind the row's tokens."""
+
+    verified: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, num_verified: int, num_accepted: int) -> None:
+        """Count the drafts of one row in a step."""
+        for counts, number in ((self.verified, num_verified), (self.accepted, num_accepted)):
+            counts.extend([0] * (number - len(counts)))
+            for place in range(number):
+                counts[place] += 1
