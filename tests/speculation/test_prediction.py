@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.speculation.sequences import make_sequence
 
-from quire.speculation.prediction import PredictionCursor, make_proposer
+from quire.speculation.prediction import MAX_PLACES, PredictionCursor, make_proposer
 from quire.speculation.speculation_options import SpeculationOptions
 
 
@@ -49,6 +49,14 @@ def test_of_equal_places_the_next_one_is_taken() -> None:
 def test_an_answer_of_other_tokens_is_not_followed() -> None:
     cursor = followed([1, 2, 3], [7, 8, 9])
     assert not cursor.is_following and (cursor.num_accepted, cursor.num_rejected) == (0, 3)
+
+
+@given(places=st.sets(st.integers(0, 400)), place=st.integers(0, 400))
+def test_the_nearest_places_behind_come_first(places: set[int], place: int) -> None:
+    cursor = PredictionCursor([0] * 400)
+    cursor.place = place
+    ordered = sorted(places, key=lambda each: (each < place, abs(each - place)))
+    assert cursor._nearest(sorted(places)) == ordered[:MAX_PLACES]
 
 
 @given(

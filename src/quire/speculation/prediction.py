@@ -5,6 +5,7 @@ predicted tokens: while each token equals the predicted one, it moves on. After 
 goes to the next place of the prediction that has the answer's last tokens.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence as Tokens
 from weakref import WeakKeyDictionary
 
@@ -82,16 +83,19 @@ class PredictionCursor:
             for place, predicted in enumerate(self._prediction):
                 self._places.setdefault(predicted, []).append(place)
         best, best_length = -1, LEAST_MATCH - 1
-        places = self._places.get(token_id, ())
-        for place in sorted(places, key=self._distance)[:MAX_PLACES]:
+        for place in self._nearest(self._places.get(token_id, [])):
             length = match_length(self._prediction, place, self._answer)
             if length > best_length:
                 best, best_length = place, length
         if best >= 0:
             self.place, self.num_equal = best + 1, best_length
 
-    def _distance(self, place: int) -> tuple[bool, int]:
-        return place < self.place, abs(place - self.place)
+    def _nearest(self, places: list[int]) -> list[int]:
+        """Of ascending places, the first MAX_PLACES from the present one on, nearest
+        first, filled up with the last ones before it."""
+        at = bisect_left(places, self.place)
+        behind = places[at : at + MAX_PLACES]
+        return behind + places[max(0, at + len(behind) - MAX_PLACES) : at][::-1]
 
 
 class PredictionProposer:
