@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from quire.core.request import Request, ResumedBranch, check_prompt, check_resumed
+from quire.core.request import (
+    Request,
+    ResumedBranch,
+    check_prediction,
+    check_prompt,
+    check_resumed,
+)
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.errors import InvalidRequestError, PromptTooLongError
 
@@ -90,6 +96,31 @@ def test_open_branches_go_on_and_the_log_probabilities_of_the_prompt_do_not_come
     assert again.resumed == (ResumedBranch(2, (7, 8)), ResumedBranch(0, ()))
     assert again.params == dataclasses.replace(PARAMS, prompt_logprobs=None)
     assert (again.request_id, again.prompt_token_ids, again.n) == ("r", [1, 2, 3], 3)
+
+
+def test_a_resumed_request_keeps_its_prediction() -> None:
+    request = dataclasses.replace(REQUEST, prediction_token_ids=(4, 5))
+    again = request.resume({0: [4]}, has_output=True, elapsed_s=0.0)
+    assert again.prediction_token_ids == (4, 5)
+
+
+@pytest.mark.parametrize("token_ids", [(), (0,), tuple(range(90, 100))])
+def test_good_predictions(token_ids: tuple[int, ...]) -> None:
+    check_prediction(token_ids, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ((1,) * 11, "the prediction has 11 tokens, above max_model_len, 10"),
+        ((1, -1), r"the prediction contains token id -1, but the vocabulary has 100 tokens"),
+        ((100, 3), r"the prediction contains token id 100, but the vocabulary has 100 tokens"),
+    ],
+)
+def test_bad_predictions(token_ids: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        check_prediction(token_ids, LIMITS)
+    assert caught.value.param == "prediction"
 
 
 def test_a_branch_that_was_given_up_before_anything_came_is_not_begun_again() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.inputs import InputProcessor, RequestOptions, read_prompt
@@ -220,6 +220,67 @@ def test_bad_words_that_would_hold_up_each_step_are_refused(tokenizer: Any) -> N
     with pytest.raises(InvalidRequestError, match=r"4001 words.*too much") as refused:
         inputs.make_request("a", "hello", mixed, seed=0)
     assert refused.value.param == "bad_words"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "expected"),
+    [
+        (None, ()),
+        ("", ()),
+        ([7, 8], (7, 8)),
+        (np.array([7, 8]), (7, 8)),
+        ("def f(", "def f("),
+        ("\ndef f(", "\ndef f("),
+    ],
+)
+def test_a_request_has_the_tokens_of_its_prediction(
+    tokenizer: Any, prediction: Any, expected: tuple[int, ...] | str
+) -> None:
+    inputs = InputProcessor(tokenizer.inner, ModelLimits(4096, 256))
+    given = read_prompt({"prompt": "x", "prediction": prediction})
+    request = inputs.make_request("a", given.prompt, ONE, seed=0)
+    found = inputs.with_prediction(request, given.prediction).prediction_token_ids
+    if isinstance(expected, str):
+        assert tokenizer.inner.decode(found) == expected
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        ("x\ud800", "prediction has U.D800 at position 1"),
+        ("x" * 100_000, "the prediction has 100000 characters, more than the tokens of any answer"),
+        ([3] * 257, "the prediction has 257 tokens, above max_model_len, 256"),
+        ([4096], "the prediction contains token id 4096"),
+        (7, "a prediction is 7, but must be text or a list"),
+        ([1.5], "a prediction is .1.5., but must be text or a list"),
+        (b"ab", "a prediction is b'ab', but must be text or a list"),
+    ],
+)
+def test_bad_predictions_are_refused_by_name(tokenizer: Any, prediction: Any, message: str) -> None:
+    inputs = InputProcessor(tokenizer.inner, ModelLimits(4096, 256))
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        given = read_prompt({"prompt": "x", "prediction": prediction})
+        request = inputs.make_request("a", given.prompt, ONE, seed=0)
+        inputs.with_prediction(request, given.prediction)
+    assert caught.value.param == "prediction"
+
+
+def test_a_prediction_needs_an_answer_of_drafts() -> None:
+    llm = LLM(dtype="float32", max_model_len=64)
+    prompt = {"prompt": "x", "prediction": "y"}
+    for call in (
+        lambda: llm.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2)),
+        lambda: llm.embed(prompt),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            call()
+        assert caught.value.param == "prediction"
+    bare = InputProcessor(None, ModelLimits(4096, 256))
+    request = bare.make_request("a", [5], ONE, seed=0)
+    with pytest.raises(InvalidRequestError, match="runs without a tokenizer; give token ids"):
+        bare.with_prediction(request, "y")
 
 
 @pytest.mark.parametrize(("limit", "num_kept"), [(None, 30), (7, 7), (-1, 39), (40, 40)])

@@ -69,6 +69,7 @@ LOGPROBS = [TokenLogprobs(7, -0.25, 2, (5, 7), (-0.125, -0.25))]
         AddRequest(BEAM_REQUEST),
         AddRequest(RESUMED),
         AddRequest(replace(REQUEST, adapter=REF)),
+        AddRequest(replace(REQUEST, prediction_token_ids=(5, 4095, 0))),
         FindAdapter(3, "sql", "/adapters/sql", anew=True),
         AbortRequest("cmpl-1"),
         AbortRequest("cmpl-1", 3),

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,34 @@ def test_generate_keeps_the_order_of_prompts(llm: LLM) -> None:
         assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
         assert output.outputs[0].finish_reason == "length"
         assert output.finished
+
+
+def test_predictions_save_steps_and_change_no_output() -> None:
+    """Of prompts and chats, as text and as token ids, right and wrong."""
+    llm = LLM(dtype="float32", max_model_len=256, speculation="prediction")
+    params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+
+    def steps_of(*prompts: Any) -> tuple[list[list[int]], int]:
+        before = llm.engine.stats().num_steps
+        outputs = llm.generate(list(prompts), params, use_tqdm=False)
+        return [
+            output.outputs[0].token_ids for output in outputs
+        ], llm.engine.stats().num_steps - before
+
+    (plain,), num_steps = steps_of("import os\n")
+    text = llm.get_tokenizer().decode(plain, skip_special_tokens=False)
+    for prediction, saves in ((text, True), (plain, True), ("no such words", False), ("", False)):
+        (found,), num_taken = steps_of({"prompt": "import os\n", "prediction": prediction})
+        assert found == plain
+        assert (num_taken < num_steps) == saves, (num_taken, num_steps)
+    answers = []
+    for arguments in ({}, {"prediction": llm.chat(QUESTION, params)[0].outputs[0].token_ids}):
+        before = llm.engine.stats().num_accepted_drafts
+        answers.append(llm.chat(QUESTION, params, **arguments)[0].outputs[0].token_ids)
+        assert (llm.engine.stats().num_accepted_drafts > before) == bool(arguments)
+    assert answers[0] == answers[1]
+    with pytest.raises(InvalidRequestError, match=r"prediction is .* stands in each prompt"):
+        llm.generate("x", prediction="y")
 
 
 def test_a_single_prompt_and_token_ids_agree(llm: LLM) -> None:

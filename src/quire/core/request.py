@@ -57,7 +57,8 @@ class Request:
     #: Spans of the prompt that stand for contents, such as images, in ascending order. Their
     #: positions have placeholder ids in prompt_token_ids.
     content_spans: tuple[ContentSpan, ...] = ()
-    #: Tokens that the client expects to get, for drafts. No output depends on them.
+    #: Tokens that the client expects to get, for drafts; at most max_model_len. They change no
+    #: output.
     prediction_token_ids: tuple[int, ...] = ()
 
     def resume(
@@ -173,6 +174,25 @@ def _check_whole_numbers(token_ids: Sequence[int]) -> None:
             raise InvalidRequestError(
                 f"the prompt contains {token_id!r}, but token ids are whole numbers", "prompt"
             )
+
+
+def check_prediction(token_ids: Sequence[int], limits: ModelLimits) -> None:
+    """Raise InvalidRequestError for predicted tokens that can't be drafts, or are too many."""
+    if not token_ids:
+        return
+    if len(token_ids) > limits.max_model_len:
+        raise InvalidRequestError(
+            f"the prediction has {len(token_ids)} tokens, above max_model_len,"
+            f" {limits.max_model_len}; shorten it",
+            "prediction",
+        )
+    wrong = [each for each in (min(token_ids), max(token_ids)) if not 0 <= each < limits.vocab_size]
+    if wrong:
+        raise InvalidRequestError(
+            f"the prediction contains token id {wrong[0]}, but the vocabulary has"
+            f" {limits.vocab_size} tokens (0 to {limits.vocab_size - 1})",
+            "prediction",
+        )
 
 
 def check_resumed(request: Request, limits: ModelLimits) -> None:

@@ -16,7 +16,14 @@ from typing import Any, Protocol
 from quire.core.adapters import BASE_MODEL
 from quire.core.content_spans import check_content_spans
 from quire.core.memory.memory_report import BlockMap, MemoryReport, block_map, memory_report
-from quire.core.request import Request, SequenceOutput, check_pooling, check_prompt, check_resumed
+from quire.core.request import (
+    Request,
+    SequenceOutput,
+    check_pooling,
+    check_prediction,
+    check_prompt,
+    check_resumed,
+)
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import PrefixMiss, Sequence, make_sequences
@@ -157,6 +164,7 @@ class Engine:
             self.limits,
             in_one_step=request.params.pooling is not None and request.params.pooling.in_one_step,
         )
+        check_prediction(request.prediction_token_ids, self.limits)
         check_resumed(request, self.limits)
         self.grammars.check(request.params)
         self.adapters.check(request)

@@ -277,6 +277,7 @@ class AsyncLLM:
         request = inputs.make_request(
             name, given.prompt, params, seed=seed, options=given.options, adapter=adapter
         )
+        request = inputs.with_prediction(request, given.prediction)
         text = given.prompt if isinstance(given.prompt, str) else None
         assembler = RequestAssembler(
             request, params, self._tokenizer, text, lora_request=given.adapter

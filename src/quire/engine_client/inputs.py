@@ -1,13 +1,13 @@
 """Turns prompts and sampling parameters into tokenized, checked requests for the engine."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import countOf
 from typing import Any, NamedTuple, TypeAlias
 
 from quire.core.adapters import AdapterRef, LoRARequest
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
-from quire.core.request import NO_GENERATION, Request, check_prompt
+from quire.core.request import NO_GENERATION, Request, check_prediction, check_prompt
 from quire.core.sampling_checks import as_python, whole_number
 from quire.core.sampling_params import (
     BeamSearchParams,
@@ -104,6 +104,8 @@ class PromptInput(NamedTuple):
     prompt: str | list[int]
     options: RequestOptions = NO_OPTIONS
     adapter: LoRARequest | None = None
+    #: The text, or the tokens, that the caller expects to get; None if it expects nothing.
+    prediction: str | list[int] | None = None
 
 
 CompileGrammar: TypeAlias = Callable[[str, str], object]
@@ -172,6 +174,33 @@ class InputProcessor:
             options.deadline_s,
             adapter=adapter,
         )
+
+    def with_prediction(self, request: Request, prediction: str | Sequence[int] | None) -> Request:
+        """The request with the answer that its caller expects, from which drafts are proposed.
+        Raises InvalidRequestError, which names `prediction`."""
+        if not prediction:
+            return request
+        if request.params.beam_width:
+            raise InvalidRequestError(
+                "prediction is set, but a beam search can't use it; leave it out", "prediction"
+            )
+        if isinstance(prediction, str):
+            if self._tokenizer is None:
+                raise InvalidRequestError(
+                    "prediction is text, but the engine runs without a tokenizer; give token ids",
+                    "prediction",
+                )
+            check_characters(prediction, "prediction")
+            # Texts with more characters than any prediction has are refused untokenized.
+            if len(prediction) > self._limits.max_model_len * self._tokenizer.longest_token_bytes:
+                raise InvalidRequestError(
+                    f"the prediction has {len(prediction)} characters, more than the tokens of any"
+                    f" answer hold (max_model_len is {self._limits.max_model_len}); shorten it",
+                    "prediction",
+                )
+            prediction = self._tokenizer.encode_continuation(prediction)
+        check_prediction(prediction, self._limits)
+        return replace(request, prediction_token_ids=tuple(prediction))
 
     def resolve(
         self,
@@ -272,27 +301,43 @@ class InputProcessor:
 
 def read_prompt(prompt: Any) -> PromptInput:
     """Parse one prompt of the offline API: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
-    A dict may also have priority, tenant, cache_salt and deadline_s."""
+    A dict may also have prediction, priority, tenant, cache_salt and deadline_s."""
     if isinstance(prompt, str):
         check_characters(prompt, "prompt")
         return PromptInput(prompt)
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", *OPTION_NAMES}
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "prediction", *OPTION_NAMES}
         if unknown:
             raise InvalidRequestError(
                 f"a prompt has the unknown key {sorted(unknown)[0]!r}; known are 'prompt',"
-                f" 'prompt_token_ids', {', '.join(map(repr, OPTION_NAMES))}",
+                f" 'prompt_token_ids', 'prediction', {', '.join(map(repr, OPTION_NAMES))}",
                 "prompt",
             )
         options = RequestOptions(**{name: prompt[name] for name in OPTION_NAMES if name in prompt})
+        prediction = read_prediction(prompt.get("prediction"))
         token_ids = as_python(prompt.get("prompt_token_ids"))
         if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes)):
-            return PromptInput(_whole_numbers(token_ids), options)
+            return PromptInput(_whole_numbers(token_ids), options, prediction=prediction)
         if token_ids is None and isinstance(prompt.get("prompt"), str):
             check_characters(prompt["prompt"], "prompt")
-            return PromptInput(str(prompt["prompt"]), options)
+            return PromptInput(str(prompt["prompt"]), options, prediction=prediction)
     raise InvalidRequestError(
         f'a prompt is {prompt!r:.80}, but must be text or {{"prompt_token_ids": [...]}}', "prompt"
+    )
+
+
+def read_prediction(given: Any) -> str | list[int] | None:
+    """Parse the prediction of a prompt: a text, or a list of token ids. Raises
+    InvalidRequestError."""
+    if given is None or isinstance(given, str):
+        return given
+    listed = as_python(given)
+    if isinstance(listed, Sequence) and not isinstance(listed, bytes):
+        token_ids = _whole_numbers(listed)
+        if countOf(map(type, token_ids), int) == len(token_ids):
+            return token_ids
+    raise InvalidRequestError(
+        f"a prediction is {given!r:.80}, but must be text or a list of token ids", "prediction"
     )
 
 

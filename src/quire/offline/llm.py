@@ -20,7 +20,12 @@ from quire.core.adapters import LoRARequest
 from quire.core.checked_fields import check_harmless
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, sampling_params_of
-from quire.engine_client.inputs import PromptInput, read_prompt, with_adapters
+from quire.engine_client.inputs import (
+    PromptInput,
+    read_prediction,
+    read_prompt,
+    with_adapters,
+)
 from quire.engine_client.results import RequestOutput
 from quire.errors import AdapterError, ConfigurationError, InvalidRequestError, did_you_mean
 from quire.observability.log import get_logger
@@ -43,6 +48,7 @@ logger = get_logger(__name__)
 FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "chat_template_content_format": (("auto",), "the template tells the content format"),
     "mm_processor_kwargs": (({},), TEXT_ONLY),
+    "prediction": ((), "it stands in each prompt, as in {'prompt': ..., 'prediction': '...'}"),
     "priority": ((), "it stands in each prompt, as in {'prompt': ..., 'priority': 1}"),
     "prompt_token_ids": ((), "prompts takes it, as in [{'prompt_token_ids': [...]}]"),
     "reasoning_effort": ((), "chat_template_kwargs has what the model's template reads"),
@@ -133,8 +139,8 @@ class LLM(PoolingEngine):
         """Continue each prompt. Results are in the order of the prompts.
 
         `prompts`: text, {"prompt_token_ids": [...]}, or a list of these; required. Mappings may
-            also set priority, tenant, cache_salt and deadline_s; see
-            `engine_client.inputs.RequestOptions`.
+            also set prediction, the text or token ids that are expected, for drafts; and priority,
+            tenant, cache_salt and deadline_s; see `engine_client.inputs.RequestOptions`.
         `sampling_params`: one for all prompts, or one for each; None means the model's defaults.
         `use_tqdm`: whether a progress bar is shown if the call takes long.
         `lora_request`: the adapter for all prompts, or a list with an adapter or None for each;
@@ -190,9 +196,11 @@ class LLM(PoolingEngine):
         `tools`: functions that the template shows to the model; the answer is raw text, with calls
             in the model's own format.
         `others`: chat_template, which is Jinja or the path of a file with it, in place of the
-            model's own template; lora_request and further arguments of `generate`.
+            model's own template; prediction, the expected answer as text or token ids, for drafts;
+            lora_request and further arguments of `generate`.
         """
         source, adapters = others.pop("chat_template", None), others.pop("lora_request", None)
+        prediction = read_prediction(others.pop("prediction", None))
         _check_others("chat", others)
         template = None if source is None else self._template(source)
         several = bool(messages) and not isinstance(messages[0], Mapping)
@@ -208,6 +216,7 @@ class LLM(PoolingEngine):
             )
             for conversation in conversations
         ]
+        prompts = [prompt._replace(prediction=prediction) for prompt in prompts]
         prompts = with_adapters(prompts, adapters)
         return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
 

@@ -223,7 +223,12 @@ def read_prompts(prompts: Any) -> list[PromptInput]:
             " a list of these",
             "prompts",
         )
-    return [read_prompt(prompt) for prompt in listed]
+    found = [read_prompt(prompt) for prompt in listed]
+    if any(prompt.prediction is not None for prompt in found):
+        raise InvalidRequestError(
+            "a prompt has a prediction, but no text is generated here; leave it out", "prediction"
+        )
+    return found
 
 
 def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:

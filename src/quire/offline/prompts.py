@@ -5,9 +5,12 @@ from typing import NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. The other keys are fields of `RequestOptions`."""
+    """A prompt as text. The keys without a comment are fields of `RequestOptions`."""
 
     prompt: str
+    #: The text, or the token ids, that the caller expects to get: a source of draft tokens. It
+    #: changes no output.
+    prediction: NotRequired[str | Sequence[int]]
     priority: NotRequired[int]
     tenant: NotRequired[str]
     cache_salt: NotRequired[str]
@@ -20,6 +23,8 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     #: The prompt's text, which is ignored.
     prompt: NotRequired[str]
+    #: As in TextPrompt.
+    prediction: NotRequired[str | Sequence[int]]
     priority: NotRequired[int]
     tenant: NotRequired[str]
     cache_salt: NotRequired[str]

@@ -246,6 +246,7 @@ class RequestTable:
             beams=beams,
             adapter=None if isinstance(adapter, AdapterError) else adapter,
         )
+        request = self._inputs.with_prediction(request, prompt.prediction)
         text = prompt.prompt if isinstance(prompt.prompt, str) else None
         assembler = RequestAssembler(
             request, params, self._tokenizer, text, lora_request=prompt.adapter

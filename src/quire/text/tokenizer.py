@@ -250,6 +250,11 @@ class Tokenizer:
                 return encoded
         return []
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """The tokens of `text` where it continues another text. Special tokens that are written
+        out in it count as such; none are added. Raises InvalidRequestError as `encode` does."""
+        return self._encode_behind_text(text) or self.encode(text, add_special_tokens=False)
+
     def _encode_behind_text(self, text: str) -> list[int]:
         """The tokens of `text` after a line break; empty if a token spans the line break and the
         text."""
