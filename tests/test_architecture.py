@@ -26,7 +26,7 @@ ARROWS = {
     "planning": "bench simulation traces",
     "bench": "offline measurement_file plugins",
     "simulation": "engine routing traces cluster plugins",
-    "server": "engine_client traces cluster",
+    "server": "engine_client traces cluster speculation",
     "cluster": "engine_client routing numa",
     "offline": "assembly",
     "engine_process": "assembly",

@@ -184,6 +184,11 @@ class InputProcessor:
             raise InvalidRequestError(
                 "prediction is set, but a beam search can't use it; leave it out", "prediction"
             )
+        return replace(request, prediction_token_ids=self.encode_prediction(prediction))
+
+    def encode_prediction(self, prediction: str | Sequence[int]) -> tuple[int, ...]:
+        """The checked tokens of an expected answer. Raises InvalidRequestError, which names
+        `prediction`."""
         if isinstance(prediction, str):
             if self._tokenizer is None:
                 raise InvalidRequestError(
@@ -200,7 +205,7 @@ class InputProcessor:
                 )
             prediction = self._tokenizer.encode_continuation(prediction)
         check_prediction(prediction, self._limits)
-        return replace(request, prediction_token_ids=tuple(prediction))
+        return tuple(prediction)
 
     def resolve(
         self,

@@ -195,9 +195,8 @@ class LLM(PoolingEngine):
 
         `tools`: functions that the template shows to the model; the answer is raw text, with calls
             in the model's own format.
-        `others`: chat_template, which is Jinja or the path of a file with it, in place of the
-            model's own template; prediction, the expected answer as text or token ids, for drafts;
-            lora_request and further arguments of `generate`.
+        `others`: chat_template, Jinja or the path of a file with it, in place of the model's own;
+            prediction, the expected answer as text or token ids; further arguments of `generate`.
         """
         source, adapters = others.pop("chat_template", None), others.pop("lora_request", None)
         prediction = read_prediction(others.pop("prediction", None))
@@ -213,10 +212,9 @@ class LLM(PoolingEngine):
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
                 tools=tools or None,
-            )
+            )._replace(prediction=prediction)
             for conversation in conversations
         ]
-        prompts = [prompt._replace(prediction=prediction) for prompt in prompts]
         prompts = with_adapters(prompts, adapters)
         return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
 

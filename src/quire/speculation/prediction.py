@@ -91,8 +91,8 @@ class PredictionCursor:
             self.place, self.num_equal = best + 1, best_length
 
     def _nearest(self, places: list[int]) -> list[int]:
-        """Of ascending places, the first MAX_PLACES from the present one on, nearest
-        first, filled up with the last ones before it."""
+        """At most MAX_PLACES of ascending places: those from the present one on, and then those
+        before it, the nearest first."""
         at = bisect_left(places, self.place)
         behind = places[at : at + MAX_PLACES]
         return behind + places[max(0, at + len(behind) - MAX_PLACES) : at][::-1]

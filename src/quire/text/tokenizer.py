@@ -251,8 +251,8 @@ class Tokenizer:
         return []
 
     def encode_continuation(self, text: str) -> list[int]:
-        """The tokens of `text` where it continues another text. Special tokens that are written
-        out in it count as such; none are added. Raises InvalidRequestError as `encode` does."""
+        """The tokens of `text` where it continues another text. Adds no special tokens, but encodes
+        those that the text contains. Raises InvalidRequestError as `encode` does."""
         return self._encode_behind_text(text) or self.encode(text, add_special_tokens=False)
 
     def _encode_behind_text(self, text: str) -> list[int]:

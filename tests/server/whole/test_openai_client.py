@@ -350,6 +350,40 @@ def a_beam_search_has_n_results(ask, tokenizer):
         ask(use_beam_search=True, length_penalty=9)
 
 
+@drives("prediction", apis=[CHAT])
+def an_expected_answer_is_counted(ask, tokenizer):
+    """As a text or in parts, right and wrong: the tokens stay the same."""
+    wish = {"max_tokens": 24, "n": 2, "temperature": 1.0, "seed": 3, "logprobs": True}
+    plain = ask(**wish)
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens is None
+    text = plain.texts[0]
+    tokens = tokenizer.encode_continuation(text)
+    for content in (text, [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
+        answer = ask(**wish, prediction={"type": "content", "content": content})
+        assert (answer.texts, answer.logprobs) == (plain.texts, plain.logprobs)
+        assert answer.usage.completion_tokens == plain.usage.completion_tokens
+        details = answer.usage.completion_tokens_details
+        num_accepted = details.accepted_prediction_tokens
+        assert num_accepted >= len(tokens) > 5, "all of the first choice, at least"
+        assert num_accepted + details.rejected_prediction_tokens == 2 * len(tokens)
+    wrong = ask(**wish, prediction={"type": "content", "content": "Zebras! Zebras!"})
+    assert wrong.texts == plain.texts
+    assert wrong.usage.completion_tokens_details.rejected_prediction_tokens > 5
+    for prediction, message in (
+        ({"type": "content", "content": "x" * 100_000}, "the prediction has 100000 characters"),
+        ({"type": "content", "content": "a b " * 2000}, "the prediction has .* max_model_len"),
+        ({"type": "content", "content": [{"type": "image"}]}, "prediction"),
+        ({"type": "text", "content": "x"}, "prediction"),
+        ({"type": "content", "content": 7}, "prediction"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            ask(prediction=prediction)
+        assert caught.value.param.partition(".")[0] == "prediction"
+    if not ask.streams:  # beams come whole
+        with pytest.raises(openai.BadRequestError, match=r"prediction .* use_beam_search"):
+            ask(use_beam_search=True, n=2, prediction={"type": "content", "content": "x"})
+
+
 @drives("stream", "stream_options", modes=STREAMED)
 def a_stream_tells_its_usage_as_asked(ask, tokenizer):
     """Nothing, at the end, all the time, or both."""

@@ -71,6 +71,11 @@ KINDS = [
     ),
     ("chat/completions", {"messages": QUESTION, "seed": 10, "stop": ["path"], "top_p": 0.9}),
     ("chat/completions", {"messages": QUESTION, "temperature": 0.3, "seed": 5, "stream": False}),
+    (
+        "chat/completions",
+        {"messages": QUESTION, "temperature": 0, "n": 2}
+        | {"prediction": {"type": "content", "content": "It joins path components to one path."}},
+    ),
     ("chat/completions", CALLING | {"seed": 6, "ignore_eos": False, "n": 2}),
     ("chat/completions", CALLING | {"seed": 8, "ignore_eos": False, "stream": False}),
     (

@@ -95,6 +95,10 @@ class CompletionTokensDetails(msgspec.Struct):
 
     #: Generated tokens of the reasoning before the answer.
     reasoning_tokens: int
+    #: Tokens of the call's prediction that the answer has, and those that it does not have; unset
+    #: without a prediction.
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):

@@ -7,6 +7,7 @@ its API's form, either as a stream or as one message.
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import ClassVar, TypeVar
 
 from quire.core.request import FinishReason
@@ -16,6 +17,7 @@ from quire.server.generation.call_body import ChatBody
 from quire.server.generation.chat_prompt import ChatPrompt, chat_call_of, chat_prompt
 from quire.server.generation.collected_message import CollectedMessage
 from quire.server.generation.http_generation import Prompts
+from quire.server.generation.prediction_counts import PredictionCounts
 from quire.server.service import Service
 from quire.text.parsers.dialect import MessageParser
 from quire.text.parsers.message_events import (
@@ -51,6 +53,9 @@ class ChatAnswer(Answer[ChatBodyT]):
         assert isinstance(call.prompts, ChatPrompt), "made by `prompts` above"
         self._tool_use = call.prompts.tool_use
         self._new_parser = call.prompts.new_parser
+        prediction = call.prompts.prediction_token_ids
+        #: None without a prediction.
+        self._predicted = PredictionCounts(prediction) if prediction else None
         #: By the choices that have output.
         self._readers: dict[int, _ChoiceReader] = {}
 
@@ -71,13 +76,22 @@ class ChatAnswer(Answer[ChatBodyT]):
         """The JSON of a finished choice, in parts."""
 
     def _events(self, choice: int, delta: Delta) -> Iterable[bytes]:
-        return self._message_events(choice, self._read(choice, delta), delta)
+        events = self._message_events(choice, self._read(choice, delta), delta)
+        return self._with_prediction(choice, delta, events)
 
     def _whole_choice(self, choice: int, delta: Delta) -> Iterable[bytes]:
         message = CollectedMessage()
         for event in self._read(choice, delta):
             message.push(event)
-        return self._whole_message(choice, message, delta)
+        return self._with_prediction(choice, delta, self._whole_message(choice, message, delta))
+
+    def _with_prediction(
+        self, choice: int, delta: Delta, pieces: Iterable[bytes]
+    ) -> Iterable[bytes]:
+        """The pieces of new output, before which its predicted tokens are counted."""
+        if self._predicted is None:
+            return pieces
+        return chain(self._predicted.follow(choice, delta), pieces)
 
     def _read(self, choice: int, delta: Delta) -> Sequence[MessageEvent]:
         self._num_generated += len(delta.token_ids)

@@ -38,6 +38,8 @@ class ChatCall:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    #: The text that the caller expects as the answer; None if it expects nothing.
+    prediction: str | None = None
     #: Whether a prompt that is too long is cut when its request is made.
     is_truncated: bool = False
     #: Names of the body's fields that have no equivalent in the messages.

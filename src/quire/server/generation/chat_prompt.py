@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from quire.core.structured_outputs import KINDS
 from quire.engine_client.grammar_forms import WholeMessage
+from quire.engine_client.inputs import InputProcessor
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.generation.http_generation import Prompts, blamed_on
 from quire.server.http.long_work import LONG_TEXT_CHARACTERS, call_for_text
@@ -66,7 +67,7 @@ async def chat_prompt(service: Service, call: ChatCall) -> ChatPrompt:
     tools = shown_tools(call.tool_use, hides_unused=service.answer_defaults.hides_unused_tools)
     wanted = call.answer_format
     form = [getattr(wanted, kind) for kind in KINDS] if wanted is not None else ()
-    size = _num_characters([call.messages, tools, call.chat_template_kwargs, form])
+    size = _num_characters([call.messages, tools, call.chat_template_kwargs, form, call.prediction])
     return await call_for_text(size, _chat_prompt, service, call, tools)
 
 
@@ -118,11 +119,18 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
         form=None if form.is_free else form,
         kept_special_token_ids=_kept_special_token_ids(service, call.tool_use),
         left_out=[*call.left_out, *encoded.left_out],
+        prediction_token_ids=_prediction_token_ids(service, call.prediction),
         dialect=service.dialect,
         tool_use=call.tool_use,
         beginning=encoded.beginning,
         has_answer_format=call.answer_format is not None,
     )
+
+
+def _prediction_token_ids(service: Service, prediction: str | None) -> tuple[int, ...]:
+    if prediction is None:
+        return ()
+    return InputProcessor(service.tokenizer, service.engine.limits).encode_prediction(prediction)
 
 
 def _kept_special_token_ids(service: Service, tool_use: ToolUse) -> frozenset[int]:

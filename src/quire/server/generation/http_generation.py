@@ -91,6 +91,8 @@ class Prompts:
     kept_special_token_ids: frozenset[int] = frozenset()
     #: Names of the call's fields that the model does not read.
     left_out: Collection[str] = ()
+    #: The tokens that the caller expects of each answer, for drafts.
+    prediction_token_ids: tuple[int, ...] = ()
 
 
 class Placed(Protocol):
@@ -457,7 +459,7 @@ class _RequestMaker:
 
     def _request(self, index: int, token_ids: list[int]) -> Request:
         with blamed_on("prompt"):
-            return self.inputs.make_request(
+            request = self.inputs.make_request(
                 f"{self.caller.call_id}-{index}",
                 token_ids,
                 self.params.sampling,
@@ -467,6 +469,7 @@ class _RequestMaker:
                 grammar=self.grammar,
                 adapter=self.adapter,
             )
+        return self.inputs.with_prediction(request, self.prompts.prediction_token_ids)
 
 
 @contextmanager

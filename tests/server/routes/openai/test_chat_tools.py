@@ -150,6 +150,24 @@ def test_reasoning_text_and_calls_are_told_apart(service):
     assert 4 < details["reasoning_tokens"] < num_tokens / 2
 
 
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_a_prediction_counts_in_calls_as_well(service, step):
+    """The engine gets its tokens; whole answers and streams count alike, in steps of any length."""
+    say(service, CALLS, step=step)
+    predicted = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Łódź"}}\n</tool_call>'
+    body = BODY | {"n": 2, "prediction": {"type": "content", "content": predicted}}
+    details = post(service, body).json()["usage"]["completion_tokens_details"]
+    tokens = service.tokenizer.encode_continuation(predicted)
+    assert service.engine.requests[-1].prediction_token_ids == tuple(tokens)
+    num_accepted = details["accepted_prediction_tokens"]
+    assert len(tokens) <= num_accepted <= 2 * len(tokens)
+    assert details["rejected_prediction_tokens"] == 2 * len(tokens) - num_accepted
+    *_, last = chunks(service, body | {"stream_options": {"include_usage": True}})
+    assert last["usage"]["completion_tokens_details"] == details
+    plain = post(service, BODY | {"prediction": None}).json()
+    assert list(plain["usage"]["completion_tokens_details"]) == ["reasoning_tokens"]
+
+
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
 def test_a_stream_says_what_the_whole_answer_says(service, step):
     say(service, CALLS, step=step)

@@ -321,7 +321,11 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
 
     def _usage(self, num_pending: int = 0) -> Usage:
         usage = super()._usage(num_pending)
-        usage.completion_tokens_details = CompletionTokensDetails(self._num_reasoning_tokens)
+        details = CompletionTokensDetails(self._num_reasoning_tokens)
+        if self._predicted is not None:
+            details.accepted_prediction_tokens = self._predicted.num_accepted
+            details.rejected_prediction_tokens = self._predicted.num_rejected
+        usage.completion_tokens_details = details
         return usage
 
     def _end_events(self) -> Iterable[bytes]:

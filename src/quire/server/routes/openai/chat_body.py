@@ -100,6 +100,29 @@ class ReasoningFields(Body):
     exclude: bool = False
 
 
+class PredictedPart(Body):
+    """A part of a prediction."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """The object `prediction`: the text that the caller expects as the answer."""
+
+    notes: ClassVar[Mapping[str, str]] = {"content": "a text, or a list of parts of text"}
+
+    type: Literal["content"]
+    content: str | Annotated[list[PredictedPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """The parts joined, or the text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class TemplateOptions(Body):
     """The fields that control how the template renders messages to a prompt."""
 
@@ -194,12 +217,12 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
         "functions": ([],),
         "modalities": (["text"],),
         "moderation": (),
-        "prediction": (),
         "web_search_options": (),
     }
     not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **NOT_FOR_BEAMS,
         "logprobs": (False,),
+        "prediction": (),
         "top_logprobs": (),
         "tools": ([],),
     }
@@ -214,6 +237,8 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
         "logprobs": "each token's log-probability and bytes",
         "top_logprobs": "this many likeliest tokens at each position; with `logprobs` only",
         "tool_choice": "`none`, `auto`, `required`, a function, or the tools that are allowed",
+        "prediction": "the text that the answer is expected to have; it changes no token, but"
+        " tokens as expected come faster",
         "parallel_tool_calls": "false: one message calls one tool at most",
         "echo": "true: the content begins with the last message, where that is the assistant's",
         "include_reasoning": "false: the answer leaves the reasoning out",
@@ -230,6 +255,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
     top_logprobs: int | None = bounded("logprobs")
     tool_choice: str | dict[str, Any] | None = left_out(**_TOOL_CHOICE)
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
     # extensions to OpenAI's API
     echo: bool = False
     include_reasoning: bool = True
@@ -292,6 +318,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
             continue_final_message=self.continue_final_message,
             add_special_tokens=self.add_special_tokens,
             answer_format=self.answer_format(),
+            prediction=None if self.prediction is None else self.prediction.text,
             is_truncated=self.is_truncated,
         )
 
