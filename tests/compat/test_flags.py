@@ -6,7 +6,7 @@ import pytest
 
 from quire.cli.flags import engine_options, server_options
 from quire.cli.parser import build_parser
-from quire.compat.flags import ALWAYS, FIXED, KNOWN, REFUSED, SAME
+from quire.compat.flags import ALWAYS, FIXED, KNOWN, REFUSED, SAME, TRANSLATED
 from quire.errors import ConfigurationError
 
 
@@ -26,7 +26,8 @@ def serve_flags() -> set[str]:
 
 
 def test_a_flag_is_in_one_table_and_none_is_ours(serve_flags: set[str]) -> None:
-    assert len(KNOWN) == len(SAME) + len(ALWAYS) + len(FIXED) + len(REFUSED)
+    tables = (SAME, TRANSLATED, ALWAYS, FIXED, REFUSED)
+    assert len(KNOWN) == sum(map(len, tables))
     assert not KNOWN & serve_flags
 
 
@@ -59,6 +60,31 @@ def test_flags_of_equal_meaning_become_ours() -> None:
     }
     assert server_options(args) == {"served_model_name": ("mine",), "heartbeat_timeout_s": 9.0}
     assert args.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}'],
+            {"speculation": "ngram", "num_draft_tokens": 5},
+        ),
+        (
+            ['--speculative-config={"method": "suffix", "prompt_lookup_min": 2}'],
+            {"speculation": "ngram,siblings,history", "ngram_min_match": 2},
+        ),
+        (["--speculative-config", "null"], {}),
+        (["--spec-type", "none"], {"speculation": "off"}),
+        (
+            ["--spec-type=ngram-mod,ngram-simple", "--draft-max", "16"],
+            {"speculation": "ngram", "num_draft_tokens": 16},
+        ),
+        (["--draft", "4"], {"num_draft_tokens": 4}),
+        (["--draft-n-max=9"], {"num_draft_tokens": 9}),
+    ],
+)
+def test_flags_of_speculation_become_ours(words: list[str], expected: dict[str, object]) -> None:
+    assert engine_options(build_parser().parse_args(["serve", *words])) == expected
 
 
 def test_flags_that_ask_for_the_default_are_accepted() -> None:
@@ -100,6 +126,24 @@ def test_flags_that_ask_for_the_default_are_accepted() -> None:
         ("serve --tool-parser-plugin x.py", "there is no option --tool-parser-plugin: a dialect"),
         ("serve --h11-max-header-count 9", "there is no option --h11-max-header-count: a call's"),
         ("serve --api-server-count 2", "--api-server-count is '2', but must be 1"),
+        ("serve --spec-type draft-mtp", "--spec-type is 'draft-mtp', but no model proposes drafts"),
+        ("serve --spec-type x", "--spec-type is 'x', but must be none, or some of ngram-simple"),
+        ("serve --spec-type", "--spec-type is missing its value"),
+        ("serve -md x.gguf", "there is no option -md: no model proposes drafts in this version"),
+        (
+            "serve --draft-min 2",
+            "there is no option --draft-min: --speculation names the proposers",
+        ),
+        (
+            "serve --speculative-algorithm EAGLE",
+            "there is no option --speculative-algorithm: --speculation names the proposers",
+        ),
+        (
+            'serve --speculative-config {"method":"mtp"}',
+            "speculative_config asks for 'mtp', but no model proposes drafts in this version",
+        ),
+        ("serve --speculative-config ngram", "speculative_config is 'ngram', which is not JSON"),
+        ("doctor --spec-type none", "there is no option --spec-type"),
         # Where the command lacks ours, theirs is as unknown as any other.
         ("chat --alias x", "there is no option --alias"),
         ("doctor --threads 2", "there is no option --threads"),

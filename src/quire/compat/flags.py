@@ -1,6 +1,6 @@
 """Flags of other engines: translated to quire's flags, or refused with advice.
 
-Five tables list such flags. The parser refuses a flag that is neither in a table nor quire's own,
+Six tables list such flags. The parser refuses a flag that is neither in a table nor quire's own,
 and suggests the nearest name. `cli.words` calls `translate_flags` before it parses.
 """
 
@@ -9,7 +9,9 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from quire.compat.llm_options import COMPAT_OPTIONS
-from quire.compat.refusals import EXPERTS, KV_FORMAT, REPLICAS, TEXT_ONLY
+from quire.compat.refusals import DRAFT_MODELS, EXPERTS, KV_FORMAT, REPLICAS, TEXT_ONLY
+from quire.compat.speculative_config import flags_of_config, flags_of_spec_type
+from quire.errors import ConfigurationError
 
 SAME: Mapping[str, str] = {
     "--alias": "--served-model-name",
@@ -18,6 +20,10 @@ SAME: Mapping[str, str] = {
     "--disable-cuda-graph": "--enforce-eager",
     "--disable-overlap-schedule": "--no-async-scheduling",
     "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--draft": "--num-draft-tokens",
+    "--draft-max": "--num-draft-tokens",
+    "--draft-n": "--num-draft-tokens",
+    "--draft-n-max": "--num-draft-tokens",
     "--hostname": "--host",
     "--kv-cache-memory-bytes": "--kv-cache-memory",
     "--max-concurrent-requests": "--max-queued-requests",
@@ -42,10 +48,18 @@ SAME: Mapping[str, str] = {
 }
 """Flag -> quire's flag of equal meaning."""
 
+TRANSLATED: Mapping[str, Callable[[str], list[str]]] = {
+    "--spec-type": flags_of_spec_type,
+    "--speculative-config": flags_of_config,
+}
+"""Flag with a value -> the function that converts the value to --speculation and other flags of
+quire. It raises ConfigurationError."""
+
 _NAMED = {
     "--" + name.replace("_", "-"): entry
     for name, entry in COMPAT_OPTIONS.items()
-    if name not in ("reasoning_parser", "served_model_name")  # options of the server
+    # options of the server, and one that is translated
+    if name not in ("reasoning_parser", "served_model_name", "speculative_config")
 }
 
 
@@ -118,6 +132,7 @@ _MEMORY = "all weights are in the memory of the device that computes"
 _NUMBERS = "/metrics has the server's numbers, and --otlp-endpoint takes spans"
 _PLUGIN = "a dialect is a file of data, which a --plugin may register: see docs/extending.md"
 _STATES = "the kernels and the pages of recurrent states are chosen by the device and the model"
+_DRAFTS = "--speculation names the proposers of drafts, and --num-draft-tokens bounds them"
 _ORIGIN = "--allowed-origins names the sites that may call; methods and headers are fixed"
 
 REFUSED: Mapping[str, str] = {
@@ -161,6 +176,8 @@ REFUSED: Mapping[str, str] = {
     "--hf-token": "the environment's HF_TOKEN is read, where other processes can't see it",
     "--log-disable": "--log-level error logs errors only",
     "--max-input-length": _CTX,
+    "--model-draft": DRAFT_MODELS,
+    "-md": DRAFT_MODELS,
     "--max-input-tokens": _CTX,
     "--max-total-tokens": _CTX,
     "--n-gpu-layers": _WHOLE,
@@ -227,14 +244,16 @@ FAMILIES: Mapping[str, str] = {
     "--replayssm-": _STATES,
     "--safetensors-": "a checkpoint is read a few MiB at a time, on --num-threads threads",
     "--sleep-mode-": "the Python API's LLM.sleep() gives the KV cache's memory back",
-    "--spec-": "--speculation names the proposer of drafts, and --num-draft-tokens bounds them",
+    "--draft-": _DRAFTS,
+    "--spec-": _DRAFTS,
+    "--speculative-": _DRAFTS,
     "--ssl-": _TLS,
     "--video-": TEXT_ONLY,
     "--watermark": "texts are not watermarked",
 }
 """Prefix -> the sentence for all flags with this prefix that are in no other table."""
 
-KNOWN = frozenset(chain(SAME, ALWAYS, FIXED, REFUSED))
+KNOWN = frozenset(chain(SAME, TRANSLATED, ALWAYS, FIXED, REFUSED))
 
 
 def translate_flags(
@@ -263,6 +282,10 @@ def translate_flags(
             # unknown.
             name = SAME[flag] if SAME[flag] in ours else flag
             settled.append(f"{name}{equals}{value}")
+        elif flag in TRANSLATED and "--speculation" not in ours:
+            settled.append(word)
+        elif flag in TRANSLATED:
+            settled += _translated(flag, value if equals else next(rest, None), refuse)
         elif flag in FIXED:
             _check_fixed(flag, value if equals else next(rest, None), refuse)
         elif flag in REFUSED:
@@ -270,6 +293,15 @@ def translate_flags(
         elif equals:
             refuse(f"{flag} takes no value, but got {value!r}")
     return settled
+
+
+def _translated(flag: str, value: str | None, refuse: Callable[[str], NoReturn]) -> list[str]:
+    if value is None:
+        refuse(f"{flag} is missing its value")
+    try:
+        return TRANSLATED[flag](value)
+    except ConfigurationError as error:
+        refuse(str(error))
 
 
 def _check_fixed(flag: str, value: str | None, refuse: Callable[[str], NoReturn]) -> None:

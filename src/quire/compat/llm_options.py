@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.compat.refusals import (
+    DRAFT_MODELS,
     EXPERT_CHOICES,
     EXPERT_KERNELS,
     EXPERTS,
@@ -141,7 +142,7 @@ COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "served_model_name": ((), "`quire serve --served-model-name` names it for clients"),
     "skip_mm_profiling": ((False, True), TEXT_ONLY),
     "speculative_config": ((), _DRAFTS),
-    "speculative_model": ((), _DRAFTS),
+    "speculative_model": ((), DRAFT_MODELS),
     "stream_interval": ((1,), "a stream brings each token as it comes"),
     "structured_outputs_config": (({},), "SamplingParams(structured_outputs=...) says the form"),
     "swap_space": (
@@ -160,7 +161,8 @@ COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """vLLM's option -> the values that are accepted, since they ask for what quire always does, and why
 other values are refused. swap_space also accepts vLLM's default, which vLLM itself ignores. None is
-always accepted, since it sets nothing. The command line has these options as flags."""
+always accepted, since it sets nothing. The command line has these options as flags.
+`compat.speculative_config` reads speculative_config before this table is asked."""
 
 ALIASES = {
     "kv_cache_memory_bytes": "kv_cache_memory",

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from quire.attention.backends import AttentionOptions
 from quire.compat.llm_options import ALIASES, COMPAT_OPTIONS, check_compat_options
+from quire.compat.speculative_config import with_speculative_config
 from quire.core.adapter_options import AdapterOptions
 from quire.core.memory.cache_options import CacheOptions
 from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
@@ -343,7 +344,7 @@ class EngineOptions(
         """Check names, types and bounds. Raises ConfigurationError, also for unknown names."""
         known = {each.name: each.default for each in fields(cls)}
         values: dict[str, Any] = {}
-        for name, value in options.items():
+        for name, value in with_speculative_config(options, known).items():
             target = ALIASES.get(name, name)
             if name in COMPAT_OPTIONS and name not in known:
                 check_compat_options(name, value)
