@@ -61,6 +61,27 @@ def test_a_line_comes_after_ten_seconds_of_work_and_counts_no_others(
     assert per_s == pytest.approx(num_tokens / worked_s, abs=1)
 
 
+def test_the_line_tells_of_drafts_if_there_were_any(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine()
+    log, drafts = StatsLog(), {"ngram": {"verified": [4, 4, 2], "accepted": [3, 1]}}
+
+    def observe(worked_s: float) -> None:
+        counts = {"by_proposer": drafts, "saved_s": 0.0}
+        stats = dataclasses.replace(engine.stats(), drafts=counts)
+        log.observe(1, 1, lambda: stats, worked_s)
+
+    with caplog.at_level(logging.INFO, "quire.engine.stats"):
+        observe(10.0)
+        observe(20.0)  # no draft since
+        drafts = {"ngram": {"verified": [4, 4, 2], "accepted": [3, 1]}}
+        drafts["history"] = {"verified": [2, 2], "accepted": [2, 2]}
+        observe(30.0)
+    first, second, third = caplog.messages
+    assert first.endswith(", 40% of drafts accepted, 2.0 tokens a step")
+    assert "drafts" not in second
+    assert third.endswith(", 100% of drafts accepted, 3.0 tokens a step")
+
+
 @pytest.mark.parametrize("error_rate", [0.0, 0.5, 1.0])
 def test_rejected_drafts_do_not_count_as_computed(error_rate: float) -> None:
     engine = make_engine()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.core.scheduling.draft_totals import DraftTotals
 from quire.engine.utilization import in_short
 from quire.observability.log import get_logger
 
@@ -61,6 +62,7 @@ class StatsLog:
         self._since_s = 0.0
         self._num_computed_tokens = 0
         self._num_output_tokens = 0
+        self._drafts = DraftTotals()
 
     def observe(
         self,
@@ -79,10 +81,11 @@ class StatsLog:
         if elapsed_s < LOG_INTERVAL_S:
             return
         at = stats()
+        drafts = DraftTotals.of(at.drafts)
         hit_rate = at.num_hit_tokens / at.num_query_tokens if at.num_query_tokens else 0.0
         logger.info(
             "%.0f tokens/s computed, %.0f tokens/s generated, %d running, %d waiting,"
-            " KV %.1f%% in use, prefix hits %.1f%%, %d preemptions, %s%s",
+            " KV %.1f%% in use, prefix hits %.1f%%, %d preemptions, %s%s%s",
             self._num_computed_tokens / elapsed_s,
             self._num_output_tokens / elapsed_s,
             at.num_running,
@@ -92,9 +95,11 @@ class StatsLog:
             at.num_preemptions,
             in_short(at.utilization),
             _tiers_in_short(at),
+            _drafts_in_short(drafts.since(self._drafts)),
         )
         self._since_s = worked_s
         self._num_computed_tokens = self._num_output_tokens = 0
+        self._drafts = drafts
 
 
 def _tiers_in_short(stats: EngineStats) -> str:
@@ -104,3 +109,13 @@ def _tiers_in_short(stats: EngineStats) -> str:
     num_hits = stats.tiers["num_hit_tokens"]
     share = num_hits / stats.num_query_tokens if stats.num_query_tokens else 0.0
     return f", loaded from tiers {100 * share:.1f}%"
+
+
+def _drafts_in_short(drafts: DraftTotals) -> str:
+    """The part of the log line about drafts; empty if none were verified since the last line."""
+    if not drafts.num_verified:
+        return ""
+    return (
+        f", {100 * drafts.accepted_share:.0f}% of drafts accepted,"
+        f" {drafts.tokens_a_step:.1f} tokens a step"
+    )
