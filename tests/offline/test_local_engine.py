@@ -8,7 +8,7 @@ import pytest
 from quire.compat.methods import COMPAT_METHODS
 from quire.core.sampling_params import RequestOutputKind, SamplingParams
 from quire.errors import InvalidRequestError
-from quire.offline.engine_metrics import CounterMetric, HistogramMetric
+from quire.offline.engine_metrics import CounterMetric, HistogramMetric, VectorMetric
 from quire.offline.llm import LLM
 from quire.offline.llm_engine import LLMEngine
 
@@ -82,6 +82,31 @@ def test_metrics_count_what_was_done(llm: LLM) -> None:
     assert 0 < metrics.first_token_latency <= metrics.last_token_ts - metrics.arrival_ts
 
 
+def test_metrics_of_drafts_have_vllms_names_too() -> None:
+    llm = LLM(dtype="float32", max_model_len=256, speculation="prediction")
+    params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+    (plain,) = llm.generate("import os\n", params, use_tqdm=False)
+    prompt = {"prompt": "import os\n", "prediction": plain.outputs[0].token_ids}
+    llm.generate(prompt, params, use_tqdm=False)
+    found = {metric.name: metric for metric in llm.get_metrics() if "replica" not in metric.labels}
+    per_position = found["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(per_position, VectorMetric) and per_position.values[0] > 0
+
+    def value(name: str) -> float:
+        metric = found[name]
+        assert isinstance(metric, CounterMetric)
+        return metric.value
+
+    stats = llm.engine.stats()
+    accepted = value("quire_accepted_draft_tokens_total")
+    assert accepted == value("vllm:spec_decode_num_accepted_tokens") == sum(per_position.values)
+    assert accepted == stats.num_accepted_drafts > 0
+    assert value("quire_draft_tokens_total") == value("vllm:spec_decode_num_draft_tokens")
+    assert value("quire_draft_tokens_total") == stats.num_drafts
+    assert 0 < value("vllm:spec_decode_num_drafts") <= stats.num_drafts
+    assert found["quire_draft_tokens_total"].labels == {"proposer": "prediction"}
+
+
 def test_default_params_are_the_models(llm: LLM) -> None:
     params = llm.get_default_sampling_params()
     assert params.temperature == llm.engine.limits.defaults.temperature
@@ -118,7 +143,8 @@ def test_missing_methods_of_vllm_are_explained(llm: LLM) -> None:
 
 def test_an_engine_whose_caller_steps_gives_what_each_request_wants(llm: LLM) -> None:
     whole = llm.generate("import os", GREEDY, use_tqdm=False)[0].outputs[0]
-    engine = LLMEngine(dtype="float32", max_model_len=128, num_blocks=64)
+    options = {"dtype": "float32", "max_model_len": 128, "num_blocks": 64}
+    engine = LLMEngine(**options, speculation="off")  # an output for each token
     outputs: dict[str, list] = {kind.name: [] for kind in RequestOutputKind}
     for kind in RequestOutputKind:
         params = GREEDY.clone()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.core.scheduling.draft_totals import DraftTotals
 from quire.engine.stats import EngineStats
 
 
@@ -35,8 +36,7 @@ class GaugeMetric(Metric):
 
 @dataclass(frozen=True, slots=True)
 class VectorMetric(Metric):
-    """A list of numbers that only grow. The engine has no such metric, but scripts written for vLLM
-    may use the class in `isinstance`."""
+    """A list of numbers that only grow: the accepted drafts by position, under vLLM's name."""
 
     values: list[int]
 
@@ -75,6 +75,10 @@ _MOVE_COUNTERS = {
     "num_declined": "quire_tier_loads_declined_total",
     "num_late": "quire_tier_loads_late_total",
 }
+_DRAFT_COUNTERS = {
+    "verified": "quire_draft_tokens_total",
+    "accepted": "quire_accepted_draft_tokens_total",
+}
 _TIER_GAUGES = {"used_bytes": "quire_tier_bytes", "num_records": "quire_tier_records"}
 _TIME_USES = {"busy_s": "busy", "gap_s": "gap", "idle_s": "idle"}
 _WORK_COUNTERS = {
@@ -108,6 +112,8 @@ def metrics_of(stats: EngineStats) -> list[Metric]:
     ]
     if stats.tiers:
         found += _tier_metrics(stats.tiers)
+    if stats.drafts:
+        found += _draft_metrics(stats.drafts)
     found += _utilization_metrics(stats.utilization)
     return found + [_histogram(name, stats.times[each]) for each, name in _HISTOGRAMS.items()]
 
@@ -119,6 +125,24 @@ def _tier_metrics(tiers: Mapping[str, Any]) -> list[Metric]:
         for tier, counts in tiers["by_tier"].items()
         for key, name in _TIER_GAUGES.items()
         if key in counts
+    ]
+
+
+def _draft_metrics(drafts: Mapping[str, Any]) -> list[Metric]:
+    """The metrics of speculation. vLLM's scripts read those of its names."""
+    totals = DraftTotals.of(drafts)
+    found: list[Metric] = [
+        CounterMetric(name, sum(counts[key]), labels={"proposer": proposer})
+        for key, name in _DRAFT_COUNTERS.items()
+        for proposer, counts in drafts["by_proposer"].items()
+    ]
+    return [
+        *found,
+        GaugeMetric("quire_speculation_saved_seconds", drafts["saved_s"]),
+        CounterMetric("vllm:spec_decode_num_drafts", totals.num_rows),
+        CounterMetric("vllm:spec_decode_num_draft_tokens", totals.num_verified),
+        CounterMetric("vllm:spec_decode_num_accepted_tokens", totals.num_accepted),
+        VectorMetric("vllm:spec_decode_num_accepted_tokens_per_pos", list(totals.accepted)),
     ]
 
 

@@ -78,6 +78,34 @@ def test_tiers_are_told_by_their_names_and_absent_without_any():
     assert ("quire_tier_records", "another") not in found
 
 
+def test_drafts_are_told_by_proposer_by_position_and_by_vllms_names():
+    assert samples(engine_families({"drafts": {}})) == {}
+    counts = {
+        "ngram": {"verified": [4, 3], "accepted": [2]},
+        "history": {"verified": [1, 1, 1], "accepted": [1, 1]},
+    }
+    found = samples(engine_families({"drafts": {"by_proposer": counts, "saved_s": -0.25}}))
+    assert found == {
+        ("quire_draft_tokens_total", "ngram"): 7,
+        ("quire_draft_tokens_total", "history"): 3,
+        ("quire_accepted_draft_tokens_total", "ngram"): 2,
+        ("quire_accepted_draft_tokens_total", "history"): 2,
+        ("quire_position_draft_tokens_total", "0"): 5,
+        ("quire_position_draft_tokens_total", "1"): 4,
+        ("quire_position_draft_tokens_total", "2"): 1,
+        ("quire_position_accepted_draft_tokens_total", "0"): 3,
+        ("quire_position_accepted_draft_tokens_total", "1"): 1,
+        ("quire_position_accepted_draft_tokens_total", "2"): 0,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"): 3,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "1"): 1,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "2"): 0,
+        ("quire_speculation_saved_seconds",): -0.25,
+        ("vllm:spec_decode_num_drafts_total",): 5,
+        ("vllm:spec_decode_num_draft_tokens_total",): 10,
+        ("vllm:spec_decode_num_accepted_tokens_total",): 4,
+    }
+
+
 def test_known_utilization_figures_are_reported():
     known = {"busy_s": 3.0, "gap_s": 1.0, "idle_s": 2.0, "busy_share": 0.75}
     times = {

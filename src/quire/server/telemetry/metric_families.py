@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.utils import floatToGoString
 
 from quire.core.memory.memory_report import HELD_PARTS, PARTS
+from quire.core.scheduling.draft_totals import DraftTotals
 from quire.core.sequence import COUNTED_REASONS
 from quire.server.http.open_connections import OpenConnections
 from quire.server.telemetry.monitor import FINISH_REASONS, MAX_TENANTS, OTHER_TENANTS, Monitor
@@ -164,6 +165,15 @@ _ADAPTER_COUNTERS = (
         "num_failed",
         "quire_adapter_read_failures_total",
         "Reads of adapters that failed while requests waited for them.",
+    ),
+)
+
+_DRAFT_COUNTERS = (
+    ("verified", "quire_draft_tokens_total", "Drafts that steps verified."),
+    (
+        "accepted",
+        "quire_accepted_draft_tokens_total",
+        "Drafts that equalled the sampled tokens.",
     ),
 )
 
@@ -354,11 +364,64 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
             yield GaugeMetricFamily(name, text, adapters[key])
         for key, name, text in _ADAPTER_COUNTERS:
             yield CounterMetricFamily(name, text, adapters[key])
+    if drafts := stats.get("drafts"):
+        yield from _draft_families(drafts)
     if utilization := stats.get("utilization"):
         yield from _utilization_families(utilization)
     for key, name, text in _ENGINE_TIMES:
         if key in stats.get("times", ()):
             yield _histogram(name, text, stats["times"][key])
+
+
+def _draft_families(drafts: Mapping[str, Any]) -> Iterator[Metric]:
+    """The metrics of speculation, from `Drafting.as_dict`. Those of vLLM's names have the same
+    counts as ours."""
+    by_proposer, totals = drafts["by_proposer"], DraftTotals.of(drafts)
+    for key, name, text in _DRAFT_COUNTERS:
+        counts = (((name,), float(sum(found[key]))) for name, found in by_proposer.items())
+        yield _counter(name, text, ("proposer",), counts)
+    for name, text, positions in (
+        (
+            "quire_position_draft_tokens_total",
+            "Drafts that steps verified, by position.",
+            totals.verified,
+        ),
+        (
+            "quire_position_accepted_draft_tokens_total",
+            "Drafts that equalled the sampled tokens, by position.",
+            totals.accepted,
+        ),
+        (
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "The same as quire_position_accepted_draft_tokens_total.",
+            totals.accepted,
+        ),
+    ):
+        samples = (((str(at),), float(count)) for at, count in enumerate(positions))
+        yield _counter(name, text, ("position",), samples)
+    yield GaugeMetricFamily(
+        "quire_speculation_saved_seconds",
+        "Predicted time of the steps that accepted drafts saved, less that of verifying drafts.",
+        drafts["saved_s"],
+    )
+    for name, text, count in (
+        (
+            "vllm:spec_decode_num_drafts_total",
+            "Rows of steps that had drafts.",
+            totals.num_rows,
+        ),
+        (
+            "vllm:spec_decode_num_draft_tokens_total",
+            "The sum of quire_draft_tokens_total.",
+            totals.num_verified,
+        ),
+        (
+            "vllm:spec_decode_num_accepted_tokens_total",
+            "The sum of quire_accepted_draft_tokens_total.",
+            totals.num_accepted,
+        ),
+    ):
+        yield CounterMetricFamily(name, text, count)
 
 
 def _utilization_families(found: Mapping[str, Any]) -> Iterator[Metric]:

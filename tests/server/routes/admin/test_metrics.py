@@ -32,7 +32,7 @@ from quire.server.telemetry.monitor import FINISH_REASONS
 
 ROOT = Path(__file__).parents[4]
 FAKE = list(COMMAND)
-WORD = re.compile(r"\bquire_[a-z0-9_]+")
+WORD = re.compile(r"\b(?:quire_|vllm:)[a-z0-9_]+")
 
 
 def scrape(http):
@@ -98,7 +98,7 @@ def test_prompt_and_generated_tokens_are_counted(http):
     for name in ("queue", "prefill"):
         assert more(f"quire_{name}_time_seconds_count") == 2
     assert more("quire_decode_time_seconds_count") >= 2
-    assert more("quire_steps_total") == more("quire_step_duration_seconds_count") >= 8
+    assert more("quire_steps_total") == more("quire_step_duration_seconds_count") >= 2
     assert more("quire_sampled_tokens_total") >= 16
     assert more("quire_computed_tokens_total") >= 15
     assert more("quire_prefix_query_tokens_total") >= usage["prompt_tokens"]
@@ -230,8 +230,14 @@ def exposed(http):
     store = AdapterStore(read_nothing, 1)
     own = ("num_slots", "num_resident", "num_loads")
     adapters = dict.fromkeys((*own, *store.counts()), 0)
+    drafts = {"by_proposer": {"ngram": {"verified": [1], "accepted": [1]}}, "saved_s": 0.5}
     more = engine_families(
-        {"tiers": no_moves(), "adapters": adapters, "utilization": measured_on_a_gpu()}
+        {
+            "tiers": no_moves(),
+            "adapters": adapters,
+            "drafts": drafts,
+            "utilization": measured_on_a_gpu(),
+        }
     )
     counted = ("num_open", "num_prompts", "num_uncached_tokens", "wait_s", "num_requested_restarts")
     overview = {"0": dict.fromkeys(counted, 1)}
@@ -265,7 +271,8 @@ def test_the_dashboard_can_be_imported_and_asks_for_metrics_that_exist(exposed):
             assert used, target
             asked |= {re.sub("_(bucket|sum|count)$", "", name) for name in used}
     assert asked - exposed == set()
-    assert exposed - asked == set(), "no panel shows these"
+    ours = {name for name in exposed if name.startswith("quire_")}  # the others say the same
+    assert ours - asked == set(), "no panel shows these"
     variables = {each["name"]: each["type"] for each in dashboard["templating"]["list"]}
     assert variables["datasource"] == "datasource"
     for row in (panel["gridPos"] for panel in found):
