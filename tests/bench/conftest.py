@@ -5,7 +5,14 @@ from quire.assembly.build import build_engine
 from quire.bench.workload import LengthSpec, WorkloadSpec
 from quire.engine.engine import Engine
 
-OPTIONS = {"dtype": "float32", "num_blocks": 95, "max_num_seqs": 6, "max_model_len": 256}
+# Without drafts, a step gives a sequence one token.
+OPTIONS = {
+    "dtype": "float32",
+    "num_blocks": 95,
+    "max_num_seqs": 6,
+    "max_model_len": 256,
+    "speculation": "off",
+}
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -85,6 +85,16 @@ def test_memory_figures(engine: Engine, requests: list[BenchRequest]) -> None:
     assert mean is not None and peak is not None and 0 < mean < peak < 1
 
 
+def test_drafts_are_counted_per_run(requests: list[BenchRequest]) -> None:
+    engine = build_engine({"dtype": "float32", "speculation": "ngram", "ngram_min_match": 1})
+    found = [ContinuousBatches(engine).run(requests).memory for _ in range(2)]
+    stats = engine.stats()
+    for name in ("num_drafts", "num_accepted_drafts"):
+        assert sum(memory[name] or 0 for memory in found) == getattr(stats, name)
+    for memory in found:
+        assert (memory["draft_tokens_a_step"] is None) == (memory["num_drafts"] == 0)
+
+
 def test_the_ledger_is_sampled_over_the_run(
     engine: Engine, requests: list[BenchRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +119,9 @@ def test_preemptions_are_counted_per_run() -> None:
     load = WorkloadSpec(
         num_prompts=6, input=LengthSpec(4, 4, 4), output=LengthSpec(56, 56, 56), sigma=0.0
     )
-    tight = build_engine({"dtype": "float32", "num_blocks": 6, "max_model_len": 64})
+    tight = build_engine(
+        {"dtype": "float32", "num_blocks": 6, "max_model_len": 64, "speculation": "off"}
+    )
     requests = make_requests(load, tight.limits.vocab_size, 0)
     contender = ContinuousBatches(tight)
     first, second = (contender.run(requests).memory for _ in range(2))

@@ -52,6 +52,18 @@ def test_the_table_shows_medians_side_by_side() -> None:
     assert "quire makes 4.00 times the output tokens/s of hf x16 (rounds 2.00 to 8.00)" in lines
 
 
+@pytest.mark.parametrize("num_drafts", [0, 40])
+def test_the_table_tells_of_drafts_if_there_were_any(num_drafts: int) -> None:
+    results = _results(Noise(0.01, 0.0))
+    for result in results.rounds["quire"]:
+        result.figures["num_drafts"] = num_drafts
+        result.figures["num_accepted_drafts"] = 30 if num_drafts else 0
+        result.figures["draft_tokens_a_step"] = 4.0 if num_drafts else None
+    found = [line for line in table(results).splitlines() if "drafts" in line]
+    expected = "quire's drafts: 40 verified, 30 accepted (75.0%), 4.00 tokens a step of a sequence"
+    assert found == ([f"{expected} with drafts"] if num_drafts else [])
+
+
 def test_the_table_shows_quires_ledger() -> None:
     lines = table(_results(Noise(0.01, 0.0))).splitlines()
     place = lines.index("quire's KV memory, mean over the run")

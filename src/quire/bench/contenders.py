@@ -15,6 +15,7 @@ from quire.bench.metrics import Figures, Timeline
 from quire.bench.workload import BenchRequest
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.draft_totals import DraftTotals
 from quire.engine.engine import Engine
 from quire.errors import ConfigurationError, StepFailedError
 from quire.observability.step_trace import StepTrace
@@ -26,6 +27,9 @@ MEMORY_FIGURES = (
     "num_recomputed_tokens",
     "prefix_hit_rate",
     "max_concurrent_requests",
+    "num_drafts",
+    "num_accepted_drafts",
+    "draft_tokens_a_step",
     *LEDGER_FIGURES,
 )
 
@@ -179,6 +183,7 @@ class _EngineMeter:
         before, after = self._before, self._engine.stats()
         num_queried = after.num_query_tokens - before.num_query_tokens
         num_hit = after.num_hit_tokens - before.num_hit_tokens
+        drafts = DraftTotals.of(after.drafts).since(DraftTotals.of(before.drafts))
         values = (
             self._most_held_blocks / after.num_blocks,
             self._sum_of_held_blocks / self._num_steps / after.num_blocks,
@@ -186,6 +191,9 @@ class _EngineMeter:
             after.num_recomputed_tokens - before.num_recomputed_tokens,
             num_hit / num_queried if num_queried else 0.0,
             self._most_running,
+            drafts.num_verified,
+            drafts.num_accepted,
+            drafts.tokens_a_step if drafts.num_rows else None,
             *self._ledger.figures().values(),
         )
         return dict(zip(MEMORY_FIGURES, values, strict=True))

@@ -81,6 +81,7 @@ def table(results: Results) -> str:
             f"quire makes {times.of_medians:.2f} times the output tokens/s of {heads[name]}"
             f" (rounds {times.lowest:.2f} to {times.highest:.2f})"
         )
+    lines += _draft_lines(found)
     lines += _ledger_lines(found[QUIRE])
     lines += _noise_lines(results.rounds)
     lines += _trace_lines(results.trace)
@@ -139,6 +140,21 @@ def _cell(value: float | None, form: str) -> str:
 
 def _line(label: str, cells: Sequence[str]) -> str:
     return f"{label:<24}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)
+
+
+def _draft_lines(found: Mapping[str, Figures]) -> list[str]:
+    """A line for each contender whose steps verified drafts."""
+    lines = []
+    for name, figures in found.items():
+        verified, accepted = figures["num_drafts"], figures["num_accepted_drafts"]
+        tokens_a_step = figures["draft_tokens_a_step"]
+        if verified and accepted is not None and tokens_a_step is not None:
+            lines.append(
+                f"{name}'s drafts: {verified:.0f} verified, {accepted:.0f} accepted"
+                f" ({accepted / verified:.1%}), {tokens_a_step:.2f} tokens a step of a sequence"
+                " with drafts"
+            )
+    return lines
 
 
 def _ledger_lines(found: Figures) -> list[str]:
