@@ -176,6 +176,36 @@ _DRAFT_COUNTERS = (
         "Drafts that equalled the sampled tokens.",
     ),
 )
+_POSITION_COUNTERS = (
+    (
+        "verified",
+        "quire_position_draft_tokens_total",
+        "Drafts that steps verified, by position.",
+    ),
+    (
+        "accepted",
+        "quire_position_accepted_draft_tokens_total",
+        "Drafts that equalled the sampled tokens, by position.",
+    ),
+    (
+        "accepted",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "The same as quire_position_accepted_draft_tokens_total.",
+    ),
+)
+_VLLM_DRAFT_COUNTERS = (
+    ("num_rows", "vllm:spec_decode_num_drafts_total", "Rows of steps that had drafts."),
+    (
+        "num_verified",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "The sum of quire_draft_tokens_total.",
+    ),
+    (
+        "num_accepted",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "The sum of quire_accepted_draft_tokens_total.",
+    ),
+)
 
 _TIME_USES = (("busy_s", "busy"), ("gap_s", "gap"), ("idle_s", "idle"))
 _WORK_COUNTERS = (
@@ -378,50 +408,18 @@ def _draft_families(drafts: Mapping[str, Any]) -> Iterator[Metric]:
     counts as ours."""
     by_proposer, totals = drafts["by_proposer"], DraftTotals.of(drafts)
     for key, name, text in _DRAFT_COUNTERS:
-        counts = (((name,), float(sum(found[key]))) for name, found in by_proposer.items())
+        counts = (((proposer,), sum(found[key])) for proposer, found in by_proposer.items())
         yield _counter(name, text, ("proposer",), counts)
-    for name, text, positions in (
-        (
-            "quire_position_draft_tokens_total",
-            "Drafts that steps verified, by position.",
-            totals.verified,
-        ),
-        (
-            "quire_position_accepted_draft_tokens_total",
-            "Drafts that equalled the sampled tokens, by position.",
-            totals.accepted,
-        ),
-        (
-            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-            "The same as quire_position_accepted_draft_tokens_total.",
-            totals.accepted,
-        ),
-    ):
-        samples = (((str(at),), float(count)) for at, count in enumerate(positions))
-        yield _counter(name, text, ("position",), samples)
+    for key, name, text in _POSITION_COUNTERS:
+        positions = (((str(at),), count) for at, count in enumerate(getattr(totals, key)))
+        yield _counter(name, text, ("position",), positions)
+    for key, name, text in _VLLM_DRAFT_COUNTERS:
+        yield CounterMetricFamily(name, text, getattr(totals, key))
     yield GaugeMetricFamily(
         "quire_speculation_saved_seconds",
         "Predicted time of the steps that accepted drafts saved, less that of verifying drafts.",
         drafts["saved_s"],
     )
-    for name, text, count in (
-        (
-            "vllm:spec_decode_num_drafts_total",
-            "Rows of steps that had drafts.",
-            totals.num_rows,
-        ),
-        (
-            "vllm:spec_decode_num_draft_tokens_total",
-            "The sum of quire_draft_tokens_total.",
-            totals.num_verified,
-        ),
-        (
-            "vllm:spec_decode_num_accepted_tokens_total",
-            "The sum of quire_accepted_draft_tokens_total.",
-            totals.num_accepted,
-        ),
-    ):
-        yield CounterMetricFamily(name, text, count)
 
 
 def _utilization_families(found: Mapping[str, Any]) -> Iterator[Metric]:
