@@ -203,7 +203,12 @@ UNUSUAL = {
     ("make", "options"),
     [
         (completion, UNUSUAL | {"logprobs": 0}),
-        (chat, UNUSUAL | {"logprobs": True, "top_logprobs": 0, "tools": [{}]}),
+        (
+            chat,
+            UNUSUAL
+            | {"logprobs": True, "top_logprobs": 0, "tools": [{}]}
+            | {"prediction": {"type": "content", "content": "x"}},
+        ),
     ],
 )
 def test_options_not_for_beam_searches_are_refused_by_name(make, options):
