@@ -14,8 +14,11 @@ if TYPE_CHECKING:  # brings the scheduler, which a command's help does not need
 PROPOSERS: "Registry[Callable[[SpeculationOptions], Proposer]]" = Registry(
     "speculation",
     {
-        name: f"quire.speculation.{name}:make_proposer"
-        for name in ("forced", "prediction", "ngram", "siblings", "history")
+        "forced": "quire.speculation.forced:make_proposer",
+        "prediction": "quire.speculation.prediction:make_proposer",
+        "ngram": "quire.speculation.ngram:make_proposer",
+        "siblings": "quire.speculation.siblings:make_proposer",
+        "history": "quire.speculation.earlier_answers:make_proposer",
     },
 )
 """Functions that make proposers from the options. A plugin adds its own. Among equally good guesses

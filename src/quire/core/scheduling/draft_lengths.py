@@ -19,7 +19,7 @@ GIVE_UP_RATE = 0.9
 rate, because the predicted cost of rows has corners."""
 
 
-class Candidate(NamedTuple):
+class DraftCandidate(NamedTuple):
     """The drafts that a decoding row could get."""
 
     num_computed_tokens: int
@@ -38,7 +38,7 @@ def is_worth_drafts(budget: StepBudget) -> bool:
     return cost_s * load.num_decodes < model.predict_s(decodes_of(budget.load))
 
 
-def choose_lengths(candidates: Sequence[Candidate], budget: StepBudget) -> list[int]:
+def choose_lengths(candidates: Sequence[DraftCandidate], budget: StepBudget) -> list[int]:
     """The number of drafts of each candidate, which are in the order of their ranks.
 
     `budget` has all other work of the step. Without a cost model, its tokens alone are the limit.
@@ -60,7 +60,7 @@ def choose_lengths(candidates: Sequence[Candidate], budget: StepBudget) -> list[
 
 
 def _best_count(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[DraftCandidate],
     order: Sequence[int],
     chances: Sequence[float],
     budget: StepBudget,

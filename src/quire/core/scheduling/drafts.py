@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.scheduling.draft_lengths import (
-    Candidate,
+    DraftCandidate,
     choose_lengths,
     decodes_of,
     is_worth_drafts,
@@ -83,7 +83,7 @@ class Drafting:
         if not found:
             return
         candidates = [
-            Candidate(sequence.num_computed_tokens, proposal.survival)
+            DraftCandidate(sequence.num_computed_tokens, proposal.survival)
             for sequence, proposal in found
         ]
         lengths = choose_lengths(candidates, budget)

@@ -4,15 +4,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.speculation.sequences import finish, make_sequence
 
-from quire.speculation import history, siblings
-from quire.speculation.history import RING_BYTES, RING_TOKENS, AnswerRing
+from quire.speculation import earlier_answers, siblings
+from quire.speculation.earlier_answers import RING_BYTES, RING_TOKENS, AnswerRing
 from quire.speculation.speculation_options import SpeculationOptions
 
 OPTIONS = SpeculationOptions(speculation="history", speculation_history_size=3 * RING_BYTES)
 
 
 def test_an_ended_answer_is_proposed_to_its_own_domain_alone() -> None:
-    proposer = history.make_proposer(OPTIONS)
+    proposer = earlier_answers.make_proposer(OPTIONS)
     proposer.end(make_sequence([1, 2, 3], [4, 5, 6, 7, 8], root=b"mine"))
     guess = proposer.propose(make_sequence([9, 2, 3], [4], root=b"mine"), 3)
     assert guess is not None and guess.token_ids == [5, 6, 7]
@@ -34,7 +34,7 @@ def test_no_match_goes_from_one_answer_to_the_next() -> None:
 
 
 def test_the_domain_that_was_used_longest_ago_loses_its_answers_first() -> None:
-    proposer = history.make_proposer(OPTIONS)
+    proposer = earlier_answers.make_proposer(OPTIONS)
     for root in (b"1", b"2", b"3", b"1", b"4"):
         proposer.end(make_sequence([1, 2, 3], [4, 5, 6], root=root))
     assert proposer.num_bytes == 3 * RING_BYTES
@@ -43,7 +43,9 @@ def test_the_domain_that_was_used_longest_ago_loses_its_answers_first() -> None:
         for root in (b"1", b"2", b"3", b"4")
     ]
     assert found == [True, False, True, True]
-    nothing = history.make_proposer(SpeculationOptions("history", speculation_history_size=0))
+    nothing = earlier_answers.make_proposer(
+        SpeculationOptions("history", speculation_history_size=0)
+    )
     nothing.end(make_sequence([1, 2, 3], [4, 5, 6]))
     assert nothing.num_bytes == 0 and nothing.propose(make_sequence([1, 2, 3]), 2) is None
 
@@ -57,15 +59,15 @@ def test_what_is_found_follows_a_match_in_the_newest_answers(
     answers: list[list[int]], asked: list[int]
 ) -> None:
     ring, size = AnswerRing(2), 64
-    kept = history.RING_TOKENS
-    history.RING_TOKENS = size
+    kept = earlier_answers.RING_TOKENS
+    earlier_answers.RING_TOKENS = size
     try:
         ring = AnswerRing(2)
         for answer in answers:
             ring.add(answer)
         guess = ring.find(asked, 5)
     finally:
-        history.RING_TOKENS = kept
+        earlier_answers.RING_TOKENS = kept
     if guess is None:
         return
     found, text = list(guess.token_ids), []
