@@ -56,6 +56,7 @@ from quire.runtime.page_layout import plan_layout
 from quire.sampling.host.history import Ints
 from quire.sampling.host.processors import RowMasks
 from quire.sampling.host.sampler import (
+    AheadSampler,
     PendingLogprobs,
     PendingSample,
     Rows,
@@ -143,6 +144,7 @@ class NoSampler:
 
     def __init__(self, max_num_rows: int) -> None:
         self.rows = SamplingRows(max_num_rows, VOCAB_SIZE)
+        self.ahead: AheadSampler | None = None
         self._tokens = np.arange(100, 100 + max_num_rows)
 
     def sample(

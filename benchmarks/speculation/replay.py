@@ -15,6 +15,7 @@ from quire.sampling.host import noise
 from quire.sampling.host.history import Ints
 from quire.sampling.host.processors import RowMasks
 from quire.sampling.host.sampler import (
+    AheadSampler,
     HostStepSampler,
     PendingLogprobs,
     PendingSample,
@@ -36,6 +37,7 @@ class KnownAnswers:
     def __init__(self, sampler: HostStepSampler, num_prompt_tokens: Ints) -> None:
         """num_prompt_tokens: of each row of the runner, which changes it."""
         self.rows = sampler.rows
+        self.ahead: AheadSampler | None = None if sampler.ahead is None else self
         self._sampler = sampler
         self._num_prompt_tokens = num_prompt_tokens
         #: Random stream of a seed -> the tokens of its answer.
@@ -49,16 +51,26 @@ class KnownAnswers:
         self, logits: torch.Tensor, rows: Rows, masks: RowMasks | None = None
     ) -> PendingSample:
         """See `StepSampler`."""
-        places = self._sampler._history.num_tokens[rows] - self._num_prompt_tokens[rows]
         sampled = self._sampler.sample(logits, rows, masks).fetch()
         assert not sampled.failed, sampled.failed
-        streams = self.rows.draws["stream"][rows]
-        known = zip(streams.tolist(), places.tolist(), sampled.token_ids.tolist(), strict=True)
-        sampled.token_ids[:] = [
-            self._answers[stream][place] if stream in self._answers else token_id
-            for stream, place, token_id in known
-        ]
+        sampled.token_ids[:] = self._known(rows, np.zeros_like(rows), sampled.token_ids)
         return SampledNow(sampled)
+
+    def sample_ahead(self, logits: torch.Tensor, rows: Rows, ahead: Rows) -> Rows:
+        """See `AheadSampler`."""
+        return self._known(rows, ahead, self._sampler.sample_ahead(logits, rows, ahead))
+
+    def _known(self, rows: Rows, ahead: Rows, sampled: Rows) -> Rows:
+        """The answers' tokens, or else the sampled ones."""
+        places = self._sampler._history.num_tokens[rows] - self._num_prompt_tokens[rows] + ahead
+        streams = self.rows.draws["stream"][rows].tolist()
+        found = [
+            self._answers[stream][place] if stream in self._answers else token_id
+            for stream, place, token_id in zip(
+                streams, places.tolist(), sampled.tolist(), strict=True
+            )
+        ]
+        return np.array(found, np.int64)
 
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Ints, k: int

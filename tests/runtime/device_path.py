@@ -19,6 +19,7 @@ from quire.sampling.device.history import DeviceHistory
 from quire.sampling.host.history import Ints, TokenHistory
 from quire.sampling.host.processors import RowMasks
 from quire.sampling.host.sampler import (
+    AheadSampler,
     HostStepSampler,
     PendingLogprobs,
     PendingSample,
@@ -50,6 +51,7 @@ class HistorySampler:
 
     def __init__(self, rows: SamplingRows, history: DeviceHistory) -> None:
         self.rows = rows
+        self.ahead: AheadSampler | None = None
         self._history = history
         tokens = TokenHistory(history.token_ids.numpy(), history.num_tokens)
         self._sampler = HostStepSampler(Sampler(rows), tokens)

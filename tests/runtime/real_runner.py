@@ -8,6 +8,7 @@ import torch
 from tests.runtime.hand_core import HandCore
 
 from quire.assembly.device_setup import DeviceSetup, choose_setup
+from quire.kernels.cpu.sampling import NativeSampling
 from quire.models.checkpoints.loader import load_model
 from quire.models.interface import TextModel
 from quire.models.registry import load_config
@@ -19,7 +20,7 @@ from quire.runtime.page_layout import plan_layout
 from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows
 
 CPU = torch.device("cpu")
-NUM_ROWS, NUM_BLOCKS, MODEL_LEN, STEP_TOKENS = 8, 200, 160, 160
+NUM_ROWS, NUM_BLOCKS, MODEL_LEN, STEP_TOKENS = 10, 240, 160, 160
 
 
 @dataclass
@@ -45,9 +46,16 @@ class Made:
             num_groups=len(layout.groups),
             block_size=block_size,
         )
-        sampler = HostStepSampler(Sampler(SamplingRows(NUM_ROWS, model.vocab_size)), rows.history)
+        kernels = self.setup.kernels
+        native = None if kernels is None else NativeSampling(kernels)
+        sampler = Sampler(SamplingRows(NUM_ROWS, model.vocab_size), native)
         runner = ModelRunner(
-            model, backend, KVCache(layout, NUM_BLOCKS, CPU), rows, sampler, self.setup.kernels
+            model,
+            backend,
+            KVCache(layout, NUM_BLOCKS, CPU),
+            rows,
+            HostStepSampler(sampler, rows.history),
+            kernels,
         )
         return HandCore(runner, layout.groups, NUM_BLOCKS, block_size)
 

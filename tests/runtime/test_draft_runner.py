@@ -6,6 +6,7 @@ The sequences' true continuations are those of the same sequences computed alone
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,9 @@ PARAMS = {
         end_token_ids=(2, 3, 700),
         logprob_token_ids=(5, 6, 7),
     ),
+    # The next two are sampled at all positions at once.
+    "plain": replace(GREEDY, logprobs=None),
+    "plain sampled": replace(GREEDY, temperature=1.0, top_p=0.95, seed=3, logprobs=None),
     "without logprobs": replace(PENALIZED, temperature=0.8, seed=2, logprobs=None),
 }
 
@@ -139,6 +143,30 @@ def test_a_step_ends_with_the_first_wrong_draft(
     while len(held.sampled) < NUM_SAMPLED:
         core.step()
     assert_same(held, expected)
+
+
+def test_a_plain_row_is_sampled_once_behind_all_its_drafts(
+    embedded: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = PARAMS["plain sampled"]
+    tokens = prompt(13, 1)
+    expected = alone(embedded, tokens, params)
+    core = embedded.make()
+    held = core.admit(tokens, params)
+    core.step()
+    sampler = core.runner._sampler
+    calls: list[int] = []
+    plain = sampler.sample
+
+    def counted(logits: torch.Tensor, *given: Any) -> Any:
+        calls.append(len(logits))
+        return plain(logits, *given)
+
+    monkeypatch.setattr(sampler, "sample", counted)
+    result = core.step(drafts={held.row: continuation(held, expected, 6)})
+    assert [len(found) for found in result.token_ids] == [7]
+    assert calls == [1]
+    assert held.tokens == expected.tokens[: len(held.tokens)]
 
 
 class Crowd:
@@ -291,13 +319,14 @@ def broken_at(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, lines: list[
     monkeypatch.setattr(runner._forward, "logits", broken)
 
 
+@pytest.mark.parametrize("name", ["penalized", "plain"])
 def test_a_row_without_usable_logits_behind_a_draft_keeps_the_tokens_before(
-    embedded: Made, monkeypatch: pytest.MonkeyPatch
+    embedded: Made, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = [prompt(9, seed) for seed in range(2)]
-    expected = [alone(embedded, each, PENALIZED) for each in tokens]
+    expected = [alone(embedded, each, PARAMS[name]) for each in tokens]
     core = embedded.make()
-    rows = [core.admit(each, PENALIZED) for each in tokens]
+    rows = [core.admit(each, PARAMS[name]) for each in tokens]
     core.step()
     drafts = {
         held.row: continuation(held, whole, 3) for held, whole in zip(rows, expected, strict=True)

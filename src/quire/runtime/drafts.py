@@ -2,17 +2,20 @@
 
 `core.step` says how drafts are verified. `batch.RowBatch` finds a step's drafts, and `model_runner`
 verifies them in rounds: a round samples after the first draft of each row, after the second, and so
-on.
+on. Rows whose tokens depend on nothing but logits are sampled before, at all positions at once.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.core.step import StepPlan
 from quire.runtime.block_tables import Int32, Int64
+
+Bools = npt.NDArray[np.bool_]
 
 
 class DraftRound(NamedTuple):
@@ -47,6 +50,14 @@ class StepDrafts:
     def token_ids(self) -> Int64:
         """[D]: the drafted tokens."""
         return np.concatenate([drafts.token_ids for drafts in self.rounds])
+
+    def lines_of(self, is_chosen: Bools) -> tuple[Int64, Int64, Int64]:
+        """The drafts of the rows for which is_chosen [max_rows] holds: the index of each draft in
+        `index`, its row, and the number of its round, from 0."""
+        rows = np.concatenate([drafts.rows for drafts in self.rounds])
+        sizes = [len(drafts.rows) for drafts in self.rounds]
+        lines = np.flatnonzero(is_chosen[rows])
+        return lines, rows[lines], np.repeat(np.arange(len(sizes)), sizes)[lines]
 
 
 def find_drafts(plan: StepPlan, rows: Int64, query_start: Int32) -> StepDrafts | None:

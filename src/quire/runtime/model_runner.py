@@ -25,6 +25,7 @@ from quire.observability.step_trace import StepTiming
 from quire.runtime.batch import StepBatch
 from quire.runtime.block_tables import Int32, Int64
 from quire.runtime.device_rows import DeviceRows
+from quire.runtime.drafts import StepDrafts
 from quire.runtime.forward import NativeForward, make_forward
 from quire.runtime.graphs import GraphCapture, GraphForward
 from quire.runtime.kv_cache import KVCache
@@ -37,6 +38,9 @@ from quire.sampling.host.sampler import (
     SampledTokens,
     StepSampler,
 )
+
+# Stands for the token behind a draft that is not sampled yet.
+NOT_SAMPLED = -2
 
 # Prompt log-probabilities need logits of the whole vocabulary, so they are computed for at most
 # this number of positions at once. If a step samples at more positions, drafts included, the logits
@@ -419,26 +423,56 @@ class ModelRunner:
         assert step.drafts is not None
         found: list[tuple[Int64, SampledTokens]] = []
         rows, first = step.sample_rows, 0
+        known = self._sample_ahead(step.drafts, logits, rows, last)
         for place, drafts in enumerate(step.drafts.rounds, 1):
             last_of_row = np.full(len(self._rows.num_prompt_tokens), NO_TOKEN)
             last_of_row[rows] = last.token_ids
             held = np.flatnonzero(last_of_row[drafts.rows] == drafts.token_ids)
             if not len(held):
                 break
-            rows, lines = drafts.rows[held], torch.from_numpy(first + held)
+            rows, lines = drafts.rows[held], first + held
             first += len(drafts.rows)
-            if len(logits):
-                own = logits[lines]
-            else:
-                own = self._forward.logits(hidden[step.drafts.index[lines]])
-            last = self._sampler.sample(own, rows, _masks_at(masks, place)).fetch()
-            if last.failed:
-                succeeded = last.token_ids != NO_TOKEN
+            last = SampledTokens(known[lines])
+            unknown = np.flatnonzero(last.token_ids == NOT_SAMPLED)
+            if len(unknown):
+                own_lines = torch.from_numpy(lines[unknown])
+                if len(logits):
+                    own = logits[own_lines]
+                else:
+                    own = self._forward.logits(hidden[step.drafts.index[own_lines]])
+                masks_here = _masks_at(masks, place)
+                sampled = self._sampler.sample(own, rows[unknown], masks_here).fetch()
+                last.token_ids[unknown] = sampled.token_ids
+                last.logprobs.update(sampled.logprobs)
+            succeeded = last.token_ids != NO_TOKEN
+            if not succeeded.all():
                 rows, last = rows[succeeded], replace(last, token_ids=last.token_ids[succeeded])
             self._rows.num_computed[rows] += 1
             self._rows.store_sampled(rows, SampledNow(last))
             found.append((rows, last))
         return found
+
+    def _sample_ahead(
+        self, drafts: StepDrafts, logits: torch.Tensor, rows: Int64, last: SampledTokens
+    ) -> Int64:
+        """The tokens [D] behind the drafts that can be sampled without the tokens before them:
+        those of rows that are `is_plain`, if their first draft is right. NOT_SAMPLED for others.
+
+        `logits` are those of all drafts, or empty: then all are NOT_SAMPLED.
+        """
+        known = np.full(len(drafts.index), NOT_SAMPLED)
+        if self._sampler.ahead is None or not len(logits):
+            return known
+        is_right = np.zeros(len(self._rows.num_prompt_tokens), np.bool_)
+        last_of_row = np.full(len(is_right), NO_TOKEN)
+        last_of_row[rows] = last.token_ids
+        first = drafts.rounds[0]
+        is_right[first.rows] = last_of_row[first.rows] == first.token_ids
+        lines, rows, ahead = drafts.lines_of(is_right & self._sampler.rows.is_plain)
+        if len(lines):
+            own = logits if len(lines) == len(logits) else logits[torch.from_numpy(lines)]
+            known[lines] = self._sampler.ahead.sample_ahead(own, rows, ahead)
+        return known
 
     def _change_rows(self, plan: StepPlan) -> None:
         assert not plan.content_loads, f"step {plan.step_id} loads contents, but no model takes any"

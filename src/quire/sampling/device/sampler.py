@@ -47,6 +47,7 @@ from quire.sampling.host.logprobs import related
 from quire.sampling.host.processors import RowMasks
 from quire.sampling.host.sampler import (
     NO_LOGPROBS,
+    AheadSampler,
     PendingLogprobs,
     PendingSample,
     Rows,
@@ -66,6 +67,7 @@ class DeviceSampler:
 
     def __init__(self, rows: SamplingRows, history: DeviceHistory, link: DeviceLink) -> None:
         self.rows = rows
+        self.ahead: AheadSampler | None = None
         self._history = history
         self._link = link
         self._counts = DeviceCounts(rows.vocab_size, link.device)

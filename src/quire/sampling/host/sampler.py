@@ -13,7 +13,8 @@ A row of a beam search is not sampled: it gets its best token, and the search ch
 tokens in its log-probabilities, which are those of softmax(logits / temperature).
 
 A step with drafts samples position after position: the model runner calls again for the rows whose
-draft held, whose history then has the tokens before.
+draft held, whose history then has the tokens before. Rows that are `is_plain` need no history, so
+the native library samples all their positions in one call.
 
 The sampled token of a row is a bit-exact function of its logits, options, tokens and mask alone.
 The native library chooses tokens if it exists, otherwise torch (`choice.py`); the options that
@@ -73,6 +74,9 @@ class SamplingRows:
         self.logprob_temperature = np.ones(max_rows, dtype=np.float32)
         #: Row -> tokens for which its request wants log-probabilities, in place of the best tokens.
         self.logprob_token_ids: dict[int, Ints] = {}
+        #: Whether a row's tokens depend on nothing but logits and position: it has no grammar, and
+        #: no option that changes logits. Nor does it want log-probabilities.
+        self.is_plain = np.zeros(max_rows, dtype=np.bool_)
         self._num_prompt_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         #: The options that change logits, in their order.
         self.processors = (
@@ -108,6 +112,9 @@ class SamplingRows:
         self._num_prompt_logprobs[row] = _or_no_logprobs(params.prompt_logprobs)
         for processor in self.processors:
             processor.set_row(row, params, num_prompt_tokens)
+        changes_logits = any(processor.kept(row) is not None for processor in self.processors)
+        wants_logprobs = self.num_logprobs[row] != NO_LOGPROBS
+        self.is_plain[row] = not (changes_logits or wants_logprobs or params.grammar is not None)
 
     def clear_row(self, row: int) -> None:
         """Drop the options of the sequence that has left `row`."""
@@ -196,6 +203,25 @@ class Sampler:
         result = sampled_tokens(bound.rows, token_ids, ~is_finite)
         self._add_logprobs(result, logits, bound.logprob_lines, bound)
         return result
+
+    def sample_ahead(
+        self, logits: torch.Tensor, rows: Rows, ahead: Rows, tokens: TokenHistory
+    ) -> Rows:
+        """One token for each of `rows`, at position tokens.num_tokens[row] + ahead; NO_TOKEN where
+        the logits are not usable.
+
+        All rows are `is_plain`, and may be the same ones. `logits` [R, V] fp32 has line i for
+        rows[i].
+        """
+        assert self._native is not None and self.rows.is_plain[rows].all()
+        call = self._native.bind(self.rows.draws[rows])
+        token_ids, largest = call.run(logits, tokens.num_tokens[rows] + ahead)
+        return np.where(np.isfinite(largest), token_ids, NO_TOKEN)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native library chooses tokens."""
+        return self._native is not None
 
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Ints, k: int
@@ -408,11 +434,26 @@ class PendingLogprobs(Protocol):
         ...
 
 
+class AheadSampler(Protocol):
+    """Samples at several positions of a row in one call."""
+
+    def sample_ahead(self, logits: torch.Tensor, rows: Rows, ahead: Rows) -> Rows:
+        """One token for each of `rows`, at position num_tokens[row] + ahead of the sampler's
+        history; NO_TOKEN where the logits are not usable.
+
+        All rows are `SamplingRows.is_plain`, and may be the same ones. `logits` [R, V] fp32 has
+        line i for rows[i].
+        """
+        ...
+
+
 class StepSampler(Protocol):
     """Samples the rows of a step from their logits."""
 
     #: The options of all rows, which the runner sets and clears.
     rows: SamplingRows
+    #: Samples at several positions of a row; None if the sampler can't.
+    ahead: AheadSampler | None
 
     def sample(
         self, logits: torch.Tensor, rows: Rows, masks: RowMasks | None = None
@@ -457,6 +498,7 @@ class HostStepSampler:
 
     def __init__(self, sampler: Sampler, history: TokenHistory) -> None:
         self.rows = sampler.rows
+        self.ahead: AheadSampler | None = self if sampler.is_native else None
         self._sampler = sampler
         self._history = history
 
@@ -464,6 +506,10 @@ class HostStepSampler:
         self, logits: torch.Tensor, rows: Rows, masks: RowMasks | None = None
     ) -> PendingSample:
         return SampledNow(self._sampler.sample(logits, rows, self._history, masks))
+
+    def sample_ahead(self, logits: torch.Tensor, rows: Rows, ahead: Rows) -> Rows:
+        """See `AheadSampler`."""
+        return self._sampler.sample_ahead(logits, rows, ahead, self._history)
 
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Ints, k: int
