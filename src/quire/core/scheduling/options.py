@@ -63,7 +63,7 @@ class SchedulerConfig(Options):
     )
 
     num_draft_tokens: int = option(
-        7,
+        15,
         Whole(1),
         group="scheduling",
         help="draft tokens per sequence and step at most, with --speculation",
