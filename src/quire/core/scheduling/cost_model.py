@@ -215,7 +215,7 @@ class StepCostModel:
 
 # The typical seconds of the parts, relative to each other: rows are cheap as long as weights are
 # read more slowly than rows are computed, here up to 8 rows.
-_TYPICAL_FIXED, _TYPICAL_FREE, _TYPICAL_BOUND, _TYPICAL_ROW = 1.0, 0.03, 0.12, 0.005
+_TYPICAL_FIXED, _TYPICAL_FREE, _TYPICAL_BOUND, _TYPICAL_ROW = 1.0, 0.03, 0.08, 0.005
 _NUM_FREE_SEGMENTS = 3
 
 
