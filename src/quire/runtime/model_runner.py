@@ -423,8 +423,10 @@ class ModelRunner:
         assert step.drafts is not None
         found: list[tuple[Int64, SampledTokens]] = []
         rows, first = step.sample_rows, 0
+        # First, sample what needs no tokens before it.
         known = self._sample_ahead(step.drafts, logits, rows, last)
         for place, drafts in enumerate(step.drafts.rounds, 1):
+            # In each round, find the rows whose last token equals their next draft.
             last_of_row = np.full(len(self._rows.num_prompt_tokens), NO_TOKEN)
             last_of_row[rows] = last.token_ids
             held = np.flatnonzero(last_of_row[drafts.rows] == drafts.token_ids)
@@ -432,6 +434,7 @@ class ModelRunner:
                 break
             rows, lines = drafts.rows[held], first + held
             first += len(drafts.rows)
+            # Then sample behind these drafts, if that was not done before the rounds.
             last = SampledTokens(known[lines])
             unknown = np.flatnonzero(last.token_ids == NOT_SAMPLED)
             if len(unknown):
@@ -444,6 +447,7 @@ class ModelRunner:
                 sampled = self._sampler.sample(own, rows[unknown], masks_here).fetch()
                 last.token_ids[unknown] = sampled.token_ids
                 last.logprobs.update(sampled.logprobs)
+            # Last, store the tokens of the rows that did not fail.
             succeeded = last.token_ids != NO_TOKEN
             if not succeeded.all():
                 rows, last = rows[succeeded], replace(last, token_ids=last.token_ids[succeeded])
@@ -458,7 +462,7 @@ class ModelRunner:
         """The tokens [D] behind the drafts that can be sampled without the tokens before them:
         those of rows that are `is_plain`, if their first draft is right. NOT_SAMPLED for others.
 
-        `logits` are those of all drafts, or empty: then all are NOT_SAMPLED.
+        `logits` [D, V] are those of all drafts. If they are empty, all tokens are NOT_SAMPLED.
         """
         known = np.full(len(drafts.index), NOT_SAMPLED)
         if self._sampler.ahead is None or not len(logits):
