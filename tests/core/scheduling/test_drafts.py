@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from quire.core.pooling import PoolingKind, PoolingParams
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.draft_lengths import DraftCandidate, choose_lengths, is_worth_drafts
-from quire.core.scheduling.drafts import Drafting
+from quire.core.scheduling.drafts import MAX_SKIPPED, Drafting
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepDemand
 from quire.core.scheduling.policy import PriorityPolicy
@@ -461,3 +462,23 @@ def test_many_sequences_get_the_same_tokens_with_drafts(seed: int) -> None:
     harness.run()
     drafting = drafting_of(harness)
     assert 0 < drafting.num_accepted_drafts < drafting.num_drafts
+
+
+def test_a_crowd_whose_drafts_do_not_pay_is_asked_rarely() -> None:
+    memory = KVCacheManager(KVCacheConfig(make_groups(1), 120, 4, secret=b"s"))
+    harness = greedy_harness(memory, max_num_seqs=6, budget=64)
+    oracle = with_drafts(harness)
+    oracle.names = set()
+    for index in range(4):
+        harness.add(f"r{index}", 5 + index, 60)
+    asked = []
+    for _ in range(24):
+        before = len(oracle.asked)
+        harness.step()
+        asked.append(len(oracle.asked) > before)
+    steps = [step for step, is_asked in enumerate(asked) if is_asked]
+    gaps = [later - earlier for earlier, later in pairwise(steps)]
+    assert max(gaps) == gaps[-1] == MAX_SKIPPED + 1
+    oracle.names = None
+    harness.run()
+    assert drafting_of(harness).num_accepted_drafts > 0

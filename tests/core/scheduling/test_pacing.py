@@ -249,7 +249,7 @@ def test_prompts_with_and_without_log_probabilities_share_a_step() -> None:
 
 
 def test_a_prompt_with_log_probabilities_goes_on_however_long_it_takes() -> None:
-    model = StepCostModel([*fitted(roofline)._coefficients[:-2], 10.0, 0.0])
+    model = StepCostModel([*fitted(roofline)._coefficients[:-3], 10.0, 0.0, 0.0])
     for num_decodes in (0, 4):
         budget = open_paced(make_pacer(least=6, late_rows=8, model=model), num_decodes)
         assert budget.take_chunk(0, 1000, wants_logprobs=True) == 6

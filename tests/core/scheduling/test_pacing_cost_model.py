@@ -122,7 +122,7 @@ def test_more_work_never_takes_less() -> None:
 def test_the_sum_by_segments_is_the_sum_over_all_parts(size: int) -> None:
     """At the corners, between them and in the open last segment: slope i is i there."""
     slopes = [float(index + 1) for index in range(NUM_SEGMENTS)]
-    model = StepCostModel([7.0, *slopes, 0.0, 0.0, 0.0, 0.0, 0.0])
+    model = StepCostModel([7.0, *slopes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     expected = 7.0
     for token in range(1, size):
         expected += min(token.bit_length(), NUM_SEGMENTS)

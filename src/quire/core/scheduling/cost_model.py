@@ -14,7 +14,8 @@ _ROWS = _FIRST_SEGMENT + NUM_SEGMENTS
 DECODE_PAIRS, CHUNK_PAIRS = _ROWS + 1, _ROWS + 2
 _LOGPROB_TOKENS = _ROWS + 3
 _DRAFTS = _ROWS + 4
-_NUM_PARTS = _ROWS + 5
+_DRAFTING = _ROWS + 5
+_NUM_PARTS = _ROWS + 6
 
 # LEARNING_RATE: fraction of a prediction error by which the model is corrected. MAX_SURPRISE: an
 # error is clipped to this fraction of the prediction.
@@ -23,6 +24,9 @@ MAX_SURPRISE = 0.5
 # For the distribution of an error over the parts, this share of the predicted time is added to the
 # time of each part, so that no part is left out.
 LEAST_SHARE = 0.02
+
+DRAFTING_S = 1e-4
+"""The seconds that a step takes to plan and verify drafts at all, until they were learned."""
 
 # A shorter prediction counts as unknown, because an error can't be distributed over its parts.
 SHORTEST_S = 1e-9
@@ -98,14 +102,15 @@ class StepCostModel:
     in the step's tokens, with corners at powers of two, because products of few rows are less
     efficient. One part counts the tokens at which decoding rows sample (vocabulary, sampling),
     drafts included; another counts the drafts, whose samples may come one after the other; a third
-    counts prompt tokens whose log-probabilities are wanted. Two parts count attention's pairs of
+    counts prompt tokens whose log-probabilities are wanted. A step with drafts has a fixed part
+    more, which begins with DRAFTING_S. Two parts count attention's pairs of
     query and key tokens: pairs of decoding rows, bound by memory, and pairs of chunks, bound by
     arithmetic.
 
             fixed + sum_i slope_i * (tokens of the step between 2^i and 2^(i+1))
                 + per_row * decoding rows + per_logprob_token * prompt tokens with log-probabilities
                 + per_decode_pair * pairs of decoding rows + per_chunk_pair * pairs of chunks
-                + per_draft * drafts
+                + per_draft * drafts + (per_step_with_drafts, if there are any)
 
     `runtime.calibration` fits it to steps measured at start-up. Then it follows measured steps by
     least mean squares with clipped errors: an outlier moves it by a few percent. Reads no clock.
@@ -145,7 +150,10 @@ class StepCostModel:
             row = [0.0] * _NUM_PARTS
             row[_FIRST_SEGMENT + segment], row[_FIRST_SEGMENT + segment + 1] = weight, -weight
             _accumulate(matrix, row)
-        return cls(_solve(matrix, target))
+        solution = _solve(matrix, target)
+        if not matrix[_DRAFTING][_DRAFTING]:  # no sample has drafts
+            solution[_DRAFTING] = DRAFTING_S
+        return cls(solution)
 
     def predict_s(self, load: StepLoad) -> float:
         """Predicted seconds of a step with this load."""
@@ -162,6 +170,7 @@ class StepCostModel:
             + values[CHUNK_PAIRS] * load.num_chunk_pairs
             + values[_LOGPROB_TOKENS] * load.num_logprob_tokens
             + values[_DRAFTS] * load.num_drafts
+            + values[_DRAFTING] * (load.num_drafts > 0)
         )
 
     def most_tokens(
@@ -228,7 +237,9 @@ def typical_model(load: StepLoad, seconds: float) -> StepCostModel:
         coefficients[_FIRST_SEGMENT + segment] = _TYPICAL_FREE if is_free else _TYPICAL_BOUND
     coefficients[_ROWS] = coefficients[_LOGPROB_TOKENS] = _TYPICAL_ROW
     scale = seconds / StepCostModel(coefficients).predict_s(load)
-    return StepCostModel([scale * value for value in coefficients])
+    scaled = [scale * value for value in coefficients]
+    scaled[_DRAFTING] = DRAFTING_S
+    return StepCostModel(scaled)
 
 
 def _with_neighbours(values: Sequence[float]) -> list[float]:
@@ -256,6 +267,7 @@ def load_parts(load: StepLoad) -> list[float]:
     parts[CHUNK_PAIRS] = load.num_chunk_pairs
     parts[_LOGPROB_TOKENS] = load.num_logprob_tokens
     parts[_DRAFTS] = load.num_drafts
+    parts[_DRAFTING] = load.num_drafts > 0
     return parts
 
 

@@ -26,6 +26,11 @@ from quire.core.scheduling.step_results import StepInFlight
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, StepResult
 
+LEAST_CROWD, MAX_SKIPPED = 4, 7
+"""If no draft of a step pays among this number of rows or more, 1, 3, and then MAX_SKIPPED steps
+follow without asking for drafts: asking takes time for each row, and a crowd rarely has use for
+them."""
+
 
 class Drafting:
     """Adds drafts to steps.
@@ -49,6 +54,9 @@ class Drafting:
         self._slots = slots
         self._most = most
         self._planned: list[tuple[Sequence, Proposal]] = []
+        # The number of steps that are still planned without asking for drafts, and that were the
+        # last time.
+        self._num_to_skip = self._num_skipped = 0
         self._planned_s = (0.0, 0.0)
         #: Proposer -> the counts of its drafts in steps that have ended.
         self.counts: dict[str, DraftCounts] = {}
@@ -79,9 +87,18 @@ class Drafting:
         Sequences get drafts as `choose_lengths` says, as long as there are free blocks; sequences
         of higher rank take these first.
         """
-        found = self._find_proposals(chunks, budget) if is_worth_drafts(budget) else []
-        if not found:
+        if self._num_to_skip:
+            self._num_to_skip -= 1
             return
+        found = self._find_proposals(chunks, budget) if is_worth_drafts(budget) else []
+        self._choose(found, budget)
+        if self._planned or len(chunks) < LEAST_CROWD:
+            self._num_skipped = 0
+        else:
+            self._num_to_skip = self._num_skipped = min(2 * self._num_skipped + 1, MAX_SKIPPED)
+
+    def _choose(self, found: list[tuple[Sequence, Proposal]], budget: StepBudget) -> None:
+        """Plan the drafts that pay. `found` has proposals by rank."""
         candidates = [
             DraftCandidate(sequence.num_computed_tokens, proposal.survival)
             for sequence, proposal in found

@@ -72,7 +72,7 @@ def step_costs(
             f" tokens at that rate takes {step_tokens / tokens_per_s:g} s; lower prefill_rate or"
             " step_s, and give no negative times"
         )
-    return StepCostModel([step_s, *[token_s] * NUM_SEGMENTS, row_s, context_token_s, 0.0, 0.0, 0.0])
+    return StepCostModel([step_s, *[token_s] * NUM_SEGMENTS, row_s, context_token_s, *[0.0] * 4])
 
 
 def _shape(options: argparse.Namespace, block_tokens: int) -> ReplicaShape:
