@@ -7,6 +7,7 @@ code that fills a structure must keep the memory alive.
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -91,49 +92,34 @@ class ActivationKind(IntEnum):
     IDENTITY = 6
 
 
+def fields(kind: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
+    """Adjacent fields of one type, for `_fields_`."""
+    return tuple((name, kind) for name in names)
+
+
 class CodeFormat(ctypes.Structure):
     """See abi.h."""
 
     _fields_ = (
-        ("width", c_int32),
-        ("zero", c_int32),
-        ("block", c_int32),
-        ("has_bf16", c_int32),
-        ("has_zeros", c_int32),
-        ("has_offsets", c_int32),
-        ("row_dtype", c_int32),
-        ("reserved", c_int32),
-        ("table", c_void_p),
-        ("input_order", c_void_p),
+        *fields(c_int32, "width", "zero", "block", "has_bf16", "has_zeros", "has_offsets"),
+        *fields(c_int32, "row_dtype", "reserved"),
+        *fields(c_void_p, "table", "input_order"),
     )
 
 
 class CodeRows(ctypes.Structure):
     """See abi.h."""
 
-    _fields_ = (
-        ("codes", c_void_p),
-        ("scales", c_void_p),
-        ("seconds", c_void_p),
-        ("factors", c_void_p),
-    )
+    _fields_ = fields(c_void_p, "codes", "scales", "seconds", "factors")
 
 
 class Weights(ctypes.Structure):
     """See abi.h."""
 
     _fields_ = (
-        ("format", c_int32),
-        ("num_outputs", c_int32),
-        ("num_inputs", c_int32),
-        ("group_size", c_int32),
-        ("interleave", c_int32),
+        *fields(c_int32, "format", "num_outputs", "num_inputs", "group_size", "interleave"),
         ("num_wide", c_int32),
-        ("weights", c_void_p),
-        ("scales", c_void_p),
-        ("wide_inputs", c_void_p),
-        ("bias", c_void_p),
-        ("code_format", c_void_p),
+        *fields(c_void_p, "weights", "scales", "wide_inputs", "bias", "code_format"),
     )
 
 
@@ -141,23 +127,12 @@ class AttentionLayer(ctypes.Structure):
     """See abi.h."""
 
     _fields_ = (
-        ("num_heads", c_int32),
-        ("num_kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("block_size", c_int32),
-        ("dtype", c_int32),
-        ("group", c_int32),
-        ("window", c_int32),
-        ("causal", c_int32),
-        ("scale", c_float),
-        ("soft_cap", c_float),
-        ("sinks", c_void_p),
-        ("pages", c_void_p),
+        *fields(c_int32, "num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "group"),
+        *fields(c_int32, "window", "causal"),
+        *fields(c_float, "scale", "soft_cap"),
+        *fields(c_void_p, "sinks", "pages"),
         ("page_stride", c_int64),
-        ("value_dim", c_int32),
-        ("kv_format", c_int32),
-        ("v_head_dim", c_int32),
-        ("reserved", c_int32),
+        *fields(c_int32, "value_dim", "kv_format", "v_head_dim", "reserved"),
     )
 
 
@@ -175,10 +150,7 @@ class SharedRun(ctypes.Structure):
     """See abi.h."""
 
     _fields_ = (
-        ("group", c_int32),
-        ("num_sequences", c_int32),
-        ("first_tile", c_int32),
-        ("end_tile", c_int32),
+        *fields(c_int32, "group", "num_sequences", "first_tile", "end_tile"),
         ("sequences", c_void_p),
     )
 
@@ -187,19 +159,10 @@ class Step(ctypes.Structure):
     """See abi.h."""
 
     _fields_ = (
-        ("num_tokens", c_int32),
-        ("num_sequences", c_int32),
-        ("num_decodes", c_int32),
-        ("num_groups", c_int32),
-        ("num_shared_runs", c_int32),
-        ("reserved", c_int32),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("query_start", c_void_p),
-        ("context_lens", c_void_p),
-        ("rows", c_void_p),
-        ("groups", c_void_p),
-        ("shared_runs", c_void_p),
+        *fields(c_int32, "num_tokens", "num_sequences", "num_decodes", "num_groups"),
+        *fields(c_int32, "num_shared_runs", "reserved"),
+        *fields(c_void_p, "token_ids", "positions", "query_start", "context_lens", "rows"),
+        *fields(c_void_p, "groups", "shared_runs"),
     )
 
 
@@ -207,12 +170,9 @@ class Rotary(ctypes.Structure):
     """See abi.h."""
 
     _fields_ = (
-        ("table", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
+        *fields(c_void_p, "table", "q_norm", "k_norm"),
         ("norm_eps", c_float),
-        ("rotary_dim", c_int32),
-        ("offsets_norm", c_int32),
+        *fields(c_int32, "rotary_dim", "offsets_norm"),
         ("norm_offset", c_float),
     )
 
@@ -221,40 +181,15 @@ class Op(ctypes.Structure):
     """See program.h."""
 
     _fields_ = (
-        ("kind", c_int32),
-        ("dtype", c_int32),
-        ("out_dtype", c_int32),
-        ("epilogue", c_int32),
-        ("activation", c_int32),
-        ("by_position", c_int32),
+        *fields(c_int32, "kind", "dtype", "out_dtype", "epilogue", "activation", "by_position"),
         ("num_heads", c_int32),
-        ("eps", c_float),
-        ("factor", c_float),
-        ("limit", c_float),
-        ("up_offset", c_float),
+        *fields(c_float, "eps", "factor", "limit", "up_offset"),
         ("gates_first", c_int32),
-        ("size", c_int64),
-        ("second_size", c_int64),
-        ("in_stride", c_int64),
-        ("in_head_stride", c_int64),
-        ("second_stride", c_int64),
-        ("second_head_stride", c_int64),
-        ("third_stride", c_int64),
-        ("third_head_stride", c_int64),
-        ("out_stride", c_int64),
+        *fields(c_int64, "size", "second_size", "in_stride", "in_head_stride", "second_stride"),
+        *fields(c_int64, "second_head_stride", "third_stride", "third_head_stride", "out_stride"),
         ("out_head_stride", c_int64),
-        ("input", c_void_p),
-        ("second", c_void_p),
-        ("third", c_void_p),
-        ("out", c_void_p),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("linear", c_void_p),
-        ("layer", c_void_p),
-        ("rotary", c_void_p),
-        ("experts", c_void_p),
-        ("states", c_void_p),
-        ("adapter", c_void_p),
+        *fields(c_void_p, "input", "second", "third", "out", "weight", "bias", "linear", "layer"),
+        *fields(c_void_p, "rotary", "experts", "states", "adapter"),
     )
 
 
@@ -262,11 +197,8 @@ class StateCall(ctypes.Structure):
     """See program.h."""
 
     _fields_ = (
-        ("layer", c_void_p),
-        ("step", c_void_p),
-        ("call", c_void_p),
-        ("second_offset", c_int64),
-        ("third_offset", c_int64),
+        *fields(c_void_p, "layer", "step", "call"),
+        *fields(c_int64, "second_offset", "third_offset"),
     )
 
 
@@ -278,16 +210,11 @@ class SampleRow(ctypes.Structure):
         ("position", c_int64),
         ("top_p", c_double),
         ("top_k", c_int64),
-        ("temperature", c_float),
-        ("log_min_p", c_float),
+        *fields(c_float, "temperature", "log_min_p"),
     )
 
 
 class LogprobRow(ctypes.Structure):
     """See abi.h."""
 
-    _fields_ = (
-        ("line", c_int64),
-        ("token_id", c_int64),
-        ("num_top", c_int64),
-    )
+    _fields_ = fields(c_int64, "line", "token_id", "num_top")

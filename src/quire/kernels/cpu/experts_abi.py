@@ -7,23 +7,18 @@ code that fills a structure must keep the memory alive.
 import ctypes
 from ctypes import c_float, c_int32, c_void_p
 
+from quire.kernels.cpu.abi import fields
+
 
 class RouterLayer(ctypes.Structure):
     """See experts_abi.h."""
 
     _fields_ = (
-        ("num_experts", c_int32),
-        ("top_k", c_int32),
-        ("scoring", c_int32),
-        ("renormalizes", c_int32),
-        ("num_groups", c_int32),
-        ("top_groups", c_int32),
-        ("sums_best", c_int32),
-        ("rounds", c_int32),
+        *fields(c_int32, "num_experts", "top_k", "scoring", "renormalizes", "num_groups"),
+        *fields(c_int32, "top_groups", "sums_best", "rounds"),
         ("scale", c_float),
         ("reserved", c_int32),
-        ("bias", c_void_p),
-        ("scales", c_void_p),
+        *fields(c_void_p, "bias", "scales"),
     )
 
 
@@ -31,16 +26,10 @@ class ExpertsLayer(ctypes.Structure):
     """See experts_abi.h."""
 
     _fields_ = (
-        ("num_experts", c_int32),
-        ("top_k", c_int32),
-        ("is_plain", c_int32),
-        ("activation", c_int32),
-        ("limit", c_float),
-        ("factor", c_float),
-        ("up_offset", c_float),
+        *fields(c_int32, "num_experts", "top_k", "is_plain", "activation"),
+        *fields(c_float, "limit", "factor", "up_offset"),
         ("reserved", c_int32),
-        ("gate_up", c_void_p),
-        ("down", c_void_p),
+        *fields(c_void_p, "gate_up", "down"),
     )
 
 
@@ -48,7 +37,6 @@ class LinearsByHead(ctypes.Structure):
     """See experts_abi.h."""
 
     _fields_ = (
-        ("num_heads", c_int32),
-        ("reserved", c_int32),
+        *fields(c_int32, "num_heads", "reserved"),
         ("linears", c_void_p),
     )

@@ -7,29 +7,21 @@ code that fills a structure must keep the memory alive.
 import ctypes
 from ctypes import c_int32, c_void_p
 
+from quire.kernels.cpu.abi import fields
+
 
 class AdapterGroup(ctypes.Structure):
     """See adapters_abi.h."""
 
-    _fields_ = (
-        ("slot", c_int32),
-        ("first", c_int32),
-        ("count", c_int32),
-        ("reserved", c_int32),
-    )
+    _fields_ = fields(c_int32, "slot", "first", "count", "reserved")
 
 
 class AdapterRows(ctypes.Structure):
     """See adapters_abi.h."""
 
     _fields_ = (
-        ("num_tokens", c_int32),
-        ("num_groups", c_int32),
-        ("num_rows", c_int32),
-        ("reserved", c_int32),
-        ("slots", c_void_p),
-        ("order", c_void_p),
-        ("groups", c_void_p),
+        *fields(c_int32, "num_tokens", "num_groups", "num_rows", "reserved"),
+        *fields(c_void_p, "slots", "order", "groups"),
     )
 
 
@@ -37,8 +29,7 @@ class AdapterPart(ctypes.Structure):
     """See adapters_abi.h."""
 
     _fields_ = (
-        ("rank", c_int32),
-        ("column", c_int32),
+        *fields(c_int32, "rank", "column"),
         ("b", c_void_p),
     )
 
@@ -47,11 +38,8 @@ class AdapterSlot(ctypes.Structure):
     """See adapters_abi.h."""
 
     _fields_ = (
-        ("num_columns", c_int32),
-        ("reserved", c_int32),
-        ("a", c_void_p),
-        ("scales", c_void_p),
-        ("parts", c_void_p),
+        *fields(c_int32, "num_columns", "reserved"),
+        *fields(c_void_p, "a", "scales", "parts"),
     )
 
 
@@ -59,12 +47,7 @@ class AdapterLinear(ctypes.Structure):
     """See adapters_abi.h."""
 
     _fields_ = (
-        ("num_parts", c_int32),
-        ("max_columns", c_int32),
-        ("starts", c_void_p),
-        ("rows", c_void_p),
-        ("slots", c_void_p),
-        ("next", c_void_p),
-        ("num_inputs", c_int32),
-        ("reserved", c_int32),
+        *fields(c_int32, "num_parts", "max_columns"),
+        *fields(c_void_p, "starts", "rows", "slots", "next"),
+        *fields(c_int32, "num_inputs", "reserved"),
     )

@@ -7,15 +7,14 @@ code that fills a structure must keep the memory alive.
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 
+from quire.kernels.cpu.abi import fields
+
 
 class StateLayer(ctypes.Structure):
     """See state_abi.h."""
 
     _fields_ = (
-        ("group", c_int32),
-        ("first_unit", c_int32),
-        ("units_per_page", c_int32),
-        ("num_units", c_int32),
+        *fields(c_int32, "group", "first_unit", "units_per_page", "num_units"),
         ("unit_bytes", c_int64),
         ("pages", c_void_p),
         ("page_stride", c_int64),
@@ -25,7 +24,10 @@ class StateLayer(ctypes.Structure):
 class StateTable(ctypes.Structure):
     """See state_abi.h."""
 
-    _fields_ = (("blocks", c_void_p), ("stride", c_int64))
+    _fields_ = (
+        ("blocks", c_void_p),
+        ("stride", c_int64),
+    )
 
 
 class StateStep(ctypes.Structure):
@@ -33,10 +35,7 @@ class StateStep(ctypes.Structure):
 
     _fields_ = (
         ("num_sequences", c_int64),
-        ("query_start", c_void_p),
-        ("context_lens", c_void_p),
-        ("rows", c_void_p),
-        ("tables", c_void_p),
+        *fields(c_void_p, "query_start", "context_lens", "rows", "tables"),
     )
 
 
@@ -44,10 +43,10 @@ class GatedDelta(ctypes.Structure):
     """See state_abi.h."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim")),
-        *(("normalizes", c_int32), ("dtype", c_int32)),
-        *((name, c_void_p) for name in ("q", "k", "v", "g", "beta", "out")),
-        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *fields(c_int32, "num_k_heads", "num_v_heads", "key_dim", "value_dim", "normalizes"),
+        ("dtype", c_int32),
+        *fields(c_void_p, "q", "k", "v", "g", "beta", "out"),
+        *fields(c_int64, "q_stride", "k_stride", "v_stride"),
     )
 
 
@@ -55,10 +54,11 @@ class Mamba2(ctypes.Structure):
     """See state_abi.h."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("num_heads", "head_dim", "state_size", "num_groups")),
-        *(("dtype", c_int32), ("min_step", c_float), ("max_step", c_float), ("reserved", c_int32)),
-        *((name, c_void_p) for name in ("x", "b", "c", "dt", "a", "d", "dt_bias", "out")),
-        *((name, c_int64) for name in ("x_stride", "b_stride", "c_stride")),
+        *fields(c_int32, "num_heads", "head_dim", "state_size", "num_groups", "dtype"),
+        *fields(c_float, "min_step", "max_step"),
+        ("reserved", c_int32),
+        *fields(c_void_p, "x", "b", "c", "dt", "a", "d", "dt_bias", "out"),
+        *fields(c_int64, "x_stride", "b_stride", "c_stride"),
     )
 
 
@@ -66,8 +66,7 @@ class ShortConv(ctypes.Structure):
     """See state_abi.h."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("num_channels", "width", "has_silu", "dtype")),
-        *(("weight_dtype", c_int32), ("reserved", c_int32)),
-        *((name, c_void_p) for name in ("x", "weight", "bias", "out")),
+        *fields(c_int32, "num_channels", "width", "has_silu", "dtype", "weight_dtype", "reserved"),
+        *fields(c_void_p, "x", "weight", "bias", "out"),
         ("x_stride", c_int64),
     )
