@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,7 +21,7 @@ from quire.hub.model_files import shown_name
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear, SlottedModule
 from quire.models.checkpoints.renamed import RenamedCheckpoint
-from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.source import CheckpointSource, DerivedSource
 from quire.models.config import ModelConfig
 from quire.models.fallback.fallback_config import FallbackConfig
 from quire.models.interface import TextModel
@@ -212,7 +211,7 @@ def _no_such(adapter: LoRAAdapter, path: str) -> AdapterError:
     )
 
 
-class _OutputNumbers(CheckpointSource):
+class _OutputNumbers(DerivedSource):
     """A checkpoint that has, instead of a linear's weights, the indices [O] int64 of its outputs.
 
     They are stored as the bias.
@@ -224,10 +223,6 @@ class _OutputNumbers(CheckpointSource):
             f"{path}{_PARAMETER}": torch.arange(size) + (index << _NUMBER_BITS)
             for index, (path, size) in enumerate(sizes.items())
         }
-
-    @classmethod
-    def is_in(cls, folder: Path) -> bool:
-        return False  # this source exists only in memory
 
     @property
     def names(self) -> Set[str]:

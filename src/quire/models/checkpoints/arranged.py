@@ -8,14 +8,13 @@ cuts, transposes or reorders each piece as it is read. Called by `models.registr
 from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from quire.errors import CheckpointError, shown
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.models.checkpoints.row_selection import RowSelection
-from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
+from quire.models.checkpoints.source import CheckpointSource, DerivedSource, refusal_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class _StoredTensor:
     selection: RowSelection | None = None
 
 
-class ArrangedCheckpoint(CheckpointSource):
+class ArrangedCheckpoint(DerivedSource):
     """The checkpoint `source`, presented in Llama's layout."""
 
     def __init__(self, source: CheckpointSource, arrangement: Arrangement) -> None:
@@ -79,10 +78,6 @@ class ArrangedCheckpoint(CheckpointSource):
                 if ours in self._stored:
                     raise refusal_of_two(self._stored[ours].name, name, ours)
                 self._stored[ours] = stored
-
-    @classmethod
-    def is_in(cls, folder: Path) -> bool:
-        return False  # wraps another source
 
     @property
     def names(self) -> Set[str]:

@@ -8,12 +8,11 @@ the names of all tensors but the head's, and versions of transformers use differ
 import re
 from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import torch
 
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
-from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
+from quire.models.checkpoints.source import CheckpointSource, DerivedSource, refusal_of_two
 
 Rename = Callable[[str], str | None]
 """Maps a tensor's name in the file to its name in the model, or to None if it is not used."""
@@ -22,7 +21,7 @@ _HEADS = ("lm_head.", "score.")
 _LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
 
 
-class RenamedCheckpoint(CheckpointSource):
+class RenamedCheckpoint(DerivedSource):
     """The checkpoint `source` under other names."""
 
     def __init__(self, source: CheckpointSource, rename: Rename) -> None:
@@ -36,10 +35,6 @@ class RenamedCheckpoint(CheckpointSource):
             first = self._names.setdefault(ours, theirs)
             if first != theirs and not source.equal(first, theirs):
                 raise refusal_of_two(first, theirs, ours)
-
-    @classmethod
-    def is_in(cls, folder: Path) -> bool:
-        return False  # wraps another source
 
     @property
     def names(self) -> Set[str]:

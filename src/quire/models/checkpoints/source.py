@@ -116,6 +116,14 @@ class CheckpointSource(ABC):
             return torch.equal(mine.float(), other.float())
 
 
+class DerivedSource(CheckpointSource):
+    """Base of sources that wrap another source or exist only in memory, so are in no folder."""
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        return False
+
+
 def check_num_experts(name: str, count: int) -> None:
     """Raises CheckpointError if the stacked tensor `name` has more experts than any model.
 

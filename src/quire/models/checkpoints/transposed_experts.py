@@ -8,16 +8,15 @@ by `models.wrappers`.
 import re
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
-from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.source import CheckpointSource, DerivedSource
 
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
-class TransposedExperts(CheckpointSource):
+class TransposedExperts(DerivedSource):
     """The checkpoint `source` with the last two dimensions of stacked experts swapped, if needed.
 
     A tensor is swapped only if `hidden_size` is at the wrong position in its shape.
@@ -26,10 +25,6 @@ class TransposedExperts(CheckpointSource):
     def __init__(self, source: CheckpointSource, hidden_size: int) -> None:
         self._source = source
         self._hidden_size = hidden_size
-
-    @classmethod
-    def is_in(cls, folder: Path) -> bool:
-        return False  # wraps another source
 
     @property
     def names(self) -> Set[str]:

@@ -20,12 +20,16 @@ import re
 from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
-from quire.models.checkpoints.source import CheckpointSource, check_num_experts, refusal_of_two
+from quire.models.checkpoints.source import (
+    CheckpointSource,
+    DerivedSource,
+    check_num_experts,
+    refusal_of_two,
+)
 
 _STACKED = re.compile(r"^(.*experts)\.(gate_up_proj|down_proj)(_bias)?$")
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -42,7 +46,7 @@ class _ExpertTensor:
     is_bias: bool
 
 
-class UnstackedCheckpoint(CheckpointSource):
+class UnstackedCheckpoint(DerivedSource):
     """The checkpoint `source` with separate tensors for each expert.
 
     `is_transposed` says that stacked tensors have gpt-oss's layout. Raises CheckpointError if a
@@ -71,10 +75,6 @@ class UnstackedCheckpoint(CheckpointSource):
                 each if isinstance(each, str) else each.name for each in (other, place)
             )
             raise refusal_of_two(first, second, name)
-
-    @classmethod
-    def is_in(cls, folder: Path) -> bool:
-        return False  # wraps another source
 
     @property
     def names(self) -> Set[str]:

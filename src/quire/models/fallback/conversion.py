@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from quire.errors import CheckpointError
-from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.source import CheckpointSource, DerivedSource
 from quire.models.fallback.hf_classes import build, find_class
 
 
@@ -37,7 +36,7 @@ class _Group:
     is_stacked: bool = False
 
 
-class ConvertedCheckpoint(CheckpointSource):
+class ConvertedCheckpoint(DerivedSource):
     """The checkpoint `source`, converted for `model`, a transformers model on the meta device."""
 
     def __init__(self, source: CheckpointSource, model: Any) -> None:
@@ -54,10 +53,6 @@ class ConvertedCheckpoint(CheckpointSource):
         for target, tied_to in model.get_expanded_tied_weights_keys(all_submodels=True).items():
             if target not in self._names and tied_to in self._names:
                 self._names[target] = self._names[tied_to]
-
-    @classmethod
-    def is_in(cls, folder: Path) -> bool:
-        return False  # wraps another source
 
     @property
     def names(self) -> Set[str]:

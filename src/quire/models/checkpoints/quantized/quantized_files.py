@@ -7,14 +7,13 @@ quantized (codes) or dequantized (numbers). Other tensors are unchanged. Called 
 from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.models.checkpoints.quantized.stored_weight import StoredWeight
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
-from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
+from quire.models.checkpoints.source import DerivedSource, refusal_of_two
 
 
 @dataclass(slots=True)
@@ -27,7 +26,7 @@ class FoundWeights:
     others: set[str] = field(default_factory=set)
 
 
-class QuantizedFiles(CheckpointSource):
+class QuantizedFiles(DerivedSource):
     """The tensors of `files`, with the quantized weights that a method has found."""
 
     def __init__(self, files: SafetensorsFiles, found: FoundWeights) -> None:
@@ -43,10 +42,6 @@ class QuantizedFiles(CheckpointSource):
                 if ours in self._names:
                     raise refusal_of_two(name, ours, ours)
                 self._names[ours] = weight
-
-    @classmethod
-    def is_in(cls, folder: Path) -> bool:
-        return False  # wraps another source
 
     @property
     def names(self) -> Set[str]:
