@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.claims.claim import COMMAND, FOLKLORE, Claim, Setting, StudyResult
+from benchmarks.claims.copied_forks import copied_forks
 from benchmarks.claims.crowds import COST
 from benchmarks.claims.saturated import TURN_S, take_turns
 from benchmarks.memory.load import Budget, MemoryLoad
@@ -21,7 +22,6 @@ from benchmarks.memory.sharing import BEAMS, branched, text_requests
 from benchmarks.memory.study import ProcessorClock
 from benchmarks.memory.timed_runner import TimedRunner
 from quire.assembly.build import build_engine
-from quire.bench.baselines.copied_forks import copied_forks
 from quire.bench.compare import say
 from quire.bench.hf_generate import HfModel
 from quire.bench.workload import BenchRequest

@@ -12,11 +12,11 @@ from benchmarks.claims.beam_speed import (
     study_beams,
 )
 from benchmarks.claims.claim import Setting
+from benchmarks.claims.copied_forks import copied_forks
 from benchmarks.claims.saturated import take_turns
 from benchmarks.memory.load import Budget, MemoryLoad
 from benchmarks.memory.sharing import text_requests
 
-from quire.bench.baselines.copied_forks import copied_forks
 from quire.bench.workload import BenchRequest
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.hub.model_folder import resolve_model_folder

@@ -2,7 +2,7 @@
 
 Memory is still paged, and a sequence grows block by block. Before a fork or its source computes
 again, all their shared blocks are copied, whereas `core.memory.copy_on_write` copies only the block
-to be written. `benchmarks/claims` measures this baseline.
+to be written. Called by `beam_speed`.
 """
 
 from collections.abc import Iterable

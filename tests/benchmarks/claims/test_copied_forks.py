@@ -3,9 +3,9 @@
 import random
 
 import pytest
+from benchmarks.claims.copied_forks import CopiedForksManager, copied_forks
 from tests.core.harness import Harness, make_groups
 
-from quire.bench.baselines.copied_forks import CopiedForksManager, copied_forks
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.sampling_params import DecodingParams
