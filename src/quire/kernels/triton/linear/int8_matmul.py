@@ -33,7 +33,7 @@ from quire.kernels.triton.linear.matmul import (
     tile_of_program,
 )
 from quire.kernels.triton.linear.quantize_groups import QuantizedGroups, quantize_groups
-from quire.kernels.triton.linear.quantize_rows import QuantizedRows, quantize_rows
+from quire.kernels.triton.linear.quantize_rows import quantize_rows
 
 #: The most inputs of a weight that is not rotated: the dot of a longer row might not fit 32 bits.
 MAX_INPUTS = (2**31 - 1) // (127 * 128)
@@ -103,9 +103,7 @@ def check_sums(num_inputs: int, *, is_rotated: bool) -> None:
         )
 
 
-def quantize(
-    x: torch.Tensor, multiple: int, *, is_rotated: bool
-) -> QuantizedGroups | QuantizedRows:
+def quantize(x: torch.Tensor, multiple: int, *, is_rotated: bool) -> QuantizedGroups:
     """Quantize x [..., K]: rotated and by groups for a rotated weight, otherwise by rows. The width
     of q is a multiple of `multiple`, which is a multiple of 256."""
     if not is_rotated:

@@ -32,7 +32,8 @@ class QuantizedGroups:
 
     #: Rounded activations, [M, P] int8, with zeros from input K on.
     q: torch.Tensor
-    #: One scale for each group, [M, G] fp32, or [G, M] if sorted by group.
+    #: One scale for each group, fp32: [M, G], [G, M] if sorted by group, or [M] if a row is one
+    #: group.
     scales: torch.Tensor
 
 

@@ -12,29 +12,19 @@ Shapes: M rows, K inputs, P >= K with padding. dtypes: fp32, bf16, fp16.
 Called by `int8_matmul.py` and `int4_matmul.py`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.linear.quantize_groups import QuantizedGroups
 from quire.kernels.triton.support import as_rows, next_power_of_two
 
 _BLOCK = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedRows:
-    """Activations as int8 numbers times the scales of their rows."""
-
-    #: Rounded activations, [M, P] int8, with zeros from input K on.
-    q: torch.Tensor
-    #: One scale for each row, [M] fp32.
-    scales: torch.Tensor
-
-
-def quantize_rows(x: torch.Tensor, multiple: int) -> QuantizedRows:
-    """Quantize x [..., K], whose leading dimensions become M. P is a multiple of `multiple`."""
+def quantize_rows(x: torch.Tensor, multiple: int) -> QuantizedGroups:
+    """Quantize x [..., K], whose leading dimensions become M. P is a multiple of `multiple`. A row
+    is one group, and scales are [M]."""
     rows = as_rows(x)
     num_rows, num_inputs = rows.shape
     width = triton.cdiv(num_inputs, multiple) * multiple
@@ -52,7 +42,7 @@ def quantize_rows(x: torch.Tensor, multiple: int) -> QuantizedRows:
             num_warps=4,
             enable_fp_fusion=False,
         )
-    return QuantizedRows(q, scales)
+    return QuantizedGroups(q, scales)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
