@@ -6,6 +6,7 @@ Shapes: T tokens, H hidden size, Hq query heads, Hkv KV heads, D head size.
 """
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from quire.kernels.rotary import Angles, Rotation
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import OperatorModule
+from quire.layers.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,7 @@ class Attention(OperatorModule):
         bias: AttentionBias,
         qk_norm: QKNorm | None = None,
         is_gated: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        **storage: Unpack[Storage],
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -65,30 +66,24 @@ class Attention(OperatorModule):
         self.part_sizes = (q_size, kv_size, spec.num_kv_heads * spec.output_dim)
         # First, the projections.
         self.qkv_proj = Linear(
-            hidden_size,
-            self.part_sizes,
-            LinearKind.COLUMN,
-            bias=bias.qkv,
-            dtype=dtype,
-            device=device,
+            hidden_size, self.part_sizes, LinearKind.COLUMN, bias=bias.qkv, **storage
         )
         self.gate_proj: Linear | None = None
         if is_gated:
             self.gate_proj = Linear(
-                hidden_size, (q_size,), LinearKind.COLUMN, bias=bias.qkv, dtype=dtype, device=device
+                hidden_size, (q_size,), LinearKind.COLUMN, bias=bias.qkv, **storage
             )
         self.o_proj = Linear(
             spec.num_heads * spec.output_dim,
             (hidden_size,),
             LinearKind.ROW,
             bias=bias.output,
-            dtype=dtype,
-            device=device,
+            **storage,
         )
         # Then, the sinks and the norms of q and k, which only some models have.
         self.sinks: nn.Parameter | None = None
         if spec.has_sinks:
-            self.sinks = empty_parameter((spec.num_heads,), dtype, device)
+            self.sinks = empty_parameter((spec.num_heads,), **storage)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.qk_norm = qk_norm
@@ -96,8 +91,7 @@ class Attention(OperatorModule):
             head = spec.head_dim
             sizes = (head, head) if qk_norm.per_head else (q_size, kv_size)
             self.q_norm, self.k_norm = (
-                RMSNorm(size, qk_norm.eps, dtype=dtype, device=device, offset=qk_norm.offset)
-                for size in sizes
+                RMSNorm(size, qk_norm.eps, **storage, offset=qk_norm.offset) for size in sizes
             )
 
     def forward(

@@ -7,6 +7,7 @@ Shapes: T tokens, R rows that need logits, H hidden size, V vocabulary size.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from quire.formats.weight_format import LinearMethod, LinearModule, empty_parame
 from quire.kernels.operators import RowTable
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 from quire.layers.operator_module import OperatorModule
+from quire.layers.storage import Storage
 
 LookUp = Callable[[torch.Tensor], torch.Tensor]
 """token_ids [T], each below V -> [T, H]."""
@@ -29,13 +31,11 @@ class VocabEmbedding(OperatorModule):
     #: The vectors [V, H]; None if they are stored in `source`.
     weight: torch.Tensor | None
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
-        self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
+        self.weight = empty_parameter((vocab_size, hidden_size), **storage)
         #: Returns the vectors if a tied head or `keep_quantized` stores them; None if they are in
         #: `weight`.
         self.source: RowTable | None = None
@@ -100,11 +100,9 @@ class VocabEmbedding(OperatorModule):
 class PositionEmbedding(OperatorModule):
     """One vector of the model's width for each position."""
 
-    def __init__(
-        self, max_positions: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, max_positions: int, hidden_size: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.weight = empty_parameter((max_positions, hidden_size), dtype, device)
+        self.weight = empty_parameter((max_positions, hidden_size), **storage)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """positions [T] int64 -> [T, H]."""

@@ -7,11 +7,14 @@ vector.
 Shapes: ... any leading dimensions, T tokens, H hidden size, F intermediate size.
 """
 
+from typing import Unpack
+
 import torch
 
 from quire.kernels.activations import ActivationFunction
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.operator_module import OperatorModule
+from quire.layers.storage import Storage
 
 
 class FeedForward(OperatorModule):
@@ -24,15 +27,14 @@ class FeedForward(OperatorModule):
         *,
         activation: ActivationFunction,
         bias: bool = True,
-        dtype: torch.dtype,
-        device: torch.device,
+        **storage: Unpack[Storage],
     ) -> None:
         super().__init__()
         self.activation = activation
         sizes = (hidden_size, intermediate_size)
         kinds = (LinearKind.COLUMN, LinearKind.ROW)
         self.up_proj, self.down_proj = (
-            Linear(inputs, (outputs,), kind, bias=bias, dtype=dtype, device=device)
+            Linear(inputs, (outputs,), kind, bias=bias, **storage)
             for inputs, outputs, kind in zip(sizes, reversed(sizes), kinds, strict=True)
         )
 

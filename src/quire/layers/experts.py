@@ -15,6 +15,7 @@ Shapes: T tokens, H hidden size, E experts, K experts of a token.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from quire.kernels.routing import RouterSpec, Routing
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 from quire.layers.mlp import MLP
 from quire.layers.operator_module import OperatorModule
+from quire.layers.storage import Storage
 
 SILU_GATING = Gating()
 
@@ -80,21 +82,15 @@ class Router(Linear):
     #: weights. None if the router has neither.
     correction: torch.Tensor | None
 
-    def __init__(
-        self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, hidden_size: int, spec: MoESpec, **storage: Unpack[Storage]) -> None:
+        sizes = (spec.router.num_experts,)
         super().__init__(
-            hidden_size,
-            (spec.router.num_experts,),
-            LinearKind.REPLICATED,
-            bias=spec.router_bias,
-            dtype=dtype,
-            device=device,
+            hidden_size, sizes, LinearKind.REPLICATED, bias=spec.router_bias, **storage
         )
         self._logits_dtype = torch.float32 if spec.fp32_logits else None
         correction = None
         if spec.router.has_bias or spec.router.has_scales:
-            correction = torch.empty(spec.router.num_experts, device=device)
+            correction = torch.empty(spec.router.num_experts, device=storage["device"])
         self.register_buffer("correction", correction)
 
     def slots(self) -> dict[tuple[str, int], WeightSlot]:
@@ -117,36 +113,21 @@ class Router(Linear):
 class Expert(nn.Module):
     """The linears of one gated MLP, for `Experts`. They have no adapters."""
 
-    def __init__(
-        self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, hidden_size: int, spec: MoESpec, **storage: Unpack[Storage]) -> None:
         super().__init__()
         size = spec.intermediate_size
         self.gate_up_proj = Linear(
-            hidden_size,
-            (size, size),
-            LinearKind.COLUMN,
-            bias=spec.bias,
-            dtype=dtype,
-            device=device,
-            gated=True,
+            hidden_size, (size, size), LinearKind.COLUMN, bias=spec.bias, **storage, gated=True
         )
-        self.down_proj = Linear(
-            size, (hidden_size,), LinearKind.ROW, bias=spec.bias, dtype=dtype, device=device
-        )
+        self.down_proj = Linear(size, (hidden_size,), LinearKind.ROW, bias=spec.bias, **storage)
         self.down_proj.is_summed_later = True
 
 
 class Experts(nn.ModuleList):
     """All experts of a layer."""
 
-    def __init__(
-        self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        experts = [
-            Expert(hidden_size, spec, dtype=dtype, device=device)
-            for _ in range(spec.router.num_experts)
-        ]
+    def __init__(self, hidden_size: int, spec: MoESpec, **storage: Unpack[Storage]) -> None:
+        experts = [Expert(hidden_size, spec, **storage) for _ in range(spec.router.num_experts)]
         super().__init__(experts)
         self.active_share = spec.router.top_k / spec.router.num_experts  # see `models.footprint`
         # A plain object, which does not register the modules a second time.
@@ -201,15 +182,13 @@ def _storage(linear: LinearModule) -> LinearMethod:
 class SparseMLP(OperatorModule):
     """A router, its experts, and optional shared experts."""
 
-    def __init__(
-        self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, hidden_size: int, spec: MoESpec, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.spec = spec
         #: Sums the output over ranks; None if there is one rank.
         self.join: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self.gate = Router(hidden_size, spec, dtype=dtype, device=device)
-        self.experts = Experts(hidden_size, spec, dtype=dtype, device=device)
+        self.gate = Router(hidden_size, spec, **storage)
+        self.experts = Experts(hidden_size, spec, **storage)
         self.shared_experts: MLP | None = None
         self.shared_expert_gate: Linear | None = None
         if spec.shared_size:
@@ -217,14 +196,13 @@ class SparseMLP(OperatorModule):
                 hidden_size,
                 spec.shared_size,
                 bias=False,
-                dtype=dtype,
-                device=device,
+                **storage,
                 activation=spec.gating.activation,
             )
             self.shared_experts.down_proj.is_summed_later = True
         if spec.shared_gate:
             self.shared_expert_gate = Linear(
-                hidden_size, (1,), LinearKind.REPLICATED, bias=False, dtype=dtype, device=device
+                hidden_size, (1,), LinearKind.REPLICATED, bias=False, **storage
             )
             self.shared_expert_gate.stays_dense = True
 

@@ -6,12 +6,14 @@ fused linear. Each part is split over ranks separately, like the parts of a line
 """
 
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import nn
 
 from quire.formats.weight_format import empty_parameter
 from quire.layers.linear import WeightSlot
+from quire.layers.storage import Storage
 
 
 class FusedParameter(nn.Module):
@@ -23,14 +25,13 @@ class FusedParameter(nn.Module):
         row_shape: tuple[int, ...],
         *,
         has_bias: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        **storage: Unpack[Storage],
     ) -> None:
         super().__init__()
         self.part_sizes = part_sizes
         size = sum(part_sizes)
-        self.weight = empty_parameter((size, *row_shape), dtype, device)
-        self.bias = empty_parameter((size,), dtype, device) if has_bias else None
+        self.weight = empty_parameter((size, *row_shape), **storage)
+        self.bias = empty_parameter((size,), **storage) if has_bias else None
 
     def slots(self) -> dict[tuple[str, int], WeightSlot]:
         """The slots of the checkpoint's tensors by (name, part)."""

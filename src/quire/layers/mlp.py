@@ -1,10 +1,13 @@
 """The gated feed-forward block: down(act(gate(x)) * up(x)). Called by the models."""
 
+from typing import Unpack
+
 import torch
 
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.operator_module import OperatorModule
+from quire.layers.storage import Storage
 
 
 class MLP(OperatorModule):
@@ -19,9 +22,8 @@ class MLP(OperatorModule):
         intermediate_size: int,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
         activation: ActivationFunction = ActivationFunction.SILU,
+        **storage: Unpack[Storage],
     ) -> None:
         super().__init__()
         self.gating = Gating(activation)
@@ -30,17 +32,11 @@ class MLP(OperatorModule):
             (intermediate_size, intermediate_size),
             LinearKind.COLUMN,
             bias=bias,
-            dtype=dtype,
-            device=device,
+            **storage,
             gated=True,
         )
         self.down_proj = Linear(
-            intermediate_size,
-            (hidden_size,),
-            LinearKind.ROW,
-            bias=bias,
-            dtype=dtype,
-            device=device,
+            intermediate_size, (hidden_size,), LinearKind.ROW, bias=bias, **storage
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,27 +1,24 @@
 """RMSNorm and LayerNorm with their weights; operators compute them."""
 
+from typing import Unpack
+
 import torch
 
 from quire.formats.weight_format import empty_parameter
 from quire.layers.operator_module import OperatorModule
+from quire.layers.storage import Storage
 
 
 class RMSNorm(OperatorModule):
     """Normalises the last dimension, D = size. `kernels.rms_norm` explains `offset`."""
 
     def __init__(
-        self,
-        size: int,
-        eps: float,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        offset: float | None = None,
+        self, size: int, eps: float, *, offset: float | None = None, **storage: Unpack[Storage]
     ) -> None:
         super().__init__()
         self.eps = eps
         self.offset = offset
-        self.weight = empty_parameter((size,), dtype, device)
+        self.weight = empty_parameter((size,), **storage)
 
     def forward(self, x: torch.Tensor, *, overwrites: bool = False) -> torch.Tensor:
         """x [..., D] -> [..., D]. With `overwrites`, x may be overwritten."""
@@ -47,20 +44,19 @@ class LayerNorm(OperatorModule):
         size: int,
         eps: float,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         has_weight: bool = True,
         has_bias: bool = True,
+        **storage: Unpack[Storage],
     ) -> None:
         """Without has_weight the weight is all ones; without has_bias no bias is added."""
         super().__init__()
         self.eps = eps
         if has_weight:
-            self.weight = empty_parameter((size,), dtype, device)
+            self.weight = empty_parameter((size,), **storage)
         else:
-            ones = torch.ones(size, dtype=dtype, device=device)
+            ones = torch.ones(size, **storage)
             self.register_buffer("weight", ones, persistent=False)
-        self.bias = empty_parameter((size,), dtype, device) if has_bias else None
+        self.bias = empty_parameter((size,), **storage) if has_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., D] -> [..., D]."""

@@ -7,7 +7,7 @@ have the names of the checkpoints' tensors.
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -24,36 +24,32 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.position_scale import GrowthFactors
 from quire.layers.residual import ResidualStream
 from quire.layers.rotary import RopeLimits, RotaryEmbedding
+from quire.layers.storage import Storage
 from quire.models.config import DecoderConfig
 from quire.models.interface import CausalLM, InputEmbeds, TextModel
 
 
-def make_norm(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+def make_norm(config: DecoderConfig, **storage: Unpack[Storage]) -> RMSNorm:
     """Build an RMSNorm of the hidden size."""
     size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
-    return RMSNorm(size, eps, dtype=dtype, device=device, offset=offset)
+    return RMSNorm(size, eps, **storage, offset=offset)
 
 
-def make_stream_norm(
-    config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
-) -> RMSNorm | LayerNorm:
+def make_stream_norm(config: DecoderConfig, **storage: Unpack[Storage]) -> RMSNorm | LayerNorm:
     """Build a norm of the residual stream, of the kind that the config names."""
     if config.norm == "rms":
-        return make_norm(config, dtype=dtype, device=device)
+        return make_norm(config, **storage)
     has_weights = config.norm == "layer"
     return LayerNorm(
         config.hidden_size,
         config.rms_norm_eps,
-        dtype=dtype,
-        device=device,
+        **storage,
         has_weight=has_weights,
         has_bias=has_weights,
     )
 
 
-def make_attention(
-    config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-) -> Attention:
+def make_attention(config: DecoderConfig, layer: int, **storage: Unpack[Storage]) -> Attention:
     """Build a layer's attention."""
     return Attention(
         config.attention_layers.index(layer),
@@ -62,25 +58,23 @@ def make_attention(
         bias=AttentionBias(qkv=config.qkv_bias, output=config.output_bias),
         qk_norm=config.norm_of_q_and_k,
         is_gated=config.has_attention_gate,
-        dtype=dtype,
-        device=device,
+        **storage,
     )
 
 
 def make_mlp(
-    config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+    config: DecoderConfig, layer: int, **storage: Unpack[Storage]
 ) -> MLP | FeedForward | SparseMLP:
     """Build a layer's MLP, or its mixture of experts."""
     mixture = config.mixture_of(layer)
     if mixture is not None:
-        return SparseMLP(config.hidden_size, mixture, dtype=dtype, device=device)
+        return SparseMLP(config.hidden_size, mixture, **storage)
     kind = MLP if config.is_gated else FeedForward
     return kind(
         config.hidden_size,
         config.intermediate_size,
         bias=config.mlp_bias,
-        dtype=dtype,
-        device=device,
+        **storage,
         activation=config.activation,
     )
 
@@ -88,15 +82,13 @@ def make_mlp(
 class DecoderLayer(nn.Module):
     """Attention and MLP. Each reads the normed residual stream and adds to the stream."""
 
-    def __init__(
-        self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.residual_scale = config.residual_scale
-        self.input_layernorm = make_stream_norm(config, dtype=dtype, device=device)
-        self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
-        self.post_attention_layernorm = make_stream_norm(config, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
+        self.input_layernorm = make_stream_norm(config, **storage)
+        self.self_attn = make_attention(config, layer, **storage)
+        self.post_attention_layernorm = make_stream_norm(config, **storage)
+        self.mlp = make_mlp(config, layer, **storage)
 
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
@@ -116,37 +108,32 @@ class DecoderModel(nn.Module):
         config: DecoderConfig,
         layer_type: Callable[..., nn.Module],
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         max_model_len: int,
+        **storage: Unpack[Storage],
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(
-            config.vocab_size, config.hidden_size, dtype=dtype, device=device
-        )
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, **storage)
         self.layers = nn.ModuleList(
-            layer_type(config, layer, dtype=dtype, device=device)
-            for layer in range(config.num_layers)
+            layer_type(config, layer, **storage) for layer in range(config.num_layers)
         )
         self.embed_positions: PositionEmbedding | None = None
         if config.rope is None:
             self.embed_positions = PositionEmbedding(
-                config.max_position_embeddings, config.hidden_size, dtype=dtype, device=device
+                config.max_position_embeddings, config.hidden_size, **storage
             )
-        self.norm = make_stream_norm(config, dtype=dtype, device=device)
+        self.norm = make_stream_norm(config, **storage)
         self.rotary = nn.ModuleList(
             RotaryEmbedding(
                 each.rope,
                 RopeLimits(each.rotary_dim, config.max_position_embeddings, max_model_len),
-                dtype=dtype,
-                device=device,
+                **storage,
             )
             for each in config.ropes
         )
         self.layer_ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         growth, self.growth = config.query_growth, None
         if growth is not None and max_model_len > growth.length:  # otherwise all factors are 1
-            self.growth = GrowthFactors(growth, max_model_len, dtype=dtype, device=device)
+            self.growth = GrowthFactors(growth, max_model_len, **storage)
 
     def angles(self, positions: torch.Tensor) -> list[Angles | None]:
         """Each layer's angles for tokens at positions [T]; None for layers without rotation."""
@@ -164,17 +151,15 @@ class HeadlessDecoder(TextModel):
     layer_type: ClassVar[Callable[..., nn.Module]] = DecoderLayer
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self, config: DecoderConfig, *, max_model_len: int, **storage: Unpack[Storage]
     ) -> None:
-        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        super().__init__(config, **storage, max_model_len=max_model_len)
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.attention_specs = config.attention_specs
         self.recurrent_specs = config.recurrent_specs
         self.embedding_scale = config.embedding_scale
-        self.model = DecoderModel(
-            config, self.layer_type, dtype=dtype, device=device, max_model_len=max_model_len
-        )
+        self.model = DecoderModel(config, self.layer_type, **storage, max_model_len=max_model_len)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [T] -> input embeddings [T, hidden_size]."""
@@ -208,9 +193,9 @@ class DecoderForCausalLM(HeadlessDecoder, CausalLM):
     """A decoder with a head that predicts the next token."""
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self, config: DecoderConfig, *, max_model_len: int, **storage: Unpack[Storage]
     ) -> None:
-        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        super().__init__(config, **storage, max_model_len=max_model_len)
         self.logits_scale = config.logits_scale
         self.logits_soft_cap = config.logits_soft_cap
         self.lm_head = LMHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
@@ -228,16 +213,11 @@ class DecoderForScores(HeadlessDecoder):
     """
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self, config: DecoderConfig, *, max_model_len: int, **storage: Unpack[Storage]
     ) -> None:
-        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        super().__init__(config, **storage, max_model_len=max_model_len)
         self.score = Linear(
-            config.hidden_size,
-            (config.num_labels,),
-            LinearKind.REPLICATED,
-            bias=False,
-            dtype=dtype,
-            device=device,
+            config.hidden_size, (config.num_labels,), LinearKind.REPLICATED, bias=False, **storage
         )
 
     def scores(self, vectors: torch.Tensor) -> torch.Tensor:

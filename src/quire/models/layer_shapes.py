@@ -4,12 +4,14 @@ Families use them as their models' `layer_type`. Modules have the names of most 
 tensors.
 """
 
-import torch
+from typing import Unpack
+
 from torch import nn
 
 from quire.attention.interface import AttentionCall
 from quire.kernels.rotary import Angles
 from quire.layers.residual import ResidualStream
+from quire.layers.storage import Storage
 from quire.models.config import DecoderConfig
 from quire.models.decoder import make_attention, make_mlp, make_norm
 
@@ -17,14 +19,12 @@ from quire.models.decoder import make_attention, make_mlp, make_norm
 class PostNormLayer(nn.Module):
     """Attention and MLP. Each reads the residual stream and adds the norm of its result to it."""
 
-    def __init__(
-        self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
-        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
-        self.post_feedforward_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.self_attn = make_attention(config, layer, **storage)
+        self.post_attention_layernorm = make_norm(config, **storage)
+        self.mlp = make_mlp(config, layer, **storage)
+        self.post_feedforward_layernorm = make_norm(config, **storage)
 
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
@@ -38,16 +38,14 @@ class PostNormLayer(nn.Module):
 class SandwichLayer(nn.Module):
     """Attention and MLP. Each reads the normed stream and adds the norm of its result to it."""
 
-    def __init__(
-        self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
-        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.pre_feedforward_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
-        self.post_feedforward_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.input_layernorm = make_norm(config, **storage)
+        self.self_attn = make_attention(config, layer, **storage)
+        self.post_attention_layernorm = make_norm(config, **storage)
+        self.pre_feedforward_layernorm = make_norm(config, **storage)
+        self.mlp = make_mlp(config, layer, **storage)
+        self.post_feedforward_layernorm = make_norm(config, **storage)
 
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall

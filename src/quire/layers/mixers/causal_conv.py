@@ -4,10 +4,13 @@ One convolution covers several parts of a fused projection, such as q, k and v. 
 of this folder. Shapes: T tokens, C channels, W width.
 """
 
+from typing import Unpack
+
 import torch
 
 from quire.layers.fused_parameter import FusedParameter
 from quire.layers.operator_module import RecurrentModule
+from quire.layers.storage import Storage
 from quire.recurrence.state_specs import ShortConvSpec
 
 
@@ -25,15 +28,12 @@ class CausalConv(RecurrentModule):
         part_sizes: tuple[int, ...],
         *,
         has_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        **storage: Unpack[Storage],
     ) -> None:
         super().__init__(layer)
         assert sum(part_sizes) == spec.num_channels
         # The shape in checkpoints: a convolution's weight is [C, inputs of a channel, W].
-        self.conv_taps = FusedParameter(
-            part_sizes, (1, spec.width), has_bias=has_bias, dtype=dtype, device=device
-        )
+        self.conv_taps = FusedParameter(part_sizes, (1, spec.width), has_bias=has_bias, **storage)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, C] -> [T, C]. The rows of x need not be adjacent in memory."""

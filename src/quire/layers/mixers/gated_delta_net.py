@@ -10,6 +10,7 @@ Hv dv channels of the convolution.
 """
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 
@@ -19,6 +20,7 @@ from quire.layers.linear import Linear, LinearKind
 from quire.layers.mixers.causal_conv import CausalConv
 from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import OperatorModule, RecurrentModule
+from quire.layers.storage import Storage
 from quire.recurrence.state_specs import GatedDeltaSpec, ShortConvSpec
 
 
@@ -50,36 +52,23 @@ class GatedDeltaNet(RecurrentModule, OperatorModule):
     """
 
     def __init__(
-        self,
-        layer: int,
-        sizes: DeltaNetSizes,
-        eps: float,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layer: int, sizes: DeltaNetSizes, eps: float, **storage: Unpack[Storage]
     ) -> None:
         super().__init__(layer + 1)
         self.spec, parts = sizes.delta, sizes.part_sizes
         heads = self.spec.num_v_heads
         self.in_proj, self.in_proj_ba = (
-            Linear(
-                sizes.hidden_size, each, LinearKind.COLUMN, bias=False, dtype=dtype, device=device
-            )
+            Linear(sizes.hidden_size, each, LinearKind.COLUMN, bias=False, **storage)
             for each in ((*parts, parts[2]), (heads, heads))
         )
         # Gates are not quantized, since they affect all later tokens, and have few weights.
         self.in_proj_ba.stays_dense = True
-        self.conv = CausalConv(layer, sizes.conv, parts, has_bias=False, dtype=dtype, device=device)
-        self.A_log = empty_parameter((heads,), dtype, device)
-        self.dt_bias = empty_parameter((heads,), dtype, device)
-        self.norm = RMSNorm(self.spec.value_dim, eps, dtype=dtype, device=device)
+        self.conv = CausalConv(layer, sizes.conv, parts, has_bias=False, **storage)
+        self.A_log = empty_parameter((heads,), **storage)
+        self.dt_bias = empty_parameter((heads,), **storage)
+        self.norm = RMSNorm(self.spec.value_dim, eps, **storage)
         self.out_proj = Linear(
-            parts[2],
-            (sizes.hidden_size,),
-            LinearKind.ROW,
-            bias=False,
-            dtype=dtype,
-            device=device,
+            parts[2], (sizes.hidden_size,), LinearKind.ROW, bias=False, **storage
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

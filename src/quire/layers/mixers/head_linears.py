@@ -5,10 +5,13 @@ projections to attention results, so that keys and values are never computed. Ca
 `latent_attention.py`. Shapes: T tokens, H heads, I inputs and O outputs of a head.
 """
 
+from typing import Unpack
+
 import torch
 from torch import nn
 
 from quire.layers.linear import AdapterHalf, Linear, LinearKind, SharedHalf
+from quire.layers.storage import Storage
 
 
 class HeadLinears(nn.ModuleDict):
@@ -23,18 +26,11 @@ class HeadLinears(nn.ModuleDict):
         num_inputs: int,
         num_outputs: int,
         shared: AdapterHalf,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        **storage: Unpack[Storage],
     ) -> None:
         linears = {
             str(head): Linear(
-                num_inputs,
-                (num_outputs,),
-                LinearKind.REPLICATED,
-                bias=False,
-                dtype=dtype,
-                device=device,
+                num_inputs, (num_outputs,), LinearKind.REPLICATED, bias=False, **storage
             )
             for head in heads
         }

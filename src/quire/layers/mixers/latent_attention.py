@@ -9,6 +9,7 @@ with rotation, V size of a head's value, Q size of the compressed query.
 """
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 
@@ -19,6 +20,7 @@ from quire.layers.linear import AdapterHalf, Linear, LinearKind
 from quire.layers.mixers.head_linears import HeadLinears
 from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import OperatorModule
+from quire.layers.storage import Storage
 
 LATENT_NORM_EPS = 1e-6
 """The eps of both latents' norms, independent of the model's other norms."""
@@ -52,31 +54,30 @@ class LatentAttention(OperatorModule):
         sizes: LatentSizes,
         *,
         has_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        **storage: Unpack[Storage],
     ) -> None:
         super().__init__()
         self.layer, self.num_heads, self.sizes = layer, num_heads, sizes
 
         def linear(inputs: int, outputs: tuple[int, ...], kind: LinearKind, bias: bool) -> Linear:
-            return Linear(inputs, outputs, kind, bias=bias, dtype=dtype, device=device)
+            return Linear(inputs, outputs, kind, bias=bias, **storage)
 
         kv = (sizes.latent, sizes.rope)
         self.kv_a_proj = linear(hidden_size, kv, LinearKind.REPLICATED, has_bias)
         self.q_a_layernorm: RMSNorm | None = None
         if sizes.query is not None:
             self.q_a_proj = linear(hidden_size, (sizes.query,), LinearKind.REPLICATED, has_bias)
-            self.q_a_layernorm = RMSNorm(sizes.query, LATENT_NORM_EPS, dtype=dtype, device=device)
+            self.q_a_layernorm = RMSNorm(sizes.query, LATENT_NORM_EPS, **storage)
         queries = (num_heads * sizes.nope, num_heads * sizes.rope)
         self.q_b_proj = linear(sizes.query or hidden_size, queries, LinearKind.COLUMN, False)
-        self.kv_a_layernorm = RMSNorm(sizes.latent, LATENT_NORM_EPS, dtype=dtype, device=device)
+        self.kv_a_layernorm = RMSNorm(sizes.latent, LATENT_NORM_EPS, **storage)
         heads = range(sizes.first_head, sizes.first_head + num_heads)
         # Checkpoints store the projections to keys and values in one linear. The projection to keys
         # is used transposed.
         of_keys = sizes.nope, sizes.latent, AdapterHalf.B
         of_values = sizes.latent, sizes.value, AdapterHalf.A
-        self.k_up = HeadLinears(heads, *of_keys, dtype=dtype, device=device)
-        self.v_up = HeadLinears(heads, *of_values, dtype=dtype, device=device)
+        self.k_up = HeadLinears(heads, *of_keys, **storage)
+        self.v_up = HeadLinears(heads, *of_values, **storage)
         values = num_heads * sizes.value
         self.o_proj = linear(values, (hidden_size,), LinearKind.ROW, has_bias)
 

@@ -9,6 +9,7 @@ Shapes: T tokens, H hidden size, D = heads x head size, G groups, N state size.
 """
 
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 
@@ -19,6 +20,7 @@ from quire.layers.linear import Linear, LinearKind
 from quire.layers.mixers.causal_conv import CausalConv
 from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import OperatorModule, RecurrentModule
+from quire.layers.storage import Storage
 from quire.recurrence.state_specs import Mamba2Spec, ShortConvSpec
 
 
@@ -81,44 +83,30 @@ class Mamba2Mixer(RecurrentModule, OperatorModule):
 
     factors: torch.Tensor | None
 
-    def __init__(
-        self, layer: int, sizes: MambaSizes, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layer: int, sizes: MambaSizes, **storage: Unpack[Storage]) -> None:
         super().__init__(layer + 1)
         self.sizes, scan, parts = sizes, sizes.scan, sizes.part_sizes
         # First, the input projection, and the factors of its outputs.
         self.in_proj = Linear(
-            sizes.hidden_size,
-            parts,
-            LinearKind.COLUMN,
-            bias=sizes.input_bias,
-            dtype=dtype,
-            device=device,
+            sizes.hidden_size, parts, LinearKind.COLUMN, bias=sizes.input_bias, **storage
         )
         factors = None
         if any(factor != 1.0 for factor in sizes.factors):
             each = zip(parts, sizes.factors, strict=True)
             wide = torch.cat([torch.full((size,), factor) for size, factor in each])
-            factors = wide.to(device, dtype)
+            factors = wide.to(**storage)
         self.register_buffer("factors", factors, persistent=False)
         # Then, the convolution and the weights of the scan.
-        self.conv = CausalConv(
-            layer, sizes.conv, parts[1:4], has_bias=sizes.conv_bias, dtype=dtype, device=device
-        )
+        self.conv = CausalConv(layer, sizes.conv, parts[1:4], has_bias=sizes.conv_bias, **storage)
         self.A_log, self.D, self.dt_bias = (
-            empty_parameter((scan.num_heads,), dtype, device) for _ in range(3)
+            empty_parameter((scan.num_heads,), **storage) for _ in range(3)
         )
         # Last, the norm of the output and its projection.
         self.norm: RMSNorm | None = None
         if sizes.norm_eps is not None:
-            self.norm = RMSNorm(parts[0], sizes.norm_eps, dtype=dtype, device=device)
+            self.norm = RMSNorm(parts[0], sizes.norm_eps, **storage)
         self.out_proj = Linear(
-            parts[0],
-            (sizes.hidden_size,),
-            LinearKind.ROW,
-            bias=sizes.output_bias,
-            dtype=dtype,
-            device=device,
+            parts[0], (sizes.hidden_size,), LinearKind.ROW, bias=sizes.output_bias, **storage
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

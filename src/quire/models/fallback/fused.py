@@ -6,7 +6,7 @@ program (`kernels.cpu.recorder`), like quire's own models. Made by `parts.py`.
 Shapes: T tokens, H hidden size, R elements of a head that rotate, L max_model_len.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.mlp import MLP
 from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import OperatorModule
+from quire.layers.storage import Storage
 from quire.models.fallback.interfaces import ATTENDING
 
 _POSITIONS_AT_ONCE = 1 << 14
@@ -84,9 +85,7 @@ class TableRotary(nn.Module):
 class RowAttention(Attention):
     """Attention of Llama, or of Qwen3, which normalises q and k: [1, T, H] -> [1, T, H]."""
 
-    def __init__(
-        self, original: Any, spec: AttentionSpec, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, original: Any, spec: AttentionSpec, **storage: Unpack[Storage]) -> None:
         q_norm = getattr(original, "q_norm", None)
         super().__init__(
             0,
@@ -96,8 +95,7 @@ class RowAttention(Attention):
                 qkv=original.q_proj.bias is not None, output=original.o_proj.bias is not None
             ),
             qk_norm=None if q_norm is None else QKNorm(q_norm.variance_epsilon),
-            dtype=dtype,
-            device=device,
+            **storage,
         )
 
     def forward(  # type: ignore[override]

@@ -10,7 +10,7 @@ Shapes: T tokens, E experts, I inputs, O outputs.
 import re
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from quire.formats.weight_format import LinearMethod
 from quire.kernels.activations import ActivationFunction
 from quire.layers.embedding import LMHead
 from quire.layers.linear import Linear, LinearKind, SlottedModule, WeightSlot
+from quire.layers.storage import Storage
 from quire.models.fallback.fused import (
     ResidualLayer,
     RowAttention,
@@ -76,7 +77,7 @@ class ExpertModules(SlottedModule):
     #: The last linear of each expert.
     down: nn.ModuleList
 
-    def __init__(self, experts: Any, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, experts: Any, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.has_gate: bool = experts.has_gate
         self.is_transposed: bool = experts.is_transposed
@@ -88,12 +89,7 @@ class ExpertModules(SlottedModule):
             num_inputs, num_outputs = shape if self.is_transposed else reversed(shape)
             linears = [
                 Linear(
-                    num_inputs,
-                    (num_outputs,),
-                    LinearKind.REPLICATED,
-                    bias=self.has_bias,
-                    dtype=dtype,
-                    device=device,
+                    num_inputs, (num_outputs,), LinearKind.REPLICATED, bias=self.has_bias, **storage
                 )
                 for _ in range(len(stacked))
             ]
@@ -415,19 +411,14 @@ def is_experts(module: Any) -> bool:
 
 
 def _linear(
-    module: nn.Linear,
-    kind: type[NamedLinear] = NamedLinear,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    module: nn.Linear, kind: type[NamedLinear] = NamedLinear, **storage: Unpack[Storage]
 ) -> NamedLinear:
     return kind(
         module.in_features,
         (module.out_features,),
         LinearKind.REPLICATED,
         bias=module.bias is not None,
-        dtype=dtype,
-        device=device,
+        **storage,
     )
 
 

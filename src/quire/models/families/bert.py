@@ -10,7 +10,7 @@ ids, so the model needs only token ids.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from quire.layers.attention import Attention, AttentionBias
 from quire.layers.encoder import FeedForward
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import LayerNorm
+from quire.layers.storage import Storage
 from quire.models.config import ModelConfig, read_architecture, read_dtype, read_num_labels
 from quire.models.config_fields import ConfigFields
 from quire.models.interface import InputEmbeds, TextModel
@@ -146,9 +147,9 @@ def rename_without_head(name: str) -> str | None:
 class _Table(nn.Module):
     """An embedding table with weight [N, H]."""
 
-    def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, count: int, size: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.weight = empty_parameter((count, size), dtype, device)
+        self.weight = empty_parameter((count, size), **storage)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """indices [T] -> [T, H]."""
@@ -158,14 +159,14 @@ class _Table(nn.Module):
 class BertEmbeddings(nn.Module):
     """The normalised sum of the embeddings of words, positions and token types."""
 
-    def __init__(self, config: BertConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: BertConfig, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.vocab_size, size = config.vocab_size, config.hidden_size
         counts = (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)
         self.word_embeddings, self.position_embeddings, self.token_type_embeddings = (
-            _Table(count, size, dtype=dtype, device=device) for count in counts
+            _Table(count, size, **storage) for count in counts
         )
-        self.LayerNorm = LayerNorm(size, config.layer_norm_eps, dtype=dtype, device=device)
+        self.LayerNorm = LayerNorm(size, config.layer_norm_eps, **storage)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, input_embeds: InputEmbeds | None
@@ -184,28 +185,20 @@ class BertEmbeddings(nn.Module):
 class BertLayer(nn.Module):
     """Attention and MLP. Each is followed by a norm of the sum of its input and result."""
 
-    def __init__(
-        self, config: BertConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: BertConfig, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.attention = Attention(
             layer,
             config.hidden_size,
             config.attention_specs[layer],
             bias=AttentionBias(qkv=True, output=True),
-            dtype=dtype,
-            device=device,
+            **storage,
         )
         self.mlp = FeedForward(
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.activation,
-            dtype=dtype,
-            device=device,
+            config.hidden_size, config.intermediate_size, activation=config.activation, **storage
         )
         self.attention_norm, self.output_norm = (
-            LayerNorm(config.hidden_size, config.layer_norm_eps, dtype=dtype, device=device)
-            for _ in range(2)
+            LayerNorm(config.hidden_size, config.layer_norm_eps, **storage) for _ in range(2)
         )
 
     def forward(self, hidden: torch.Tensor, attention: AttentionCall) -> torch.Tensor:
@@ -226,12 +219,11 @@ class _Stack(nn.Module):
 class BertBody(nn.Module):
     """The whole model except its head."""
 
-    def __init__(self, config: BertConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: BertConfig, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.embeddings = BertEmbeddings(config, dtype=dtype, device=device)
+        self.embeddings = BertEmbeddings(config, **storage)
         self.encoder = _Stack(
-            BertLayer(config, layer, dtype=dtype, device=device)
-            for layer in range(config.num_layers)
+            BertLayer(config, layer, **storage) for layer in range(config.num_layers)
         )
 
 
@@ -239,13 +231,13 @@ class BertModel(TextModel):
     """An encoder without a head."""
 
     def __init__(
-        self, config: BertConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self, config: BertConfig, *, max_model_len: int, **storage: Unpack[Storage]
     ) -> None:
-        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        super().__init__(config, **storage, max_model_len=max_model_len)
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.attention_specs = config.attention_specs
-        self.bert = BertBody(config, dtype=dtype, device=device)
+        self.bert = BertBody(config, **storage)
 
     def forward(
         self,
@@ -265,12 +257,12 @@ class BertForScores(BertModel):
     """An encoder with a head that scores a sequence by its first token's hidden state."""
 
     def __init__(
-        self, config: BertConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self, config: BertConfig, *, max_model_len: int, **storage: Unpack[Storage]
     ) -> None:
-        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        super().__init__(config, **storage, max_model_len=max_model_len)
         size = config.hidden_size
         self.pooler, self.classifier = (
-            Linear(size, (outputs,), LinearKind.REPLICATED, bias=True, dtype=dtype, device=device)
+            Linear(size, (outputs,), LinearKind.REPLICATED, bias=True, **storage)
             for outputs in (size, config.num_labels)
         )
 
@@ -283,16 +275,11 @@ class BertForTokenScores(BertModel):
     """An encoder with a head that scores each token by its hidden state."""
 
     def __init__(
-        self, config: BertConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self, config: BertConfig, *, max_model_len: int, **storage: Unpack[Storage]
     ) -> None:
-        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        super().__init__(config, **storage, max_model_len=max_model_len)
         self.classifier = Linear(
-            config.hidden_size,
-            (config.num_labels,),
-            LinearKind.REPLICATED,
-            bias=True,
-            dtype=dtype,
-            device=device,
+            config.hidden_size, (config.num_labels,), LinearKind.REPLICATED, bias=True, **storage
         )
 
     def scores(self, vectors: torch.Tensor) -> torch.Tensor:

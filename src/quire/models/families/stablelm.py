@@ -11,14 +11,14 @@ Models with norms of q and k that differ by head (StableLM 2 12B) are refused.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-import torch
 from torch import nn
 
 from quire.attention.interface import AttentionCall
 from quire.kernels.rotary import Angles
 from quire.layers.residual import ResidualStream
+from quire.layers.storage import Storage
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields, with_names
 from quire.models.decoder import (
@@ -59,13 +59,11 @@ class ParallelLayer(nn.Module):
     """Attention and an MLP that read the same norm of the residual stream, and add to the
     stream."""
 
-    def __init__(
-        self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.input_layernorm = make_stream_norm(config, dtype=dtype, device=device)
-        self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
+        self.input_layernorm = make_stream_norm(config, **storage)
+        self.self_attn = make_attention(config, layer, **storage)
+        self.mlp = make_mlp(config, layer, **storage)
 
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall

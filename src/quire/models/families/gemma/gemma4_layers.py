@@ -3,6 +3,8 @@
 Shapes: T tokens, H hidden size, L layers, P size of a per-layer input (`PerLayerInputs`).
 """
 
+from typing import Unpack
+
 import torch
 from torch import nn
 
@@ -17,6 +19,7 @@ from quire.layers.mlp import MLP
 from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import OperatorModule
 from quire.layers.residual import ResidualStream
+from quire.layers.storage import Storage
 from quire.models.config import DecoderConfig
 from quire.models.decoder import make_norm
 from quire.models.families.gemma.gemma2 import GemmaForCausalLM
@@ -28,9 +31,7 @@ from quire.models.layer_kinds import FULL
 class Gemma4Attention(OperatorModule):
     """Attention with its own keys and values, or with those that an earlier layer stored."""
 
-    def __init__(
-        self, config: Gemma4Config, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Gemma4Config, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
         spec = config.attention_spec(layer)
         self.head_dim, self.eps = spec.head_dim, config.rms_norm_eps
@@ -44,20 +45,11 @@ class Gemma4Attention(OperatorModule):
             self.part_sizes, self.projection = (q_size,), "q_proj"
         elif config.keys_are_values and config.layer_types[layer] == FULL:
             self.part_sizes, self.projection = (q_size, kv_size), "qk_proj"
-        linear = Linear(
-            inputs,
-            self.part_sizes,
-            LinearKind.COLUMN,
-            bias=config.qkv_bias,
-            dtype=dtype,
-            device=device,
-        )
+        linear = Linear(inputs, self.part_sizes, LinearKind.COLUMN, bias=config.qkv_bias, **storage)
         self.add_module(self.projection, linear)
-        self.o_proj = Linear(
-            q_size, (inputs,), LinearKind.ROW, bias=config.output_bias, dtype=dtype, device=device
-        )
+        self.o_proj = Linear(q_size, (inputs,), LinearKind.ROW, bias=config.output_bias, **storage)
         norms = [
-            RMSNorm(spec.head_dim, self.eps, dtype=dtype, device=device, offset=config.norm_offset)
+            RMSNorm(spec.head_dim, self.eps, **storage, offset=config.norm_offset)
             for _ in self.part_sizes[:2]
         ]
         self.q_norm = norms[0]
@@ -86,12 +78,10 @@ class Gemma4Attention(OperatorModule):
 class Gemma4Mixture(SparseMLP):
     """A mixture of experts whose router has its own norm of the residual stream."""
 
-    def __init__(
-        self, config: Gemma4Config, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(config.hidden_size, spec, dtype=dtype, device=device)
+    def __init__(self, config: Gemma4Config, spec: MoESpec, **storage: Unpack[Storage]) -> None:
+        super().__init__(config.hidden_size, spec, **storage)
         #: The weight [H] of the router's norm.
-        self.scale = empty_parameter((config.hidden_size,), dtype, device)
+        self.scale = empty_parameter((config.hidden_size,), **storage)
         self.eps = config.rms_norm_eps
         self.root = config.hidden_size**-0.5
 
@@ -111,54 +101,40 @@ class Gemma4Layer(OperatorModule):
     norm of its result to the stream.
     """
 
-    def __init__(
-        self, config: Gemma4Config, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Gemma4Config, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
         # First, attention and the MLP, with their norms.
-        self.input_layernorm, self.post_attention_layernorm = _norms(config, dtype, device)
-        self.self_attn = Gemma4Attention(config, layer, dtype=dtype, device=device)
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = _norms(
-            config, dtype, device
-        )
+        self.input_layernorm, self.post_attention_layernorm = _norms(config, **storage)
+        self.self_attn = Gemma4Attention(config, layer, **storage)
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = _norms(config, **storage)
         self.activation = config.activation
         self.mlp = MLP(
             config.hidden_size,
             config.mlp_size(layer),
             bias=False,
-            dtype=dtype,
-            device=device,
             activation=config.activation,
+            **storage,
         )
         # Then, the mixture of experts and its norms.
         self.mixture: Gemma4Mixture | None = None
         spec = config.mixture_of(layer)
         if spec is not None:
-            self.mixture = Gemma4Mixture(config, spec, dtype=dtype, device=device)
+            self.mixture = Gemma4Mixture(config, spec, **storage)
             self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = _norms(
-                config, dtype, device
+                config, **storage
             )
-            self.pre_feedforward_layernorm_2 = make_norm(config, dtype=dtype, device=device)
-        self.layer_scalar = nn.Parameter(
-            torch.empty(1, dtype=dtype, device=device), requires_grad=False
-        )
+            self.pre_feedforward_layernorm_2 = make_norm(config, **storage)
+        self.layer_scalar = nn.Parameter(torch.empty(1, **storage), requires_grad=False)
         self._factor: float | None = None
         # Last, the block that adds the layer's own input.
         self.per_layer_input_gate: Linear | None = None
         size = config.per_layer_size
         if size:
             self.per_layer_input_gate, self.per_layer_projection = (
-                Linear(
-                    inputs,
-                    (outputs,),
-                    LinearKind.REPLICATED,
-                    bias=False,
-                    dtype=dtype,
-                    device=device,
-                )
+                Linear(inputs, (outputs,), LinearKind.REPLICATED, bias=False, **storage)
                 for inputs, outputs in ((config.hidden_size, size), (size, config.hidden_size))
             )
-            self.post_per_layer_input_norm = make_norm(config, dtype=dtype, device=device)
+            self.post_per_layer_input_norm = make_norm(config, **storage)
 
     def forward(
         self,
@@ -193,10 +169,8 @@ class Gemma4Layer(OperatorModule):
         return self._factor
 
 
-def _norms(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[RMSNorm, RMSNorm]:
-    first, second = (make_norm(config, dtype=dtype, device=device) for _ in range(2))
+def _norms(config: DecoderConfig, **storage: Unpack[Storage]) -> tuple[RMSNorm, RMSNorm]:
+    first, second = (make_norm(config, **storage) for _ in range(2))
     return first, second
 
 
@@ -204,25 +178,18 @@ class PerLayerInputs(OperatorModule):
     """Computes an input for each layer: the layer's own embedding of the token, added to a
     projection of the model's embedding."""
 
-    def __init__(self, config: Gemma4Config, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: Gemma4Config, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.size = config.per_layer_size
         total = config.num_layers * self.size
-        self.embed_tokens_per_layer = VocabEmbedding(
-            config.vocab_size, total, dtype=dtype, device=device
-        )
+        self.embed_tokens_per_layer = VocabEmbedding(config.vocab_size, total, **storage)
         self.per_layer_model_projection = Linear(
-            config.hidden_size,
-            (total,),
-            LinearKind.REPLICATED,
-            bias=False,
-            dtype=dtype,
-            device=device,
+            config.hidden_size, (total,), LinearKind.REPLICATED, bias=False, **storage
         )
         self.per_layer_projection_norm = RMSNorm(
-            self.size, config.rms_norm_eps, dtype=dtype, device=device, offset=config.norm_offset
+            self.size, config.rms_norm_eps, offset=config.norm_offset, **storage
         )
-        self.embedding_scale = torch.tensor(self.size**0.5, dtype=dtype).item()
+        self.embedding_scale = torch.tensor(self.size**0.5, dtype=storage["dtype"]).item()
         self.projection_scale = config.hidden_size**-0.5
 
     def forward(self, token_ids: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -242,12 +209,12 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
     layer_type = Gemma4Layer
 
     def __init__(
-        self, config: Gemma4Config, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self, config: Gemma4Config, *, max_model_len: int, **storage: Unpack[Storage]
     ) -> None:
-        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        super().__init__(config, **storage, max_model_len=max_model_len)
         self.per_layer_inputs: PerLayerInputs | None = None
         if config.per_layer_size:
-            self.per_layer_inputs = PerLayerInputs(config, dtype=dtype, device=device)
+            self.per_layer_inputs = PerLayerInputs(config, **storage)
 
     def forward(
         self,

@@ -9,7 +9,7 @@ By Alibaba (model cards of Qwen3-Next-80B-A3B and Qwen3.5). The differences from
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from quire.kernels.rotary import Angles
 from quire.layers.experts import MoESpec
 from quire.layers.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from quire.layers.residual import ResidualStream
+from quire.layers.storage import Storage
 from quire.models.checkpoints.row_selection import IndexedRows, RowSelection
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
@@ -146,24 +147,18 @@ def read_delta(fields: ConfigFields) -> GatedDeltaSpec:
 class DeltaHybridLayer(nn.Module):
     """A mixer and an MLP. Each reads the normed residual stream and adds to the stream."""
 
-    def __init__(
-        self, config: DeltaHybridConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DeltaHybridConfig, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.input_layernorm = make_norm(config, **storage)
         self.linear_attn: GatedDeltaNet | None = None
         if config.layer_types[layer] == LINEAR:
             self.linear_attn = GatedDeltaNet(
-                config.recurrent_index(layer),
-                config.delta_net,
-                config.rms_norm_eps,
-                dtype=dtype,
-                device=device,
+                config.recurrent_index(layer), config.delta_net, config.rms_norm_eps, **storage
             )
         else:
-            self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
-        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
+            self.self_attn = make_attention(config, layer, **storage)
+        self.post_attention_layernorm = make_norm(config, **storage)
+        self.mlp = make_mlp(config, layer, **storage)
 
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall

@@ -9,9 +9,8 @@ Source: arXiv:2507.22448. Its differences from Llama:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-import torch
 from torch import nn
 
 from quire.attention.interface import AttentionCall
@@ -20,6 +19,7 @@ from quire.kernels.activations import Gating
 from quire.kernels.rotary import Angles
 from quire.layers.mixers.mamba2 import Mamba2Mixer, MambaSizes
 from quire.layers.residual import ResidualStream
+from quire.layers.storage import Storage
 from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
 from quire.models.config_bounds import checked_number
@@ -156,20 +156,18 @@ def _read_mamba(fields: ConfigFields) -> MambaSizes:
 class FalconH1Layer(nn.Module):
     """Attention, Mamba-2 and an MLP, which all add to the residual stream."""
 
-    def __init__(
-        self, config: FalconH1Config, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: FalconH1Config, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.scales = (
             config.mamba_output_scale,
             config.attention_output_scale,
             config.mlp_output_scale,
         )
-        self.input_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.mamba = Mamba2Mixer(2 * layer, config.mamba, dtype=dtype, device=device)
-        self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
-        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
+        self.input_layernorm = make_norm(config, **storage)
+        self.mamba = Mamba2Mixer(2 * layer, config.mamba, **storage)
+        self.self_attn = make_attention(config, layer, **storage)
+        self.post_attention_layernorm = make_norm(config, **storage)
+        self.mlp = make_mlp(config, layer, **storage)
         self.mlp.gating = Gating(config.activation, alpha=config.gate_scale)
 
     def forward(

@@ -13,9 +13,8 @@ Models with experts, which have no gate either, are refused.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-import torch
 from torch import nn
 
 from quire.attention.interface import AttentionCall
@@ -25,6 +24,7 @@ from quire.kernels.rotary import Angles
 from quire.layers.encoder import FeedForward
 from quire.layers.mixers.mamba2 import Mamba2Mixer, MambaSizes
 from quire.layers.residual import ResidualStream
+from quire.layers.storage import Storage
 from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
@@ -183,26 +183,23 @@ def _check_steps(fields: ConfigFields) -> None:
 class NemotronHLayer(nn.Module):
     """One block, which reads the normed residual stream and adds its result to the stream."""
 
-    def __init__(
-        self, config: NemotronHConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: NemotronHConfig, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.kind = config.layer_types[layer]
-        self.norm = make_norm(config, dtype=dtype, device=device)
+        self.norm = make_norm(config, **storage)
         self.mixer: nn.Module
         if self.kind == STATE:
             first = 2 * config.layer_types[:layer].count(STATE)
-            self.mixer = Mamba2Mixer(first, config.mamba, dtype=dtype, device=device)
+            self.mixer = Mamba2Mixer(first, config.mamba, **storage)
         elif self.kind == FULL:
-            self.mixer = make_attention(config, layer, dtype=dtype, device=device)
+            self.mixer = make_attention(config, layer, **storage)
         else:
             self.mixer = FeedForward(
                 config.hidden_size,
                 config.intermediate_size,
                 activation=config.activation,
                 bias=config.mlp_bias,
-                dtype=dtype,
-                device=device,
+                **storage,
             )
 
     def forward(

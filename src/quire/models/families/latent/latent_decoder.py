@@ -5,7 +5,7 @@ Source: arXiv:2405.04434, section 2.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from quire.kernels.rotary import Angles
 from quire.layers.mixers.latent_attention import LatentAttention, LatentSizes
 from quire.layers.residual import ResidualStream
 from quire.layers.rotary import YarnRope
+from quire.layers.storage import Storage
 from quire.models.checkpoints.arranged import Arrangement, from_pairs
 from quire.models.checkpoints.row_selection import IndexedRows, RowSelection, TransposedRows
 from quire.models.config import DecoderConfig
@@ -104,22 +105,19 @@ def latent_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config
 class LatentLayer(nn.Module):
     """Latent attention and an MLP. Each reads the normed residual stream and adds to the stream."""
 
-    def __init__(
-        self, config: LatentConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: LatentConfig, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.input_layernorm = make_norm(config, **storage)
         self.self_attn = LatentAttention(
             layer,
             config.hidden_size,
             config.num_heads,
             config.latent,
             has_bias=config.qkv_bias,
-            dtype=dtype,
-            device=device,
+            **storage,
         )
-        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
+        self.post_attention_layernorm = make_norm(config, **storage)
+        self.mlp = make_mlp(config, layer, **storage)
 
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
