@@ -82,11 +82,14 @@ def make_mlp(
 class DecoderLayer(nn.Module):
     """Attention and MLP. Each reads the normed residual stream and adds to the stream."""
 
+    #: Builds a layer's attention, from the arguments of `make_attention`.
+    attention_type: ClassVar[Callable[..., nn.Module]] = staticmethod(make_attention)
+
     def __init__(self, config: DecoderConfig, layer: int, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.residual_scale = config.residual_scale
         self.input_layernorm = make_stream_norm(config, **storage)
-        self.self_attn = make_attention(config, layer, **storage)
+        self.self_attn = self.attention_type(config, layer, **storage)
         self.post_attention_layernorm = make_stream_norm(config, **storage)
         self.mlp = make_mlp(config, layer, **storage)
 

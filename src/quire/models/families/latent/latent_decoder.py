@@ -8,20 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, Unpack
 
 import torch
-from torch import nn
 
-from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.attention.interface import AttentionSpec
 from quire.errors import CheckpointError, shown
-from quire.kernels.rotary import Angles
 from quire.layers.mixers.latent_attention import LatentAttention, LatentSizes
-from quire.layers.residual import ResidualStream
 from quire.layers.rotary import YarnRope
 from quire.layers.storage import Storage
 from quire.models.checkpoints.arranged import Arrangement, from_pairs
 from quire.models.checkpoints.row_selection import IndexedRows, RowSelection, TransposedRows
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
-from quire.models.decoder import DecoderForCausalLM, make_mlp, make_norm
+from quire.models.decoder import DecoderForCausalLM, DecoderLayer
 
 LATENT_PARTS = {
     "kv_a_proj": ("kv_latent", "k_rope"),
@@ -102,29 +99,24 @@ def latent_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config
     return ConfigFields({**given, "head_dim": size})
 
 
-class LatentLayer(nn.Module):
+def make_latent_attention(
+    config: LatentConfig, layer: int, **storage: Unpack[Storage]
+) -> LatentAttention:
+    """Build a layer's attention."""
+    return LatentAttention(
+        layer,
+        config.hidden_size,
+        config.num_heads,
+        config.latent,
+        has_bias=config.qkv_bias,
+        **storage,
+    )
+
+
+class LatentLayer(DecoderLayer):
     """Latent attention and an MLP. Each reads the normed residual stream and adds to the stream."""
 
-    def __init__(self, config: LatentConfig, layer: int, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        self.input_layernorm = make_norm(config, **storage)
-        self.self_attn = LatentAttention(
-            layer,
-            config.hidden_size,
-            config.num_heads,
-            config.latent,
-            has_bias=config.qkv_bias,
-            **storage,
-        )
-        self.post_attention_layernorm = make_norm(config, **storage)
-        self.mlp = make_mlp(config, layer, **storage)
-
-    def forward(
-        self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
-    ) -> None:
-        """Add the layer's results to the stream."""
-        stream.add(self.self_attn(stream.normed(self.input_layernorm), angles, attention))
-        stream.add(self.mlp(stream.normed(self.post_attention_layernorm)))
+    attention_type = staticmethod(make_latent_attention)
 
 
 class LatentForCausalLM(DecoderForCausalLM):
