@@ -5,7 +5,7 @@ The subclasses `llm.LLM` and `llm_engine.LLMEngine` add the methods that read pr
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -107,14 +107,7 @@ class LocalEngine:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """New params with the model's own defaults (`generation_config.json`) filled in."""
-        defaults = self.engine.limits.defaults
-        return SamplingParams(
-            temperature=defaults.temperature,
-            top_p=defaults.top_p,
-            top_k=defaults.top_k,
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
-        )
+        return SamplingParams(**asdict(self.engine.limits.defaults))
 
     def get_metrics(self) -> list[Metric]:
         """The engine's counters, gauges and histograms since it was made."""

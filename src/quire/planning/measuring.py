@@ -12,7 +12,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 
 from quire.core.request import Request
@@ -282,12 +282,4 @@ class _CalibrationBench:
 
 def usual_params(num_output_tokens: int, defaults: SamplingDefaults, seed: int) -> DecodingParams:
     """Parameters of a client that sets only the number of tokens. It gets exactly that number."""
-    return DecodingParams(
-        max_tokens=num_output_tokens,
-        temperature=defaults.temperature,
-        top_p=defaults.top_p,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-        seed=seed,
-    )
+    return DecodingParams(max_tokens=num_output_tokens, seed=seed, **asdict(defaults))
