@@ -4,6 +4,7 @@ import random
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduling.drafts import Drafting
+from quire.core.scheduling.pacing import ConstantPacer, LearningPacer
 from quire.core.scheduling.proposals import Proposal
 from quire.core.sequence import Sequence
 from quire.engine.engine import Engine
@@ -39,8 +40,10 @@ class Recorded:
 
 
 def use_proposer(engine: Engine, answers: dict[Key, list[int]]) -> None:
-    """Have the engine's steps verify drafts of the answers."""
+    """Have the engine's steps verify drafts of the answers, whatever they cost."""
     scheduler = engine.scheduler
+    if isinstance(scheduler.pacer, LearningPacer):
+        scheduler.pacer = ConstantPacer()
     if scheduler.drafting is None:
         running, slots = scheduler.running_set, scheduler._slots
         scheduler.drafting = Drafting(
