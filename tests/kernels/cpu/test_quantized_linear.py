@@ -203,6 +203,20 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels: NativeKernels, name):
         assert torch.equal(part, whole[rows]), num_rows
 
 
+@pytest.mark.parametrize("name", ["int4", "int4-64"])
+@pytest.mark.parametrize("inputs", [64, 130, 390])
+def test_an_int4_row_has_the_bits_that_it_has_alone(kernels: NativeKernels, name, inputs):
+    """With wide inputs, and where a scale of x belongs to one pair of groups only."""
+    weight, x = _random(70, inputs, scale=0.05), _random(25, inputs, seed=1)
+    weight_format, group_size = FORMATS[name]
+    packed = PackedLinear(weight_format, 70, inputs, group_size=group_size, num_wide=8)
+    packed.set_wide_inputs(torch.arange(3, 59, 7, dtype=torch.int32))
+    packed.pack(weight, 0)
+    alone = torch.cat([apply(kernels, packed, row[None]) for row in x])
+    for num_rows in range(2, 26):
+        assert torch.equal(apply(kernels, packed, x[:num_rows]), alone[:num_rows]), num_rows
+
+
 def test_a_row_has_the_same_bits_with_any_number_of_threads(library: NativeLibrary, name):
     weight, x = _random(224, 300, scale=0.05), _random(37, 300, seed=1, dtype=torch.bfloat16)
     packed = _pack(name, weight)

@@ -17,6 +17,7 @@
 
 #include "linear/dot.h"
 #include "linear/epilogue.h"
+#include "linear/int4_units.h"
 #include "linear/quantize_rows.h"
 #include "linear/panel_task.h"
 #include "threads/work_stealing.h"
@@ -29,31 +30,20 @@ constexpr int64_t kMinFetchedRows = 4;
 constexpr int64_t kAheadBytes = 8192;
 constexpr int kUnit = int(kUnitOutputs);
 constexpr int kPanel = int(kPanelOutputs);
-constexpr int64_t kPairsPerScale = 2;  // pairs of groups that share a scale of x
-// A row of a tile takes three registers: a group's integer sum, and what has been summed of the
-// groups that share a scale of x, of products and of offsets.
+constexpr int64_t kPairsPerScale = kInt4PairsPerScale;
+using Sums = Int4Sums;
+
+// How many rows a tile has at most, and how many units it multiplies at once. A row takes two
+// registers for each unit that is multiplied with others (int4_units.h), and else three: a group's
+// integer sum, and what has been summed of the groups that share a scale of x, of products and of
+// offsets.
+#if defined(__AVX512VNNI__)
+constexpr int kMaxRows = 8;
+constexpr int units_at_once(int num_rows) { return num_rows > 1 ? 2 : 1; }
+#else
 constexpr int kMaxRows = kIntLanes == 16 ? 9 : 3;
-
-// What is summed for some rows: [rows, 32] each.
-struct Sums {
-  float* scaled;
-  float* offsets;
-  float* wide;
-
-  Sums from(int lane) const { return {scaled + lane, offsets + lane, wide + lane}; }
-};
-
-// The packed form of a pair of groups.
-template <int kGroup>
-struct PackedPair {
-  static constexpr int kGroupBytes = kGroup * kUnit / 2;
-  static constexpr int kBytes = int(kInt4HeaderBytes) + 2 * kGroupBytes;
-  const uint8_t* data;
-
-  const uint8_t* scales(int g) const { return data + g * kUnit; }
-  const uint8_t* offsets() const { return data + 2 * kUnit; }
-  const uint8_t* halves(int g) const { return data + kInt4HeaderBytes + g * kGroupBytes; }
-};
+constexpr int units_at_once(int) { return 1; }
+#endif
 
 // above [R] += one group of R rows. Few rows have two sums each, or the processor would wait for
 // one product before it adds the next.
@@ -130,35 +120,49 @@ inline void multiply_wide(const uint8_t* bytes, int64_t num_wide, const Quantize
   }
 }
 
-// sums [R, 16 of 32] of a unit.
+// sums [R, 16 of 32] of units_at_once(R) units.
 template <int R, int kGroup>
-void multiply_unit(const uint8_t* unit, int64_t num_pairs, int64_t num_wide,
-                   const QuantizedRows& rows, Prefetch prefetch, const Sums& sums) {
+void multiply_units(const uint8_t* unit, int64_t num_pairs, int64_t num_wide,
+                    const QuantizedRows& rows, Prefetch prefetch, const Sums& sums) {
+  constexpr int kUnits = units_at_once(R);
+  static_assert(kUnits == 1 || kIntLanes == kUnit);
+  constexpr int64_t kPairBytes = PackedPair<kGroup>::kBytes;
+  const int64_t unit_bytes = num_pairs * kPairBytes + num_wide * kUnit;
   prefetch.spread(num_pairs * (kUnit / kIntLanes));
+  if constexpr (kUnits == 2) {
+    std::memset(sums.scaled, 0, R * kPanel * sizeof(float));
+    std::memset(sums.offsets, 0, R * kPanel * sizeof(float));
+  }
   for (int lane = 0; lane < kUnit; lane += kIntLanes) {
     for (int64_t first = 0, share = 0; first < num_pairs; first += kPairsPerScale, ++share) {
-      const int64_t end = first + kPairsPerScale;
-      add_share<R, kGroup>({unit}, first, end < num_pairs ? end : num_pairs, share, lane, rows,
-                           prefetch, sums);
+      const int64_t left = num_pairs - first, count = left < kPairsPerScale ? left : kPairsPerScale;
+      if constexpr (kUnits == 2) {
+        for (int64_t i = 0; i < count; ++i) prefetch.step();
+        add_share_of_units<R, kGroup>(unit + first * kPairBytes, count, unit_bytes, rows, share,
+                                      sums);
+      } else {
+        add_share<R, kGroup>({unit}, first, first + count, share, lane, rows, prefetch, sums);
+      }
     }
-    if (num_wide > 0)
-      multiply_wide<R>(unit + num_pairs * PackedPair<kGroup>::kBytes + lane * 4, num_wide, rows,
-                       rows.data + num_pairs * 2 * kGroup, sums.wide + lane);
+    if (num_wide == 0) continue;
+    for (int u = 0; u < kUnits; ++u)
+      multiply_wide<R>(unit + u * unit_bytes + num_pairs * kPairBytes + lane * 4, num_wide, rows,
+                       rows.data + num_pairs * 2 * kGroup, sums.wide + u * kUnit + lane);
   }
 }
 
-using MultiplyUnit = void (*)(const uint8_t*, int64_t, int64_t, const QuantizedRows&, Prefetch,
-                              const Sums&);
+using MultiplyUnits = void (*)(const uint8_t*, int64_t, int64_t, const QuantizedRows&, Prefetch,
+                               const Sums&);
 
 // The functions of R = 1 .. kMaxRows.
 template <int kGroup, int... kRs>
-MultiplyUnit choose_among(int64_t num_rows, std::integer_sequence<int, kRs...>) {
-  static constexpr MultiplyUnit kFunctions[] = {&multiply_unit<kRs + 1, kGroup>...};
+MultiplyUnits choose_among(int64_t num_rows, std::integer_sequence<int, kRs...>) {
+  static constexpr MultiplyUnits kFunctions[] = {&multiply_units<kRs + 1, kGroup>...};
   return kFunctions[num_rows - 1];
 }
 
 template <int kGroup>
-MultiplyUnit choose(int64_t num_rows) {
+MultiplyUnits choose(int64_t num_rows) {
   return choose_among<kGroup>(num_rows, std::make_integer_sequence<int, kMaxRows>{});
 }
 
@@ -172,15 +176,19 @@ struct Int4Task {
     const int64_t unit_bytes = int4_unit_bytes(linear), num_bytes = 2 * unit_bytes;
     const uint8_t* weights = static_cast<const uint8_t*>(linear.weights) + panel * num_bytes;
     const int64_t num_blocks = divide_up(rows.size(), kMaxRows);
-    const int64_t ahead = num_blocks == 1 ? kAheadBytes : num_bytes;
+    // Units that are read side by side are not what lies ahead of either.
+    const bool is_sequential = num_blocks == 1 && units_at_once(int(rows.size())) == 1;
+    const int64_t ahead = is_sequential ? kAheadBytes : num_bytes;
     const int64_t num_lines = rows.size() < kMinFetchedRows ? 0 : num_bytes / kLineBytes;
     alignas(64) float scaled[kMaxRows * kPanel], offsets[kMaxRows * kPanel];
     alignas(64) float wide[kMaxRows * kPanel];
     const Sums sums{scaled, offsets, wide};
     for (int64_t i = 0; i < num_blocks; ++i) {
       const Range block = rows.part(i, num_blocks);
-      for (int unit = 0; unit < 2; ++unit) {
-        const Range lines = Range{0, num_lines}.part(i * 2 + unit, num_blocks * 2);
+      const int units = units_at_once(int(block.size())), num_parts = 2 / units;
+      for (int unit = 0; unit < 2; unit += units) {
+        const Range lines =
+            Range{0, num_lines}.part(i * num_parts + unit, num_blocks * num_parts);
         choose<kGroup>(block.size())(
             weights + unit * unit_bytes, int4_group_pairs(linear), linear.num_wide,
             x.from(block.first),
