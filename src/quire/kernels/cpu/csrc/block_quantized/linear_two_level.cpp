@@ -17,8 +17,9 @@ namespace {
 
 template <CodeKind kKind, int kGroup>
 struct TwoLevel {
-  // A row takes two registers for each unit: a group's sum and the result.
-  static constexpr int kMaxRows = kIntLanes == 16 ? 5 : 4;
+  // A row takes two registers for each unit: a group's sum and the result. Where an instruction
+  // multiplies bytes, a sixth row is worth the registers that are kept in memory.
+  static constexpr int kMaxRows = sizeof(DotElement) == 1 ? 6 : kIntLanes == 16 ? 5 : 4;
   static constexpr int kParts = int(kChunkInputs) / kGroup;  // of a chunk
   static constexpr int kQuads = kGroup / 4;
   using Header = ChunkHeader<kParts>;
