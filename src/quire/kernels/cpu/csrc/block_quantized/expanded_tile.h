@@ -109,10 +109,26 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
   }
 }
 
+// The packed bytes of the next tile, which are requested while one is multiplied: expanding them
+// would wait for memory.
+struct NextTile {
+  const uint8_t* units[2];
+  int64_t num_lines;  // of each unit
+
+  NextTile part(int64_t i, int64_t count) const {
+    const Range lines = Range{0, num_lines}.part(i, count);
+    return {{units[0] + lines.first * kLineBytes, units[1] + lines.first * kLineBytes},
+            lines.size()};
+  }
+};
+
 // results [R, 32] += R rows times a tile's chunks; starts from zero if `is_first`.
 template <typename Tile, int R>
 void multiply_rows(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, int64_t ld,
-                   bool is_first, float* results) {
+                   bool is_first, const NextTile& next, float* results) {
+  Prefetch low(next.units[0], next.num_lines), high(next.units[1], next.num_lines);
+  low.spread(num_chunks * (kPanelOutputs / (kTileWidths * kIntLanes)));
+  high.spread(num_chunks * (kPanelOutputs / (kTileWidths * kIntLanes)));
   for (int lane = 0; lane < kPanelOutputs; lane += kTileWidths * kIntLanes) {
     float* const result = results + lane;
     DotFloats totals[R][kTileWidths] = {};
@@ -122,6 +138,8 @@ void multiply_rows(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, in
         std::memcpy(totals[r], result + r * kPanelOutputs, sizeof totals[r]);
     const uint8_t *chunk = tile + lane * 4, *row = x;
     for (int64_t i = 0; i < num_chunks; ++i) {
+      low.step();
+      high.step();
       add_part<Tile, 0, R>(chunk, row, ld, totals);
       if constexpr (Tile::kParts == 2) add_part<Tile, 1, R>(chunk, row, ld, totals);
       chunk += Tile::kBytes;
@@ -136,7 +154,7 @@ void multiply_rows(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, in
 // Of all rows.
 template <typename Tile, int... kRs>
 inline void multiply_blocks(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, int64_t ld,
-                            int64_t num_rows, bool is_first, float* results,
+                            int64_t num_rows, bool is_first, const NextTile& next, float* results,
                             std::integer_sequence<int, kRs...>) {
   static constexpr decltype(&multiply_rows<Tile, 1>) kFunctions[] = {
       &multiply_rows<Tile, kRs + 1>...};
@@ -144,15 +162,15 @@ inline void multiply_blocks(const uint8_t* tile, int64_t num_chunks, const uint8
   for (int64_t i = 0; i < num_blocks; ++i) {
     const Range block = Range{0, num_rows}.part(i, num_blocks);
     kFunctions[block.size() - 1](tile, num_chunks, x + block.first * ld, ld, is_first,
-                                 results + block.first * kPanelOutputs);
+                                 next.part(i, num_blocks), results + block.first * kPanelOutputs);
   }
 }
 
 // results [num_rows, 32] += rows x, which begin `ld` bytes apart, times a tile's chunks.
 template <typename Tile>
 inline void multiply_tile(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, int64_t ld,
-                          int64_t num_rows, bool is_first, float* results) {
-  multiply_blocks<Tile>(tile, num_chunks, x, ld, num_rows, is_first, results,
+                          int64_t num_rows, bool is_first, const NextTile& next, float* results) {
+  multiply_blocks<Tile>(tile, num_chunks, x, ld, num_rows, is_first, next, results,
                         std::make_integer_sequence<int, kMaxExpandedRows>{});
 }
 

@@ -106,8 +106,12 @@ struct BlockQuantizedTask {
               memory + i * num_chunks * Tile::kBytes + u * kVectorBytes);
       const uint8_t* of_tile =
           x.data + rows.first * x.ld + first * num_chunks * kChunkRowBytes<Form::kParts>;
+      // Behind a panel's last tile, the next panel's first.
+      const bool is_last = first + count == num_stretches;
+      const uint8_t* next =
+          is_last ? unit + 2 * unit_bytes : unit + (first + count) * layout.bytes;
       multiply_tile<Tile>(memory, count * num_chunks, of_tile, x.ld, rows.size(), first == 0,
-                          results);
+                          {{next, next + unit_bytes}, step * layout.bytes / kLineBytes}, results);
     }
     for (int64_t m = 0; m < rows.size(); ++m) {
       const float* result = results + m * kPanelOutputs;
