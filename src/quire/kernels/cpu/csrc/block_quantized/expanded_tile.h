@@ -53,8 +53,9 @@ struct ExpandedTile {
 // A whole number of stretches of every form.
 constexpr int64_t kMaxTileInputs = 512;
 constexpr int64_t kMaxTileBytes = kMaxTileInputs / kChunkInputs * ExpandedTile<2, true>::kBytes;
-// Below, expanding costs what it saves.
-constexpr int64_t kMinExpandedRows = 16;
+// Below, expanding costs what it saves. Where an instruction multiplies bytes, a few rows wait for
+// memory, and a tile's requests keep it busy.
+constexpr int64_t kMinExpandedRows = sizeof(DotElement) == 1 ? 8 : 16;
 // A row takes two registers for each of the widths: a part's sum and the result.
 constexpr int kTileWidths = kIntLanes == 16 ? 2 : 1;
 constexpr int kMaxExpandedRows = kIntLanes == 16 ? 6 : 4;
@@ -138,8 +139,10 @@ void multiply_rows(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, in
         std::memcpy(totals[r], result + r * kPanelOutputs, sizeof totals[r]);
     const uint8_t *chunk = tile + lane * 4, *row = x;
     for (int64_t i = 0; i < num_chunks; ++i) {
-      low.step();
-      high.step();
+      if (i < next.num_lines) {
+        low.step();
+        high.step();
+      }
       add_part<Tile, 0, R>(chunk, row, ld, totals);
       if constexpr (Tile::kParts == 2) add_part<Tile, 1, R>(chunk, row, ld, totals);
       chunk += Tile::kBytes;
