@@ -123,13 +123,15 @@ struct NextTile {
   }
 };
 
+// Chunks between two requests, which would slow the innermost loop.
+constexpr int64_t kRunChunks = 4;
+
 // results [R, 32] += R rows times a tile's chunks; starts from zero if `is_first`.
 template <typename Tile, int R>
 void multiply_rows(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, int64_t ld,
                    bool is_first, const NextTile& next, float* results) {
-  Prefetch low(next.units[0], next.num_lines), high(next.units[1], next.num_lines);
-  low.spread(num_chunks * (kPanelOutputs / (kTileWidths * kIntLanes)));
-  high.spread(num_chunks * (kPanelOutputs / (kTileWidths * kIntLanes)));
+  const int64_t lines_per_run = divide_up(next.num_lines, divide_up(num_chunks, kRunChunks));
+  int64_t line = 0;
   for (int lane = 0; lane < kPanelOutputs; lane += kTileWidths * kIntLanes) {
     float* const result = results + lane;
     DotFloats totals[R][kTileWidths] = {};
@@ -138,15 +140,16 @@ void multiply_rows(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, in
       for (int r = 0; r < R; ++r)
         std::memcpy(totals[r], result + r * kPanelOutputs, sizeof totals[r]);
     const uint8_t *chunk = tile + lane * 4, *row = x;
-    for (int64_t i = 0; i < num_chunks; ++i) {
-      if (i < next.num_lines) {
-        low.step();
-        high.step();
+    for (int64_t first = 0; first < num_chunks; first += kRunChunks) {
+      const int64_t left = num_chunks - first, count = left < kRunChunks ? left : kRunChunks;
+      for (int64_t i = 0; i < lines_per_run && line < next.num_lines; ++i, ++line)
+        for (const uint8_t* unit : next.units) __builtin_prefetch(unit + line * kLineBytes, 0, 2);
+      for (int64_t i = 0; i < count; ++i) {
+        add_part<Tile, 0, R>(chunk, row, ld, totals);
+        if constexpr (Tile::kParts == 2) add_part<Tile, 1, R>(chunk, row, ld, totals);
+        chunk += Tile::kBytes;
+        row += kChunkRowBytes<Tile::kParts>;
       }
-      add_part<Tile, 0, R>(chunk, row, ld, totals);
-      if constexpr (Tile::kParts == 2) add_part<Tile, 1, R>(chunk, row, ld, totals);
-      chunk += Tile::kBytes;
-      row += kChunkRowBytes<Tile::kParts>;
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
