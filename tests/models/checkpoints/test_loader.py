@@ -438,7 +438,7 @@ def _save_zeros(folder, stored, num_shards):
 
 def _measured_mib(forks, folder, *arguments):
     """(what the model takes, what its loading added to the peak of a process)."""
-    status, output = forks.run(f"words = {[str(folder), *arguments]}\n{MEASURE}")
+    status, output = forks.run("-c", f"words = {[str(folder), *arguments]}\n{MEASURE}")
     assert status == 0, output
     model_mib, grown_mib = map(float, output.split())
     return model_mib, grown_mib
