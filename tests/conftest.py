@@ -193,11 +193,9 @@ def kernel_flags(why_torch: str | None) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def forks() -> Generator[Forks, None, None]:
+def forks() -> Forks:
     """Runs programs in the repository's folder."""
-    forks = shared_forks()
-    yield forks
-    forks.close()
+    return shared_forks()
 
 
 @pytest.fixture

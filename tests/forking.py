@@ -184,8 +184,8 @@ class Forks:
 
 @functools.cache
 def shared_forks() -> Forks:
-    """Those of this session; their process starts at the first call. It runs in the repository's
-    folder."""
+    """Those of this session; their process starts at the first call, and runs in the repository's
+    folder. It ends with this process, since fixtures of the whole session have forks, too."""
     folder = Path(__file__).parent.parent
     ours, theirs = socket.socketpair()
     with theirs:
@@ -197,7 +197,9 @@ def shared_forks() -> Forks:
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
-    return Forks(ours, process)
+    forks = Forks(ours, process)
+    atexit.register(forks.close)
+    return forks
 
 
 def start_engines_by_forks() -> None:
