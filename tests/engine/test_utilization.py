@@ -81,7 +81,7 @@ def test_results_that_are_fetched_late_move_less_than_a_step_of_busy_time(late_s
     times.record_arrival(0.0)
     for ended_s, late in enumerate(late_s, 1):
         times.account_step(ended_s + late, 0.0, 1.0, LOAD, 4)
-    assert len(late_s) - 0.9 <= times.busy_s <= len(late_s)
+    assert len(late_s) - 0.9 <= times.busy_s <= len(late_s) + 1e-9  # rounding
     assert times.busy_s + times.gap_s == pytest.approx(len(late_s) + late_s[-1])
 
 
