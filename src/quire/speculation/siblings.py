@@ -22,19 +22,22 @@ class SiblingsProposer:
     def __init__(self, least_match: int) -> None:
         """least_match: see `NgramIndex`."""
         self._least_match = least_match
-        #: Request id -> its branches that have asked for a guess, each with its index.
-        self._branches: dict[str, dict[Sequence, NgramIndex]] = {}
+        #: Request id -> its branches that have asked for a guess. A branch has an index once
+        #: another branch was compared with it.
+        self._branches: dict[str, dict[Sequence, NgramIndex | None]] = {}
 
     def propose(self, sequence: Sequence, most: int) -> Guess | None:
         """See `Proposer`."""
         branches = self._branches.setdefault(sequence.request_id, {})
-        if sequence not in branches:
-            first = max(0, sequence.num_prompt_tokens - self._least_match)
-            branches[sequence] = NgramIndex(self._least_match, first)
+        branches.setdefault(sequence, None)
         best: Guess | None = None
         others = [branch for branch in branches if branch is not sequence]
         for other in others[:MAX_SIBLINGS]:
-            guess = branches[other].find_in(other.token_ids, sequence.token_ids, most)
+            index = branches[other]
+            if index is None:
+                first = max(0, other.num_prompt_tokens - self._least_match)
+                index = branches[other] = NgramIndex(self._least_match, first)
+            guess = index.find_in(other.token_ids, sequence.token_ids, most)
             if guess is not None and (best is None or guess.grade > best.grade):
                 best = guess
         return best
