@@ -225,32 +225,6 @@ class OneOf(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class SomeOf(Kind):
-    """One or several of a few names, separated by commas, or one of the names of `alone`."""
-
-    #: The names. A registry may get further ones later.
-    choices: Collection[str]
-    alone: tuple[str, ...] = ()
-    metavar: ClassVar[str | None] = "NAMES"
-
-    def validate(self, name: str, value: Any, *, is_optional: bool) -> str:
-        parts = value.split(",") if isinstance(value, str) else value
-        if isinstance(parts, (list, tuple)):
-            is_known = all(isinstance(part, str) and part in self.choices for part in parts)
-            if parts and is_known and len(set(parts)) == len(parts):
-                return ",".join(parts)
-            if len(parts) == 1 and parts[0] in self.alone:
-                return str(parts[0])
-        raise ConfigurationError(
-            f"{name} is {value!r}, but must be one of {self.alone}, or different names of"
-            f" {tuple(self.choices)} separated by commas"
-        )
-
-    def names(self) -> tuple[str, ...]:
-        return (*self.alone, *self.choices)
-
-
-@dataclass(frozen=True, slots=True)
 class Texts(Kind):
     """Any number of texts, given by a repeatable flag."""
 

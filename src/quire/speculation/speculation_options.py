@@ -1,11 +1,11 @@
 """The options of speculative decoding, and the registry of proposers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quire.errors import ConfigurationError
-from quire.option_fields import Bytes, Options, SomeOf, Whole, option
+from quire.option_fields import Bytes, Kind, Options, Whole, option
 from quire.registry import Registry
 
 if TYPE_CHECKING:  # brings the scheduler, which a command's help does not need
@@ -28,13 +28,39 @@ AUTO, OFF = "auto", "off"
 AUTO_PROPOSERS = ("forced", "prediction", "ngram", "siblings", "history")
 
 
+@dataclass(frozen=True, slots=True)
+class Names(Kind):
+    """Different names of `choices`, separated by commas, or one name of `alone`."""
+
+    #: The names. A registry may get further ones later.
+    choices: Collection[str]
+    alone: tuple[str, ...] = ()
+    metavar: ClassVar[str | None] = "NAMES"
+
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> str:
+        parts = value.split(",") if isinstance(value, str) else value
+        if isinstance(parts, (list, tuple)):
+            is_known = all(isinstance(part, str) and part in self.choices for part in parts)
+            if parts and is_known and len(set(parts)) == len(parts):
+                return ",".join(parts)
+            if len(parts) == 1 and parts[0] in self.alone:
+                return str(parts[0])
+        raise ConfigurationError(
+            f"{name} is {value!r}, but must be one of {self.alone}, or different names of"
+            f" {tuple(self.choices)} separated by commas"
+        )
+
+    def names(self) -> tuple[str, ...]:
+        return (*self.alone, *self.choices)
+
+
 @dataclass(frozen=True)
 class SpeculationOptions(Options):
     """How drafts are proposed, which steps then verify; no output depends on them."""
 
     speculation: str = option(
         OFF,
-        SomeOf(PROPOSERS, (AUTO, OFF)),
+        Names(PROPOSERS, (AUTO, OFF)),
         group="scheduling",
         help="proposers of draft tokens, which steps verify: {names}, or several after commas",
         doc="proposers of draft tokens, which a step verifies together with a sequence's next"
