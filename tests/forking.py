@@ -27,7 +27,7 @@ import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 import quire.server
 
@@ -96,7 +96,7 @@ class AsyncFork:
     def __init__(self, fork: Fork) -> None:
         self._fork, self._ended = fork, asyncio.Event()
         self.pid = fork.pid
-        # Of its own: `Fork.poll` closes that of the fork when the process has ended.
+        # A duplicate, because `Fork.poll` closes its descriptor when the process has ended.
         self._status = os.dup(fork.fileno())
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._status, self._on_end)
@@ -163,7 +163,7 @@ class Forks:
         return fork
 
     def running(self) -> list[Fork]:
-        """Those that `start` has started and that have not ended."""
+        """The forks that were started here and have not ended."""
         self._started = [fork for fork in self._started if fork.poll() is None]
         return list(self._started)
 
@@ -184,8 +184,11 @@ class Forks:
 
 @functools.cache
 def shared_forks() -> Forks:
-    """Those of this session; their process starts at the first call, and runs in the repository's
-    folder. It ends with this process, since fixtures of the whole session have forks, too."""
+    """The forks of this test session, in the repository's folder.
+
+    The process that forks starts at the first call. It ends with this process, because fixtures of
+    the whole session have forks, too.
+    """
     folder = Path(__file__).parent.parent
     ours, theirs = socket.socketpair()
     with theirs:
@@ -354,7 +357,7 @@ def _serve_and_run(control: socket.socket) -> NoReturn:
             status = end.code or 0
     except BaseException:
         traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an interpreter does
+    cast(Any, threading)._shutdown()  # waits for threads, as the interpreter does at its end
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # full; closed

@@ -5,7 +5,8 @@
 
 A step that verifies drafts, or that decodes a few sequences, multiplies a few rows by every weight.
 One row reads the weights at the memory's rate, so more rows cost nothing until their products take
-longer than the reading. The table says how many times the time of one row so many rows take.
+longer than the reading. Each figure of the table is the time of some number of rows, divided by the
+time of one row.
 
 One thread multiplies copies of one linear with random weights, one after the other, so that the
 weights come from memory or from a shared cache. Times are of the process, which other processes

@@ -28,7 +28,7 @@ class Job(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What an engine did in a run, or in several."""
+    """Times and counts of one run of an engine, or sums over several runs."""
 
     process_s: float = 0.0
     wall_s: float = 0.0

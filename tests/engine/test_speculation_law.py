@@ -53,7 +53,7 @@ def everything() -> tuple[list[Any], list[SamplingParams]]:
 
 @functools.cache
 def without_drafts(**numbers: Any) -> list[RequestOutput]:
-    """What `everything` is answered by engines whose numbers are such."""
+    """The answers to `everything`, of an engine with these options and without drafts."""
     return make_llm(**numbers).generate(*everything(), use_tqdm=False)
 
 

@@ -134,7 +134,7 @@ class GrammarConstraint:
         return len(token_ids)
 
     def forced_tokens(self, most: int) -> Tokens[int]:
-        """See `Constraint.forced_tokens`. None where `allowed_prefix` allows none."""
+        """See `Constraint.forced_tokens`. Empty where `allowed_prefix` is 0 for any drafts."""
         if self._is_slow or self._early is not None or self.error is not None:
             return ()
         return self._state.forced_tokens(most)

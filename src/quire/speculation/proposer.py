@@ -14,8 +14,8 @@ class Guess(NamedTuple):
     """Tokens that may follow a sequence's tokens."""
 
     token_ids: Tokens[int]
-    #: How good the guess is, in the proposer's own scale. The chance that tokens are accepted is
-    #: learned for each grade.
+    #: How good the guess is, as one of a few numbers that the proposer chooses. The chance that
+    #: tokens are accepted is learned for each grade.
     grade: int = 0
     #: The chance that a token is accepted if those before it are, until that was learned.
     chance: float = 0.5

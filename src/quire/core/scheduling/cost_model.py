@@ -102,10 +102,9 @@ class StepCostModel:
     in the step's tokens, with corners at powers of two, because products of few rows are less
     efficient. One part counts the tokens at which decoding rows sample (vocabulary, sampling),
     drafts included; another counts the drafts, whose samples may come one after the other; a third
-    counts prompt tokens whose log-probabilities are wanted. A step with drafts has a fixed part
-    more, which begins with DRAFTING_S. Two parts count attention's pairs of
-    query and key tokens: pairs of decoding rows, bound by memory, and pairs of chunks, bound by
-    arithmetic.
+    counts prompt tokens whose log-probabilities are wanted. Steps with drafts have a second fixed
+    part, which is DRAFTING_S at first. Two parts count attention's pairs of query and key tokens:
+    pairs of decoding rows, bound by memory, and pairs of chunks, bound by arithmetic.
 
             fixed + sum_i slope_i * (tokens of the step between 2^i and 2^(i+1))
                 + per_row * decoding rows + per_logprob_token * prompt tokens with log-probabilities
