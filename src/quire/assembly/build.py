@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quire.assembly.device_setup import choose_device
+from quire.assembly.draft_model_build import DraftSource, find_draft_model
 from quire.assembly.host_memory_plan import MemoryPlan
 from quire.assembly.model_kind import (
     ModelKind,
@@ -72,6 +73,7 @@ from quire.runtime.worker import Join
 from quire.speculation.speculation_options import (
     AUTO,
     AUTO_PROPOSERS,
+    DRAFT_MODEL,
     OFF,
     PROPOSERS,
     SpeculationOptions,
@@ -123,6 +125,7 @@ def build_engine(
         kind = choose_kind(checked, on_progress)
         log_unexpected_properties(kind)
         _check_adapters(kind)
+        draft = find_draft_model(kind, on_progress)
         generation = load_generation_config(kind.folder)
         compiler = None
         if not checked.skip_tokenizer_init:
@@ -134,6 +137,7 @@ def build_engine(
             engine = _build(
                 policy,
                 kind,
+                draft,
                 generation,
                 compiler,
                 on_progress or _ignore_progress,
@@ -170,7 +174,15 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOp
     )
     with _named_out_of_memory(checked):
         kind = choose_kind(checked)
-        rank = build_rank(kind.options, kind.folder, kind.config, group, binding, _ignore_progress)
+        rank = build_rank(
+            kind.options,
+            kind.folder,
+            kind.config,
+            group,
+            binding,
+            _ignore_progress,
+            find_draft_model(kind, _ignore_progress),
+        )
     return kind.options, rank
 
 
@@ -191,6 +203,7 @@ def _ignore_progress(text: str, done: int, total: int) -> None:
 def _build(
     policy: Policy,
     kind: ModelKind,
+    draft: DraftSource | None,
     generation: GenerationConfig,
     compiler: SharedCompiler | None,
     on_progress: OnProgress,
@@ -199,7 +212,7 @@ def _build(
     watch: Callable[[Runner], Runner],
 ) -> Engine:
     checked, folder, config = kind.options, kind.folder, kind.config
-    rank, own_runner, tiers = _build_ranks(checked, folder, config, on_progress, cache)
+    rank, own_runner, tiers = _build_ranks(checked, folder, config, on_progress, cache, draft)
     if compiler is not None:
         compiler.finish()  # so that it does not slow down the measured steps
     # First, collect the limits of requests and the facts that the engine reports.
@@ -228,7 +241,10 @@ def _build(
         policy,
         adapters=Residency(checked.num_lora_slots, rank.adapters),
         speculator=_speculator(checked, memory.growth, rank, kind),
+        model_drafts=rank.model_drafts,
     )
+    if memory.moves is not None and rank.runner.drafter is not None:
+        memory.moves.loads.on_order = rank.runner.drafter.forget
     background = _background(rank) if may_overlap_on_cpu(checked) and not is_on_gpu else None
     is_async = is_on_gpu if checked.async_scheduling is None else checked.async_scheduling
     engine = Engine(
@@ -278,12 +294,19 @@ def _speculator(
     if reason is not None and names != AUTO:
         raise ConfigurationError(f"speculation is {names!r}, but {reason}; leave it out")
     # torch chooses the order of sums by the number of rows, and so may choose other tokens.
-    is_of_torch = rank.device.type == "cpu" and not rank.runner.is_native
-    if reason is not None or (names == AUTO and is_of_torch):
+    if rank.device.type == "cpu" and not rank.runner.is_native and names == AUTO:
+        reason = "torch computes, and may choose other tokens with drafts than without"
+    if reason is not None:
+        if checked.speculative_model is not None:
+            raise ConfigurationError(
+                f"speculative_model is {checked.speculative_model!r}, but speculation is 'auto',"
+                f" which verifies no drafts here: {reason}; leave it out, or say what speculates"
+            )
         return None
     options = SpeculationOptions(**checked.part(SpeculationOptions))
     chosen = AUTO_PROPOSERS if names == AUTO else names.split(",")
-    return BestGuess({name: PROPOSERS.get(name)(options) for name in chosen})
+    proposers = {name: PROPOSERS.get(name)(options) for name in chosen if name != DRAFT_MODEL}
+    return BestGuess(proposers, DRAFT_MODEL)
 
 
 def may_overlap_on_cpu(options: EngineOptions) -> bool:
@@ -356,6 +379,7 @@ def _build_ranks(
     config: ModelConfig,
     on_progress: OnProgress,
     cache: CacheFolder | None,
+    draft: DraftSource | None,
 ) -> tuple[RankBuild, Runner, Tiers | None]:
     """Build all ranks. Returns rank 0, which is in this process, the runner that drives all ranks,
     and the cache tiers below the KV pool, if any."""
@@ -363,7 +387,7 @@ def _build_ranks(
     unbind_threads()  # else the other ranks' processes would inherit the binding
     if size == 1:
         binding = bind_threads(checked, choose_device(checked.device), 0, 1)
-        rank = build_rank(checked, folder, config, None, binding, on_progress)
+        rank = build_rank(checked, folder, config, None, binding, on_progress, draft)
         return rank, rank.runner, build_tiers(cache, checked, rank, _do_nothing)
     check_split(config, size)
     device = choose_device(checked.device, 0, size)
@@ -373,7 +397,7 @@ def _build_ranks(
     workers = Workers(WORKER_COMMAND, checked.as_mapping(), size, lock)
     binding = bind_threads(checked, device, 0, size)  # after the workers' processes have started
     with first_rank(workers, device, fixed_order=checked.batch_invariant) as group:
-        rank = build_rank(checked, folder, config, group, binding, on_progress)
+        rank = build_rank(checked, folder, config, group, binding, on_progress, draft)
     runner = DistributedRunner(rank.runner, workers)
     if cache is None:
         return rank, runner, None

@@ -191,6 +191,19 @@ def choose_setup(
     )
 
 
+def draft_methods(setup: DeviceSetup) -> LinearMethods:
+    """The methods of the weights of a model that drafts beside the setup's own: dense ones, and
+    those of quantized checkpoints. On the CPU only."""
+    assert not setup.is_triton, "a model drafts on the CPU only"
+    dense = load_weight_format(None)
+    return LinearMethods(
+        dense.method(setup.kernels, None),
+        dense=dense.method(setup.kernels, None),
+        head=dense.head_method(setup.kernels, None),
+        block_quantized=BlockQuantizedMethods(setup.kernels, None),
+    )
+
+
 def _check_triton(options: EngineOptions, device: torch.device) -> None:
     if options.kernels not in (AUTO, TRITON):
         raise ConfigurationError(

@@ -22,6 +22,12 @@ from quire.assembly.device_memory_plan import (
     plan_on_device,
 )
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
+from quire.assembly.draft_model_build import (
+    DraftSource,
+    load_draft_model,
+    make_draft_model,
+    plan_drafts,
+)
 from quire.assembly.format_checks.compensated_rounding import compensate_rounding
 from quire.assembly.format_checks.kv_format_check import check_keys
 from quire.assembly.format_checks.weight_format_check import (
@@ -35,6 +41,7 @@ from quire.assembly.reports.model_work import model_work
 from quire.assembly.tier_identity import PageIdentity, answer_digest
 from quire.attention.interface import AttentionBackend
 from quire.attention.kv_registry import AUTO
+from quire.core.scheduling.model_drafts import ModelDrafts
 from quire.distributed.group import ProcessGroup
 from quire.engine.step_work import StepWork
 from quire.engine_client.messages import OnProgress
@@ -54,6 +61,7 @@ from quire.recurrence.backends import select as select_recurrence
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_memory import CudaMemory
 from quire.runtime.device_rows import DeviceRows
+from quire.runtime.draft_model import DraftModel
 from quire.runtime.graphs import CudaGraphCapture, GraphCapture, RepeatedCalls, graph_sizes
 from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner, StepRows
@@ -88,6 +96,8 @@ class RankBuild:
     work: StepWork
     #: The part of a machine with several memory nodes that the rank is bound to; None if unbound.
     binding: Binding | None
+    #: Plans the drafts of the runner's drafter; None if it has none.
+    model_drafts: ModelDrafts | None = None
 
     @property
     def device(self) -> torch.device:
@@ -101,11 +111,13 @@ def build_rank(
     group: ProcessGroup | None,
     binding: Binding | None,
     on_progress: OnProgress,
+    draft: DraftSource | None = None,
 ) -> RankBuild:
     """Build one rank. All ranks must call this at the same time.
 
-    `group` is None without tensor parallelism. `binding` is the result of `bind_threads`. Raises
-    ConfigurationError and its subclasses, and the device's error if it runs out of memory.
+    `group` is None without tensor parallelism. `binding` is the result of `bind_threads`. `draft`
+    is the model that drafts; None without one. Raises ConfigurationError and its subclasses, and
+    the device's error if it runs out of memory.
     """
     setup = _choose_setup(options, config, group, binding)
     methods, share = setup.methods, config
@@ -116,8 +128,9 @@ def build_rank(
     # First, check the checkpoint's sizes. Then plan pages; this takes long for many layers.
     num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
     backend = setup.new_backend()
+    num_draft_bytes = 0 if draft is None else draft.num_bytes(setup)
     layout = plan_layout(
-        share.attention_specs,
+        (*share.attention_specs, *(() if draft is None else draft.specs)),
         type(backend),
         options.block_size,
         setup.kv_format,
@@ -128,15 +141,17 @@ def build_rank(
     is_named = options.tells_fingerprint or options.cache_dir is not None
     identity = PageIdentity() if is_named else None
     builder = _Builder(
-        options, folder, config, group, setup, layout, on_progress, identity, binding
+        options, folder, config, group, setup, layout, on_progress, identity, binding, draft
     )
     if setup.device.type == "cuda":
         built = builder.build_on_gpu(num_weight_bytes)
     else:
-        built = builder.build_on_cpu(num_weight_bytes)
+        built = builder.build_on_cpu(num_weight_bytes + num_draft_bytes)
     # Last, collect the facts and the fingerprint.
     runner, adapters = built.runner, built.adapters
     general = builder.facts(num_weight_bytes, adapters)
+    if draft is not None:
+        general["speculative_model"], general["draft_weight_bytes"] = draft.name, num_draft_bytes
     fingerprint = None
     if identity is not None:
         fingerprint = identity.fingerprint(
@@ -147,6 +162,7 @@ def build_rank(
             rank=0 if group is None else group.rank,
             num_ranks=builder.num_ranks,
             is_native=runner.is_native,
+            draft_config=None if draft is None else draft.config,
         )
         general["fingerprint"] = fingerprint.digest.hex()
     if options.tells_fingerprint:
@@ -163,6 +179,7 @@ def build_rank(
         None if adapters is None else adapters.store,
         built.work,
         binding,
+        built.model_drafts,
     )
 
 
@@ -229,6 +246,7 @@ class _Built:
     facts: Facts
     adapters: ModelAdapters | None
     work: StepWork
+    model_drafts: ModelDrafts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +267,8 @@ class _Builder:
     identity: PageIdentity | None
     #: The part of the machine that this rank is bound to; None if it is unbound.
     binding: Binding | None
+    #: The model that drafts, whose layers are the last ones of the layout; None without one.
+    draft: DraftSource | None
 
     @property
     def num_ranks(self) -> int:
@@ -299,13 +319,15 @@ class _Builder:
             model = self._load(memory_plan.max_model_len)
             adapters = self._adapters(model)
             runner = self._runner(model, adapters, memory_plan)
+            model_drafts = self._add_drafter(runner, memory_plan)
         facts: Facts = {"num_threads": setup.num_threads}
         if binding is not None:
             storage = runner.kv_storage  # bound here, since any thread may write it first
             binding.place(storage.data_ptr(), storage.nbytes)
             binding.log()
             facts["numa"] = binding.where
-        return _Built(runner, memory_plan, facts, adapters, self._work(model))
+        work = self._work(model)
+        return _Built(runner, memory_plan, facts, adapters, work, model_drafts)
 
     def build_on_gpu(self, num_weight_bytes: int) -> _Built:
         """Load the weights, then choose the sizes by the memory that the largest steps take."""
@@ -367,6 +389,19 @@ class _Builder:
         if self.identity is not None:
             self.identity.record_model(model, model_len)
         return model
+
+    def _add_drafter(self, runner: ModelRunner, memory_plan: MemoryPlan) -> ModelDrafts | None:
+        """Load the model that drafts, and give it to the runner. Only rank 0 drafts."""
+        source = self.draft
+        if source is None or (self.group is not None and self.group.rank > 0):
+            return None
+        on_progress = partial(self.on_progress, "loading the model that drafts")
+        digest = None if self.identity is None else self.identity.draft_weights
+        model_len = memory_plan.max_model_len
+        model = load_draft_model(source, self.setup, model_len, on_progress, digest)
+        runner.add_drafter(partial(make_draft_model, model, self.setup))
+        assert isinstance(runner.drafter, DraftModel)
+        return plan_drafts(runner.drafter, source, model_len)
 
     def _compensate(self, model: TextModel, model_len: int, num_threads: int) -> None:
         """Round the weights of a loaded model again, if their format can compensate errors."""

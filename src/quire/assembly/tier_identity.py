@@ -81,6 +81,8 @@ class PageIdentity:
     def __init__(self) -> None:
         #: The digest of the weights, which the loader updates.
         self.weights = WeightsDigest()
+        #: The digest of the weights of the model that drafts; that of no data without one.
+        self.draft_weights = WeightsDigest()
         #: Digest of the input statistics that were used to round weights; the digest of no data if
         #: all weights were rounded to nearest.
         self.rounding = WeightsDigest()
@@ -106,11 +108,13 @@ class PageIdentity:
         rank: int,
         num_ranks: int,
         is_native: bool,
+        draft_config: ModelConfig | None = None,
     ) -> Fingerprint:
         """The fingerprint. `record_model` must have been called.
 
         The pages of each rank hold different heads, so the rank is part of the fingerprint.
-        For `is_native` see `ModelRunner`. Raises ConfigurationError for parts that can't be
+        For `is_native` see `ModelRunner`. `draft_config` is that of the model that drafts, whose
+        K and V are in the pages, too. Raises ConfigurationError for parts that can't be
         identified.
         """
         # First, collect the formats and everything that computes.
@@ -131,10 +135,14 @@ class PageIdentity:
         # Then add the model, its pages and the sources.
         formats = setup.kv_format.keys, setup.kv_format.values
         seen = self._classes | set(map(type, (backend, config, *formats)))
+        drafter: dict[str, Any] = {}
+        if draft_config is not None:
+            weights = self.draft_weights.digest().hex()
+            drafter = {"drafter": _config(draft_config) | {"weights": weights}}
         positions = config.position_key(self._max_model_len)
         return Fingerprint(
             weights=self.weights.digest().hex(),
-            model=_config(config) | {"positions": _short_digest(positions)},
+            model=_config(config) | {"positions": _short_digest(positions)} | drafter,
             pages=_pages(options.block_size, layout) | {"ranks": num_ranks, "rank": rank},
             numerics=numerics,
             code={

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from quire.compat.llm_options import COMPAT_OPTIONS
-from quire.compat.refusals import DRAFT_MODELS, EXPERTS, KV_FORMAT, REPLICAS, TEXT_ONLY
+from quire.compat.refusals import EXPERTS, KV_FORMAT, REPLICAS, TEXT_ONLY
 from quire.compat.speculative_config import flags_of_config, flags_of_spec_type
 from quire.errors import ConfigurationError
 
@@ -29,6 +29,9 @@ SAME: Mapping[str, str] = {
     "--max-concurrent-requests": "--max-queued-requests",
     "--max-running-requests": "--max-num-seqs",
     "--mem-fraction-static": "--gpu-memory-utilization",
+    "--model-draft": "--speculative-model",
+    "-md": "--speculative-model",
+    "--speculative-draft-model-path": "--speculative-model",
     "--model-id": "--model",
     "--model-path": "--model",
     "-m": "--model",
@@ -176,8 +179,6 @@ REFUSED: Mapping[str, str] = {
     "--hf-token": "the environment's HF_TOKEN is read, where other processes can't see it",
     "--log-disable": "--log-level error logs errors only",
     "--max-input-length": _CTX,
-    "--model-draft": DRAFT_MODELS,
-    "-md": DRAFT_MODELS,
     "--max-input-tokens": _CTX,
     "--max-total-tokens": _CTX,
     "--n-gpu-layers": _WHOLE,

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.compat.refusals import (
-    DRAFT_MODELS,
     EXPERT_CHOICES,
     EXPERT_KERNELS,
     EXPERTS,
@@ -142,7 +141,6 @@ COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "served_model_name": ((), "`quire serve --served-model-name` names it for clients"),
     "skip_mm_profiling": ((False, True), TEXT_ONLY),
     "speculative_config": ((), _DRAFTS),
-    "speculative_model": ((), DRAFT_MODELS),
     "stream_interval": ((1,), "a stream brings each token as it comes"),
     "structured_outputs_config": (({},), "SamplingParams(structured_outputs=...) says the form"),
     "swap_space": (

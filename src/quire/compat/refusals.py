@@ -1,8 +1,9 @@
 """Sentences about features that this version lacks, shared by the tables of this folder."""
 
 POOLED_ADAPTERS = "adapters are served for models that generate text"
-DRAFT_MODELS = (
-    "no model proposes drafts in this version; the option speculation names what does, as 'ngram'"
+DRAFT_HEADS = (
+    "heads of a model draft nothing in this version; the option speculation names what does, as"
+    " 'ngram', and speculative_model a model that does"
 )
 EXPERTS = (
     "each rank computes its share of every expert; no rank has experts of its own, so that none are"

@@ -8,18 +8,26 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from quire.compat.refusals import DRAFT_MODELS
+from quire.compat.refusals import DRAFT_HEADS
 from quire.errors import ConfigurationError, did_you_mean
 
-_METHODS = {"ngram": "ngram", "[ngram]": "ngram", "suffix": "ngram,siblings,history"}
+_METHODS = {
+    "ngram": "ngram",
+    "[ngram]": "ngram",
+    "suffix": "ngram,siblings,history",
+    "draft_model": "draft_model",
+}
 """vLLM's method -> the value of the option `speculation`."""
 
-_MODEL_METHODS = ("draft_model", "mtp", "eagle3", "eagle", "medusa", "mlp_speculator", "dflash")
+_HEAD_METHODS = ("mtp", "eagle3", "eagle", "medusa", "mlp_speculator", "dflash")
 
 _NUMBERS = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
 _SPEC_TYPES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 """The values of llama.cpp's --spec-type that look for n-grams."""
+
+_DRAFT_TYPE = "draft-simple"
+"""The value of --spec-type for a model that drafts, which --model-draft names."""
 
 
 def with_speculative_config(
@@ -55,12 +63,19 @@ def read_speculative_config(config: Any) -> dict[str, Any]:
     # First, the method. vLLM also takes a model alone, and finds out what it is.
     given = {name: value for name, value in config.items() if value is not None}
     method = given.get("method", given.get("model"))
-    if method in _MODEL_METHODS or ("model" in given and method not in _METHODS):
-        raise _wrong(f"asks for {method!r:.80}, but {DRAFT_MODELS}")
+    if method in _HEAD_METHODS:
+        raise _wrong(f"asks for {method!r:.80}, but {DRAFT_HEADS}")
+    if "method" not in given and isinstance(method, str) and method not in _METHODS:
+        method = "draft_model"  # a model alone
     if not isinstance(method, str) or method not in _METHODS:
         names = [name for name in _METHODS if name.isalpha()]
         raise _wrong(f"has the method {method!r:.80}, but must have one of {names}")
-    if given.get("model", method) in _METHODS:
+    model = None
+    if method == "draft_model":
+        model = given.pop("model", None)
+        if not isinstance(model, str) or not model:
+            raise _wrong("has the method 'draft_model', but no model; name one as 'model'")
+    elif given.get("model", method) in _METHODS:
         given.pop("model", None)
     # Then its numbers; what else stands there can't be obeyed.
     for name in given:
@@ -72,6 +87,8 @@ def read_speculative_config(config: Any) -> dict[str, Any]:
     if shortest is not None and longest is not None and longest < shortest:
         raise _wrong(f"has prompt_lookup_max {longest}, below prompt_lookup_min, {shortest}")
     found: dict[str, Any] = {"speculation": _METHODS[method]}
+    if model is not None:
+        found["speculative_model"] = model
     if "num_speculative_tokens" in numbers:
         found["num_draft_tokens"] = numbers["num_speculative_tokens"]
     if shortest is not None or longest is not None:
@@ -94,13 +111,15 @@ def flags_of_spec_type(value: str) -> list[str]:
     names = value.split(",")
     if names == ["none"]:
         return ["--speculation=off"]
-    if any(name.startswith("draft-") for name in names):
-        raise ConfigurationError(f"--spec-type is {value!r:.80}, but {DRAFT_MODELS}")
-    if not set(names) <= set(_SPEC_TYPES):
+    if any(name.startswith("draft-") for name in set(names) - {_DRAFT_TYPE}):
+        raise ConfigurationError(f"--spec-type is {value!r:.80}, but {DRAFT_HEADS}")
+    if not set(names) <= {*_SPEC_TYPES, _DRAFT_TYPE}:
         raise ConfigurationError(
-            f"--spec-type is {value!r:.80}, but must be none, or some of {', '.join(_SPEC_TYPES)}"
+            f"--spec-type is {value!r:.80}, but must be none, or some of"
+            f" {', '.join((*_SPEC_TYPES, _DRAFT_TYPE))}"
         )
-    return ["--speculation=ngram"]
+    ours = ["ngram"] * (not set(names) <= {_DRAFT_TYPE}) + ["draft_model"] * (_DRAFT_TYPE in names)
+    return [f"--speculation={','.join(ours)}"]
 
 
 def _whole_number(name: str, value: Any) -> int:

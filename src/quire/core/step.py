@@ -33,6 +33,13 @@ K and V of rejected drafts stay in the row's slots, behind its computed tokens. 
 and later steps overwrite them. The runner knows the row's new length when it has sampled, the
 scheduler only from the result; so a row with drafts pauses until its result was fetched.
 
+Drafts may also come from the runner itself, if it has a *drafter*: a smaller model, or a head of
+the model. The plan then has a DraftOrder for a row that decodes one token. The caller gets the
+drafts by `draft(plan)`, puts those that it wants verified into the plan's chunks, and executes that
+plan:
+
+    plan = schedule(now_s)    draft(plan) -> Drafts    add_drafts(plan, drafts)    execute, sample
+
 A group's table names, by its kind (`kv_groups.KVKind`):
 
     full, latent     a block for each block of tokens, in their order
@@ -148,6 +155,19 @@ class Chunk(NamedTuple):
     draft_token_ids: tuple[int, ...] = ()
 
 
+class DraftOrder(NamedTuple):
+    """Asks the runner's drafter for drafts behind `row`, all of whose tokens are known.
+
+    The row has slots for its next token and the drafts.
+    """
+
+    row: int
+    num_drafts: int
+    #: The most tokens of the row that the drafter may compute first, because it has no K and V for
+    #: them yet. If more are missing, it computes these only, and there are no drafts.
+    most_tokens: int
+
+
 class BlockCopy(NamedTuple):
     """Copies all bytes of one device block to another (copy on write).
 
@@ -187,6 +207,25 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     adapter_loads: tuple[ItemLoad, ...] = ()
     content_loads: tuple[ItemLoad, ...] = ()
+    draft_orders: tuple[DraftOrder, ...] = ()
+
+
+class Drafted(NamedTuple):
+    """The drafter's work for one row."""
+
+    #: The drafts: at most as many as were ordered.
+    token_ids: tuple[int, ...]
+    #: Number of leading tokens of the row for which the drafter has K and V, drafts left out.
+    num_reached_tokens: int
+
+
+class Drafts(NamedTuple):
+    """What the drafter made of a plan's orders."""
+
+    #: By row; each row that was ordered is there.
+    of_rows: Mapping[int, Drafted]
+    #: The seconds that it took.
+    seconds: float
 
 
 class TokenLogprobs(NamedTuple):
@@ -239,6 +278,15 @@ word of 32 bits.
 class Runner(Protocol):
     """Executes plans: `runtime.model_runner` on a model, `simulation.fakes.fake_runner` without
     one."""
+
+    def draft(self, plan: StepPlan) -> Drafts:
+        """Carry out the plan's changes of rows and blocks, then its draft_orders.
+
+        Called after `sample` of the previous step, only for a plan with orders. The next call is
+        `execute` of the same plan, with drafts in its chunks, which does not repeat the changes; or
+        `reset`.
+        """
+        ...
 
     def execute(self, plan: StepPlan) -> None:
         """Carry out `plan` up to and including the forward pass.

@@ -11,7 +11,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
+from quire.core.step import Drafts, Runner, StepPlan, StepResult, TokenMasks
 from quire.observability.step_trace import StepTiming
 
 
@@ -46,13 +46,16 @@ class BackgroundRunner:
         if self._current is not None:
             self._current.set()
 
+    def draft(self, plan: StepPlan) -> Drafts:
+        """See `core.step.Runner`. Waits for the steps that are queued."""
+        return self._thread.submit(self._draft, plan).result()
+
     def execute(self, plan: StepPlan) -> None:
         """See `core.step.Runner`. Copies the token ids, which the scheduler may change after this
         call."""
-        admit = tuple(each._replace(token_ids=list(each.token_ids)) for each in plan.admit)
         begun = threading.Event()
         self._begun.append(begun)
-        self._thread.submit(self._execute, replace(plan, admit=admit) if admit else plan, begun)
+        self._thread.submit(self._execute, _with_own_tokens(plan), begun)
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         """See `core.step.Runner`."""
@@ -79,6 +82,11 @@ class BackgroundRunner:
         self._begun.clear()
         self._failure = None
 
+    def _draft(self, plan: StepPlan) -> Drafts:
+        if self._failure is not None:
+            raise self._failure
+        return self._runner.draft(plan)
+
     def _execute(self, plan: StepPlan, begun: threading.Event) -> None:
         if self._failure is None:
             self._current = begun
@@ -97,3 +105,9 @@ class BackgroundRunner:
         except BaseException as error:
             self._failure = error
             raise
+
+
+def _with_own_tokens(plan: StepPlan) -> StepPlan:
+    """The plan with copies of the token ids of admitted rows."""
+    admit = tuple(each._replace(token_ids=list(each.token_ids)) for each in plan.admit)
+    return replace(plan, admit=admit) if admit else plan

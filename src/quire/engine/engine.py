@@ -380,6 +380,10 @@ class Engine:
         scheduler = self.scheduler
         if self.on_step is not None:
             self.on_step(self._members.launch(plan, scheduler.running, is_overlapping=self.overlap))
+        draft_s = 0.0
+        if plan.draft_orders:
+            drafts = self._runner.draft(plan)
+            plan, draft_s = scheduler.add_drafts(plan, drafts), drafts.seconds
         masks = self.grammars.begin_masks(plan.step_id, scheduler.running)
         self._runner.execute(plan)
         self._runner.sample(masks.collect())
@@ -392,6 +396,7 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_preemptions=num_preemptions - self._num_traced_preemptions,
             load=scheduler.budget.load,
+            draft_s=draft_s,
         )
         self._num_traced_preemptions = num_preemptions
         self._in_flight.launch(step)
@@ -428,8 +433,10 @@ class Engine:
         ended_s = self._clock()
         elapsed_s, is_known = self._in_flight.end(step, ended_s)
         if is_known:
-            self.scheduler.pacer.observe(step.plan.step_id, elapsed_s)
-            self.tier_work.observe(step.plan.step_id, elapsed_s)
+            # What drafting takes is learned by the drafter's own costs.
+            step_s = max(0.0, elapsed_s - step.draft_s)
+            self.scheduler.pacer.observe(step.plan.step_id, step_s)
+            self.tier_work.observe(step.plan.step_id, step_s)
         num_tokens = step.plan.num_tokens - landing.num_rejected
         self.times.on_step(elapsed_s, num_tokens)
         if self.trace is not None or STEP_LOGGER.isEnabledFor(logging.DEBUG):

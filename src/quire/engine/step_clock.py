@@ -35,6 +35,8 @@ class LaunchedStep(NamedTuple):
     #: Number of preemptions that its planning caused.
     num_preemptions: int
     load: StepLoad = NO_LOAD
+    #: Duration of the drafter's work for the step, in seconds.
+    draft_s: float = 0.0
 
     @property
     def launched_s(self) -> float:
@@ -77,6 +79,7 @@ class LaunchedStep(NamedTuple):
             num_preemptions=self.num_preemptions,
             busy_s=landing.busy_s,
             gap_s=landing.gap_s,
+            draft_s=self.draft_s,
         )
 
 

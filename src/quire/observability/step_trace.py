@@ -85,6 +85,8 @@ class StepRecord:
     #: the time when the engine last got work after being idle (`engine.utilization`).
     busy_s: float = 0.0
     gap_s: float = 0.0
+    #: The time in which a model made drafts; 0 without one.
+    draft_s: float = 0.0
 
 
 _FIELDS = tuple(field.name for field in fields(StepRecord))

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
+from typing import NoReturn
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, SamplingDefaults
@@ -66,6 +67,10 @@ class WatchedRunner:
         self._inner_rows: set[int] = set()
         self._left: set[int] = set()  # inner rows that bypassed steps released
         self._made_up: deque[StepResult] = deque()  # results of bypassed steps
+
+    def draft(self, plan: StepPlan) -> NoReturn:
+        """See `Runner`. Not called: plans and replays simulate no drafts."""
+        raise AssertionError(f"step {plan.step_id} orders drafts, but nothing makes them")
 
     def execute(self, plan: StepPlan) -> None:
         """See `Runner`."""

@@ -93,6 +93,11 @@ class Planner:
                 f"speculation is {self._options.speculation!r}, but plans and replays simulate no"
                 " drafts; leave it out"
             )
+        if self._options.speculative_model is not None:
+            raise ConfigurationError(
+                f"speculative_model is {self._options.speculative_model!r}, but plans and replays"
+                " simulate no drafts; leave it out"
+            )
         for name, value in self._options.given_tiers.items():
             raise ConfigurationError(
                 f"{name} is {value}, but plans and replays simulate no tiers behind the KV cache;"

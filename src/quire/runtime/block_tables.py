@@ -40,6 +40,7 @@ class BlockTables:
         of one state for each state group."""
         #: The number of token groups, whose tables come before those of state groups.
         self.num_token_groups = num_groups
+        self.block_size = block_size
         num_groups += len(state_sizes)
         most = max(max_blocks, *state_sizes) if state_sizes else max_blocks
         #: [G, R, M]: the memory is never reallocated.

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from quire.child_process import StartText, child_options, last_line
-from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
+from quire.core.step import Drafts, Runner, StepPlan, StepResult, TokenMasks
 from quire.distributed.group import ProcessGroup
 from quire.errors import (
     CheckpointError,
@@ -302,6 +302,13 @@ class DistributedRunner:
         blocks, which another rank executes only after it has made as many calls."""
         return self._num_calls
 
+    def draft(self, plan: StepPlan) -> Drafts:
+        """See `core.step.Runner`. Only rank 0 has a drafter, which computes whole layers and no
+        collectives. The other ranks make the plan's changes when they execute it."""
+        if self._failure is not None:
+            raise self._gone()
+        return self._runner.draft(plan)
+
     def execute(self, plan: StepPlan) -> None:
         """See `core.step.Runner`. This call and the calls below raise EngineDeadError if a rank
         fails."""
@@ -333,7 +340,10 @@ class DistributedRunner:
             except BaseException:  # Ctrl-C: the ranks' progress with the call is unknown
                 self._fail("a step was interrupted")
                 raise
-        raise EngineDeadError(f"tensor parallelism: {self._failure}; make a new engine")
+        raise self._gone()
+
+    def _gone(self) -> EngineDeadError:
+        return EngineDeadError(f"tensor parallelism: {self._failure}; make a new engine")
 
     def _fail(self, reason: str) -> EngineDeadError:
         failure = self._workers.failure(FAILURE_TIMEOUT_S)

@@ -17,7 +17,7 @@ import torch
 
 from quire.adapters.row_adapters import RowAdapters
 from quire.attention.interface import AttentionBackend
-from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
+from quire.core.step import Drafts, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.transfers import current
 from quire.models.interface import TextModel
@@ -25,6 +25,7 @@ from quire.observability.step_trace import StepTiming
 from quire.runtime.batch import StepBatch
 from quire.runtime.block_tables import Int32, Int64
 from quire.runtime.device_rows import DeviceRows
+from quire.runtime.drafters import Drafter
 from quire.runtime.drafts import StepDrafts
 from quire.runtime.forward import NativeForward, make_forward
 from quire.runtime.graphs import GraphCapture, GraphForward
@@ -36,6 +37,7 @@ from quire.sampling.host.sampler import (
     PendingSample,
     SampledNow,
     SampledTokens,
+    SamplingRows,
     StepSampler,
 )
 
@@ -225,7 +227,8 @@ class ModelRunner:
         capture: GraphCapture | None = None,
         adapters: RowAdapters | None = None,
     ) -> None:
-        """`backend` and the model's recurrence are bound to the memory of `kv_cache` here.
+        """`backend` and the model's recurrence are bound to the memory of `kv_cache` here. Its
+        first layers are the model's; those of a drafter follow.
 
         `sampler` must read the history of `rows`. `kernels` are the native kernels that the model
         and the backend were made with; None if torch or Triton computes. `capture` captures the
@@ -238,6 +241,9 @@ class ModelRunner:
         self.on_hidden: Callable[[torch.Tensor], None] | None = None
         #: Called in each step after its batch is built and before the forward pass.
         self.on_forward: Callable[[], None] | None = None
+        #: Proposes drafts; None if nothing does so on the device.
+        self.drafter: Drafter | None = None
+        self._changed_step_id: int | None = None  # the step whose changes `draft` made
         self._backend = backend
         self._kv_cache = kv_cache
         self._device = kv_cache.storage.device
@@ -249,7 +255,8 @@ class ModelRunner:
         self._sampled: deque[_SampledStep] = deque()
         # First, bind the backends to the cache's memory, which a recorded program refers to.
         if model.attention_specs:
-            backend.bind(model.attention_specs, kv_cache.layers())
+            specs = model.attention_specs
+            backend.bind(specs, kv_cache.layers()[: len(specs)])
         if model.recurrent_specs:
             assert model.recurrence is not None, "use_states comes before the runner"
             model.recurrence.bind(model.recurrent_specs, kv_cache.states())
@@ -267,6 +274,10 @@ class ModelRunner:
     def kv_storage(self) -> torch.Tensor:
         """The pages of all blocks, [num_blocks, bytes_per_block] uint8; see `kv_cache`."""
         return self._kv_cache.storage
+
+    def add_drafter(self, make: Callable[[KVCache, StepRows, SamplingRows], Drafter]) -> None:
+        """Make a drafter of the runner's KV cache, rows and sampling options, and use it."""
+        self.drafter = make(self._kv_cache, self._rows, self._sampler.rows)
 
     def touch_memory(self, num_bytes: int, may_go_on: Callable[[], bool]) -> None:
         """See `KVCache.touch`."""
@@ -301,12 +312,25 @@ class ModelRunner:
             self.graphs.capture_anew()
 
     @torch.inference_mode()
+    def draft(self, plan: StepPlan) -> Drafts:
+        """See `core.step.Runner`. After an error, call `reset`."""
+        assert self.drafter is not None, "there is no drafter"
+        with current(self._device):
+            self._change_rows(plan)
+            self._changed_step_id = plan.step_id
+            began_s = perf_counter()
+            found = self.drafter.draft(plan.draft_orders)
+        return Drafts(found, perf_counter() - began_s)
+
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
         """See `core.step.Runner`. After an error of the forward pass, call `reset`."""
         assert self._executed is None, "the previous step was not sampled"
         started_s = perf_counter()
         with current(self._device):
-            self._change_rows(plan)
+            if plan.step_id != self._changed_step_id:
+                self._change_rows(plan)
+            self._changed_step_id = None
             step = self._rows.build(plan)
             if self._adapters is not None:
                 counts = step.num_new_tokens
@@ -347,6 +371,8 @@ class ModelRunner:
                 if of_drafts is not None:
                     sample = SampledNow(sample.fetch())
                     after_drafts = self._verify(step, hidden, of_drafts, sample.tokens, masks)
+            if self.drafter is not None and self.drafter.needs_hidden:
+                self.drafter.follow(step, hidden)
             if self._timer is not None:
                 self._timer.end()
         self._sampled.append(
@@ -378,11 +404,13 @@ class ModelRunner:
     def reset(self) -> None:
         """See `core.step.Runner`. Raises the device's error if the device can't be used any
         more."""
-        self._executed = None
+        self._executed = self._changed_step_id = None
         self._sampled.clear()
         self._pooling.clear()
         if self._timer is not None:
             self._timer.clear()
+        if self.drafter is not None:
+            self.drafter.reset()
         with current(self._device):
             self._rows.reset()
 
@@ -495,6 +523,8 @@ class ModelRunner:
         self._kv_cache.copy_blocks(plan.copies)
         if self._adapters is not None:
             self._adapters.change(plan)
+        if self.drafter is not None:
+            self.drafter.change(plan)
 
     def _build_padding(self, size: int) -> StepBatch:
         """A step of padding alone, to capture the graph of a static size.

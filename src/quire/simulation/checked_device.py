@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from quire.core.step import StepPlan, StepResult, TokenMasks
+from quire.core.step import Drafts, StepPlan, StepResult, TokenMasks
 from quire.simulation.fakes.fake_runner import FakeRunner, InjectedFailureError
 from quire.simulation.virtual_engine import DeviceTime, VirtualClock
 
@@ -39,6 +39,10 @@ class CheckedDevice:
         self.watcher = watcher
         self.runner = runner
         self._time = DeviceTime(clock)
+
+    def draft(self, plan: StepPlan) -> Drafts:
+        """See `Runner`. Takes no virtual time."""
+        return self._call(lambda: self.runner.draft(plan))
 
     def execute(self, plan: StepPlan) -> None:
         """See `Runner`."""

@@ -23,6 +23,8 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling import invariants
+from quire.core.scheduling.drafter_costs import DrafterCosts
+from quire.core.scheduling.model_drafts import ModelDrafts
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.scheduling.policy import POLICIES
@@ -143,6 +145,9 @@ class Simulator:
             Residency(config.max_loras, self.adapters),
             Residency(config.num_content_slots, self.contents),
             _make_proposer(self),
+            ModelDrafts(DrafterCosts(1e-3, 1e-4, 1e-5), config.max_model_len)
+            if config.has_drafter
+            else None,
         )
         if config.max_itl_ratio:
             model = self.step_time.make_model(config.predicted_ratio)
@@ -388,6 +393,7 @@ def _make_runner(config: SimulationConfig, num_crashes: int) -> FakeRunner:
             poison_token_id=config.poison_token_id,
             nan_token_id=config.nan_token_id,
         ),
+        draft_error_rate=config.draft_error_rate,
     )
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.eviction import DEFAULT_ORDER
@@ -148,6 +148,10 @@ class CountingRunner:
         self._tokens = tokens
         self._launched: deque[tuple[int, PlannedWork]] = deque()
         self._chance = random.Random("candidates of beams")
+
+    def draft(self, plan: StepPlan) -> NoReturn:
+        """See `Runner`. Not called: plans and replays simulate no drafts."""
+        raise AssertionError(f"step {plan.step_id} orders drafts, but nothing makes them")
 
     def execute(self, plan: StepPlan) -> None:
         """See `Runner`."""

@@ -123,6 +123,8 @@ class SimulationConfig:
     max_drafts: int = 0
     #: The share of drafts that are wrong.
     draft_error_rate: float = 0.3
+    #: Whether the runner has a drafter, too, which errs as often.
+    has_drafter: bool = False
     #: The share of steps before which the scheduler crashes. A new scheduler resumes all requests.
     crash_rate: float = 0.0
     #: The share of steps that fail as a whole.

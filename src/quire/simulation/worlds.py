@@ -167,6 +167,7 @@ def draw_draft_world(
         max_drafts=rng.choice((1, 2, 3, 7, 20)),
         draft_error_rate=rng.choice((0.0, 0.1, 0.3, 0.3, 0.6, 1.0)),
         adapter_rate=rng.choice((0.0, 0.0, 0.3)),
+        has_drafter=rng.random() < 0.5,
     )
 
 

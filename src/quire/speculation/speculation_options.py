@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quire.errors import ConfigurationError
-from quire.option_fields import Bytes, Kind, Options, Whole, option
+from quire.option_fields import Bytes, Flag, Kind, Options, Text, Whole, option
 from quire.registry import Registry
 
 if TYPE_CHECKING:  # brings the scheduler, which a command's help does not need
@@ -25,33 +25,41 @@ PROPOSERS: "Registry[Callable[[SpeculationOptions], Proposer]]" = Registry(
 of several proposers, that of the first is taken."""
 
 AUTO, OFF = "auto", "off"
+
+DRAFT_MODEL = "draft_model"
+"""Names the model that `speculative_model` names: it drafts on the device, and is no proposer."""
+
 AUTO_PROPOSERS = ("forced", "prediction", "ngram", "siblings", "history")
 
 
 @dataclass(frozen=True, slots=True)
 class Names(Kind):
-    """Different names of `choices`, separated by commas, or one name of `alone`."""
+    """Different names of `choices` and `more`, separated by commas, or one name of `alone`."""
 
     #: The names. A registry may get further ones later.
     choices: Collection[str]
+    more: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     metavar: ClassVar[str | None] = "NAMES"
 
     def validate(self, name: str, value: Any, *, is_optional: bool) -> str:
         parts = value.split(",") if isinstance(value, str) else value
         if isinstance(parts, (list, tuple)):
-            is_known = all(isinstance(part, str) and part in self.choices for part in parts)
+            is_known = all(isinstance(part, str) and part in self._names() for part in parts)
             if parts and is_known and len(set(parts)) == len(parts):
                 return ",".join(parts)
             if len(parts) == 1 and parts[0] in self.alone:
                 return str(parts[0])
         raise ConfigurationError(
             f"{name} is {value!r}, but must be one of {self.alone}, or different names of"
-            f" {tuple(self.choices)} separated by commas"
+            f" {self._names()} separated by commas"
         )
 
     def names(self) -> tuple[str, ...]:
-        return (*self.alone, *self.choices)
+        return (*self.alone, *self._names())
+
+    def _names(self) -> tuple[str, ...]:
+        return (*self.choices, *self.more)
 
 
 @dataclass(frozen=True)
@@ -60,15 +68,26 @@ class SpeculationOptions(Options):
 
     speculation: str = option(
         OFF,
-        Names(PROPOSERS, (AUTO, OFF)),
+        Names(PROPOSERS, (DRAFT_MODEL,), (AUTO, OFF)),
         group="scheduling",
         help="proposers of draft tokens, which steps verify: {names}, or several after commas",
         doc="proposers of draft tokens, which a step verifies together with a sequence's next"
         ' token. "ngram": the tokens that followed an earlier occurrence of the sequence\'s last'
         ' tokens. "prediction": the text that a request expects. "forced": what a grammar leaves no'
         ' choice about. "siblings": other branches of the request. "history": earlier answers of'
-        ' the same cache domain. Several names are separated by commas. "auto": all of these, where'
+        ' the same cache domain. "draft_model": the model that speculative_model names. Several'
+        ' names are separated by commas. "auto": all of these, where'
         ' outputs are the same to the bit with drafts and without, or else none. "off": no drafts.',
+    )
+    speculative_model: str | None = option(
+        None,
+        Text("a folder, a GGUF file or a hub id", is_path=True),
+        group="scheduling",
+        help="folder, GGUF file or hub id of a small model that drafts, with the same vocabulary",
+        doc="a folder, GGUF file or hub id of a small model with the same vocabulary, which drafts"
+        " tokens where that pays. It is computed on the CPU only. Without speculation, it sets that"
+        ' to "auto".',
+        flag=Flag(metavar="PATH"),
     )
     ngram_min_match: int = option(
         3,
@@ -90,6 +109,18 @@ class SpeculationOptions(Options):
 
     def _check_together(self) -> None:
         super()._check_together()
+        drafts = DRAFT_MODEL in self.speculation.split(",")
+        if drafts and self.speculative_model is None:
+            raise ConfigurationError(
+                f"speculation is {self.speculation!r}, but no model drafts; name one with"
+                f" speculative_model, or leave {DRAFT_MODEL} out"
+            )
+        if self.speculative_model is not None and not drafts and self.speculation != AUTO:
+            raise ConfigurationError(
+                f"speculative_model is {self.speculative_model!r}, but speculation is"
+                f" {self.speculation!r}, which does not use it; leave one of them out, or add"
+                f" {DRAFT_MODEL} to speculation"
+            )
         for name in ("ngram_min_match", "speculation_history_size"):
             given = getattr(self, name)
             if self.speculation == OFF and given != getattr(SpeculationOptions, name):

@@ -13,6 +13,10 @@ from quire.core.sequence import Sequence
 from quire.speculation.proposer import Proposer
 from quire.speculation.survival import Survival
 
+DRAFTER_CHANCE = 0.6
+"""The chance that a draft of the runner's drafter is accepted if those before it are, until that
+was learned."""
+
 
 class LastOutcome(IntEnum):
     """The outcome of a sequence's last drafts."""
@@ -26,8 +30,10 @@ class LastOutcome(IntEnum):
 class BestGuess:
     """Proposes the guess of which the most tokens are expected to be accepted."""
 
-    def __init__(self, proposers: Mapping[str, Proposer]) -> None:
-        """proposers: by name. Among equally good guesses, the first proposer's is taken."""
+    def __init__(self, proposers: Mapping[str, Proposer], drafter: str = "") -> None:
+        """proposers: by name. Among equally good guesses, the first proposer's is taken. drafter:
+        the name under which the runner's drafter is counted, if there is one."""
+        self._drafter = drafter
         self._proposers = dict(proposers)
         self._survival = Survival()
         self._outcomes: WeakKeyDictionary[Sequence, LastOutcome] = WeakKeyDictionary()
@@ -47,6 +53,13 @@ class BestGuess:
                 most_expected = expected
                 best = Proposal(tuple(guess.token_ids), survival, name, kind)
         return best
+
+    def expect(self, sequence: Sequence, most: int) -> Proposal:
+        """See `Speculator`."""
+        outcome = self._outcomes.get(sequence, LastOutcome.UNKNOWN)
+        kind = (self._drafter, 0, outcome)
+        survival = self._survival.estimate(kind, most, DRAFTER_CHANCE)
+        return Proposal((), survival, self._drafter, kind)
 
     def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
         """See `Speculator`."""

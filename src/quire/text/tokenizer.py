@@ -192,6 +192,11 @@ class Tokenizer:
         found = {self._backend.token_to_id(text) for text in texts}
         return self.special_token_ids & found
 
+    @property
+    def token_ids(self) -> dict[str, int]:
+        """The ids of all tokens by their entries in the vocabulary."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to a text; they may be only part of a character.
 

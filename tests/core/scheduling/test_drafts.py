@@ -244,13 +244,13 @@ def test_drafts_fit_into_the_time_of_a_paced_step() -> None:
     budget = pacer.open_step(StepDemand(2048, 4, 400, 1))
     alone_s = pacer.model.predict_s(budget.load)
     assert is_worth_drafts(budget)
-    (most,) = choose_lengths([DraftCandidate(100, (1.0,) * 1000)], budget)
+    (most,) = choose_lengths([DraftCandidate(100, (1.0,) * 1000)], budget).lengths
     assert 0 < most < 1000
     ratio = 2.5 / pacer.margin
     assert pacer.model.predict_s(budget.load.with_drafts(100, most)) <= ratio * alone_s
     assert pacer.model.predict_s(budget.load.with_drafts(100, most + 1)) > ratio * alone_s
     budget.take_drafts(100, most)
-    assert choose_lengths([DraftCandidate(100, (1.0,) * 10)], budget) == [0]
+    assert choose_lengths([DraftCandidate(100, (1.0,) * 10)], budget).lengths == [0]
     assert budget.load == StepDemand(0, 4, 400).decode_load.with_drafts(100, most)
     assert budget.load.num_decodes == 4 + most and budget.num_tokens == 2048 - most
 

@@ -6,17 +6,32 @@ the number with the most tokens per second. These are the tokens that the decodi
 to get, divided by the time that the cost model predicts. One row may get many drafts. A step of
 many rows already uses all of the processor. Then a draft costs nearly as much as a token, and few
 drafts or none are taken.
+
+Drafts of a model take its time, too: it runs once for each place behind the rows, and rows share a
+run. It may first have to catch up on a row.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.core.scheduling.cost_model import StepLoad
+from quire.core.scheduling.drafter_costs import DrafterCosts
 from quire.core.scheduling.pacing import StepBudget
 
 GIVE_UP_RATE = 0.9
 """The search ends at a rate below this share of the best one. It does not end at the first lower
 rate, because the predicted cost of rows has corners."""
+
+
+class Catching(NamedTuple):
+    """The tokens of a row on which a drafter has to catch up before its first draft."""
+
+    num_missing: int
+    #: The share of that time that counts for this step; later steps profit from it, too.
+    share: float
+    #: The number of these tokens that fit into this step; with less than all, there are no drafts
+    #: in this step.
+    num_now: int
 
 
 class DraftCandidate(NamedTuple):
@@ -25,6 +40,16 @@ class DraftCandidate(NamedTuple):
     num_computed_tokens: int
     #: The estimated chance that each draft, and all drafts before it, are accepted. Never grows.
     survival: Sequence[float]
+    #: None if the drafts are known already.
+    catching: Catching | None = None
+
+
+class Choice(NamedTuple):
+    """The chosen numbers of drafts."""
+
+    lengths: list[int]
+    #: The expected tokens per second; 0 without a cost model.
+    rate: float
 
 
 def is_worth_drafts(budget: StepBudget) -> bool:
@@ -38,10 +63,13 @@ def is_worth_drafts(budget: StepBudget) -> bool:
     return cost_s * load.num_decodes < model.predict_s(decodes_of(budget.load))
 
 
-def choose_lengths(candidates: Sequence[DraftCandidate], budget: StepBudget) -> list[int]:
+def choose_lengths(
+    candidates: Sequence[DraftCandidate], budget: StepBudget, costs: DrafterCosts | None = None
+) -> Choice:
     """The number of drafts of each candidate, which are in the order of their ranks.
 
     `budget` has all other work of the step. Without a cost model, its tokens alone are the limit.
+    `costs` are those of the drafter, if candidates are `catching`.
     """
     order = [
         (-chance, index)
@@ -50,13 +78,39 @@ def choose_lengths(candidates: Sequence[DraftCandidate], budget: StepBudget) -> 
     ]
     order.sort()
     taken = [index for _, index in order[: budget.num_tokens]]
+    rate = 0.0
     if budget.model is not None:
         chances = [-chance for chance, _ in order[: budget.num_tokens]]
-        taken = taken[: _best_count(candidates, taken, chances, budget)]
+        best, rate = _best_count(candidates, taken, chances, budget, _DrafterTime(costs))
+        taken = taken[:best]
     lengths = [0] * len(candidates)
     for index in taken:
         lengths[index] += 1
-    return lengths
+    return Choice(lengths, rate)
+
+
+class _DrafterTime:
+    """The time of a drafter that makes the drafts chosen so far."""
+
+    def __init__(self, costs: DrafterCosts | None) -> None:
+        self._costs = costs
+        self._runs: list[int] = []
+        #: The seconds that the step takes for it, and those that count for the step.
+        self.whole_s = self.charged_s = 0.0
+
+    def add(self, place: int, catching: Catching) -> None:
+        """Add the draft at a place behind a row."""
+        assert self._costs is not None
+        before_s = self._costs.predict_s(self._runs, 0)
+        if place == len(self._runs):
+            self._runs.append(0)
+        self._runs[place] += 1
+        run_s = self._costs.predict_s(self._runs, 0) - before_s
+        self.whole_s += run_s
+        self.charged_s += run_s
+        if not place:
+            self.whole_s += self._costs.predict_s((), catching.num_now)
+            self.charged_s += self._costs.predict_s((), catching.num_missing) * catching.share
 
 
 def _best_count(
@@ -64,8 +118,9 @@ def _best_count(
     order: Sequence[int],
     chances: Sequence[float],
     budget: StepBudget,
-) -> int:
-    """The number of drafts at which tokens per second are highest.
+    drafter: _DrafterTime,
+) -> tuple[int, float]:
+    """The number of drafts at which tokens per second are highest, and these tokens per second.
 
     order: the candidate of each draft. The time is that of the decoding rows, because chunks of
     prompts make a step long without the drafts' doing.
@@ -78,19 +133,21 @@ def _best_count(
     best, best_rate = 0, expected / (model.predict_s(load) - others_s)
     lengths = [0] * len(candidates)
     for count, (index, chance) in enumerate(zip(order, chances, strict=True), 1):
-        num_before = candidates[index].num_computed_tokens + lengths[index]
-        load = load.with_drafts(num_before, 1)
+        candidate = candidates[index]
+        load = load.with_drafts(candidate.num_computed_tokens + lengths[index], 1)
+        if candidate.catching is not None:
+            drafter.add(lengths[index], candidate.catching)
         lengths[index] += 1
         seconds = model.predict_s(load)
-        if seconds > limit_s:
+        if seconds + drafter.whole_s > limit_s:
             break
         expected += chance
-        rate = expected / (seconds - others_s)
+        rate = expected / (seconds - others_s + drafter.charged_s)
         if rate > best_rate:
             best, best_rate = count, rate
         elif rate < GIVE_UP_RATE * best_rate:
             break
-    return best
+    return best, best_rate
 
 
 def decodes_of(load: StepLoad) -> StepLoad:

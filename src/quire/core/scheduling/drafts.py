@@ -6,30 +6,65 @@ left of the step's budget and of the free blocks once all other tokens are plann
 
 A row with drafts counts as a row that decodes one token until its result is applied, and waits for
 it: the number of its tokens is unknown before. The result tells which drafts count as computed.
+
+Drafts of the runner's drafter come when the plan is made (see `core.step`). They are planned as if
+they were known, by what is expected of them, and are put into the plan before the step runs.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.scheduling.cost_model import NO_LOAD
 from quire.core.scheduling.draft_lengths import (
+    Catching,
     DraftCandidate,
     choose_lengths,
     decodes_of,
     is_worth_drafts,
 )
+from quire.core.scheduling.model_drafts import ModelDrafts, OrderedDrafts
 from quire.core.scheduling.pacing import StepBudget
-from quire.core.scheduling.proposals import DraftCounts, Proposal, Speculator
+from quire.core.scheduling.proposals import (
+    NO_PROPOSAL,
+    DraftCounts,
+    Proposal,
+    Speculator,
+)
 from quire.core.scheduling.running_set import AppendSlots, RunningSet
 from quire.core.scheduling.step_results import StepInFlight
 from quire.core.sequence import Sequence, SequenceState
-from quire.core.step import Chunk, StepResult
+from quire.core.step import Chunk, DraftOrder, Drafts, StepPlan, StepResult
 
 LEAST_CROWD, MAX_SKIPPED = 4, 7
 """If no draft of a step pays among this number of rows or more, 1, 3, and then MAX_SKIPPED steps
 follow without asking for drafts: asking takes time for each row, and a crowd rarely has use for
 them."""
+
+ASKS_EVERY = 32
+"""With overlap, a row waits for its last token to get drafts of the drafter if the last plan with
+rows for them ordered any, or else once in so many steps."""
+
+
+class _Option(NamedTuple):
+    """Drafts that a row could get."""
+
+    sequence: Sequence
+    #: Without tokens, if the drafter would make the drafts.
+    proposal: Proposal
+    #: None if the drafts are known.
+    catching: Catching | None
+
+
+class _Row(NamedTuple):
+    """A decoding row that may have drafts."""
+
+    sequence: Sequence
+    #: The guess of a proposer; NO_PROPOSAL if there is none.
+    known: Proposal
+    #: What is expected of the drafter; NO_PROPOSAL if it can't draft for the row.
+    expected: Proposal
 
 
 class Drafting:
@@ -46,18 +81,25 @@ class Drafting:
         running_set: RunningSet,
         slots: AppendSlots,
         most: int,
+        model: ModelDrafts | None = None,
     ) -> None:
-        """most: the largest number of drafts of one sequence in a step."""
+        """most: the largest number of drafts of one sequence in a step. model: plans the drafts of
+        the runner's drafter; None if it has none."""
         self.speculator = speculator
+        self.model = model
         self._memory = memory
         self._running_set = running_set
         self._slots = slots
         self._most = most
         self._planned: list[tuple[Sequence, Proposal]] = []
+        self._ordered: list[OrderedDrafts] = []
+        self._budget = StepBudget(0)
+        self._load_before = NO_LOAD  # that of the step without drafts
+        self._num_asked = 0
+        self._orders_pay = True
         # The number of steps that are still planned without asking for drafts, and that were the
         # last time.
         self._num_to_skip = self._num_skipped = 0
-        self._planned_s = (0.0, 0.0)
         #: Proposer -> the counts of its drafts in steps that have ended.
         self.counts: dict[str, DraftCounts] = {}
         #: The predicted seconds of the steps that accepted drafts made needless, less those of
@@ -79,6 +121,10 @@ class Drafting:
             or self._slots.most_after(sequence) < 1
         ):
             return False
+        if self.model is not None:
+            self._num_asked += 1
+            if self._orders_pay or not self._num_asked % ASKS_EVERY:
+                return True
         return len(self.speculator.propose(sequence, 2).token_ids) == 2
 
     def plan(self, chunks: Mapping[Sequence, int], budget: StepBudget) -> None:
@@ -90,40 +136,51 @@ class Drafting:
         if self._num_to_skip:
             self._num_to_skip -= 1
             return
-        found = self._find_proposals(chunks, budget) if is_worth_drafts(budget) else []
-        self._choose(found, budget)
-        if self._planned or len(chunks) < LEAST_CROWD:
+        self._budget, self._load_before = budget, budget.load
+        if is_worth_drafts(budget):
+            self._choose(self._find_rows(chunks, budget), budget)
+        if self._planned or self._ordered or len(chunks) < LEAST_CROWD:
             self._num_skipped = 0
         else:
             self._num_to_skip = self._num_skipped = min(2 * self._num_skipped + 1, MAX_SKIPPED)
 
-    def _choose(self, found: list[tuple[Sequence, Proposal]], budget: StepBudget) -> None:
-        """Plan the drafts that pay. `found` has proposals by rank."""
-        candidates = [
-            DraftCandidate(sequence.num_computed_tokens, proposal.survival)
-            for sequence, proposal in found
-        ]
-        lengths = choose_lengths(candidates, budget)
-        before, model = budget.load, budget.model
-        for (sequence, proposal), length in zip(found, lengths, strict=True):
+    def _choose(self, rows: list[_Row], budget: StepBudget) -> None:
+        """Plan the drafts that pay. `rows` are in the order of their ranks."""
+        # First, choose the numbers of known drafts, and of those of the drafter in their place.
+        options = [_Option(row.sequence, row.known, None) for row in rows if row.known.token_ids]
+        lengths, rate = choose_lengths([_candidate(each) for each in options], budget)
+        if self.model is not None:
+            others = _with_drafter(self.model, rows, budget)
+            if others != options:
+                choice = choose_lengths(
+                    [_candidate(each) for each in others], budget, self.model.costs
+                )
+                if choice.rate >= rate:
+                    options, lengths = others, choice.lengths
+        # Then reserve their slots. A row that has to catch up on too much gets no drafts yet.
+        for (sequence, proposal, catching), length in zip(options, lengths, strict=True):
+            if catching is not None and length and catching.num_now < catching.num_missing:
+                self._ordered.append(OrderedDrafts(sequence, _cut(proposal, 0), catching.num_now))
+                continue
             count = min(length, self._slots.most_after(sequence))
-            if count > 0:
-                self._slots.reserve(sequence, count)
-                budget.take_drafts(sequence.num_computed_tokens, count)
-                chosen = _cut(proposal, count)
-                sequence.draft_token_ids = chosen.token_ids
-                self._planned.append((sequence, chosen))
-        if model is not None and self._planned:
-            self._planned_s = (
-                model.predict_s(budget.load) - model.predict_s(before),
-                model.predict_s(decodes_of(before)) / max(1, before.num_decodes),
-            )
+            if count <= 0:
+                continue
+            self._slots.reserve(sequence, count)
+            chosen = _cut(proposal, count)
+            if catching is not None:
+                self._ordered.append(OrderedDrafts(sequence, chosen, catching.num_now))
+                continue
+            budget.take_drafts(sequence.num_computed_tokens, count)
+            sequence.draft_token_ids = chosen.token_ids
+            self._planned.append((sequence, chosen))
+        if self.model is not None and rows:
+            self._orders_pay = bool(self._ordered)
+            if not self._ordered:
+                self.model.costs.recover()
 
-    def _find_proposals(
-        self, chunks: Mapping[Sequence, int], budget: StepBudget
-    ) -> list[tuple[Sequence, Proposal]]:
-        """The proposals for the decoding rows of the step, by rank."""
-        found: list[tuple[Sequence, Proposal]] = []
+    def _find_rows(self, chunks: Mapping[Sequence, int], budget: StepBudget) -> list[_Row]:
+        """The decoding rows of the step that may have drafts, by rank."""
+        found: list[_Row] = []
         for sequence in self._running_set.running:
             num_tokens, computed = len(sequence.token_ids), sequence.num_computed_tokens
             decodes = chunks.get(sequence) == 1 and num_tokens - computed == 1
@@ -133,11 +190,69 @@ class Drafting:
             most = min(self._most, num_left, budget.num_tokens, self._slots.most_after(sequence))
             if most < 1:
                 continue
-            proposal = self.speculator.propose(sequence, most)
-            count = _num_useful(sequence, proposal.token_ids[:most])
-            if count:
-                found.append((sequence, _cut(proposal, count)))
+            known = self.speculator.propose(sequence, most)
+            known = _cut(known, _num_useful(sequence, known.token_ids[:most]))
+            expected = NO_PROPOSAL
+            if self.model is not None and not self._would_write_stored(sequence):
+                expected = self.model.expect(self.speculator, sequence, most)
+            if known.token_ids or expected.survival:
+                found.append(_Row(sequence, known, expected))
         return found
+
+    def _would_write_stored(self, sequence: Sequence) -> bool:
+        """Whether the drafter would write to published blocks while tiers may read them."""
+        moves = self._memory.moves
+        if self.model is None or moves is None or not moves.stores.in_flight:
+            return False
+        num_reached = len(sequence.token_ids) - self.model.num_missing(sequence)
+        return num_reached < sequence.num_published_blocks * self._memory.block_size
+
+    def order(self, step: StepInFlight) -> tuple[DraftOrder, ...]:
+        """The drafts that the drafter must make before a step can run that was launched."""
+        if not self._ordered or self.model is None:
+            return ()
+        step.ordered = tuple(self._ordered)
+        self._ordered.clear()
+        return self.model.orders(step.ordered)
+
+    def add(self, step: StepInFlight, plan: StepPlan, drafts: Drafts) -> StepPlan:
+        """Add the drafts that the drafter has made to a plan that was launched; returns the plan
+        with them.
+
+        Drafts are cut where one would end the sequence, or is not allowed by its grammar.
+        """
+        assert self.model is not None and step.drafts is not None
+        self.model.learn(step.ordered, drafts)
+        chunks: list[Chunk] = []
+        for each in step.ordered:
+            sequence, row = each.sequence, each.sequence.row
+            assert row is not None
+            token_ids = drafts.of_rows[row].token_ids[: each.num_drafts]
+            count = _num_useful(sequence, token_ids)
+            if not count:
+                continue
+            # The row's own token counts as computed since the launch.
+            self._budget.take_drafts(sequence.num_computed_tokens - 1, count)
+            sequence.draft_token_ids = token_ids[:count]
+            step.drafts[row] = _cut(each.expected, count)._replace(token_ids=token_ids[:count])
+            chunks.append(Chunk(row, 1 + count, token_ids[:count]))
+            step.num_tokens += count
+        step.drafted = drafts.of_rows
+        self._record_times(step, drafts.seconds)
+        return replace(
+            plan,
+            num_tokens=step.num_tokens,
+            chunks=(*plan.chunks, *chunks),
+            draft_orders=(),
+        )
+
+    def _record_times(self, step: StepInFlight, drafter_s: float) -> None:
+        """Record what a step's drafts take, and what a token takes without them."""
+        model, before = self._budget.model, self._load_before
+        if model is not None and (step.drafts or drafter_s):
+            verify_s = model.predict_s(self._budget.load) - model.predict_s(before)
+            step.drafts_s = verify_s + drafter_s
+            step.token_s = model.predict_s(decodes_of(before)) / max(1, before.num_decodes)
 
     def launch(self, step: StepInFlight) -> tuple[Chunk, ...]:
         """Add the planned drafts to a step that was launched; returns the chunks of their rows."""
@@ -150,7 +265,7 @@ class Drafting:
             chunks.append(Chunk(sequence.row, num_new_tokens, proposal.token_ids))
             step.num_tokens += num_new_tokens - 1
         step.drafts = drafts
-        step.drafts_s, step.token_s = self._planned_s
+        self._record_times(step, 0.0)
         self._planned.clear()
         return tuple(chunks)
 
@@ -171,9 +286,9 @@ class Drafting:
     def end(self, step: StepInFlight, result: StepResult) -> None:
         """Confirm the drafts of all rows of a step whose tokens were appended, and learn from
         them."""
+        self.saved_s -= step.drafts_s
         if not step.drafts:
             return
-        self.saved_s -= step.drafts_s
         for row, token_ids in zip(result.rows, result.token_ids, strict=True):
             proposal = step.drafts.get(row)
             if proposal is not None:
@@ -181,7 +296,11 @@ class Drafting:
                 counts = self.counts.setdefault(proposal.proposer, DraftCounts())
                 counts.add(num_verified, num_accepted)
                 self.saved_s += num_accepted * step.token_s
-                self.speculator.learn(step.rows[row][0], proposal, num_accepted)
+                sequence, num_admissions, _ = step.rows[row]
+                self.speculator.learn(sequence, proposal, num_accepted)
+                is_current = sequence.num_admissions == num_admissions
+                if self.model is not None and row in step.drafted and is_current:
+                    self.model.confirm(sequence, step.drafted[row], num_accepted)
         for row in step.drafts:
             self.confirm(step, row)
             step.rows[row][0].draft_token_ids = ()
@@ -215,9 +334,31 @@ class Drafting:
         )
 
 
+def _with_drafter(model: ModelDrafts, rows: list[_Row], budget: StepBudget) -> list[_Option]:
+    """The better drafts for each row: known ones, or those of the drafter."""
+    found: list[_Option] = []
+    num_rows = sum([bool(row.expected.survival) for row in rows])
+    num_left = model.most_catch_up(budget)
+    for sequence, known, expected in rows:
+        num_known = sum(known.survival)
+        gain = model.net_tokens(expected, budget, num_rows) if expected.survival else 0.0
+        if gain > num_known and num_left > 0:
+            catching = model.catching(sequence, expected, num_left)
+            num_left -= catching.num_now
+            found.append(_Option(sequence, expected, catching))
+        elif known.token_ids:
+            found.append(_Option(sequence, known, None))
+    return found
+
+
+def _candidate(option: _Option) -> DraftCandidate:
+    survival, computed = option.proposal.survival, option.sequence.num_computed_tokens
+    return DraftCandidate(computed, survival, option.catching)
+
+
 def _cut(proposal: Proposal, count: int) -> Proposal:
     """The proposal's first `count` tokens."""
-    if count == len(proposal.token_ids):
+    if count == len(proposal.survival):
         return proposal
     return proposal._replace(
         token_ids=proposal.token_ids[:count], survival=proposal.survival[:count]

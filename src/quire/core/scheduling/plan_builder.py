@@ -8,6 +8,7 @@ from quire.core.sequence import Sequence
 from quire.core.step import (
     BlockCopy,
     Chunk,
+    DraftOrder,
     ItemLoad,
     RowAdmission,
     RowFork,
@@ -104,7 +105,12 @@ class PlanBuilder:
         self.table_edits = [edit for edit in self.table_edits if edit.row != row]
 
     def build(
-        self, step_id: int, num_rows: int, num_tokens: int, chunks: tuple[Chunk, ...]
+        self,
+        step_id: int,
+        num_rows: int,
+        num_tokens: int,
+        chunks: tuple[Chunk, ...],
+        draft_orders: tuple[DraftOrder, ...] = (),
     ) -> StepPlan:
         """Return the plan with all recorded changes, and forget them."""
         plan = StepPlan(
@@ -120,6 +126,7 @@ class PlanBuilder:
             copies=tuple(self.copies),
             adapter_loads=tuple(self.adapter_loads),
             content_loads=tuple(self.content_loads),
+            draft_orders=draft_orders,
         )
         self.clear()
         return plan

@@ -34,6 +34,11 @@ class Speculator(Protocol):
         """
         ...
 
+    def expect(self, sequence: Sequence, most: int) -> Proposal:
+        """What is expected of at most `most` drafts that the runner's drafter would make: a
+        proposal without tokens. Called only if there is a drafter."""
+        ...
+
     def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
         """Learn how many tokens of a proposal were accepted. The proposal has only the tokens that
         a step verified."""

@@ -6,6 +6,7 @@ that rule. The policy only orders sequences. This file spends the token budget; 
 waiting sequences that fit; `running_set` handles rows and preemption.
 
     schedule(now_s) -> StepPlan      the next step, from the state of all sequences
+    add_drafts(plan, Drafts)         adds the drafts that the plan orders, before it is executed
     apply(StepResult) -> outputs     adds the sampled tokens; sequences grow and end
     add, fork, abort                 at any moment, in any state
 
@@ -27,6 +28,7 @@ from quire.core.scheduling.admission import Admission
 from quire.core.scheduling.beams.scheduling import BeamScheduling
 from quire.core.scheduling.drafts import Drafting
 from quire.core.scheduling.fault_isolation import FaultIsolation
+from quire.core.scheduling.model_drafts import ModelDrafts
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.output_length import OutputLengthPredictor
 from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget, StepDemand
@@ -43,7 +45,7 @@ from quire.core.scheduling.step_results import (
 )
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
-from quire.core.step import Chunk, StepPlan, StepResult, TokenLogprobs
+from quire.core.step import Chunk, DraftOrder, Drafts, StepPlan, StepResult, TokenLogprobs
 from quire.errors import (
     RequestNeverFitsError,
     SchedulerStalledError,
@@ -74,12 +76,14 @@ class Scheduler:
         adapters: Residency | None = None,
         contents: Residency | None = None,
         speculator: Speculator | None = None,
+        model_drafts: ModelDrafts | None = None,
     ) -> None:
         """The `policy` serves this scheduler alone; None is first come, first served. `lengths`
         predicts output lengths, for which admission leaves blocks; None learns them from outputs
         that have ended. `adapters` has the slots of LoRA adapters, `contents` those of prompts'
         contents; None means there are none. `speculator` guesses tokens, which steps then verify.
-        No row has drafts if it is None, or if the model has recurrent states, which can't be cut
+        `model_drafts` plans the drafts of the runner's drafter; None if it has none. No row has
+        drafts if `speculator` is None, or if the model has recurrent states, which can't be cut
         behind accepted drafts."""
         self.config = config
         self.memory = memory
@@ -103,7 +107,12 @@ class Scheduler:
         self.drafting: Drafting | None = None
         if speculator is not None and not memory.growth.states:
             self.drafting = Drafting(
-                speculator, memory, self.running_set, self._slots, config.num_draft_tokens
+                speculator,
+                memory,
+                self.running_set,
+                self._slots,
+                config.num_draft_tokens,
+                model_drafts,
             )
         self.beams = BeamScheduling(
             self.policy, memory, self.running_set, self._slots, self._builder
@@ -249,13 +258,21 @@ class Scheduler:
         if self.policy.counts_steps:
             self.policy.on_step(now_s)
         step, named = self._launch(chunks)
+        orders: tuple[DraftOrder, ...] = ()
         if self.drafting is not None:
             named += self.drafting.launch(step)
+            orders = self.drafting.order(step)
         self.pacer.launch(step.step_id)
         if self.memory.moves is not None:
             self.memory.moves.launch(step.step_id, chunks)
         self._join_forks(step, joins)
-        return self._builder.build(step.step_id, len(self.running), step.num_tokens, named)
+        num_rows = len(self.running)
+        return self._builder.build(step.step_id, num_rows, step.num_tokens, named, orders)
+
+    def add_drafts(self, plan: StepPlan, drafts: Drafts) -> StepPlan:
+        """The plan that `schedule` returned last, with the drafts that it orders."""
+        assert self.drafting is not None and plan.step_id == self._in_flight[-1].step_id
+        return self.drafting.add(self._in_flight[-1], plan, drafts)
 
     def _plan_all(self, chunks: dict[Sequence, int], now_s: float) -> list[Sequence]:
         """Fill `chunks` from all sequences; returns the sequences whose forks may join this

@@ -3,14 +3,16 @@
 `scheduler` uses all of this module; beam search uses only `failure`.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.request import FinishReason, SequenceOutput
+from quire.core.scheduling.model_drafts import OrderedDrafts
 from quire.core.scheduling.proposals import Proposal
 from quire.core.sequence import Sequence, SequenceState
-from quire.core.step import StepResult, TokenLogprobs
+from quire.core.step import Drafted, StepResult, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -23,6 +25,10 @@ class StepInFlight:
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
     #: Row -> the drafts that the step verifies behind the row's tokens; None without a proposer.
     drafts: dict[int, Proposal] | None = None
+    #: The drafts that are ordered from the runner's drafter.
+    ordered: tuple[OrderedDrafts, ...] = ()
+    #: What the drafter made for the step, by row.
+    drafted: Mapping[int, Drafted] = field(default_factory=dict)
     #: The predicted seconds of the drafts, and those of a token without drafts.
     drafts_s: float = 0.0
     token_s: float = 0.0

@@ -23,6 +23,9 @@ from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import (
     HOLE_BLOCK,
     BlockCopy,
+    Drafted,
+    DraftOrder,
+    Drafts,
     ItemLoad,
     RowAdmission,
     StepPlan,
@@ -35,6 +38,7 @@ from quire.simulation.fakes.fake_model import (
     FakeModel,
     Fingerprints,
     adapter_start,
+    branch_salt,
     extend,
     extend_all,
     fake_pooled,
@@ -79,6 +83,9 @@ class Faults:
     def hits_execute(self, step_id: int) -> bool:
         return step_id in self.execute_fails_at or self._draw(2 * step_id)
 
+    def hits_draft(self, step_id: int) -> bool:
+        return self._draw(-step_id - 1)
+
     def hits_sample(self, step_id: int) -> bool:
         return step_id in self.sample_fails_at or self._draw(2 * step_id + 1)
 
@@ -104,7 +111,9 @@ class FakeRunner:
         max_num_tokens: int,
         model: FakeModel | None = None,
         faults: Faults | None = None,
+        draft_error_rate: float = 0.0,
     ) -> None:
+        """draft_error_rate: the share of wrong tokens among the drafts that plans order."""
         #: A function that is called with the digest of each adapter that a plan loads.
         self.take_adapter: Callable[[str], object] = lambda digest: None
         #: The same for contents.
@@ -131,11 +140,37 @@ class FakeRunner:
         self._last_step_id = -1
         self._has_failed = False
         self._is_sampled = True  # whether the last executed step was sampled
+        self._changed_step_id: int | None = None  # the step whose changes `draft` made
+        self._draft_error_rate = draft_error_rate
 
     # ---- the contract -----------------------------------------------------------------------
 
+    def draft(self, plan: StepPlan) -> Drafts:
+        """Apply the plan's changes to the rows, and make the drafts that it orders, some wrong."""
+        self._change(plan)
+        self._changed_step_id = plan.step_id
+        if self.faults.hits_draft(plan.step_id):
+            self._has_failed = True
+            raise InjectedFailureError(f"the drafts of step {plan.step_id} fail, as was asked")
+        found = {order.row: self._draft(plan.step_id, order) for order in plan.draft_orders}
+        return Drafts(found, 1e-4 * len(found))
+
     def execute(self, plan: StepPlan) -> None:
-        """Apply the plan's changes to the rows and record the accesses of its forward pass."""
+        """Apply the plan's changes to the rows, if `draft` has not done so, and record the accesses
+        of its forward pass."""
+        if plan.step_id != self._changed_step_id:
+            self._change(plan)
+        elif self._has_failed:
+            self.history.refuse(f"step {plan.step_id} after its drafts failed, without a reset")
+        self._changed_step_id = None
+        step, poison = self._launch(plan), self.faults.poison_token_id
+        is_poisoned = any(poison in each.row.admission.token_ids for each in step.rows)
+        if is_poisoned or self.faults.hits_execute(plan.step_id):
+            self._fail(step, "execute")
+        self._steps.append(step)
+        self._is_sampled = False
+
+    def _change(self, plan: StepPlan) -> None:
         self.history.add(plan)
         self._check_order(plan)
         # First, load adapters, on which the fingerprints of admitted rows depend, and change the
@@ -165,13 +200,6 @@ class FakeRunner:
             for block in table
         )
         self._overwrite_new(self._check_copies(plan.copies, self._new_blocks(plan)))
-        # Finally, launch the step, and inject its failure if there is one.
-        step, poison = self._launch(plan), self.faults.poison_token_id
-        is_poisoned = any(poison in each.row.admission.token_ids for each in step.rows)
-        if is_poisoned or self.faults.hits_execute(plan.step_id):
-            self._fail(step, "execute")
-        self._steps.append(step)
-        self._is_sampled = False
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         """Mark the last executed step as sampled."""
@@ -205,9 +233,36 @@ class FakeRunner:
             self.store.scribble_writes(step)
         self._steps.clear()
         self._is_sampled = True
+        self._changed_step_id = None
         self.rows.reset()
         self._contents.clear()
         self._has_failed = False
+
+    def _draft(self, step_id: int, order: DraftOrder) -> Drafted:
+        """The drafts of one order: at most as many as were ordered, and none now and then."""
+        number, count, most_tokens = order
+        if number not in self.rows.live:
+            self.history.refuse(f"{order} is for a row that is not live", number)
+        row, fingerprints = self.rows.live[number], self._fingerprints[number]
+        self._check_known(row, "drafts")
+        if row.num_drafts or row.num_tokens - row.num_computed != 1 or most_tokens < 1:
+            self.history.refuse(f"{order} is for a row that does not decode one token", number)
+        end = row.num_tokens + count
+        for group, table in enumerate(row.tables):
+            if self._bounds.groups[group].kind is KVKind.STATE:
+                self.history.refuse(f"{order} is for a row with a state", number)
+            if len(table) * self.block_size < end:
+                self.history.refuse(f"{order} has no slots for {end} tokens", number)
+            self._check_unshared(number, table[(row.num_tokens - 1) // self.block_size :])
+        salt = branch_salt(row.admission.params.seed, row.admission.branch_index)
+        fingerprint, found = int(fingerprints[row.num_tokens - 1]), []
+        for _ in range(count):
+            draw = mix((fingerprint ^ mix(step_id + 1)) & MASK) / 2**64
+            token_id = self.model.next_token(fingerprint, salt, None)
+            found.append((token_id + (draw < self._draft_error_rate)) % self.model.vocab_size)
+            fingerprint = extend(fingerprint, found[-1])
+        chance = mix((fingerprint + step_id) & MASK) % (row.num_tokens + 1)
+        return Drafted(tuple(found) if chance % 8 else (), chance)
 
     # ---- what a step will do ----------------------------------------------------------------
 

@@ -55,6 +55,11 @@ class FakeSpeculator:
         survival = [chance**count for count in range(1, len(drafts) + 1)]
         return Proposal(tuple(drafts), tuple(survival), "fake")
 
+    def expect(self, sequence: Sequence, most: int) -> Proposal:
+        """See `Speculator`. Sometimes nothing is expected, so that plain steps come between."""
+        count = min(most, self._rng.randint(0, self._most))
+        return Proposal((), (0.9,) * count, "fake drafter")
+
     def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
         """See `Speculator`. Checks the count, and learns nothing."""
         assert 0 <= num_accepted <= len(proposal.token_ids), (proposal, num_accepted)

@@ -113,6 +113,8 @@ class Loads:
     ) -> None:
         self.stats = LoadStats()
         self.compute_time = ComputeTime()
+        #: Called with the blocks that ordered loads fill; None if no one listens.
+        self.on_order: Callable[[list[int]], None] | None = None
         self._tiers = tiers
         self._pool = pool
         self._cache = cache
@@ -351,6 +353,8 @@ class Loads:
         )
         self.stats.num_loads += 1
         if orders:
+            if self.on_order is not None:
+                self.on_order([order.block for order in orders])
             self._tiers.start((), orders)
 
     def _publish(self, filling: _Filling) -> None:

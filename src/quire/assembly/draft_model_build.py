@@ -1,0 +1,178 @@
+"""Finds and builds the model that drafts for another one, which the option speculative_model names.
+
+It is computed by the same kernels, in the same dtype, with weights as its checkpoint has them. Its
+attention layers follow the model's own in the layout of pages. With several ranks, all plan the
+same pages, but only rank 0 loads the model, whole: it alone drafts. Called by `build` and
+`rank_build`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from quire.assembly.device_setup import TRITON, DeviceSetup, choose_device, draft_methods
+from quire.assembly.model_kind import ModelKind, tokenizer_folder
+from quire.attention.interface import AttentionSpec
+from quire.core.scheduling.model_drafts import ModelDrafts
+from quire.engine_client.messages import OnProgress
+from quire.errors import CheckpointError, ConfigurationError
+from quire.hub.model_folder import resolve_model_folder
+from quire.kernels.cpu.sampling import NativeSampling
+from quire.layers.operator_module import use_operators
+from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
+from quire.models.checkpoints.weights_digest import WeightsDigest
+from quire.models.config import ModelConfig
+from quire.models.interface import CausalLM
+from quire.models.registry import find_entry, load_config
+from quire.runtime.batch import RowBatch
+from quire.runtime.draft_model import DraftModel
+from quire.runtime.kv_cache import KVCache
+from quire.runtime.model_runner import StepRows
+from quire.sampling.host.draft_sampler import DraftSampler
+from quire.sampling.host.sampler import SamplingRows
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A model that drafts, and where it is."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        """Its attention layers, as pages are planned for them: their groups keep all blocks of a
+        sequence, windows or not, since the model may catch up from the first token on."""
+        return tuple(
+            replace(spec, window=None) if spec.window is not None else spec
+            for spec in self.config.attention_specs
+        )
+
+    def num_bytes(self, setup: DeviceSetup) -> int:
+        """The bytes of its loaded weights."""
+        return weight_bytes(self.folder, self.config, setup.dtype, draft_methods(setup))
+
+
+def find_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> DraftSource | None:
+    """The model that drafts for the model of `kind`, fetched if needed; None without one.
+
+    Raises ConfigurationError and its subclasses if it can't draft for that model.
+    """
+    options = kind.options
+    name = options.speculative_model
+    if name is None:
+        return None
+    if not kind.generates:
+        raise _refusal(name, "the model that it would draft for generates no tokens; leave it out")
+    if options.kernels == TRITON or choose_device(options.device).type != "cpu":
+        raise _refusal(
+            name,
+            "in this version a model drafts on the CPU only; leave it out, or say device='cpu'",
+        )
+    read = partial(load_config, from_transformers=None)
+    folder = resolve_model_folder(name, None, check=read, on_progress=on_progress)
+    config = read(folder)
+    if not find_entry(config).generates:
+        raise _refusal(name, f"{config.architecture} predicts no tokens; name a model that does")
+    if config.recurrent_specs:
+        raise _refusal(
+            name,
+            f"{config.architecture} has recurrent states, which can't be cut back to the accepted"
+            " drafts in this version; name a model without them",
+        )
+    if not all(spec.causal for spec in config.attention_specs):
+        raise _refusal(name, f"{config.architecture} attends to later tokens; name another model")
+    _check_vocabularies(kind, name, folder, config)
+    return DraftSource(name, folder, config)
+
+
+def _check_vocabularies(kind: ModelKind, name: str, folder: Path, config: ModelConfig) -> None:
+    """Raise ConfigurationError unless a token id means the same text to both models.
+
+    One vocabulary may have more tokens at its end: these are not drafted.
+    """
+    own_size, size = kind.config.vocab_size, config.vocab_size
+    mine = None if kind.options.skip_tokenizer_init else _vocabulary(tokenizer_folder(kind.options))
+    theirs = None if mine is None else _vocabulary(folder)
+    if mine is None or theirs is None:
+        if own_size != size:
+            raise _refusal(
+                name,
+                f"its vocabulary has {size} tokens, that of the model {own_size}, and without both"
+                " tokenizers they can't be compared; name a model of the same family",
+            )
+        return
+    for token, token_id in theirs.items():
+        if token_id < min(own_size, size) and mine.get(token) != token_id:
+            raise _refusal(
+                name,
+                f"its token {token_id} is {token!r:.40}, which is {mine.get(token)} in the model's"
+                " tokenizer: their vocabularies differ; name a model of the same family",
+            )
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """The token ids of a tokenizer by token; None if there is no tokenizer."""
+    try:
+        return Tokenizer.from_folder(folder).token_ids
+    except CheckpointError:
+        if folder.is_file() or (folder / "tokenizer.json").is_file():
+            raise
+        return None
+
+
+def _refusal(name: str, reason: str) -> ConfigurationError:
+    return ConfigurationError(f"speculative_model is {name!r}, but {reason}")
+
+
+def load_draft_model(
+    source: DraftSource,
+    setup: DeviceSetup,
+    max_model_len: int,
+    on_progress: Callable[[int, int], None],
+    digest: WeightsDigest | None,
+) -> CausalLM:
+    """Load the model for sequences of at most max_model_len tokens, or as many as it supports."""
+    model = load_model(
+        source.folder,
+        source.config,
+        dtype=setup.dtype,
+        device=setup.device,
+        max_model_len=min(max_model_len, source.config.max_supported_positions),
+        methods=draft_methods(setup),
+        reading=Reading(setup.num_threads if setup.kernels is not None else 1, on_progress, digest),
+    )
+    use_operators(model, setup.operators)
+    model.check_loaded()
+    assert isinstance(model, CausalLM), "checked by find_draft_model"
+    return model
+
+
+def make_draft_model(
+    model: CausalLM,
+    setup: DeviceSetup,
+    kv_cache: KVCache,
+    rows: StepRows,
+    sampling_rows: SamplingRows,
+) -> DraftModel:
+    """The drafter of a runner with these rows. Its layers are the last ones of `kv_cache`."""
+    assert isinstance(rows, RowBatch), "a model drafts on the CPU only"
+    kernels = setup.kernels
+    return DraftModel(
+        model,
+        setup.new_backend(),
+        kv_cache.layers()[-len(model.attention_specs) :],
+        rows,
+        DraftSampler(sampling_rows, None if kernels is None else NativeSampling(kernels)),
+        kv_cache.num_blocks,
+        kernels,
+    )
+
+
+def plan_drafts(drafter: DraftModel, source: DraftSource, max_model_len: int) -> ModelDrafts:
+    """Plans the drafts of a drafter, whose runs are measured here, before any row is live."""
+    most = min(max_model_len, source.config.max_supported_positions)
+    return ModelDrafts(drafter.measure(), most)
