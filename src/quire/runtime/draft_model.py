@@ -73,7 +73,7 @@ class DraftModel:
         backend.bind(model.attention_specs, layers)
         self._forward = make_forward(model, backend, kernels, rows.max_num_tokens)
         groups = [layer.group for layer in layers]
-        self._blocks = DraftedBlocks(num_blocks, rows.tables, groups)
+        self._blocks = DraftedBlocks(num_blocks, rows.tables, rows.num_computed, groups)
         self._pending: dict[int, _Pending] = {}
 
     def change(self, plan: StepPlan) -> None:
