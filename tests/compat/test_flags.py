@@ -80,6 +80,14 @@ def test_flags_of_equal_meaning_become_ours() -> None:
             {"speculation": "ngram", "num_draft_tokens": 16},
         ),
         (["--draft", "4"], {"num_draft_tokens": 4}),
+        (
+            ["-md", "x.gguf", "--draft-max=4"],
+            {"speculative_model": "x.gguf", "num_draft_tokens": 4},
+        ),
+        (
+            ["--spec-type=ngram-mod,draft-simple", "--model-draft=x"],
+            {"speculation": "ngram,draft_model", "speculative_model": "x"},
+        ),
         (["--draft-n-max=9"], {"num_draft_tokens": 9}),
     ],
 )
@@ -126,10 +134,9 @@ def test_flags_that_ask_for_the_default_are_accepted() -> None:
         ("serve --tool-parser-plugin x.py", "there is no option --tool-parser-plugin: a dialect"),
         ("serve --h11-max-header-count 9", "there is no option --h11-max-header-count: a call's"),
         ("serve --api-server-count 2", "--api-server-count is '2', but must be 1"),
-        ("serve --spec-type draft-mtp", "--spec-type is 'draft-mtp', but no model proposes drafts"),
+        ("serve --spec-type draft-mtp", "--spec-type is 'draft-mtp', but heads of a model draft"),
         ("serve --spec-type x", "--spec-type is 'x', but must be none, or some of ngram-simple"),
         ("serve --spec-type", "--spec-type is missing its value"),
-        ("serve -md x.gguf", "there is no option -md: no model proposes drafts in this version"),
         (
             "serve --draft-min 2",
             "there is no option --draft-min: --speculation names the proposers",
@@ -140,7 +147,7 @@ def test_flags_that_ask_for_the_default_are_accepted() -> None:
         ),
         (
             'serve --speculative-config {"method":"mtp"}',
-            "speculative_config asks for 'mtp', but no model proposes drafts in this version",
+            "speculative_config asks for 'mtp', but heads of a model draft nothing in this version",
         ),
         ("serve --speculative-config ngram", "speculative_config is 'ngram', which is not JSON"),
         ("doctor --spec-type none", "there is no option --spec-type"),

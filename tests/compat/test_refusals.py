@@ -16,7 +16,6 @@ from quire.engine_client.results import _ADVICE
 from quire.errors import ConfigurationError
 from quire.models.architectures import MODELS
 from quire.options.engine_options import EngineOptions
-from quire.speculation.speculation_options import PROPOSERS
 
 
 def _sentences() -> Iterator[str]:
@@ -39,13 +38,15 @@ def _adapters_need_one_rank() -> bool:
     return True
 
 
-def _no_model_proposes_drafts() -> bool:
-    return set(PROPOSERS) == {"forced", "prediction", "ngram", "siblings", "history"}
+def _no_head_drafts() -> bool:
+    with pytest.raises(ConfigurationError, match="heads of a model"):
+        EngineOptions.from_mapping({"speculative_config": {"method": "mtp"}})
+    return True
 
 
 DENIALS: dict[str, Callable[[], bool]] = {
     "adapters are served by one rank in this version": _adapters_need_one_rank,
-    refusals.DRAFT_MODELS: _no_model_proposes_drafts,
+    refusals.DRAFT_HEADS: _no_head_drafts,
     "no model here has an encoder beside its decoder": _no_model_encodes_and_decodes,
 }
 """Sentences that deny a whole ability -> whether quire still lacks it."""

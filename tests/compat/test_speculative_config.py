@@ -33,6 +33,18 @@ from quire.options.engine_options import EngineOptions
             {"method": "suffix", "num_speculative_tokens": 32},
             {"speculation": "ngram,siblings,history", "num_draft_tokens": 32},
         ),
+        (
+            {"method": "draft_model", "model": "org/small", "num_speculative_tokens": 4},
+            {
+                "speculation": "draft_model",
+                "speculative_model": "org/small",
+                "num_draft_tokens": 4,
+            },
+        ),
+        (
+            {"model": "org/small"},
+            {"speculation": "draft_model", "speculative_model": "org/small"},
+        ),
     ],
 )
 def test_a_config_stands_for_options(config: Any, expected: dict[str, Any]) -> None:
@@ -40,9 +52,9 @@ def test_a_config_stands_for_options(config: Any, expected: dict[str, Any]) -> N
     assert given == EngineOptions.from_mapping({**expected, "block_size": 32})
 
 
-@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle3", "eagle"])
-def test_drafts_of_models_are_refused_by_name(method: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"asks for '{method}', but no model proposes"):
+@pytest.mark.parametrize("method", ["mtp", "eagle3", "eagle"])
+def test_heads_that_draft_are_refused_by_name(method: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"asks for '{method}', but heads of a model"):
         EngineOptions.from_mapping({"speculative_config": {"method": method}})
     given = {"method": method, "model": "org/head", "num_speculative_tokens": 3}
     with pytest.raises(ConfigurationError, match="in this version; the option speculation"):
@@ -53,10 +65,10 @@ def test_drafts_of_models_are_refused_by_name(method: str) -> None:
     ("config", "message"),
     [
         ("ngram", "speculative_config is 'ngram', but must be a mapping"),
-        ({}, "has the method None, but must have one of .'ngram', 'suffix'."),
+        ({}, "has the method None, but must have one of .'ngram', 'suffix', 'draft_mod"),
         ({"method": "guess"}, "has the method 'guess', but must have one of"),
         ({"method": ["ngram"]}, "has the method .'ngram'., but must have one of"),
-        ({"model": "org/small"}, "asks for 'org/small', but no model proposes drafts"),
+        ({"method": "draft_model"}, "has the method 'draft_model', but no model; name one"),
         ({"method": "ngram", "model": "org/small"}, "has 'model', which is not supported"),
         ({"method": "ngram", "promt_lookup_min": 2}, "did you mean prompt_lookup_min"),
         ({"method": "ngram", "disable_by_batch_size": 4}, "has 'disable_by_batch_size', which is"),

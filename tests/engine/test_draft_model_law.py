@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.checkpoints import save_checkpoint
 from tests.engine.drafters import save_drafter
 from tests.engine.drafting import check_counts
 from tests.engine.test_law import make_crowd, make_llm
@@ -60,6 +61,23 @@ def test_a_model_that_drafts_changes_nothing_of_an_answer(
     assert seen(llm.generate(prompts, params, use_tqdm=False)) == expected
     check_counts(llm.engine)
     assert ("num_blocks" in options) == (llm.engine.stats().num_preemptions > 0)
+
+
+def test_a_model_of_another_family_with_windows(tmp_path: Path) -> None:
+    """It never agrees. Blocks that its windows have passed are kept for it."""
+    whole = save_checkpoint("llama", tmp_path / "whole")
+    small = save_checkpoint("mistral", tmp_path / "small")
+    options: dict[str, Any] = {"model": str(whole), "skip_tokenizer_init": True, "block_size": 8}
+    prompts = [{"prompt_token_ids": [3 + index % 40 for index in range(60)]}] * 2
+    params = [
+        SamplingParams(temperature=temperature, seed=1, max_tokens=60, ignore_eos=True, logprobs=1)
+        for temperature in (0.0, 1.0)
+    ]
+    expected = make_llm(**options).generate(prompts, params, use_tqdm=False)
+    llm = make_drafting(small, **options)
+    for _ in range(2):
+        assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(expected)
+    assert llm.engine.stats().num_drafts > 300
 
 
 def test_drafts_are_the_tokens_of_the_model_alone(folder: Path) -> None:

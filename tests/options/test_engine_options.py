@@ -85,6 +85,13 @@ def test_options_that_ask_for_the_default_are_accepted() -> None:
     assert EngineOptions.from_mapping(nothing) == EngineOptions()
 
 
+def test_a_model_that_drafts_turns_speculation_on() -> None:
+    options = EngineOptions.from_mapping({"speculative_model": "small", "num_draft_tokens": 4})
+    assert options.speculation == "auto"
+    given = {"speculative_model": "small", "speculation": "ngram,draft_model"}
+    assert EngineOptions.from_mapping(given).speculation == "ngram,draft_model"
+
+
 def test_drafts_may_be_bounded_where_there_are_any() -> None:
     given = {"num_draft_tokens": 3, "ngram_min_match": 1}
     options = EngineOptions.from_mapping({"speculation": "ngram", **given})
@@ -182,6 +189,19 @@ def test_a_number_of_tokens_may_be_written_in_thousands(given: Any, taken: int |
             {"ngram_min_match": 1},
             "^ngram_min_match is 1, but it has no effect without speculation; set",
         ),
+        (
+            {"speculation": "ngram,draft_model"},
+            "^speculation is 'ngram,draft_model', but no model drafts; name one with specul",
+        ),
+        (
+            {"speculation": "off", "speculative_model": "small"},
+            "^speculative_model is 'small', but speculation is 'off', which does not use it",
+        ),
+        (
+            {"speculation": "ngram", "speculative_model": "small"},
+            "^speculative_model is 'small', but speculation is 'ngram', which does not use it",
+        ),
+        ({"speculative_model": ""}, "^speculative_model is '', but must be a folder, a GGUF"),
         ({"kv_offloading_size": 8}, "kv_offloading_size is 8, but must be left out: host_cache_s"),
         ({"cache_dir": ""}, "cache_dir is '', but must be a folder"),
         ({"trust_remote_code": 1}, "trust_remote_code is 1, but must be False or True: code from"),

@@ -68,7 +68,7 @@ def read_speculative_config(config: Any) -> dict[str, Any]:
     if "method" not in given and isinstance(method, str) and method not in _METHODS:
         method = "draft_model"  # a model alone
     if not isinstance(method, str) or method not in _METHODS:
-        names = [name for name in _METHODS if name.isalpha()]
+        names = [name for name in _METHODS if not name.startswith("[")]
         raise _wrong(f"has the method {method!r:.80}, but must have one of {names}")
     model = None
     if method == "draft_model":

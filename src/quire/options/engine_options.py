@@ -36,7 +36,7 @@ from quire.option_fields import (
 )
 from quire.options.pooling_options import PoolingOptions
 from quire.plugins import PluginOptions
-from quire.speculation.speculation_options import AUTO, OFF, SpeculationOptions
+from quire.speculation.speculation_options import OFF, SpeculationOptions
 from quire.tiers.tier_options import TierOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -357,8 +357,7 @@ class EngineOptions(
                 raise ConfigurationError(f"{name} is given twice, also as {target}; give it once")
             values[target] = value
         cls.complete(values)
-        if values.get("speculative_model") is not None:
-            values.setdefault("speculation", AUTO)
+        SpeculationOptions.complete_drafting(values)
         return cls(**values)
 
     def as_mapping(self) -> dict[str, Any]:

@@ -128,3 +128,9 @@ class SpeculationOptions(Options):
                     f"{name} is {given}, but it has no effect without speculation; set"
                     " speculation, or leave it out"
                 )
+
+    @staticmethod
+    def complete_drafting(given: dict[str, Any]) -> None:
+        """Set the default that depends on another option: a model that drafts is used."""
+        if given.get("speculative_model") is not None:
+            given.setdefault("speculation", AUTO)

@@ -132,6 +132,8 @@ def _best_count(
     expected = float(max(1, load.num_decodes))
     best, best_rate = 0, expected / (model.predict_s(load) - others_s)
     lengths = [0] * len(candidates)
+    # A drafter's run pays only once several rows share it.
+    patience = sum([candidate.catching is not None for candidate in candidates])
     for count, (index, chance) in enumerate(zip(order, chances, strict=True), 1):
         candidate = candidates[index]
         load = load.with_drafts(candidate.num_computed_tokens + lengths[index], 1)
@@ -145,7 +147,7 @@ def _best_count(
         rate = expected / (seconds - others_s + drafter.charged_s)
         if rate > best_rate:
             best, best_rate = count, rate
-        elif rate < GIVE_UP_RATE * best_rate:
+        elif rate < GIVE_UP_RATE * best_rate and count - best >= patience:
             break
     return best, best_rate
 
