@@ -33,6 +33,7 @@ class BestGuess:
     def __init__(self, proposers: Mapping[str, Proposer], drafter: str = "") -> None:
         """proposers: by name. Among equally good guesses, the first proposer's is taken. drafter:
         the name under which the runner's drafter is counted, if there is one."""
+        self.has_proposers = bool(proposers)
         self._drafter = drafter
         self._proposers = dict(proposers)
         self._survival = Survival()

@@ -4,7 +4,7 @@ import pytest
 from tests.core.scheduling.test_drafts import make_pacer
 
 from quire.core.scheduling.draft_lengths import Catching, DraftCandidate, choose_lengths
-from quire.core.scheduling.drafter_costs import DrafterCosts
+from quire.core.scheduling.drafter_costs import HANDOVER_S, DrafterCosts
 from quire.core.scheduling.pacing import StepBudget, StepDemand
 
 LIKELY = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -61,12 +61,12 @@ def test_the_time_of_drafting_is_part_of_a_paced_step() -> None:
 
 def test_costs_follow_the_measured_times_but_for_outliers() -> None:
     costs = DrafterCosts(1.0, 0.5, 0.1)
-    assert costs.predict_s((2, 1), 10) == pytest.approx(2 + 1.5 + 1)
+    assert costs.predict_s((2, 1), 10) == pytest.approx(HANDOVER_S + 2 + 1.5 + 1)
     for _ in range(200):
         costs.observe((1,), 0, 3.0)
-    assert costs.predict_s((1,), 0) == pytest.approx(3.0)
+    assert costs.predict_s((1,), 0) == pytest.approx(HANDOVER_S + 3.0)
     costs.observe((1,), 0, 1000.0)
-    assert costs.predict_s((1,), 0) == pytest.approx(3.0 * 1.05)
+    assert costs.predict_s((1,), 0) == pytest.approx(HANDOVER_S + 3.0 * 1.05)
     for _ in range(10_000):
         costs.recover()
     assert costs.predict_s((1,), 0) == pytest.approx(1.5, rel=1e-3)

@@ -6,6 +6,9 @@ The costs are measured at start-up. Then a factor follows the measured times. Re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+HANDOVER_S = 1e-4
+"""The seconds that it takes to plan drafts of a drafter and to add them to a plan."""
+
 RATE = 0.1
 """The share of an error by which the factor is corrected."""
 
@@ -23,7 +26,10 @@ that was slow for a while is tried again."""
 @dataclass(slots=True)
 class DrafterCosts:
     """The seconds of a drafter's runs: run_s + row_s * rows for each run, token_s for each token
-    that a row catches up on."""
+    that a row catches up on.
+
+    Drafts also take HANDOVER_S, which is no part of the measured times.
+    """
 
     run_s: float
     row_s: float
@@ -33,12 +39,15 @@ class DrafterCosts:
     def predict_s(self, runs: Sequence[int], num_missing: int) -> float:
         """The seconds of runs with these numbers of rows, and of num_missing tokens to catch up
         on."""
+        return HANDOVER_S * bool(runs) + self._own_s(runs, num_missing)
+
+    def _own_s(self, runs: Sequence[int], num_missing: int) -> float:
         own_s = len(runs) * self.run_s + sum(runs) * self.row_s + num_missing * self.token_s
         return self.factor * own_s
 
     def observe(self, runs: Sequence[int], num_missing: int, seconds: float) -> None:
         """Learn from a measured time."""
-        predicted_s = self.predict_s(runs, num_missing)
+        predicted_s = self._own_s(runs, num_missing)
         if predicted_s <= 0:
             return
         error = max(-MOST_SURPRISE, min(MOST_SURPRISE, seconds / predicted_s - 1))

@@ -42,9 +42,13 @@ LEAST_CROWD, MAX_SKIPPED = 4, 7
 follow without asking for drafts: asking takes time for each row, and a crowd rarely has use for
 them."""
 
+LEAST_GAIN = 1.02
+"""Drafts of the drafter must be expected to bring this many times the tokens per second that known
+drafts bring, or none: what they take is less certain."""
+
 ASKS_EVERY = 32
-"""With overlap, a row waits for its last token to get drafts of the drafter if the last plan with
-rows for them ordered any, or else once in so many steps."""
+"""With overlap, a row waits for its last token to get drafts of the drafter if the last plan that
+considered them ordered any, or else once in so many steps."""
 
 
 class _Option(NamedTuple):
@@ -96,7 +100,6 @@ class Drafting:
         self._budget = StepBudget(0)
         self._load_before = NO_LOAD  # that of the step without drafts
         self._num_asked = 0
-        self._orders_pay = True
         # The number of steps that are still planned without asking for drafts, and that were the
         # last time.
         self._num_to_skip = self._num_skipped = 0
@@ -123,7 +126,7 @@ class Drafting:
             return False
         if self.model is not None:
             self._num_asked += 1
-            if self._orders_pay or not self._num_asked % ASKS_EVERY:
+            if self.model.is_in_use or not self._num_asked % ASKS_EVERY:
                 return True
         return len(self.speculator.propose(sequence, 2).token_ids) == 2
 
@@ -137,25 +140,33 @@ class Drafting:
             self._num_to_skip -= 1
             return
         self._budget, self._load_before = budget, budget.load
+        model = self.model
+        if model is not None and not model.is_considered():
+            if not self.speculator.has_proposers:
+                return
+            model = None
         if is_worth_drafts(budget):
-            self._choose(self._find_rows(chunks, budget), budget)
+            rows = self._find_rows(chunks, budget, model)
+            if rows:
+                self._choose(rows, budget, model)
+                if model is not None:
+                    model.end_plan(has_ordered=bool(self._ordered))
         if self._planned or self._ordered or len(chunks) < LEAST_CROWD:
             self._num_skipped = 0
         else:
             self._num_to_skip = self._num_skipped = min(2 * self._num_skipped + 1, MAX_SKIPPED)
 
-    def _choose(self, rows: list[_Row], budget: StepBudget) -> None:
-        """Plan the drafts that pay. `rows` are in the order of their ranks."""
+    def _choose(self, rows: list[_Row], budget: StepBudget, model: ModelDrafts | None) -> None:
+        """Plan the drafts that pay. `rows` are in the order of their ranks. `model` is None if the
+        drafter is not considered."""
         # First, choose the numbers of known drafts, and of those of the drafter in their place.
         options = [_Option(row.sequence, row.known, None) for row in rows if row.known.token_ids]
         lengths, rate = choose_lengths([_candidate(each) for each in options], budget)
-        if self.model is not None:
-            others = _with_drafter(self.model, rows, budget)
+        if model is not None:
+            others = _with_drafter(model, rows, budget)
             if others != options:
-                choice = choose_lengths(
-                    [_candidate(each) for each in others], budget, self.model.costs
-                )
-                if choice.rate >= rate:
+                choice = choose_lengths([_candidate(each) for each in others], budget, model.costs)
+                if choice.rate >= LEAST_GAIN * rate:
                     options, lengths = others, choice.lengths
         # Then reserve their slots. A row that has to catch up on too much gets no drafts yet.
         for (sequence, proposal, catching), length in zip(options, lengths, strict=True):
@@ -173,12 +184,10 @@ class Drafting:
             budget.take_drafts(sequence.num_computed_tokens, count)
             sequence.draft_token_ids = chosen.token_ids
             self._planned.append((sequence, chosen))
-        if self.model is not None and rows:
-            self._orders_pay = bool(self._ordered)
-            if not self._ordered:
-                self.model.costs.recover()
 
-    def _find_rows(self, chunks: Mapping[Sequence, int], budget: StepBudget) -> list[_Row]:
+    def _find_rows(
+        self, chunks: Mapping[Sequence, int], budget: StepBudget, model: ModelDrafts | None
+    ) -> list[_Row]:
         """The decoding rows of the step that may have drafts, by rank."""
         found: list[_Row] = []
         for sequence in self._running_set.running:
@@ -193,18 +202,18 @@ class Drafting:
             known = self.speculator.propose(sequence, most)
             known = _cut(known, _num_useful(sequence, known.token_ids[:most]))
             expected = NO_PROPOSAL
-            if self.model is not None and not self._would_write_stored(sequence):
-                expected = self.model.expect(self.speculator, sequence, most)
+            if model is not None and not self._would_write_stored(model, sequence):
+                expected = model.expect(self.speculator, sequence, most)
             if known.token_ids or expected.survival:
                 found.append(_Row(sequence, known, expected))
         return found
 
-    def _would_write_stored(self, sequence: Sequence) -> bool:
+    def _would_write_stored(self, model: ModelDrafts, sequence: Sequence) -> bool:
         """Whether the drafter would write to published blocks while tiers may read them."""
         moves = self._memory.moves
-        if self.model is None or moves is None or not moves.stores.in_flight:
+        if moves is None or not moves.stores.in_flight:
             return False
-        num_reached = len(sequence.token_ids) - self.model.num_missing(sequence)
+        num_reached = len(sequence.token_ids) - model.num_missing(sequence)
         return num_reached < sequence.num_published_blocks * self._memory.block_size
 
     def order(self, step: StepInFlight) -> tuple[DraftOrder, ...]:

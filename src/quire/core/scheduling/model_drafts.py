@@ -30,6 +30,11 @@ LEAST_CATCH_UP = 16
 """The tokens on which rows may catch up in any step."""
 
 
+MOST_LEFT_OUT = 31
+"""If no draft of the drafter pays in a plan, 1, 3, and so on up to this number of plans follow that
+don't consider it, since that takes time."""
+
+
 class OrderedDrafts(NamedTuple):
     """Drafts that are ordered for a sequence in the step that is being planned."""
 
@@ -54,6 +59,30 @@ class ModelDrafts:
         self._max_len = max_len
         # Sequence -> (its num_admissions, the number of its tokens with the drafter's K and V).
         self._reached: WeakKeyDictionary[Sequence, tuple[int, int]] = WeakKeyDictionary()
+        # The number of plans that still leave the drafter out, and that did so the last time.
+        self._num_to_leave_out = self._num_left_out = 0
+
+    def is_considered(self) -> bool:
+        """Whether the plan that begins considers the drafter."""
+        if self._num_to_leave_out:
+            self._num_to_leave_out -= 1
+            self.costs.recover()
+            return False
+        return True
+
+    def end_plan(self, *, has_ordered: bool) -> None:
+        """Learn whether drafts were ordered in a plan that considered the drafter."""
+        if has_ordered:
+            self._num_left_out = 0
+        else:
+            self.costs.recover()
+            self._num_left_out = min(2 * self._num_left_out + 1, MOST_LEFT_OUT)
+            self._num_to_leave_out = self._num_left_out
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the last plan that considered the drafter has ordered drafts."""
+        return not self._num_left_out
 
     def expect(self, speculator: Speculator, sequence: Sequence, most: int) -> Proposal:
         """What is expected of at most `most` drafts behind the sequence's tokens, without

@@ -26,6 +26,9 @@ NO_PROPOSAL = Proposal()
 class Speculator(Protocol):
     """Guesses the next tokens of sequences. Guesses change how fast tokens come, but no token."""
 
+    #: Whether `propose` ever has a guess. Read only if there is a drafter.
+    has_proposers: bool
+
     def propose(self, sequence: Sequence, most: int) -> Proposal:
         """At most `most` tokens of the vocabulary that may follow `sequence.token_ids`;
         NO_PROPOSAL if there is no good guess.

@@ -29,6 +29,7 @@ class FakeSpeculator:
         seed: int,
     ) -> None:
         """most: the largest number of drafts. error_rate: the share of wrong drafts."""
+        self.has_proposers = True
         self._model = model
         self._most = most
         self._error_rate = error_rate
