@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire.assembly.device_setup import choose_device
-from quire.assembly.draft_model_build import DraftSource, find_draft_model
+from quire.assembly.draft_model_build import with_draft_model
 from quire.assembly.host_memory_plan import MemoryPlan
 from quire.assembly.model_kind import (
     ModelKind,
@@ -24,6 +24,7 @@ from quire.assembly.model_kind import (
 )
 from quire.assembly.rank_build import RankBuild, bind_threads, build_rank
 from quire.assembly.reports.machine_rates import measure_rates
+from quire.assembly.scheduler_build import make_scheduler
 from quire.assembly.tier_build import (
     build_ranked_tiers,
     build_tiers,
@@ -33,16 +34,16 @@ from quire.assembly.tier_build import (
 )
 from quire.child_process import python_command
 from quire.core.memory.growth import Growth
-from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
+from quire.core.memory.kv_cache_manager import (
+    KVCacheConfig,
+    KVManagerFactory,
+    paged_manager,
+)
 from quire.core.memory.tiers.contract import Tiers
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.cost_model import StepCostModel
-from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import LearningPacer, StepPacer
 from quire.core.scheduling.policy import POLICIES, Policy
-from quire.core.scheduling.proposals import Speculator
-from quire.core.scheduling.residency import Residency
-from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import Runner
 from quire.distributed.group import ProcessGroup
 from quire.engine.adapter_work import AdapterWork
@@ -55,7 +56,6 @@ from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
 from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.models.checkpoints.readers import open_checkpoint
-from quire.models.config import ModelConfig
 from quire.models.generation_config import GenerationConfig, load_generation_config
 from quire.models.sharding import check_split
 from quire.numa.binding import unbind_threads
@@ -70,15 +70,6 @@ from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
 from quire.runtime.page_layout import KVCacheLayout
 from quire.runtime.worker import Join
-from quire.speculation.speculation_options import (
-    AUTO,
-    AUTO_PROPOSERS,
-    DRAFT_MODEL,
-    OFF,
-    PROPOSERS,
-    SpeculationOptions,
-)
-from quire.speculation.speculator import BestGuess
 from quire.text.tokenizer import Tokenizer
 from quire.tiers.disk.folder import CacheFolder
 
@@ -125,7 +116,7 @@ def build_engine(
         kind = choose_kind(checked, on_progress)
         log_unexpected_properties(kind)
         _check_adapters(kind)
-        draft = find_draft_model(kind, on_progress)
+        kind = with_draft_model(kind, on_progress)
         generation = load_generation_config(kind.folder)
         compiler = None
         if not checked.skip_tokenizer_init:
@@ -137,7 +128,6 @@ def build_engine(
             engine = _build(
                 policy,
                 kind,
-                draft,
                 generation,
                 compiler,
                 on_progress or _ignore_progress,
@@ -173,7 +163,7 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOp
         fixed_order=checked.batch_invariant,
     )
     with _named_out_of_memory(checked):
-        kind = choose_kind(checked)
+        kind = with_draft_model(choose_kind(checked), _ignore_progress)
         rank = build_rank(
             kind.options,
             kind.folder,
@@ -181,7 +171,7 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOp
             group,
             binding,
             _ignore_progress,
-            find_draft_model(kind, _ignore_progress),
+            kind.draft,
         )
     return kind.options, rank
 
@@ -203,7 +193,6 @@ def _ignore_progress(text: str, done: int, total: int) -> None:
 def _build(
     policy: Policy,
     kind: ModelKind,
-    draft: DraftSource | None,
     generation: GenerationConfig,
     compiler: SharedCompiler | None,
     on_progress: OnProgress,
@@ -211,8 +200,8 @@ def _build(
     cache: CacheFolder | None,
     watch: Callable[[Runner], Runner],
 ) -> Engine:
-    checked, folder, config = kind.options, kind.folder, kind.config
-    rank, own_runner, tiers = _build_ranks(checked, folder, config, on_progress, cache, draft)
+    checked, config = kind.options, kind.config
+    rank, own_runner, tiers = _build_ranks(kind, on_progress, cache)
     if compiler is not None:
         compiler.finish()  # so that it does not slow down the measured steps
     # First, collect the limits of requests and the facts that the engine reports.
@@ -235,16 +224,7 @@ def _build(
         _memory_config(checked, layout, memory_plan, cache, tiers), memory_plan.max_model_len
     )
     is_on_gpu = rank.device.type == "cuda"
-    scheduler = Scheduler(
-        SchedulerConfig(**checked.part(SchedulerConfig)),
-        memory,
-        policy,
-        adapters=Residency(checked.num_lora_slots, rank.adapters),
-        speculator=_speculator(checked, memory.growth, rank, kind),
-        model_drafts=rank.model_drafts,
-    )
-    if memory.moves is not None and rank.runner.drafter is not None:
-        memory.moves.loads.on_order = rank.runner.drafter.forget
+    scheduler = make_scheduler(kind, memory, policy, rank)
     background = _background(rank) if may_overlap_on_cpu(checked) and not is_on_gpu else None
     is_async = is_on_gpu if checked.async_scheduling is None else checked.async_scheduling
     engine = Engine(
@@ -274,39 +254,6 @@ def _build(
     if compiler is not None:
         engine.grammars = _grammar_work(compiler, limits)
     return engine
-
-
-def _speculator(
-    checked: EngineOptions, growth: Growth, rank: RankBuild, kind: ModelKind
-) -> Speculator | None:
-    """The speculator that the options ask for; None if there are no drafts. Raises
-    ConfigurationError if drafts can't be verified, or would change outputs."""
-    names = checked.speculation
-    if names == OFF:
-        return None
-    reason = None
-    if not kind.generates:
-        reason = "the model generates no tokens"
-    elif growth.states:
-        reason = "recurrent states can't be cut back to the accepted drafts in this version"
-    elif rank.device.type == "cuda" and not checked.batch_invariant:
-        reason = "on a GPU drafts would change tokens unless batch_invariant is set"
-    if reason is not None and names != AUTO:
-        raise ConfigurationError(f"speculation is {names!r}, but {reason}; leave it out")
-    # torch chooses the order of sums by the number of rows, and so may choose other tokens.
-    if rank.device.type == "cpu" and not rank.runner.is_native and names == AUTO:
-        reason = "torch computes, and may choose other tokens with drafts than without"
-    if reason is not None:
-        if checked.speculative_model is not None:
-            raise ConfigurationError(
-                f"speculative_model is {checked.speculative_model!r}, but speculation is 'auto',"
-                f" which verifies no drafts here: {reason}; leave it out, or say what speculates"
-            )
-        return None
-    options = SpeculationOptions(**checked.part(SpeculationOptions))
-    chosen = AUTO_PROPOSERS if names == AUTO else names.split(",")
-    proposers = {name: PROPOSERS.get(name)(options) for name in chosen if name != DRAFT_MODEL}
-    return BestGuess(proposers, DRAFT_MODEL)
 
 
 def may_overlap_on_cpu(options: EngineOptions) -> bool:
@@ -374,15 +321,11 @@ def _grammar_work(compiler: SharedCompiler, limits: ModelLimits) -> GrammarWork:
 
 
 def _build_ranks(
-    checked: EngineOptions,
-    folder: Path,
-    config: ModelConfig,
-    on_progress: OnProgress,
-    cache: CacheFolder | None,
-    draft: DraftSource | None,
+    kind: ModelKind, on_progress: OnProgress, cache: CacheFolder | None
 ) -> tuple[RankBuild, Runner, Tiers | None]:
     """Build all ranks. Returns rank 0, which is in this process, the runner that drives all ranks,
     and the cache tiers below the KV pool, if any."""
+    checked, folder, config, draft = kind.options, kind.folder, kind.config, kind.draft
     size = checked.tensor_parallel_size
     unbind_threads()  # else the other ranks' processes would inherit the binding
     if size == 1:

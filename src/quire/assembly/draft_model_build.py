@@ -6,13 +6,12 @@ same pages, but only rank 0 loads the model, whole: it alone drafts. Called by `
 `rank_build`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from quire.assembly.device_setup import TRITON, DeviceSetup, choose_device, draft_methods
-from quire.assembly.model_kind import ModelKind, tokenizer_folder
+from quire.assembly.model_kind import DraftSource, ModelKind, tokenizer_folder
 from quire.attention.interface import AttentionSpec
 from quire.core.scheduling.model_drafts import ModelDrafts
 from quire.engine_client.messages import OnProgress
@@ -21,50 +20,42 @@ from quire.hub.model_folder import resolve_model_folder
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.layers.operator_module import use_operators
 from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
-from quire.models.checkpoints.weights_digest import WeightsDigest
 from quire.models.config import ModelConfig
 from quire.models.interface import CausalLM
 from quire.models.registry import find_entry, load_config
 from quire.runtime.batch import RowBatch
 from quire.runtime.draft_model import DraftModel
 from quire.runtime.kv_cache import KVCache
-from quire.runtime.model_runner import StepRows
+from quire.runtime.model_runner import ModelRunner, StepRows
 from quire.sampling.host.draft_sampler import DraftSampler
 from quire.sampling.host.sampler import SamplingRows
 from quire.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class DraftSource:
-    """A model that drafts, and where it is."""
-
-    name: str
-    folder: Path
-    config: ModelConfig
-
-    @property
-    def specs(self) -> tuple[AttentionSpec, ...]:
-        """Its attention layers, as pages are planned for them: their groups keep all blocks of a
-        sequence, windows or not, since the model may catch up from the first token on."""
-        return tuple(
-            replace(spec, window=None) if spec.window is not None else spec
-            for spec in self.config.attention_specs
-        )
-
-    def num_bytes(self, setup: DeviceSetup) -> int:
-        """The bytes of its loaded weights."""
-        return weight_bytes(self.folder, self.config, setup.dtype, draft_methods(setup))
+def draft_specs(source: DraftSource | None) -> tuple[AttentionSpec, ...]:
+    """The attention layers of the model that drafts, as pages are planned for them: their groups
+    keep all blocks of a sequence, windows or not, since the model may catch up from the first token
+    on."""
+    specs = () if source is None else source.config.attention_specs
+    return tuple(spec if spec.window is None else replace(spec, window=None) for spec in specs)
 
 
-def find_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> DraftSource | None:
-    """The model that drafts for the model of `kind`, fetched if needed; None without one.
+def draft_weight_bytes(source: DraftSource | None, setup: DeviceSetup) -> int:
+    """The bytes of the loaded weights of the model that drafts."""
+    if source is None:
+        return 0
+    return weight_bytes(source.folder, source.config, setup.dtype, draft_methods(setup))
+
+
+def with_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> ModelKind:
+    """`kind` with the model that drafts for it, fetched if needed, if the options name one.
 
     Raises ConfigurationError and its subclasses if it can't draft for that model.
     """
     options = kind.options
     name = options.speculative_model
     if name is None:
-        return None
+        return kind
     if not kind.generates:
         raise _refusal(name, "the model that it would draft for generates no tokens; leave it out")
     if options.kernels == TRITON or choose_device(options.device).type != "cpu":
@@ -86,13 +77,13 @@ def find_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> DraftSo
     if not all(spec.causal for spec in config.attention_specs):
         raise _refusal(name, f"{config.architecture} attends to later tokens; name another model")
     _check_vocabularies(kind, name, folder, config)
-    return DraftSource(name, folder, config)
+    return replace(kind, draft=DraftSource(name, folder, config))
 
 
 def _check_vocabularies(kind: ModelKind, name: str, folder: Path, config: ModelConfig) -> None:
     """Raise ConfigurationError unless a token id means the same text to both models.
 
-    One vocabulary may have more tokens at its end: these are not drafted.
+    Tokens that only one of the vocabularies has, at its end, are not drafted.
     """
     own_size, size = kind.config.vocab_size, config.vocab_size
     mine = None if kind.options.skip_tokenizer_init else _vocabulary(tokenizer_folder(kind.options))
@@ -128,37 +119,43 @@ def _refusal(name: str, reason: str) -> ConfigurationError:
     return ConfigurationError(f"speculative_model is {name!r}, but {reason}")
 
 
-def load_draft_model(
+def add_draft_model(
+    runner: ModelRunner,
     source: DraftSource,
     setup: DeviceSetup,
     max_model_len: int,
-    on_progress: Callable[[int, int], None],
-    digest: WeightsDigest | None,
-) -> CausalLM:
-    """Load the model for sequences of at most max_model_len tokens, or as many as it supports."""
+    reading: Reading,
+) -> ModelDrafts:
+    """Load the model that drafts and make it the drafter of a runner without rows.
+
+    Its layers are the last ones of the runner's KV cache. Returns what plans its drafts; its runs
+    are measured here.
+    """
+    most = min(max_model_len, source.config.max_supported_positions)
     model = load_model(
         source.folder,
         source.config,
         dtype=setup.dtype,
         device=setup.device,
-        max_model_len=min(max_model_len, source.config.max_supported_positions),
+        max_model_len=most,
         methods=draft_methods(setup),
-        reading=Reading(setup.num_threads if setup.kernels is not None else 1, on_progress, digest),
+        reading=reading,
     )
     use_operators(model, setup.operators)
     model.check_loaded()
-    assert isinstance(model, CausalLM), "checked by find_draft_model"
-    return model
+    assert isinstance(model, CausalLM), "checked by with_draft_model"
+    drafter = runner.add_drafter(partial(_make_drafter, model, setup))
+    assert isinstance(drafter, DraftModel)
+    return ModelDrafts(drafter.measure(), most)
 
 
-def make_draft_model(
+def _make_drafter(
     model: CausalLM,
     setup: DeviceSetup,
     kv_cache: KVCache,
     rows: StepRows,
     sampling_rows: SamplingRows,
 ) -> DraftModel:
-    """The drafter of a runner with these rows. Its layers are the last ones of `kv_cache`."""
     assert isinstance(rows, RowBatch), "a model drafts on the CPU only"
     kernels = setup.kernels
     return DraftModel(
@@ -170,9 +167,3 @@ def make_draft_model(
         kv_cache.num_blocks,
         kernels,
     )
-
-
-def plan_drafts(drafter: DraftModel, source: DraftSource, max_model_len: int) -> ModelDrafts:
-    """Plans the drafts of a drafter, whose runs are measured here, before any row is live."""
-    most = min(max_model_len, source.config.max_supported_positions)
-    return ModelDrafts(drafter.measure(), most)

@@ -41,6 +41,15 @@ _INSTRUCTED = "Qwen3"
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A model that drafts for another one; see `draft_model_build`."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
 class ModelKind:
     """A model, and how it is served."""
 
@@ -51,6 +60,8 @@ class ModelKind:
     pooling: ModelPooling
     #: Whether the model is served to generate text; otherwise it embeds or scores.
     generates: bool
+    #: The model that drafts for it; None without one, and until `with_draft_model` has found it.
+    draft: DraftSource | None = None
 
 
 def tokenizer_folder(checked: EngineOptions) -> Path:

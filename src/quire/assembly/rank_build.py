@@ -22,12 +22,7 @@ from quire.assembly.device_memory_plan import (
     plan_on_device,
 )
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
-from quire.assembly.draft_model_build import (
-    DraftSource,
-    load_draft_model,
-    make_draft_model,
-    plan_drafts,
-)
+from quire.assembly.draft_model_build import add_draft_model, draft_specs, draft_weight_bytes
 from quire.assembly.format_checks.compensated_rounding import compensate_rounding
 from quire.assembly.format_checks.kv_format_check import check_keys
 from quire.assembly.format_checks.weight_format_check import (
@@ -36,7 +31,7 @@ from quire.assembly.format_checks.weight_format_check import (
     rounding_of,
 )
 from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
-from quire.assembly.model_kind import tokenizer_folder
+from quire.assembly.model_kind import DraftSource, tokenizer_folder
 from quire.assembly.reports.model_work import model_work
 from quire.assembly.tier_identity import PageIdentity, answer_digest
 from quire.attention.interface import AttentionBackend
@@ -61,7 +56,6 @@ from quire.recurrence.backends import select as select_recurrence
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_memory import CudaMemory
 from quire.runtime.device_rows import DeviceRows
-from quire.runtime.draft_model import DraftModel
 from quire.runtime.graphs import CudaGraphCapture, GraphCapture, RepeatedCalls, graph_sizes
 from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner, StepRows
@@ -128,9 +122,8 @@ def build_rank(
     # First, check the checkpoint's sizes. Then plan pages; this takes long for many layers.
     num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
     backend = setup.new_backend()
-    num_draft_bytes = 0 if draft is None else draft.num_bytes(setup)
     layout = plan_layout(
-        (*share.attention_specs, *(() if draft is None else draft.specs)),
+        (*share.attention_specs, *draft_specs(draft)),
         type(backend),
         options.block_size,
         setup.kv_format,
@@ -146,24 +139,12 @@ def build_rank(
     if setup.device.type == "cuda":
         built = builder.build_on_gpu(num_weight_bytes)
     else:
-        built = builder.build_on_cpu(num_weight_bytes + num_draft_bytes)
+        built = builder.build_on_cpu(num_weight_bytes)
     # Last, collect the facts and the fingerprint.
     runner, adapters = built.runner, built.adapters
     general = builder.facts(num_weight_bytes, adapters)
-    if draft is not None:
-        general["speculative_model"], general["draft_weight_bytes"] = draft.name, num_draft_bytes
-    fingerprint = None
-    if identity is not None:
-        fingerprint = identity.fingerprint(
-            options,
-            setup,
-            config,
-            layout,
-            rank=0 if group is None else group.rank,
-            num_ranks=builder.num_ranks,
-            is_native=runner.is_native,
-            draft_config=None if draft is None else draft.config,
-        )
+    fingerprint = builder.fingerprint(runner)
+    if fingerprint is not None:
         general["fingerprint"] = fingerprint.digest.hex()
     if options.tells_fingerprint:
         tokenizer = None if options.skip_tokenizer_init else tokenizer_folder(options)
@@ -282,11 +263,29 @@ class _Builder:
             "weight_bytes": num_weight_bytes,
             "tensor_parallel_size": self.num_ranks,
         }
+        if self.draft is not None:
+            found["speculative_model"] = self.draft.name
+            found["draft_weight_bytes"] = draft_weight_bytes(self.draft, self.setup)
         if adapters is not None:
             found["adapter_bytes"] = adapters.slots.num_bytes
             found["max_loras"] = self.options.num_lora_slots
             found["max_lora_rank"] = self.options.lora_rank
         return found
+
+    def fingerprint(self, runner: ModelRunner) -> Fingerprint | None:
+        """Everything that determines the bytes of the rank's pages; None if no option needs it."""
+        if self.identity is None:
+            return None
+        return self.identity.fingerprint(
+            self.options,
+            self.setup,
+            self.config,
+            self.layout,
+            rank=0 if self.group is None else self.group.rank,
+            num_ranks=self.num_ranks,
+            is_native=runner.is_native,
+            draft_config=None if self.draft is None else self.draft.config,
+        )
 
     @property
     def whole_layout(self) -> KVCacheLayout:
@@ -300,6 +299,7 @@ class _Builder:
         num_adapter_bytes = adapter_bytes(options, config, setup.methods, kernels, setup.dtype)
         binding = self.binding
         free_bytes = None if binding is None else binding.free_bytes
+        num_weight_bytes += draft_weight_bytes(self.draft, setup)
         memory_plan = plan_memory(
             options,
             config,
@@ -319,7 +319,7 @@ class _Builder:
             model = self._load(memory_plan.max_model_len)
             adapters = self._adapters(model)
             runner = self._runner(model, adapters, memory_plan)
-            model_drafts = self._add_drafter(runner, memory_plan)
+            model_drafts = self._add_drafter(runner, memory_plan.max_model_len)
         facts: Facts = {"num_threads": setup.num_threads}
         if binding is not None:
             storage = runner.kv_storage  # bound here, since any thread may write it first
@@ -390,18 +390,15 @@ class _Builder:
             self.identity.record_model(model, model_len)
         return model
 
-    def _add_drafter(self, runner: ModelRunner, memory_plan: MemoryPlan) -> ModelDrafts | None:
-        """Load the model that drafts, and give it to the runner. Only rank 0 drafts."""
-        source = self.draft
-        if source is None or (self.group is not None and self.group.rank > 0):
+    def _add_drafter(self, runner: ModelRunner, max_model_len: int) -> ModelDrafts | None:
+        """Give the runner its model that drafts. Only rank 0 drafts."""
+        if self.draft is None or (self.group is not None and self.group.rank > 0):
             return None
         on_progress = partial(self.on_progress, "loading the model that drafts")
         digest = None if self.identity is None else self.identity.draft_weights
-        model_len = memory_plan.max_model_len
-        model = load_draft_model(source, self.setup, model_len, on_progress, digest)
-        runner.add_drafter(partial(make_draft_model, model, self.setup))
-        assert isinstance(runner.drafter, DraftModel)
-        return plan_drafts(runner.drafter, source, model_len)
+        return add_draft_model(
+            runner, self.draft, self.setup, max_model_len, Reading(1, on_progress, digest)
+        )
 
     def _compensate(self, model: TextModel, model_len: int, num_threads: int) -> None:
         """Round the weights of a loaded model again, if their format can compensate errors."""

@@ -38,7 +38,7 @@ the model. The plan then has a DraftOrder for a row that decodes one token. The 
 drafts by `draft(plan)`, puts those that it wants verified into the plan's chunks, and executes that
 plan:
 
-    plan = schedule(now_s)    draft(plan) -> Drafts    add_drafts(plan, drafts)    execute, sample
+    plan = schedule(now_s)    draft(plan) -> Drafts    add(plan, drafts)    execute, sample
 
 A group's table names, by its kind (`kv_groups.KVKind`):
 
@@ -220,7 +220,7 @@ class Drafted(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What the drafter made of a plan's orders."""
+    """The result of a plan's draft orders."""
 
     #: By row; each row that was ordered is there.
     of_rows: Mapping[int, Drafted]

@@ -382,8 +382,9 @@ class Engine:
             self.on_step(self._members.launch(plan, scheduler.running, is_overlapping=self.overlap))
         draft_s = 0.0
         if plan.draft_orders:
+            assert scheduler.drafting is not None
             drafts = self._runner.draft(plan)
-            plan, draft_s = scheduler.add_drafts(plan, drafts), drafts.seconds
+            plan, draft_s = scheduler.drafting.add(plan, drafts), drafts.seconds
         masks = self.grammars.begin_masks(plan.step_id, scheduler.running)
         self._runner.execute(plan)
         self._runner.sample(masks.collect())

@@ -1,7 +1,7 @@
 """Builds the input tensors of a drafter's runs from the rows of the model.
 
 The rows' tokens and block tables are those of `batch.RowBatch`; a run computes any span of a row's
-tokens. Its tensors are buffers of its own, so that the model's steps keep theirs.
+tokens. The buffers of a run are not those of the model's steps, which stay valid.
 """
 
 from dataclasses import dataclass

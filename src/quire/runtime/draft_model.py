@@ -40,7 +40,7 @@ MEASURED_ROWS, MEASURED_CHUNK, NUM_REPEATS = 8, 64, 5
 """The rows and tokens of measured runs, and how often each run is repeated."""
 
 
-class _Pending(NamedTuple):
+class _LastDrafts(NamedTuple):
     """The last drafts of a row, whose outcome shows in the row's tokens."""
 
     #: The row's number of tokens before the drafts.
@@ -74,7 +74,7 @@ class DraftModel:
         self._forward = make_forward(model, backend, kernels, rows.max_num_tokens)
         groups = [layer.group for layer in layers]
         self._blocks = DraftedBlocks(num_blocks, rows.tables, rows.num_computed, groups)
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _LastDrafts] = {}
 
     def change(self, plan: StepPlan) -> None:
         """See `Drafter`."""
@@ -118,7 +118,7 @@ class DraftModel:
             place += 1
         # Last, remember which drafts have K and V if they turn out to be right.
         for row, found in drafts.items():
-            self._pending[row] = _Pending(num_tokens[row], tuple(found[:-1]))
+            self._pending[row] = _LastDrafts(num_tokens[row], tuple(found[:-1]))
         return {
             row: Drafted(tuple(drafts.get(row, ())), self._blocks.num_reached(row, length))
             for row, length in num_tokens.items()

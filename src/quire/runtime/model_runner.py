@@ -275,9 +275,10 @@ class ModelRunner:
         """The pages of all blocks, [num_blocks, bytes_per_block] uint8; see `kv_cache`."""
         return self._kv_cache.storage
 
-    def add_drafter(self, make: Callable[[KVCache, StepRows, SamplingRows], Drafter]) -> None:
+    def add_drafter(self, make: Callable[[KVCache, StepRows, SamplingRows], Drafter]) -> Drafter:
         """Make a drafter of the runner's KV cache, rows and sampling options, and use it."""
         self.drafter = make(self._kv_cache, self._rows, self._sampler.rows)
+        return self.drafter
 
     def touch_memory(self, num_bytes: int, may_go_on: Callable[[], bool]) -> None:
         """See `KVCache.touch`."""

@@ -120,7 +120,7 @@ class PlanRows:
     """
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self.history = PlanHistory()
         #: The live rows by number, in the order of their admission.
         self.live: dict[int, PlanRow] = {}
@@ -265,7 +265,7 @@ class PlanRows:
             if row.num_drafts:
                 refuse(f"{edit} of a row whose drafts are in flight", number)
             row.num_cut = max(row.num_cut, row.num_computed)
-            row.num_computed = min(row.num_computed, first * self._block_size)
+            row.num_computed = min(row.num_computed, first * self.block_size)
         self._count(group, table[first:end], -1)
         table[first:end] = ids
         self._count(group, ids, 1)

@@ -44,7 +44,7 @@ class DraftCandidate(NamedTuple):
     catching: Catching | None = None
 
 
-class Choice(NamedTuple):
+class DraftChoice(NamedTuple):
     """The chosen numbers of drafts."""
 
     lengths: list[int]
@@ -65,7 +65,7 @@ def is_worth_drafts(budget: StepBudget) -> bool:
 
 def choose_lengths(
     candidates: Sequence[DraftCandidate], budget: StepBudget, costs: DrafterCosts | None = None
-) -> Choice:
+) -> DraftChoice:
     """The number of drafts of each candidate, which are in the order of their ranks.
 
     `budget` has all other work of the step. Without a cost model, its tokens alone are the limit.
@@ -86,7 +86,7 @@ def choose_lengths(
     lengths = [0] * len(candidates)
     for index in taken:
         lengths[index] += 1
-    return Choice(lengths, rate)
+    return DraftChoice(lengths, rate)
 
 
 class _DrafterTime:

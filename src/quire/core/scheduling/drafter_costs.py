@@ -1,6 +1,7 @@
-"""Predicts how long a drafter takes, which runs once for each draft, one run after the other.
+"""Predicts how long a drafter takes.
 
-The costs are measured at start-up. Then a factor follows the measured times. Reads no clock.
+It runs once for each place behind the rows, one run after the other. The costs are measured at
+start-up. Then a factor follows the measured times. Reads no clock.
 """
 
 from collections.abc import Sequence

@@ -48,7 +48,7 @@ drafts bring, or none: what they take is less certain."""
 
 ASKS_EVERY = 32
 """With overlap, a row waits for its last token to get drafts of the drafter if the last plan that
-considered them ordered any, or else once in so many steps."""
+considered them ordered any, or else once in ASKS_EVERY times."""
 
 
 class _Option(NamedTuple):
@@ -67,7 +67,7 @@ class _Row(NamedTuple):
     sequence: Sequence
     #: The guess of a proposer; NO_PROPOSAL if there is none.
     known: Proposal
-    #: What is expected of the drafter; NO_PROPOSAL if it can't draft for the row.
+    #: The chances of the drafter's drafts; NO_PROPOSAL if it can't draft for the row.
     expected: Proposal
 
 
@@ -97,6 +97,7 @@ class Drafting:
         self._most = most
         self._planned: list[tuple[Sequence, Proposal]] = []
         self._ordered: list[OrderedDrafts] = []
+        self._launched = StepInFlight(-1)  # the last step with orders
         self._budget = StepBudget(0)
         self._load_before = NO_LOAD  # that of the step without drafts
         self._num_asked = 0
@@ -220,17 +221,18 @@ class Drafting:
         """The drafts that the drafter must make before a step can run that was launched."""
         if not self._ordered or self.model is None:
             return ()
-        step.ordered = tuple(self._ordered)
+        self._launched, step.ordered = step, tuple(self._ordered)
         self._ordered.clear()
         return self.model.orders(step.ordered)
 
-    def add(self, step: StepInFlight, plan: StepPlan, drafts: Drafts) -> StepPlan:
-        """Add the drafts that the drafter has made to a plan that was launched; returns the plan
-        with them.
+    def add(self, plan: StepPlan, drafts: Drafts) -> StepPlan:
+        """Add the drafts that the drafter has made to the plan that was launched last; returns the
+        plan with them.
 
         Drafts are cut where one would end the sequence, or is not allowed by its grammar.
         """
-        assert self.model is not None and step.drafts is not None
+        step = self._launched
+        assert self.model is not None and step.drafts is not None and plan.step_id == step.step_id
         self.model.learn(step.ordered, drafts)
         chunks: list[Chunk] = []
         for each in step.ordered:

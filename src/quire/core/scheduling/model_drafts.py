@@ -39,7 +39,7 @@ class OrderedDrafts(NamedTuple):
     """Drafts that are ordered for a sequence in the step that is being planned."""
 
     sequence: Sequence
-    #: What is expected of the drafts, without tokens. No draft if the row only catches up.
+    #: A proposal without tokens: the chances of the drafts. None if the row only catches up.
     expected: Proposal
     #: See `DraftOrder`.
     most_tokens: int
@@ -85,7 +85,7 @@ class ModelDrafts:
         return not self._num_left_out
 
     def expect(self, speculator: Speculator, sequence: Sequence, most: int) -> Proposal:
-        """What is expected of at most `most` drafts behind the sequence's tokens, without
+        """A proposal without tokens: the chances of at most `most` drafts behind the sequence's
         tokens."""
         most = min(most, self._max_len - len(sequence.token_ids))
         return speculator.expect(sequence, max(0, most))
@@ -98,7 +98,7 @@ class ModelDrafts:
         return max(1, len(sequence.token_ids) - reached)
 
     def catching(self, sequence: Sequence, expected: Proposal, most: int) -> Catching:
-        """What a row has to catch up on, of which at most `most` tokens fit into this step."""
+        """The tokens that a row has to catch up on, of which at most `most` fit into this step."""
         num_left = max(LEAST_LEFT, sequence.num_output_tokens)
         num_left = min(num_left, sequence.max_num_tokens - len(sequence.token_ids))
         num_steps = num_left / (1 + sum(expected.survival))

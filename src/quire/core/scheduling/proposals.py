@@ -38,8 +38,8 @@ class Speculator(Protocol):
         ...
 
     def expect(self, sequence: Sequence, most: int) -> Proposal:
-        """What is expected of at most `most` drafts that the runner's drafter would make: a
-        proposal without tokens. Called only if there is a drafter."""
+        """A proposal without tokens: the chances of at most `most` drafts of the runner's drafter.
+        Called only if there is a drafter."""
         ...
 
     def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:

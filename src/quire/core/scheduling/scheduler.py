@@ -6,7 +6,7 @@ that rule. The policy only orders sequences. This file spends the token budget; 
 waiting sequences that fit; `running_set` handles rows and preemption.
 
     schedule(now_s) -> StepPlan      the next step, from the state of all sequences
-    add_drafts(plan, Drafts)         adds the drafts that the plan orders, before it is executed
+    drafting.add(plan, Drafts)       adds the drafts that the plan orders, before it is executed
     apply(StepResult) -> outputs     adds the sampled tokens; sequences grow and end
     add, fork, abort                 at any moment, in any state
 
@@ -45,7 +45,7 @@ from quire.core.scheduling.step_results import (
 )
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
-from quire.core.step import Chunk, DraftOrder, Drafts, StepPlan, StepResult, TokenLogprobs
+from quire.core.step import Chunk, DraftOrder, StepPlan, StepResult, TokenLogprobs
 from quire.errors import (
     RequestNeverFitsError,
     SchedulerStalledError,
@@ -268,11 +268,6 @@ class Scheduler:
         self._join_forks(step, joins)
         num_rows = len(self.running)
         return self._builder.build(step.step_id, num_rows, step.num_tokens, named, orders)
-
-    def add_drafts(self, plan: StepPlan, drafts: Drafts) -> StepPlan:
-        """The plan that `schedule` returned last, with the drafts that it orders."""
-        assert self.drafting is not None and plan.step_id == self._in_flight[-1].step_id
-        return self.drafting.add(self._in_flight[-1], plan, drafts)
 
     def _plan_all(self, chunks: dict[Sequence, int], now_s: float) -> list[Sequence]:
         """Fill `chunks` from all sequences; returns the sequences whose forks may join this

@@ -11,7 +11,7 @@ the blocks that a later plan assigns are overwritten as soon as that plan is exe
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -24,7 +24,6 @@ from quire.core.step import (
     HOLE_BLOCK,
     BlockCopy,
     Drafted,
-    DraftOrder,
     Drafts,
     ItemLoad,
     RowAdmission,
@@ -33,12 +32,12 @@ from quire.core.step import (
     TokenLogprobs,
     TokenMasks,
 )
+from quire.simulation.fakes.fake_drafter import check_order, fake_drafts
 from quire.simulation.fakes.fake_model import (
     MASK,
     FakeModel,
     Fingerprints,
     adapter_start,
-    branch_salt,
     extend,
     extend_all,
     fake_pooled,
@@ -55,7 +54,7 @@ from quire.simulation.fakes.fake_step import (
 )
 from quire.simulation.fakes.fake_store import FakeStore
 from quire.simulation.fakes.plan_bounds import PlanBounds
-from quire.simulation.plan_rows import PlanRow, PlanRows, RowChunk
+from quire.simulation.plan_rows import PlanHistory, PlanRow, PlanRows, RowChunk
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -152,8 +151,17 @@ class FakeRunner:
         if self.faults.hits_draft(plan.step_id):
             self._has_failed = True
             raise InjectedFailureError(f"the drafts of step {plan.step_id} fail, as was asked")
-        found = {order.row: self._draft(plan.step_id, order) for order in plan.draft_orders}
-        return Drafts(found, 1e-4 * len(found))
+        drafted: dict[int, Drafted] = {}
+        for order in plan.draft_orders:
+            row = check_order(self.rows, self._bounds.groups, order)
+            self._check_known(row, "drafts")
+            for table in row.tables:
+                self._check_unshared(order.row, table[(row.num_tokens - 1) // self.block_size :])
+            fingerprint = int(self._fingerprints[order.row][row.num_tokens - 1])
+            drafted[order.row] = fake_drafts(
+                self.model, row, fingerprint, order.num_drafts, self._draft_error_rate
+            )
+        return Drafts(drafted, 1e-4 * len(drafted))
 
     def execute(self, plan: StepPlan) -> None:
         """Apply the plan's changes to the rows, if `draft` has not done so, and record the accesses
@@ -181,7 +189,9 @@ class FakeRunner:
         self._bounds.check(plan)
         rows.change(plan)
         for admission in plan.admit:
-            self._fingerprints[admission.row] = self._read_tokens(admission)
+            self._fingerprints[admission.row] = _read_tokens(
+                self.history, self._adapters, admission, self._bounds.max_num_tokens + 1
+            )
         for fork in plan.forks:
             self._check_known(rows.live[fork.source_row], f"fork into row {fork.row}")
             self._fingerprints[fork.row] = self._fingerprints[fork.source_row].copy()
@@ -238,32 +248,6 @@ class FakeRunner:
         self._contents.clear()
         self._has_failed = False
 
-    def _draft(self, step_id: int, order: DraftOrder) -> Drafted:
-        """The drafts of one order: at most as many as were ordered, and none now and then."""
-        number, count, most_tokens = order
-        if number not in self.rows.live:
-            self.history.refuse(f"{order} is for a row that is not live", number)
-        row, fingerprints = self.rows.live[number], self._fingerprints[number]
-        self._check_known(row, "drafts")
-        if row.num_drafts or row.num_tokens - row.num_computed != 1 or most_tokens < 1:
-            self.history.refuse(f"{order} is for a row that does not decode one token", number)
-        end = row.num_tokens + count
-        for group, table in enumerate(row.tables):
-            if self._bounds.groups[group].kind is KVKind.STATE:
-                self.history.refuse(f"{order} is for a row with a state", number)
-            if len(table) * self.block_size < end:
-                self.history.refuse(f"{order} has no slots for {end} tokens", number)
-            self._check_unshared(number, table[(row.num_tokens - 1) // self.block_size :])
-        salt = branch_salt(row.admission.params.seed, row.admission.branch_index)
-        fingerprint, found = int(fingerprints[row.num_tokens - 1]), []
-        for _ in range(count):
-            draw = mix((fingerprint ^ mix(step_id + 1)) & MASK) / 2**64
-            token_id = self.model.next_token(fingerprint, salt, None)
-            found.append((token_id + (draw < self._draft_error_rate)) % self.model.vocab_size)
-            fingerprint = extend(fingerprint, found[-1])
-        chance = mix((fingerprint + step_id) & MASK) % (row.num_tokens + 1)
-        return Drafted(tuple(found) if chance % 8 else (), chance)
-
     # ---- what a step will do ----------------------------------------------------------------
 
     def _check_order(self, plan: StepPlan) -> None:
@@ -288,16 +272,6 @@ class FakeRunner:
                     f"slot {slot}, which row {number} uses, gets {digest!r}", number
                 )
         self._adapters[slot] = digest
-
-    def _read_tokens(self, admission: RowAdmission) -> Fingerprints:
-        """The fingerprints of an admitted row, with room for those of later tokens."""
-        slot, token_ids = admission.adapter_slot, admission.token_ids
-        if slot != NO_SLOT and slot not in self._adapters:
-            self.history.refuse(f"nothing is in slot {slot} of adapters", admission.row)
-        found = np.zeros(self._bounds.max_num_tokens + 1, dtype=np.uint64)
-        start = adapter_start(self._adapters.get(slot, ""))
-        found[: len(token_ids)] = fingerprints_of(token_ids, start, admission.content_spans)
-        return found
 
     def _check_known(self, row: PlanRow, what: str) -> None:
         """Refuse a change that needs all tokens of a row while a step in flight will add a token to
@@ -355,7 +329,7 @@ class FakeRunner:
             step.rows.append(each)
             if drafts:
                 self._write_drafts(each)
-            self._check_prompt(each, is_sampled=row in sampling)
+            _check_prompt(self.history, self._contents, each, is_sampled=row in sampling)
             self._add_accesses(each, step)
         step.touched_blocks.update(block for copy in plan.copies for block in copy)
         # Then, find the rows that sample, from logits of their own or of their sources.
@@ -381,21 +355,6 @@ class FakeRunner:
         if step.end >= self._bounds.max_num_tokens:
             refuse(f"drafts leave no room for a token: row {row} has {step.num_tokens}", row)
         extend_all(step.fingerprints, step.num_tokens, step.drafts)
-
-    def _check_prompt(self, step: RowStep, *, is_sampled: bool) -> None:
-        """Refuse a row that computes positions of a content which is in no slot, and a pooling row
-        that doesn't compute all tokens that it pools, or not in one step though it must."""
-        row, admission, refuse = step.row.number, step.row.admission, self.history.refuse
-        for span in spans_between(admission.content_spans, step.start, step.end):
-            if span.digest not in self._contents.values():
-                refuse(f"row {row} reads {span}, which no slot has", row)
-        pooling = admission.params.pooling
-        if pooling is None:
-            return
-        if pooling.reads_whole_prompt and admission.num_computed_tokens:
-            refuse(f"row {row} pools all tokens, but is admitted with some", row)
-        if pooling.in_one_step and (step.start or not is_sampled):
-            refuse(f"row {row} computes its prompt in several steps", row)
 
     def _add_accesses(self, each: RowStep, step: FakeStep) -> None:
         """Add the slots and pages that a row reads and writes in each group, and check them."""
@@ -489,3 +448,34 @@ class FakeRunner:
         self.store.scribble_writes(step)
         self._has_failed = True
         raise InjectedFailureError(f"{where} of step {step.plan.step_id} fails, as was asked")
+
+
+def _read_tokens(
+    history: PlanHistory, adapters: Mapping[int, str], admission: RowAdmission, num_places: int
+) -> Fingerprints:
+    """The fingerprints of an admitted row, with room for those of later tokens."""
+    slot, token_ids = admission.adapter_slot, admission.token_ids
+    if slot != NO_SLOT and slot not in adapters:
+        history.refuse(f"nothing is in slot {slot} of adapters", admission.row)
+    found = np.zeros(num_places, dtype=np.uint64)
+    start = adapter_start(adapters.get(slot, ""))
+    found[: len(token_ids)] = fingerprints_of(token_ids, start, admission.content_spans)
+    return found
+
+
+def _check_prompt(
+    history: PlanHistory, contents: Mapping[int, str], step: RowStep, *, is_sampled: bool
+) -> None:
+    """Refuse a row that computes positions of a content which is in no slot, and a pooling row that
+    doesn't compute all tokens that it pools, or not in one step though it must."""
+    row, admission, refuse = step.row.number, step.row.admission, history.refuse
+    for span in spans_between(admission.content_spans, step.start, step.end):
+        if span.digest not in contents.values():
+            refuse(f"row {row} reads {span}, which no slot has", row)
+    pooling = admission.params.pooling
+    if pooling is None:
+        return
+    if pooling.reads_whole_prompt and admission.num_computed_tokens:
+        refuse(f"row {row} pools all tokens, but is admitted with some", row)
+    if pooling.in_one_step and (step.start or not is_sampled):
+        refuse(f"row {row} computes its prompt in several steps", row)

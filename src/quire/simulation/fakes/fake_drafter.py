@@ -1,0 +1,49 @@
+"""A fake drafter, which knows the fake model's next tokens, and makes errors at random positions.
+
+Only `fake_runner` uses it.
+"""
+
+from collections.abc import Sequence
+
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.step import Drafted, DraftOrder
+from quire.simulation.fakes.fake_model import MASK, FakeModel, branch_salt, extend, mix
+from quire.simulation.plan_rows import PlanRow, PlanRows
+
+NO_DRAFTS_SHARE = 8
+"""Of this number of rows one gets no drafts, as a row that has too much to catch up on."""
+
+
+def check_order(rows: PlanRows, groups: Sequence[KVGroup], order: DraftOrder) -> PlanRow:
+    """The row of an order. Refuses a row that does not decode one token, that has a state, or that
+    has no slots for the drafts."""
+    number, count, most_tokens = order
+    refuse = rows.history.refuse
+    if number not in rows.live:
+        refuse(f"{order} is for a row that is not live", number)
+    row = rows.live[number]
+    if row.num_drafts or row.num_tokens - row.num_computed != 1 or most_tokens < 1:
+        refuse(f"{order} is for a row that does not decode one token", number)
+    for group, table in zip(groups, row.tables, strict=True):
+        if group.kind is KVKind.STATE:
+            refuse(f"{order} is for a row with a state", number)
+        if len(table) * rows.block_size < row.num_tokens + count:
+            refuse(f"{order} has no slots behind {row.num_tokens} tokens", number)
+    return row
+
+
+def fake_drafts(
+    model: FakeModel, row: PlanRow, fingerprint: int, count: int, error_rate: float
+) -> Drafted:
+    """At most `count` drafts behind a row whose tokens have this fingerprint."""
+    salt = branch_salt(row.admission.params.seed, row.admission.branch_index)
+    draw = mix((fingerprint ^ salt) & MASK)
+    num_reached = draw % (row.num_tokens + 1)
+    if draw % NO_DRAFTS_SHARE == 0:
+        return Drafted((), num_reached)
+    found: list[int] = []
+    for _ in range(count):
+        is_wrong = mix(fingerprint ^ 1) / 2**64 < error_rate
+        found.append((model.next_token(fingerprint, salt, None) + is_wrong) % model.vocab_size)
+        fingerprint = extend(fingerprint, found[-1])
+    return Drafted(tuple(found), num_reached)
