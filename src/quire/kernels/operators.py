@@ -50,6 +50,20 @@ class Operators:
         overwritten."""
         return x.index_copy(0, index, rows.to(x.dtype))
 
+    def given(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """rows [most tokens of a step, D], token_ids [T] of the step -> the first T rows, which the
+        caller has filled. The result is not overwritten."""
+        return rows[: len(token_ids)]
+
+    def keep(self, x: torch.Tensor, rows: torch.Tensor, first: int) -> None:
+        """Copy x [T, D] into columns [first, first + D) of the first T of `rows`, which have one
+        row for each of the most tokens of a step."""
+        rows[: len(x), first : first + x.shape[1]] = x
+
+    def join(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """left [T, D], right [T, E] -> [T, D + E], side by side."""
+        return torch.cat((left, right), dim=1)
+
     def rms_norm(
         self,
         x: torch.Tensor,

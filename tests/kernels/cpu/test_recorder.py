@@ -476,6 +476,31 @@ def test_a_part_of_the_callers_rows_is_found_behind_their_beginning(recorder: Re
     assert torch.equal(program.run(hidden), hidden[:, 8:20] * 2)
 
 
+def test_rows_of_the_caller_are_read_and_kept_where_they_are(recorder: Recorder) -> None:
+    """Each run reads and writes as many of the rows as its step has tokens."""
+    given, kept = random(MOST_TOKENS, WIDTH, seed=5), torch.full((MOST_TOKENS, 3 * WIDTH), 9.0)
+    table, token_ids = random(VOCAB, WIDTH), torch.tensor([3, 89, 0])
+
+    def compute(operators, ids):
+        embeds = operators.embed(table, ids)
+        state = operators.given(given, ids)
+        operators.keep(embeds, kept, WIDTH)
+        both = operators.join(operators.rms_norm(state, WEIGHT, 1e-5), operators.scale(embeds, 2.0))
+        return operators.scale(both, 1.0)
+
+    with recorder.recording():
+        output = compute(recorder, recorder.inputs[0])
+    program = recorder.finish(output)
+    for seed in (5, 6):
+        given.copy_(random(MOST_TOKENS, WIDTH, seed=seed))
+        kept.fill_(9.0)
+        found, seen = run(program, token_ids).clone(), kept.clone()
+        kept.fill_(9.0)
+        expected = compute(TORCH_OPERATORS, token_ids)
+        torch.testing.assert_close((found, seen), (expected, kept), rtol=1e-5, atol=1e-6)
+    assert (kept[:3, WIDTH : 2 * WIDTH] == table[token_ids]).all() and (kept[3:] == 9).all()
+
+
 def test_every_operator_is_recorded_and_none_computed() -> None:
     names = [name for name in vars(Operators) if not name.startswith("_")]
     assert names

@@ -46,6 +46,32 @@ class OperatorRecorder(Recording, Operators):
         self._ops.put_place = len(self._ops), self._values.operand(out).memory
         return out
 
+    def given(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._values.new(self._memory_of(rows)).rows
+
+    def keep(self, x: torch.Tensor, rows: torch.Tensor, first: int) -> None:
+        operand = self._values.operand(x)
+        if operand.num_heads > 1 or operand.memory.dtype != rows.dtype:
+            raise UnrecordableError("rows that are kept have heads, or another dtype")
+        self._copy(operand, Operand(self._memory_of(rows), first, operand.width))
+
+    def join(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        first, second = self._pair(left, right)
+        if first.num_heads > 1:
+            raise UnrecordableError("rows with heads are joined")
+        whole = self._new("joined", first.width + second.width, first.memory.dtype)
+        self._copy(first, Operand(whole.memory, 0, first.width))
+        self._copy(second, Operand(whole.memory, first.width, second.width))
+        return whole.rows
+
+    def _copy(self, x: Operand, out: Operand) -> None:
+        self._ops.append(Operation(OpKind.SCALE, x, out, {"factor": 1.0, "size": x.width}))
+
+    @staticmethod
+    def _memory_of(rows: torch.Tensor) -> Memory:
+        """The memory of rows that exist outside the program."""
+        return Memory("caller's", rows.shape[1], rows.dtype, is_given=True, rows=rows)
+
     def rms_norm(
         self,
         x: torch.Tensor,
