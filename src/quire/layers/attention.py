@@ -45,7 +45,8 @@ class Attention(OperatorModule):
     """One layer's attention block. `layer` is its index in the attention call.
 
     If `qk_norm` is None, q and k are not normalised. If `is_gated`, the heads' results are
-    multiplied by the sigmoid of a fourth projection, which has q's size (Qwen3-Next).
+    multiplied by the sigmoid of a fourth projection, which has q's size (Qwen3-Next). `input_size`
+    is the width of the input; None if it is the hidden size, as in most models.
     """
 
     def __init__(
@@ -57,21 +58,23 @@ class Attention(OperatorModule):
         bias: AttentionBias,
         qk_norm: QKNorm | None = None,
         is_gated: bool = False,
+        input_size: int | None = None,
         **storage: Unpack[Storage],
     ) -> None:
         super().__init__()
+        input_size = hidden_size if input_size is None else input_size
         self.layer = layer
         self.spec = spec
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.part_sizes = (q_size, kv_size, spec.num_kv_heads * spec.output_dim)
         # First, the projections.
         self.qkv_proj = Linear(
-            hidden_size, self.part_sizes, LinearKind.COLUMN, bias=bias.qkv, **storage
+            input_size, self.part_sizes, LinearKind.COLUMN, bias=bias.qkv, **storage
         )
         self.gate_proj: Linear | None = None
         if is_gated:
             self.gate_proj = Linear(
-                hidden_size, (q_size,), LinearKind.COLUMN, bias=bias.qkv, **storage
+                input_size, (q_size,), LinearKind.COLUMN, bias=bias.qkv, **storage
             )
         self.o_proj = Linear(
             spec.num_heads * spec.output_dim,
@@ -97,7 +100,7 @@ class Attention(OperatorModule):
     def forward(
         self, hidden: torch.Tensor, angles: Angles | None, attention: AttentionCall
     ) -> torch.Tensor:
-        """hidden [T, H] -> [T, H]. If `angles` is None, nothing is rotated.
+        """hidden [T, input size] -> [T, H]. If `angles` is None, nothing is rotated.
 
         The attention call gets q, k and v as strided views of the fused output, which it may
         overwrite, and a `Rotation` that says how to normalise and rotate q and k.
