@@ -26,7 +26,7 @@ from quire.layers.residual import ResidualStream
 from quire.layers.rotary import RopeLimits, RotaryEmbedding
 from quire.layers.storage import Storage
 from quire.models.config import DecoderConfig
-from quire.models.interface import CausalLM, InputEmbeds, TextModel
+from quire.models.interface import CausalLM, InputEmbeds, KeptInputs, TextModel
 
 
 def make_norm(config: DecoderConfig, **storage: Unpack[Storage]) -> RMSNorm:
@@ -184,9 +184,21 @@ class HeadlessDecoder(TextModel):
             start = self.operators.add(self.model.embed_positions(positions), start)
         angles = self.model.angles(positions)
         stream = ResidualStream(start, self.operators)
+        kept = self.kept_inputs
         for index, layer in enumerate(self.model.layers):
+            if kept is not None and index in kept.layers:
+                place = kept.layers.index(index) * self.hidden_size
+                self.operators.keep(stream.read(), kept.rows, place)
             layer(stream, angles[index], attention)
         return stream.normed(self.model.norm)
+
+    def keep_inputs(self, layers: tuple[int, ...], max_num_tokens: int) -> None:
+        if type(self).forward is not HeadlessDecoder.forward:  # it keeps nothing
+            super().keep_inputs(layers, max_num_tokens)
+        weight = next(self.parameters())
+        width = len(layers) * self.hidden_size
+        rows = torch.empty(max_num_tokens, width, dtype=weight.dtype, device=weight.device)
+        self.kept_inputs = KeptInputs(layers, rows)
 
     def _scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         return x if factor == 1.0 else self.operators.scale(x, factor)

@@ -6,11 +6,13 @@ To add a family, add a file in `families/` with its config and modules, and a li
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.errors import UnsupportedModelError
 from quire.layers.operator_module import OperatorModule, RecurrentModule
 from quire.models.config import ModelConfig
 from quire.recurrence.state_backend import RecurrentSpec, StateBackend
@@ -22,6 +24,17 @@ class InputEmbeds(NamedTuple):
     #: [N] int64: the tokens' indices in the step, all different.
     places: torch.Tensor
     #: [N, hidden_size], as the model's `embed` would return them.
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KeptInputs:
+    """The residual stream before some layers, kept for a head that drafts (EAGLE-3)."""
+
+    #: Indices of the layers, in ascending order.
+    layers: tuple[int, ...]
+    #: [most tokens of a step, len(layers) * hidden_size]: the inputs of a token, layer by layer.
+    #: Each call of `forward` overwrites the rows of its tokens.
     rows: torch.Tensor
 
 
@@ -42,6 +55,8 @@ class TextModel(OperatorModule, ABC):
     recurrent_specs: tuple[RecurrentSpec, ...] = ()
     #: Updates the states of recurrent modules; None if there are none.
     recurrence: StateBackend | None = None
+    #: Where `forward` keeps the inputs of some layers; None if nobody reads them.
+    kept_inputs: KeptInputs | None = None
 
     @abstractmethod
     def __init__(
@@ -73,6 +88,16 @@ class TextModel(OperatorModule, ABC):
 
         Raises UnsupportedModelError if the model would compute wrong results.
         """
+
+    def keep_inputs(self, layers: tuple[int, ...], max_num_tokens: int) -> None:
+        """Have `forward` keep the inputs of these layers, for steps of at most `max_num_tokens`.
+
+        Called before a program is recorded. Raises UnsupportedModelError if the model can't.
+        """
+        raise UnsupportedModelError(
+            f"{type(self).__name__} gives no inputs of its layers, which EAGLE-3 needs; leave out"
+            " the model that drafts"
+        )
 
     def use_states(self, recurrence: StateBackend) -> None:
         """Set the backend of all recurrent layers' states, before the first step."""
