@@ -60,7 +60,7 @@ class ModelConfig(ABC):
     #: The multimodal architecture that contains this language model; None if there is none.
     wrapper: str | None = None
     #: The number of layers at the end that predict further tokens (DeepSeek-V3's MTP). They are not
-    #: part of `num_layers`, and not loaded.
+    #: part of `num_layers`. The first one is loaded to draft, as a head (`models.heads.mtp`).
     num_predicting_layers: int = 0
     #: The quantization of the checkpoint's weights; None if they are not quantized.
     quantized: Quantized | None = None

@@ -89,6 +89,8 @@ INTEGERS: Mapping[str, Bounds] = {
     "linear_value_head_dim": Bounds(16, 1 << 14, multiple_of=16),
     "linear_num_key_heads": Bounds(1, 1 << 14),
     "linear_num_value_heads": Bounds(1, 1 << 14),
+    "draft_vocab_size": Bounds(1, 1 << 24),
+    "target_hidden_size": Bounds(1, 1 << 20),
 }
 
 NUMBERS: Mapping[str, Bounds] = {

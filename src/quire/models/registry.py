@@ -79,12 +79,17 @@ from quire.models.families.qwen2 import Qwen2Config
 from quire.models.families.qwen3 import Qwen3Config
 from quire.models.families.smollm3 import SmolLM3Config
 from quire.models.families.stablelm import StableLmConfig, StableLmForCausalLM
+from quire.models.heads import eagle3, mtp
 from quire.models.interface import TextModel
 from quire.models.model_entry import CHECKPOINT_PARTS, ModelEntry
 from quire.models.transformers_names.model_types import with_architecture
 from quire.models.wrappers import WRAPPERS, unwrapped
 
 _QKV_PARTS = {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"]}
+_LATENT_PARTS = {
+    "gate_up_proj": CHECKPOINT_PARTS["gate_up_proj"],
+    **latent_decoder.LATENT_PARTS,
+}
 
 
 def _headless(config: type[ModelConfig]) -> ModelEntry:
@@ -123,7 +128,7 @@ def _latent(config: type[ModelConfig]) -> ModelEntry:
     return ModelEntry(
         config,
         latent_decoder.LatentForCausalLM,
-        {"gate_up_proj": CHECKPOINT_PARTS["gate_up_proj"], **latent_decoder.LATENT_PARTS},
+        _LATENT_PARTS,
         arrangement=latent_decoder.arrangement,
         unstack=UnstackedCheckpoint,
     )
@@ -211,6 +216,59 @@ OWN_MODELS: dict[str, ModelEntry] = {
 }
 
 
+def _mtp(
+    config: type[ModelConfig],
+    model: type[mtp.MTPHead] = mtp.MTPHead,
+    parts: Mapping[str, tuple[str, ...]] = CHECKPOINT_PARTS,
+    arrangement: Callable[[Any], Arrangement] | None = None,
+) -> ModelEntry:
+    """The entry of a head of a mixture of experts."""
+    return mtp.MTPEntry(config, model, parts, arrangement=arrangement, unstack=UnstackedCheckpoint)
+
+
+MTP_HEADS = {
+    "DeepseekV3ForCausalLM": "DeepseekV3MTP",
+    "Glm4MoeForCausalLM": "Glm4MoeMTP",
+    "Glm4MoeLiteForCausalLM": "Glm4MoeLiteMTP",
+    "Qwen3_5ForCausalLM": "Qwen3_5MTP",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeMTP",
+    "Qwen3NextForCausalLM": "Qwen3NextMTP",
+}
+"""For each architecture whose MTP heads can draft, the key of the heads' entry in HEADS."""
+
+HEADS: dict[str, ModelEntry] = {
+    "DeepseekV3MTP": _mtp(
+        deepseek.DeepseekV3Config,
+        mtp.LatentMTPHead,
+        _LATENT_PARTS,
+        latent_decoder.arrangement,
+    ),
+    "Glm4MoeMTP": _mtp(Glm4MoeConfig),
+    "Glm4MoeLiteMTP": _mtp(
+        glm4_moe_lite.Glm4MoeLiteConfig,
+        mtp.LatentMTPHead,
+        _LATENT_PARTS,
+        latent_decoder.arrangement,
+    ),
+    eagle3.ARCHITECTURES[0]: ModelEntry(
+        eagle3.Eagle3Config,
+        eagle3.Eagle3Head,
+        embedding="embed_tokens.weight",
+        rename=eagle3.rename_eagle3,
+    ),
+    "Qwen3_5MTP": _mtp(
+        qwen3_5.Qwen35Config, mtp.HybridMTPHead, CHECKPOINT_PARTS, qwen3_5.arrangement
+    ),
+    "Qwen3_5MoeMTP": _mtp(
+        qwen3_5.Qwen35MoeConfig, mtp.HybridMTPHead, CHECKPOINT_PARTS, qwen3_5.arrangement
+    ),
+    "Qwen3NextMTP": _mtp(
+        qwen3_next.Qwen3NextConfig, mtp.HybridMTPHead, CHECKPOINT_PARTS, qwen3_next.arrangement
+    ),
+}
+"""Heads that draft for another model, which no engine serves alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class _FallbackEntry(ModelEntry):
     """The entry of one model that a class of transformers computes."""
@@ -222,7 +280,9 @@ class _FallbackEntry(ModelEntry):
 
 
 def find_entry(config: ModelConfig) -> ModelEntry:
-    """The entry of a model with this config."""
+    """The entry of a model, or of a head that drafts, with this config."""
+    if config.architecture in HEADS:
+        return HEADS[config.architecture]
     if not isinstance(config, FallbackConfig):
         return MODELS.get(config.architecture)
     return _FallbackEntry(

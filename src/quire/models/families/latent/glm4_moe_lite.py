@@ -30,7 +30,7 @@ _DENSE, _SPARSE = "dense", "sparse"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeLiteConfig(LatentConfig):
-    """The config of GLM-4.7-Flash. Layers that predict further tokens (MTP) are not loaded."""
+    """The config of GLM-4.7-Flash. Layers that predict further tokens (MTP) are heads."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

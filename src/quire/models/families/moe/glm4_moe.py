@@ -28,8 +28,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeConfig(DecoderConfig):
-    """The last `num_nextn_predict_layers` layers, which predict further tokens (MTP), are not
-    loaded."""
+    """The last `num_nextn_predict_layers` layers, which predict further tokens (MTP), are heads."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
