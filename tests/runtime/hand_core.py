@@ -14,6 +14,7 @@ from quire.core.step import (
     HOLE_BLOCK,
     BlockCopy,
     Chunk,
+    DraftOrder,
     EditKind,
     RowAdmission,
     RowFork,
@@ -70,6 +71,7 @@ class HandCore:
         self.live: list[Held] = []
         self._step_id = 0
         self._plan = StepPlan(0, 0, 0)
+        self.drafted: dict[int, tuple[int, ...]] = {}  # of the last orders, by row
 
     # ---- blocks -----------------------------------------------------------------------------
 
@@ -214,11 +216,15 @@ class HandCore:
         joins: Sequence[tuple[Held, Held]] = (),
         drafts: dict[int, tuple[int, ...]] | None = None,
         masks: TokenMasks | None = None,
+        orders: dict[int, int] | None = None,
     ) -> StepResult:
         """All live sequences compute what is left of their tokens, or what counts says by row.
         joins: (branch, source) that join this step. drafts: by row, of rows that close their gap.
+        orders: by row, how many drafts the runner's drafter is to make, which are verified.
         """
         counts, drafts = counts or {}, drafts or {}
+        if orders:
+            drafts = drafts | self._order(orders)
         joining = {branch.row for branch, _ in joins}
         sizes: dict[int, int] = {}
         for held in self.live:
@@ -248,6 +254,19 @@ class HandCore:
         assert not result.failed
         self._apply(result, sizes, joins)
         return result
+
+    def _order(self, orders: dict[int, int]) -> dict[int, tuple[int, ...]]:
+        for held in self.live:
+            self._grow(held, len(held.tokens) + orders.get(held.row, 0))
+        self._plan = replace(
+            self._plan,
+            step_id=self._step_id,
+            num_rows=len(self.live),
+            draft_orders=tuple(DraftOrder(row, count, 1000) for row, count in orders.items()),
+        )
+        found = self.runner.draft(self._plan).of_rows
+        self.drafted = {row: drafted.token_ids for row, drafted in found.items()}
+        return self.drafted
 
     def _append(self, held: Held, group: int, blocks: list[int]) -> None:
         if blocks:

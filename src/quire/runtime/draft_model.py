@@ -224,7 +224,7 @@ class DraftModel:
         chunk = min(MEASURED_CHUNK, self._rows.max_num_tokens, self._rows.token_ids.shape[1] - 1)
         one_s, rows_s = self._time_singles(1), self._time_singles(rows)
         row_s = max(0.0, rows_s - one_s) / max(1, rows - 1)
-        chunk_s = _fastest(lambda: self._run_chunk(0, 0, chunk))
+        chunk_s = fastest(lambda: self._run_chunk(0, 0, chunk))
         return DrafterCosts(max(0.0, one_s - row_s), row_s, chunk_s / chunk)
 
     def _time_singles(self, count: int) -> float:
@@ -234,10 +234,10 @@ class DraftModel:
             hidden = self._run(self._batch.singles(rows, positions))
             self._sampler.sample(self._forward.logits(hidden), rows, positions + 1)
 
-        return _fastest(run)
+        return fastest(run)
 
 
-def _fastest(run: Callable[[], None]) -> float:
+def fastest(run: Callable[[], None]) -> float:
     """The seconds of the fastest of some runs."""
     taken: list[float] = []
     for _ in range(NUM_REPEATS):

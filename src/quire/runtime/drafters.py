@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from quire.core.scheduling.drafter_costs import DrafterCosts
 from quire.core.step import Drafted, DraftOrder, StepPlan
 from quire.runtime.batch import StepBatch
 
@@ -44,6 +45,10 @@ class Drafter(Protocol):
     def follow(self, step: StepBatch, hidden: torch.Tensor) -> None:
         """Take the hidden states [T, H] of a step, whose tokens were sampled and stored: `rows`
         have their new lengths, accepted drafts included. Valid until the next step."""
+        ...
+
+    def measure(self) -> DrafterCosts:
+        """Measure runs, before any row is live."""
         ...
 
     def reset(self) -> None:

@@ -1,0 +1,299 @@
+"""A drafter that is a head of the model: MTP or EAGLE-3.
+
+A head computes a token together with the state before it, which comes from the model's hidden
+states (`models.heads.draft_head`). A step of the model computes these once, so they are kept until
+the head has computed the tokens behind them. It does so when a block is full, so that whole blocks
+always have the head's K and V and can be shared, and when drafts are ordered:
+
+    tokens of the row     t0 ... t(r-1) | tr ... t(n-1)     the head has reached token r
+    kept                        h(r-1)    ... h(n-2)        one before each further token
+    first run             computes tr .. t(n-1)             state s1, draft d1
+    run 2                 computes d1 with s1               state s2, draft d2
+    ...
+
+K and V of drafts are written behind the row's tokens. Those of a right draft were computed with a
+state of the head, so the head computes its token again, with the state of the model.
+
+After the reuse of a prefix the state before the row's first own token is unknown. Zeros stand for
+it, as before the first token of all.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBackend, LayerKV
+from quire.core.scheduling.drafter_costs import DrafterCosts
+from quire.core.step import Drafted, DraftOrder, EditKind, StepPlan
+from quire.kernels.cpu.library import NativeKernels
+from quire.models.heads.draft_head import DraftHead
+from quire.models.interface import TextModel
+from quire.runtime.batch import RowBatch, StepBatch
+from quire.runtime.block_tables import Int64
+from quire.runtime.draft_batch import DraftBatch
+from quire.runtime.draft_model import MEASURED_ROWS, fastest
+from quire.runtime.forward import make_forward
+from quire.sampling.host.draft_sampler import DraftSampler
+from quire.sampling.host.sampler import NO_TOKEN
+
+MOST_KEPT = 16
+"""The most hidden states that are kept for a row."""
+
+
+class HeadDrafter:
+    """A `runtime.drafters.Drafter` made of a head.
+
+    Invariant: the head has K and V of the first `_reached[row]` tokens of a live row. The first
+    `_num_kept[row]` of `_kept[row]` are the model's hidden states before the tokens from there on.
+    """
+
+    needs_hidden = True
+
+    def __init__(
+        self,
+        head: DraftHead,
+        target: TextModel,
+        backend: AttentionBackend,
+        layers: tuple[LayerKV, ...],
+        rows: RowBatch,
+        sampler: DraftSampler,
+        kernels: NativeKernels | None = None,
+    ) -> None:
+        """`backend` is bound here to `layers`, the memory of the head's K and V. `rows` are those
+        of `target`, which must keep the inputs of the head's layers already."""
+        self.head = head
+        self._target = target
+        self._rows = rows
+        self._sampler = sampler
+        self._block_size = layers[0].format.block_size
+        self._batch = DraftBatch(rows, target.vocab_size)
+        backend.bind(head.attention_specs, layers)
+        self._forward = make_forward(head, backend, kernels, rows.max_num_tokens)
+        num_rows = len(rows.num_tokens)
+        self._kept = torch.zeros(num_rows, MOST_KEPT, head.input_size, dtype=head.states.dtype)
+        self._flat_kept = self._kept.view(-1, head.input_size)
+        self._num_kept: Int64 = np.zeros(num_rows, np.int64)
+        self._reached: Int64 = np.zeros(num_rows, np.int64)
+
+    # ---- the rows -----------------------------------------------------------------------------
+
+    def change(self, plan: StepPlan) -> None:
+        """See `Drafter`."""
+        for admission in plan.admit:
+            self._forget_before(admission.row, admission.num_computed_tokens)
+        for fork in plan.forks:
+            self._copy(fork.row, fork.source_row)
+        for edit in plan.table_edits:
+            if edit.kind is EditKind.TRUNCATE:
+                end = edit.first_logical_block * self._block_size
+                if end < self._reached[edit.row] + self._num_kept[edit.row]:
+                    self._forget_before(edit.row, end)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """See `Drafter`. Blocks of a tier have the head's K and V, since they were full."""
+
+    def reset(self) -> None:
+        """See `Drafter`. Rows are admitted again."""
+
+    def _forget_before(self, row: int, num_tokens: int) -> None:
+        """Let a row go on behind its first `num_tokens` tokens, without a state of the last."""
+        self._reached[row], self._num_kept[row] = num_tokens, 1
+        self._kept[row, 0] = 0
+
+    def _copy(self, row: int, source: int) -> None:
+        self._reached[row], self._num_kept[row] = self._reached[source], self._num_kept[source]
+        count = int(self._num_kept[source])
+        self._kept[row, :count] = self._kept[source, :count]
+
+    # ---- after a step -------------------------------------------------------------------------
+
+    def follow(self, step: StepBatch, hidden: torch.Tensor) -> None:
+        """See `Drafter`."""
+        kept_inputs = self._target.kept_inputs
+        if kept_inputs is not None:
+            hidden = kept_inputs.rows[: len(hidden)]
+        rows, counts = step.rows, step.num_new_tokens
+        if len(rows) == len(hidden) and self._keep_one_each(rows, step, hidden):
+            return
+        # The step computed the tokens [first, end) of each row, without rejected drafts.
+        firsts = np.array(step.attention.context_lens_list, np.int64) - counts
+        ends = np.minimum(firsts + counts, self._rows.num_tokens[rows] - 1)
+        wanted = self._reached[rows] + self._num_kept[rows] - 1
+        starts = np.maximum(firsts, wanted)
+        num_new = np.maximum(0, ends - starts)
+        lines = np.cumsum(counts) - counts + (starts - firsts)
+        # Keep the hidden states of rows that fill no block.
+        fills = ends // self._block_size > self._reached[rows] // self._block_size
+        runs = (fills | (self._num_kept[rows] + num_new > MOST_KEPT) | (wanted < firsts)) & (
+            num_new > 0
+        )
+        self._keep(rows[~runs], num_new[~runs], lines[~runs], hidden)
+        # Compute the tokens of other rows.
+        for index in np.flatnonzero(runs).tolist():
+            row, start, end = int(rows[index]), int(starts[index]), int(ends[index])
+            if wanted[index] < start:  # no step computed the tokens between
+                self._forget_before(row, start)
+            line = int(lines[index])
+            self._advance(row, end, hidden[line : line + end - start])
+        # Forks that joined the step continue from the same states as their sources.
+        if len(step.joined_lines):
+            joined = step.sample_rows[-len(step.joined_lines) :]
+            sources = step.sample_rows[step.joined_lines.numpy()]
+            for row, source in zip(joined.tolist(), sources.tolist(), strict=True):
+                self._copy(row, source)
+
+    def _keep_one_each(self, rows: Int64, step: StepBatch, hidden: torch.Tensor) -> bool:
+        """Keep the hidden states of the most frequent steps, in which each row computes the token
+        that is next, and fills no block. Returns whether it is such a step."""
+        reached, num_kept = self._reached[rows], self._num_kept[rows]
+        ends = np.array(step.attention.context_lens_list)
+        is_plain = (
+            (reached + num_kept == ends)
+            & (ends % self._block_size != 0)
+            & (num_kept < MOST_KEPT)
+            & (self._rows.num_tokens[rows] > ends)
+        )
+        if len(step.joined_lines) or not is_plain.all():
+            return False
+        self._flat_kept[torch.from_numpy(rows * MOST_KEPT + num_kept)] = hidden
+        self._num_kept[rows] = num_kept + 1
+        return True
+
+    def _keep(self, rows: Int64, counts: Int64, lines: Int64, hidden: torch.Tensor) -> None:
+        """Keep those of counts[i] tokens of rows[i], which begin at lines[i] of `hidden`."""
+        total = int(counts.sum())
+        if not total:
+            return
+        within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        places = np.repeat(rows * MOST_KEPT + self._num_kept[rows], counts) + within
+        sources = np.repeat(lines, counts) + within
+        self._flat_kept[torch.from_numpy(places)] = hidden[torch.from_numpy(sources)]
+        self._num_kept[rows] += counts
+
+    def _advance(self, row: int, end: int, new: torch.Tensor) -> None:
+        """Compute a row's tokens up to `end`. `new` are the hidden states up to that of token
+        end - 1, which is kept."""
+        first, num_kept = int(self._reached[row]), int(self._num_kept[row])
+        hidden = torch.cat((self._kept[row, :num_kept], new))
+        states = self.head.states_of(hidden)
+        most = self._rows.max_num_tokens
+        for start in range(first, end, most):
+            count = min(most, end - start)
+            self.head.states[:count] = states[start - first : start - first + count]
+            ints = (np.array([each], np.int64) for each in (row, start, count))
+            self._run(self._batch.spans(*ints))
+        self._reached[row], self._num_kept[row] = end, 1
+        self._kept[row, 0] = hidden[-1]
+
+    # ---- before a step ------------------------------------------------------------------------
+
+    def draft(self, orders: Sequence[DraftOrder]) -> Mapping[int, Drafted]:
+        """See `Drafter`."""
+        lengths = {order.row: int(self._rows.num_tokens[order.row]) for order in orders}
+        counts = {order.row: order.num_drafts for order in orders}
+        # A row can have drafts if the states before all its tokens are kept.
+        drafts: dict[int, list[int]] = {
+            row: []
+            for row, count in counts.items()
+            if count and self._reached[row] + self._num_kept[row] == lengths[row]
+        }
+        for rows in self._groups(list(drafts)):
+            self._draft_group(rows, lengths, counts, drafts)
+        return {row: Drafted(tuple(drafts.get(row, ())), length) for row, length in lengths.items()}
+
+    def _groups(self, rows: list[int]) -> list[Int64]:
+        """The rows in groups whose first runs have at most `max_num_tokens` tokens. In each, rows
+        with one token come first."""
+        groups: list[list[int]] = []
+        room = 0
+        for row in sorted(rows, key=lambda row: int(self._num_kept[row])):
+            count = int(self._num_kept[row])
+            if count > room:
+                groups.append([])
+                room = self._rows.max_num_tokens
+            groups[-1].append(row)
+            room -= count
+        return [np.array(group, np.int64) for group in groups]
+
+    def _draft_group(
+        self,
+        rows: Int64,
+        lengths: Mapping[int, int],
+        counts: Mapping[int, int],
+        drafts: dict[int, list[int]],
+    ) -> None:
+        """Add the drafts of some rows."""
+        # The first run computes all tokens of the rows that the head has not reached.
+        ends = np.array([lengths[row] for row in rows.tolist()], np.int64)
+        states = self._run_first(rows, ends)
+        place = 0
+        while len(rows):
+            # Choose a draft for each row, from the state after its last token.
+            logits = self._own_logits(states)
+            found = self._sampler.sample(logits, rows, ends + place)
+            place += 1
+            goes_on: list[bool] = []
+            for row, token_id in zip(rows.tolist(), found.tolist(), strict=True):
+                if token_id != NO_TOKEN:
+                    drafts[row].append(token_id)
+                goes_on.append(token_id != NO_TOKEN and counts[row] > place)
+            # Then compute the drafts of rows that get another one.
+            going = np.flatnonzero(goes_on)
+            rows, ends, found = rows[going], ends[going], found[going]
+            if len(rows):
+                self._rows.token_ids[rows, ends + place - 1] = found
+                self.head.states[: len(rows)] = states[torch.from_numpy(going)]
+                states = self._run(self._batch.singles(rows, ends + place - 1))
+
+    def _run_first(self, rows: Int64, ends: Int64) -> torch.Tensor:
+        """Compute the tokens of rows that the head has not reached. Returns the states after the
+        rows' last tokens, valid until the next run."""
+        counts = self._num_kept[rows]
+        if int(counts.max()) == 1:
+            kept = self._kept[torch.from_numpy(rows), 0]
+            self.head.states[: len(rows)] = self.head.states_of(kept)
+            found = self._run(self._batch.singles(rows, ends - 1))
+        else:
+            of_rows = [self._kept[row, : self._num_kept[row]] for row in rows.tolist()]
+            states = self.head.states_of(torch.cat(of_rows))
+            self.head.states[: len(states)] = states
+            step = self._batch.spans(rows, ends - counts, counts)
+            found = self._run(step)[step.sample_index]
+        self._reached[rows], self._num_kept[rows] = ends, 0
+        return found
+
+    def _own_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] of the model's vocabulary; no token that the head lacks is chosen."""
+        logits = self._forward.logits(states)
+        token_ids = self.head.token_ids
+        if token_ids is None:
+            return logits
+        found = torch.full((len(logits), self._target.vocab_size), -torch.inf)
+        found[:, token_ids] = logits
+        return found
+
+    def _run(self, step: StepBatch) -> torch.Tensor:
+        self._forward.plan(step)
+        return self._forward(step)
+
+    # ---- costs --------------------------------------------------------------------------------
+
+    def measure(self) -> DrafterCosts:
+        """Measure runs, before any row is live: the fastest of a few, of one row and of several.
+
+        They overwrite the first block of the KV cache, which holds nothing yet.
+        """
+        rows = min(MEASURED_ROWS, len(self._rows.num_tokens))
+        one_s, rows_s = self._time_singles(1), self._time_singles(rows)
+        row_s = max(0.0, rows_s - one_s) / max(1, rows - 1)
+        return DrafterCosts(max(0.0, one_s - row_s), row_s, 0.0)
+
+    def _time_singles(self, count: int) -> float:
+        rows, positions = np.arange(count), np.zeros(count, np.int64)
+
+        def run() -> None:
+            states = self._run(self._batch.singles(rows, positions))
+            self._sampler.sample(self._own_logits(states), rows, positions + 1)
+
+        return fastest(run)
