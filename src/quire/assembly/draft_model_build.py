@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from quire.assembly.device_setup import TRITON, DeviceSetup, choose_device, draft_methods
+from quire.assembly.draft_head_build import find_mtp, head_drafter, is_eagle3, read_eagle3
 from quire.assembly.model_kind import DraftSource, ModelKind, tokenizer_folder
 from quire.attention.interface import AttentionSpec
 from quire.core.scheduling.model_drafts import ModelDrafts
@@ -21,6 +22,7 @@ from quire.kernels.cpu.sampling import NativeSampling
 from quire.layers.operator_module import use_operators
 from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
 from quire.models.config import ModelConfig
+from quire.models.heads.draft_head import DraftHead
 from quire.models.interface import CausalLM
 from quire.models.registry import find_entry, load_config
 from quire.runtime.batch import RowBatch
@@ -29,6 +31,7 @@ from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner, StepRows
 from quire.sampling.host.draft_sampler import DraftSampler
 from quire.sampling.host.sampler import SamplingRows
+from quire.speculation.speculation_options import DRAFT_MODEL, EAGLE3, MTP
 from quire.text.tokenizer import Tokenizer
 
 
@@ -53,9 +56,26 @@ def with_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> ModelKi
     Raises ConfigurationError and its subclasses if it can't draft for that model.
     """
     options = kind.options
-    name = options.speculative_model
+    name, methods = options.speculative_model, options.speculation.split(",")
+    # First, look for a head: in the model's own files, or in the folder that is named.
+    if MTP in methods:
+        return replace(kind, draft=DraftSource(MTP, kind.folder, find_mtp(kind), MTP))
     if name is None:
         return kind
+    read = partial(load_config, from_transformers=None)
+
+    def check(folder: Path) -> object:
+        return is_eagle3(folder) or read(folder)
+
+    folder = resolve_model_folder(name, None, check=check, on_progress=on_progress)
+    if is_eagle3(folder):
+        if DRAFT_MODEL in methods:
+            raise _refusal(name, "it is a head for EAGLE-3; set speculation to 'eagle3'")
+        head = read_eagle3(kind, name, folder)
+        return replace(kind, draft=DraftSource(name, folder, head, EAGLE3))
+    if EAGLE3 in methods:
+        raise _refusal(name, "it is no head for EAGLE-3; set speculation to 'draft_model'")
+    # Otherwise, check that the folder has a model that can draft.
     if not kind.generates:
         raise _refusal(name, "the model that it would draft for generates no tokens; leave it out")
     if options.kernels == TRITON or choose_device(options.device).type != "cpu":
@@ -63,8 +83,6 @@ def with_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> ModelKi
             name,
             "in this version a model drafts on the CPU only; leave it out, or say device='cpu'",
         )
-    read = partial(load_config, from_transformers=None)
-    folder = resolve_model_folder(name, None, check=read, on_progress=on_progress)
     config = read(folder)
     if not find_entry(config).generates:
         raise _refusal(name, f"{config.architecture} predicts no tokens; name a model that does")
@@ -126,12 +144,14 @@ def add_draft_model(
     max_model_len: int,
     reading: Reading,
 ) -> ModelDrafts:
-    """Load the model that drafts and make it the drafter of a runner without rows.
+    """Load the model or head that drafts, and make it the drafter of a runner without rows.
 
     Its layers are the last ones of the runner's KV cache. Returns what plans its drafts; its runs
     are measured here.
     """
-    most = min(max_model_len, source.config.max_supported_positions)
+    most = max_model_len
+    if source.method == DRAFT_MODEL:  # a head follows its model, however far
+        most = min(max_model_len, source.config.max_supported_positions)
     model = load_model(
         source.folder,
         source.config,
@@ -143,9 +163,11 @@ def add_draft_model(
     )
     use_operators(model, setup.operators)
     model.check_loaded()
-    assert isinstance(model, CausalLM), "checked by with_draft_model"
-    drafter = runner.add_drafter(partial(_make_drafter, model, setup))
-    assert isinstance(drafter, DraftModel)
+    if isinstance(model, DraftHead):
+        drafter = runner.add_drafter(head_drafter(model, runner.model, setup))
+    else:
+        assert isinstance(model, CausalLM), "checked by with_draft_model"
+        drafter = runner.add_drafter(partial(_make_drafter, model, setup))
     return ModelDrafts(drafter.measure(), most)
 
 

@@ -28,6 +28,7 @@ from quire.models.transformers_names.read_fields import known_version
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.options.pooling_options import AUTO, GENERATE, POOLING
+from quire.speculation.speculation_options import DRAFT_MODEL, MTP
 from quire.text.tokenizer import Tokenizer
 
 _MAX_NAMES_SHOWN = 20
@@ -42,11 +43,14 @@ _INSTRUCTED = "Qwen3"
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """A model that drafts for another one; see `draft_model_build`."""
+    """A model that drafts for another one, or a head that drafts for its model; see
+    `draft_model_build`."""
 
     name: str
     folder: Path
     config: ModelConfig
+    #: Its name in the option speculation, and of its drafts in metrics.
+    method: str = DRAFT_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class ModelKind:
     pooling: ModelPooling
     #: Whether the model is served to generate text; otherwise it embeds or scores.
     generates: bool
-    #: The model that drafts for it; None without one, and until `with_draft_model` has found it.
+    #: The model or head that drafts for it; None without one, and until `with_draft_model` has
+    #: found it.
     draft: DraftSource | None = None
 
 
@@ -138,8 +143,8 @@ def log_unexpected_properties(kind: ModelKind) -> None:
             " reads them",
             *(names, f" and {rest} more" if rest > 0 else "", known_version()),
         )
-    if config.num_predicting_layers:
-        logger.info("layers that predict tokens further on (MTP) are left out, if there are any")
+    if config.num_predicting_layers and MTP not in kind.options.speculation.split(","):
+        logger.info("layers that predict tokens further on (MTP) draft only with --speculation mtp")
 
 
 def _pooling(

@@ -22,6 +22,7 @@ from quire.assembly.device_memory_plan import (
     plan_on_device,
 )
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
+from quire.assembly.draft_head_build import prepare_target
 from quire.assembly.draft_model_build import add_draft_model, draft_specs, draft_weight_bytes
 from quire.assembly.format_checks.compensated_rounding import compensate_rounding
 from quire.assembly.format_checks.kv_format_check import check_keys
@@ -318,6 +319,7 @@ class _Builder:
         with nullcontext() if binding is None else binding.memory_of_part():
             model = self._load(memory_plan.max_model_len)
             adapters = self._adapters(model)
+            prepare_target(model, self.draft, self.options.max_num_batched_tokens)
             runner = self._runner(model, adapters, memory_plan)
             model_drafts = self._add_drafter(runner, memory_plan.max_model_len)
         facts: Facts = {"num_threads": setup.num_threads}

@@ -17,7 +17,7 @@ from quire.options.engine_options import EngineOptions
 from quire.speculation.speculation_options import (
     AUTO,
     AUTO_PROPOSERS,
-    DRAFT_MODEL,
+    DRAFTERS,
     OFF,
     PROPOSERS,
     SpeculationOptions,
@@ -72,5 +72,5 @@ def _speculator(
         return None
     options = SpeculationOptions(**checked.part(SpeculationOptions))
     chosen = AUTO_PROPOSERS if names == AUTO else names.split(",")
-    proposers = {name: PROPOSERS.get(name)(options) for name in chosen if name != DRAFT_MODEL}
-    return BestGuess(proposers, DRAFT_MODEL)
+    proposers = {name: PROPOSERS.get(name)(options) for name in chosen if name not in DRAFTERS}
+    return BestGuess(proposers, "" if kind.draft is None else kind.draft.method)

@@ -26,8 +26,10 @@ of several proposers, that of the first is taken."""
 
 AUTO, OFF = "auto", "off"
 
-DRAFT_MODEL = "draft_model"
-"""Names the model that `speculative_model` names: it drafts on the device, and is no proposer."""
+DRAFT_MODEL, EAGLE3, MTP = "draft_model", "eagle3", "mtp"
+DRAFTERS = (DRAFT_MODEL, EAGLE3, MTP)
+"""What drafts on the device, and is no proposer: the model or the EAGLE-3 head that
+`speculative_model` names, or the MTP head in the model's own files."""
 
 AUTO_PROPOSERS = ("forced", "prediction", "ngram", "siblings", "history")
 
@@ -68,25 +70,27 @@ class SpeculationOptions(Options):
 
     speculation: str = option(
         OFF,
-        Names(PROPOSERS, (DRAFT_MODEL,), (AUTO, OFF)),
+        Names(PROPOSERS, DRAFTERS, (AUTO, OFF)),
         group="scheduling",
         help="proposers of draft tokens, which steps verify: {names}, or several after commas",
         doc="proposers of draft tokens, which a step verifies together with a sequence's next"
         ' token. "ngram": the tokens that followed an earlier occurrence of the sequence\'s last'
         ' tokens. "prediction": the text that a request expects. "forced": what a grammar leaves no'
         ' choice about. "siblings": other branches of the request. "history": earlier answers of'
-        ' the same cache domain. "draft_model": the model that speculative_model names. Several'
-        ' names are separated by commas. "auto": all of these, where'
-        ' outputs are the same to the bit with drafts and without, or else none. "off": no drafts.',
+        ' the same cache domain. "draft_model", "eagle3": the model, or the EAGLE-3 head, that'
+        ' speculative_model names. "mtp": the MTP head in the model\'s own files. Several names are'
+        ' separated by commas. "auto": all of these but "mtp", where outputs are the same to the'
+        ' bit with drafts and without, or else none. "off": no drafts.',
     )
     speculative_model: str | None = option(
         None,
         Text("a folder, a GGUF file or a hub id", is_path=True),
         group="scheduling",
-        help="folder, GGUF file or hub id of a small model that drafts, with the same vocabulary",
-        doc="a folder, GGUF file or hub id of a small model with the same vocabulary, which drafts"
-        " tokens where that pays. It is computed on the CPU only. Without speculation, it sets that"
-        ' to "auto".',
+        help="folder, GGUF file or hub id of a small model with the same vocabulary, or of an"
+        " EAGLE-3 head of the model, which drafts",
+        doc="a folder, GGUF file or hub id of a small model with the same vocabulary, or of an"
+        " EAGLE-3 head of the model, which drafts tokens where that pays. It is computed on the CPU"
+        ' only. Without speculation, it sets that to "auto".',
         flag=Flag(metavar="PATH"),
     )
     ngram_min_match: int = option(
@@ -109,17 +113,23 @@ class SpeculationOptions(Options):
 
     def _check_together(self) -> None:
         super()._check_together()
-        drafts = DRAFT_MODEL in self.speculation.split(",")
-        if drafts and self.speculative_model is None:
+        drafters = [name for name in self.speculation.split(",") if name in DRAFTERS]
+        if len(drafters) > 1:
+            raise ConfigurationError(
+                f"speculation is {self.speculation!r}, but one of {' and '.join(drafters)} drafts;"
+                " leave the others out"
+            )
+        needs_model = drafters not in ([], [MTP])
+        if needs_model and self.speculative_model is None:
             raise ConfigurationError(
                 f"speculation is {self.speculation!r}, but no model drafts; name one with"
-                f" speculative_model, or leave {DRAFT_MODEL} out"
+                f" speculative_model, or leave {drafters[0]} out"
             )
-        if self.speculative_model is not None and not drafts and self.speculation != AUTO:
+        if self.speculative_model is not None and not needs_model and self.speculation != AUTO:
             raise ConfigurationError(
                 f"speculative_model is {self.speculative_model!r}, but speculation is"
                 f" {self.speculation!r}, which does not use it; leave one of them out, or add"
-                f" {DRAFT_MODEL} to speculation"
+                f" {DRAFT_MODEL} or {EAGLE3} to speculation"
             )
         for name in ("ngram_min_match", "speculation_history_size"):
             given = getattr(self, name)

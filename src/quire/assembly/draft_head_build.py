@@ -1,0 +1,97 @@
+"""Finds and builds heads that draft for the model.
+
+An MTP head is in the model's own files, an EAGLE-3 head in a folder of its own. A head shares
+modules with its model, whose program must keep the inputs that the head reads. So `prepare_target`
+comes before the runner is made. Called by `draft_model_build` and `rank_build`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.assembly.device_setup import TRITON, DeviceSetup, choose_device
+from quire.assembly.model_kind import DraftSource, ModelKind
+from quire.errors import ConfigurationError
+from quire.kernels.cpu.sampling import NativeSampling
+from quire.models.checkpoints.readers import find_reader, open_checkpoint
+from quire.models.config import DecoderConfig
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.heads.draft_head import DraftHead
+from quire.models.heads.eagle3 import ARCHITECTURES, Eagle3Config, load_eagle3_config
+from quire.models.heads.mtp import mtp_config
+from quire.models.interface import TextModel
+from quire.models.registry import MTP_HEADS, find_entry
+from quire.runtime.batch import RowBatch
+from quire.runtime.draft_head import HeadDrafter
+from quire.runtime.drafters import Drafter
+from quire.runtime.kv_cache import KVCache
+from quire.runtime.model_runner import StepRows
+from quire.sampling.host.draft_sampler import DraftSampler
+from quire.sampling.host.sampler import SamplingRows
+
+
+def find_mtp(kind: ModelKind) -> DecoderConfig:
+    """The config of the MTP head in the model's files. Raises ConfigurationError and
+    CheckpointError if there is none that can draft."""
+    check_head(kind, "speculation has 'mtp'")
+    config = mtp_config(kind.config, MTP_HEADS)
+    find_entry(config).arranged(open_checkpoint(kind.folder), config)  # finds the head's tensors
+    return config
+
+
+def is_eagle3(folder: Path) -> bool:
+    """Whether a folder has an EAGLE-3 head. Raises CheckpointError."""
+    names = find_reader(folder).read_config(folder).get("architectures")
+    return isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES
+
+
+def read_eagle3(kind: ModelKind, name: str, folder: Path) -> Eagle3Config:
+    """The config of the head in `folder`, which the option speculative_model names. Raises
+    ConfigurationError and its subclasses if it can't draft for the model."""
+    check_head(kind, f"speculative_model is {name!r}")
+    return load_eagle3_config(folder, kind.config)
+
+
+def check_head(kind: ModelKind, option: str) -> None:
+    """Raise ConfigurationError if no head can draft for the model. `option` begins the message."""
+    options, reason = kind.options, None
+    if not kind.generates:
+        reason = "the model that it would draft for generates no tokens"
+    elif options.kernels == TRITON or choose_device(options.device).type != "cpu":
+        reason = "in this version a head drafts on the CPU only"
+    elif options.tensor_parallel_size > 1:
+        reason = "in this version a head drafts for a model on one rank only"
+    if reason is not None:
+        raise ConfigurationError(f"{option}, but {reason}; leave it out")
+
+
+def prepare_target(model: TextModel, draft: DraftSource | None, max_num_tokens: int) -> None:
+    """Let the model keep the inputs that a head reads, in steps of at most max_num_tokens. Nothing
+    is kept for other drafters. Raises UnsupportedModelError if the model can't."""
+    if draft is not None and isinstance(draft.config, Eagle3Config):
+        assert draft.config.target_layers is not None
+        model.keep_inputs(draft.config.target_layers, max_num_tokens)
+
+
+def head_drafter(
+    head: DraftHead, target: TextModel, setup: DeviceSetup
+) -> Callable[[KVCache, StepRows, SamplingRows], Drafter]:
+    """Returns what makes the drafter of the runner of `target` from a loaded head. The head's
+    layers are the last ones of the KV cache."""
+
+    def make(kv_cache: KVCache, rows: StepRows, sampling_rows: SamplingRows) -> Drafter:
+        assert isinstance(rows, RowBatch), "a head drafts on the CPU only"
+        assert isinstance(target, DecoderForCausalLM), "checked by prepare_target"
+        head.use_target(target, rows.max_num_tokens)
+        kernels = setup.kernels
+        return HeadDrafter(
+            head,
+            target,
+            setup.new_backend(),
+            kv_cache.layers()[-len(head.attention_specs) :],
+            rows,
+            DraftSampler(sampling_rows, None if kernels is None else NativeSampling(kernels)),
+            kv_cache.num_blocks,
+            kernels,
+        )
+
+    return make

@@ -1,0 +1,167 @@
+"""Heads draft on every family that has them, and change no token and no bit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.test_law import make_crowd
+from tests.engine.test_speculation_law import seen
+from tests.models.heads.head_files import (
+    add_layer_head,
+    repeat_last_layer,
+    save_eagle3,
+    save_family,
+)
+
+from quire import LLM, SamplingParams
+from quire.core.scheduling.pacing import ConstantPacer
+from quire.errors import CheckpointError, ConfigurationError, UnsupportedModelError
+from quire.models.registry import load_config
+from quire.simulation.baselines import NoGrowth
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 72,
+    "block_size": 8,
+}
+
+
+def save(name: str, folder: Path) -> dict[str, Any]:
+    """A model and its head; returns the options that name them."""
+    if name not in ("llama", "qwen3"):
+        save_family(name, folder, vocab_size=4096)
+        add_layer_head(folder)
+        return {"model": str(folder), "speculation": "mtp"}
+    save_family(name, folder, num_hidden_layers=8, vocab_size=4096)
+    size = load_config(folder).hidden_size
+    save_eagle3(folder / "head", size=size, vocab_size=4096, draft_vocab_size=900)
+    return {"model": str(folder), "speculative_model": str(folder / "head")}
+
+
+def crowd() -> tuple[list[Any], list[SamplingParams]]:
+    """Requests with all options but strings, which need a tokenizer."""
+    prompts, params = make_crowd()
+    for each in params:
+        each.stop = None
+    return prompts[:6], params[:6]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4-moe", "llama"])
+@pytest.mark.usefixtures("native_engine")
+def test_heads_change_nothing_of_an_answer(name: str, tmp_path: Path) -> None:
+    options = save(name, tmp_path)
+    prompts, params = crowd()
+    plain = LLM(options["model"], **OPTIONS).generate(prompts, params, use_tqdm=False)
+    crowded = {"num_blocks": 36} if name in ("glm4-moe", "llama") else {}
+    llm = LLM(**{**OPTIONS, **options, **crowded})
+    scheduler = llm.engine.scheduler
+    scheduler.pacer = ConstantPacer()  # drafts are made whatever they cost
+    if crowded:  # so that much is preempted
+        scheduler.admission.capacity.forecast.lengths = NoGrowth()
+    for _ in range(1 + bool(crowded)):  # the second time with a warm prefix cache
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert seen(found) == seen(plain)
+    stats = llm.engine.stats()
+    method = options.get("speculation", "eagle3")
+    verified = stats.drafts["by_proposer"][method]["verified"]
+    assert sum(verified) > 100 and stats.num_held_blocks == 0
+    assert bool(crowded) == (stats.num_preemptions > 0)
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_heads_with_other_options(tmp_path: Path) -> None:
+    """Compressed K and V, tiers that a second engine reads, overlap, and known drafts beside."""
+    options = save("glm4-moe", tmp_path / "model") | {"num_blocks": 90}
+    prompts, params = crowd()
+    before: dict[str, Any] = {}
+    for more in (
+        {"kv_cache_dtype": "int8"},
+        {"cache_dir": str(tmp_path / "cache"), "cache_size": "64MiB"},
+        {"cache_dir": str(tmp_path / "cache"), "cache_size": "64MiB"},
+        {"async_scheduling": True, "speculation": "ngram,mtp", "ngram_min_match": 1},
+    ):
+        kv = str(more.get("kv_cache_dtype", "auto"))
+        if kv not in before:
+            plain = LLM(options["model"], **OPTIONS, kv_cache_dtype=kv)
+            before[kv] = seen(plain.generate(prompts, params, use_tqdm=False))
+        llm = LLM(**{**OPTIONS, **options, **more})
+        llm.engine.scheduler.pacer = ConstantPacer()
+        assert seen(llm.generate(prompts, params, use_tqdm=False)) == before[kv]
+        assert llm.engine.stats().drafts["by_proposer"]["mtp"]["verified"][0] > 10
+        llm.engine.tier_work.close()
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_a_head_that_repeats_its_model_is_always_right(tmp_path: Path) -> None:
+    """The model's layers do nothing but for the last one, which the head has, too; and the head
+    reads the embedding alone. So both compute the same, in greedy and in sampled rows."""
+    options = save("glm4-moe", tmp_path)
+    repeat_last_layer(tmp_path)
+    prompts, params = crowd()
+    plain = [replace(each, logit_bias=None) for each in params]
+    for each in plain:
+        each.presence_penalty = each.frequency_penalty = 0.0
+        each.repetition_penalty = 1.0
+    llm = LLM(**{**OPTIONS, **options})
+    llm.engine.scheduler.pacer = ConstantPacer()
+    llm.generate(prompts, plain, use_tqdm=False)
+    counts = llm.engine.stats().drafts["by_proposer"]["mtp"]
+    assert sum(counts["verified"]) > 50 and counts["accepted"] == counts["verified"]
+
+
+def test_heads_that_can_not_draft_are_refused_by_name(tmp_path: Path) -> None:
+    plain, model = save_family("llama", tmp_path / "plain"), tmp_path / "model"
+    save("qwen3", model)
+    head = str(model / "head")
+    for options, error, message in (
+        (
+            {"model": str(plain), "speculation": "mtp"},
+            ConfigurationError,
+            "speculation has 'mtp', but quire has no MTP heads of LlamaForCausalLM",
+        ),
+        (
+            {"model": str(save_family("glm4-moe", tmp_path / "moe")), "speculation": "mtp"},
+            CheckpointError,
+            "the weights have no layer that predicts further tokens",
+        ),
+        (
+            {"model": str(plain), "speculative_model": head},
+            ConfigurationError,
+            "reads the inputs of the layers 2, 1, 0, but the model has 3 layers",
+        ),
+        (
+            {"model": str(model), "speculative_model": head, "tensor_parallel_size": 2},
+            ConfigurationError,
+            "in this version a head drafts for a model on one rank only",
+        ),
+        (
+            {"model": str(model), "speculative_model": head, "speculation": "draft_model"},
+            ConfigurationError,
+            "it is a head for EAGLE-3; set speculation to 'eagle3'",
+        ),
+        (
+            {"model": str(model), "speculative_model": str(plain), "speculation": "eagle3"},
+            ConfigurationError,
+            "it is no head for EAGLE-3; set speculation to 'draft_model'",
+        ),
+        (
+            {"model": str(model), "speculation": "eagle3"},
+            ConfigurationError,
+            "no model drafts; name one with speculative_model, or leave eagle3 out",
+        ),
+        (
+            {"model": str(model), "speculation": "mtp,eagle3", "speculative_model": head},
+            ConfigurationError,
+            "one of mtp and eagle3 drafts; leave the others out",
+        ),
+        (
+            {"model": head},
+            UnsupportedModelError,
+            "LlamaForCausalLMEagle3",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            LLM(**OPTIONS, **options)
