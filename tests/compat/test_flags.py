@@ -134,7 +134,7 @@ def test_flags_that_ask_for_the_default_are_accepted() -> None:
         ("serve --tool-parser-plugin x.py", "there is no option --tool-parser-plugin: a dialect"),
         ("serve --h11-max-header-count 9", "there is no option --h11-max-header-count: a call's"),
         ("serve --api-server-count 2", "--api-server-count is '2', but must be 1"),
-        ("serve --spec-type draft-mtp", "--spec-type is 'draft-mtp', but heads of a model draft"),
+        ("serve --spec-type draft-dflash", "--spec-type is 'draft-dflash', but of heads only 'mtp"),
         ("serve --spec-type x", "--spec-type is 'x', but must be none, or some of ngram-simple"),
         ("serve --spec-type", "--spec-type is missing its value"),
         (
@@ -146,8 +146,8 @@ def test_flags_that_ask_for_the_default_are_accepted() -> None:
             "there is no option --speculative-algorithm: --speculation names the proposers",
         ),
         (
-            'serve --speculative-config {"method":"mtp"}',
-            "speculative_config asks for 'mtp', but heads of a model draft nothing in this version",
+            'serve --speculative-config {"method":"eagle"}',
+            "speculative_config asks for 'eagle', but of heads only 'mtp' and 'eagle3' draft",
         ),
         ("serve --speculative-config ngram", "speculative_config is 'ngram', which is not JSON"),
         ("doctor --spec-type none", "there is no option --spec-type"),

@@ -38,15 +38,15 @@ def _adapters_need_one_rank() -> bool:
     return True
 
 
-def _no_head_drafts() -> bool:
-    with pytest.raises(ConfigurationError, match="heads of a model"):
-        EngineOptions.from_mapping({"speculative_config": {"method": "mtp"}})
+def _other_heads_draft_nothing() -> bool:
+    with pytest.raises(ConfigurationError, match="of heads only"):
+        EngineOptions.from_mapping({"speculative_config": {"method": "eagle"}})
     return True
 
 
 DENIALS: dict[str, Callable[[], bool]] = {
     "adapters are served by one rank in this version": _adapters_need_one_rank,
-    refusals.DRAFT_HEADS: _no_head_drafts,
+    refusals.DRAFT_HEADS: _other_heads_draft_nothing,
     "no model here has an encoder beside its decoder": _no_model_encodes_and_decodes,
 }
 """Sentences that deny a whole ability -> whether quire still lacks it."""

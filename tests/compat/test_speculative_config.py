@@ -45,6 +45,14 @@ from quire.options.engine_options import EngineOptions
             {"model": "org/small"},
             {"speculation": "draft_model", "speculative_model": "org/small"},
         ),
+        (
+            {"method": "mtp", "num_speculative_tokens": 1},
+            {"speculation": "mtp", "num_draft_tokens": 1},
+        ),
+        (
+            {"method": "eagle3", "model": "org/head"},
+            {"speculation": "eagle3", "speculative_model": "org/head"},
+        ),
     ],
 )
 def test_a_config_stands_for_options(config: Any, expected: dict[str, Any]) -> None:
@@ -52,9 +60,9 @@ def test_a_config_stands_for_options(config: Any, expected: dict[str, Any]) -> N
     assert given == EngineOptions.from_mapping({**expected, "block_size": 32})
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3", "eagle"])
-def test_heads_that_draft_are_refused_by_name(method: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"asks for '{method}', but heads of a model"):
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_other_heads_are_refused_by_name(method: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"asks for '{method}', but of heads only 'mtp'"):
         EngineOptions.from_mapping({"speculative_config": {"method": method}})
     given = {"method": method, "model": "org/head", "num_speculative_tokens": 3}
     with pytest.raises(ConfigurationError, match="in this version; the option speculation"):
@@ -69,6 +77,8 @@ def test_heads_that_draft_are_refused_by_name(method: str) -> None:
         ({"method": "guess"}, "has the method 'guess', but must have one of"),
         ({"method": ["ngram"]}, "has the method .'ngram'., but must have one of"),
         ({"method": "draft_model"}, "has the method 'draft_model', but no model; name one"),
+        ({"method": "eagle3"}, "has the method 'eagle3', but no model; name one as 'model'"),
+        ({"method": "mtp", "model": "org/head"}, "has 'model', which is not supported"),
         ({"method": "ngram", "model": "org/small"}, "has 'model', which is not supported"),
         ({"method": "ngram", "promt_lookup_min": 2}, "did you mean prompt_lookup_min"),
         ({"method": "ngram", "disable_by_batch_size": 4}, "has 'disable_by_batch_size', which is"),

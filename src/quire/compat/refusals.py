@@ -2,8 +2,8 @@
 
 POOLED_ADAPTERS = "adapters are served for models that generate text"
 DRAFT_HEADS = (
-    "heads of a model draft nothing in this version; the option speculation names what does, as"
-    " 'ngram', and speculative_model a model that does"
+    "of heads only 'mtp' and 'eagle3' draft in this version; the option speculation names what"
+    " drafts, as 'ngram', and speculative_model a model that does"
 )
 EXPERTS = (
     "each rank computes its share of every expert; no rank has experts of its own, so that none are"

@@ -16,18 +16,24 @@ _METHODS = {
     "[ngram]": "ngram",
     "suffix": "ngram,siblings,history",
     "draft_model": "draft_model",
+    "eagle3": "eagle3",
+    "mtp": "mtp",
 }
 """vLLM's method -> the value of the option `speculation`."""
 
-_HEAD_METHODS = ("mtp", "eagle3", "eagle", "medusa", "mlp_speculator", "dflash")
+_OTHER_HEADS = ("eagle", "medusa", "mlp_speculator", "dflash")
+
+_MODEL_METHODS = ("draft_model", "eagle3")
+"""The methods whose `model` drafts."""
 
 _NUMBERS = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
 _SPEC_TYPES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 """The values of llama.cpp's --spec-type that look for n-grams."""
 
-_DRAFT_TYPE = "draft-simple"
-"""The value of --spec-type for a model that drafts, which --model-draft names."""
+_DRAFT_TYPES = {"draft-simple": "draft_model", "draft-eagle3": "eagle3", "draft-mtp": "mtp"}
+"""The values of --spec-type for what drafts, which --model-draft names except for MTP, and those of
+the option `speculation`."""
 
 
 def with_speculative_config(
@@ -63,7 +69,7 @@ def read_speculative_config(config: Any) -> dict[str, Any]:
     # First, the method. vLLM also takes a model alone, and finds out what it is.
     given = {name: value for name, value in config.items() if value is not None}
     method = given.get("method", given.get("model"))
-    if method in _HEAD_METHODS:
+    if method in _OTHER_HEADS:
         raise _wrong(f"asks for {method!r:.80}, but {DRAFT_HEADS}")
     if "method" not in given and isinstance(method, str) and method not in _METHODS:
         method = "draft_model"  # a model alone
@@ -71,10 +77,10 @@ def read_speculative_config(config: Any) -> dict[str, Any]:
         names = [name for name in _METHODS if not name.startswith("[")]
         raise _wrong(f"has the method {method!r:.80}, but must have one of {names}")
     model = None
-    if method == "draft_model":
+    if method in _MODEL_METHODS:
         model = given.pop("model", None)
         if not isinstance(model, str) or not model:
-            raise _wrong("has the method 'draft_model', but no model; name one as 'model'")
+            raise _wrong(f"has the method {method!r}, but no model; name one as 'model'")
     elif given.get("model", method) in _METHODS:
         given.pop("model", None)
     # Then its numbers; what else stands there can't be obeyed.
@@ -111,14 +117,14 @@ def flags_of_spec_type(value: str) -> list[str]:
     names = value.split(",")
     if names == ["none"]:
         return ["--speculation=off"]
-    if any(name.startswith("draft-") for name in set(names) - {_DRAFT_TYPE}):
+    if any(name.startswith("draft-") for name in set(names) - _DRAFT_TYPES.keys()):
         raise ConfigurationError(f"--spec-type is {value!r:.80}, but {DRAFT_HEADS}")
-    if not set(names) <= {*_SPEC_TYPES, _DRAFT_TYPE}:
+    if not set(names) <= {*_SPEC_TYPES, *_DRAFT_TYPES}:
         raise ConfigurationError(
             f"--spec-type is {value!r:.80}, but must be none, or some of"
-            f" {', '.join((*_SPEC_TYPES, _DRAFT_TYPE))}"
+            f" {', '.join((*_SPEC_TYPES, *_DRAFT_TYPES))}"
         )
-    ours = ["ngram"] * (not set(names) <= {_DRAFT_TYPE}) + ["draft_model"] * (_DRAFT_TYPE in names)
+    ours = dict.fromkeys(_DRAFT_TYPES.get(name, "ngram") for name in names)
     return [f"--speculation={','.join(ours)}"]
 
 
