@@ -23,6 +23,7 @@ from quire.models.heads.eagle3 import load_eagle3_config
 from quire.models.heads.mtp import mtp_config
 from quire.models.registry import MTP_HEADS, load_config
 from quire.options.engine_options import EngineOptions
+from quire.runtime import draft_head
 from quire.runtime.batch import RowBatch
 from quire.runtime.draft_head import HeadDrafter
 from quire.runtime.forward import NativeForward
@@ -94,13 +95,14 @@ class MadeHead:
             cache.layers()[len(target.attention_specs) :],
             rows,
             DraftSampler(sampling_rows, native),
+            NUM_BLOCKS,
             kernels,
         )
         return HandCore(runner, layout.groups, NUM_BLOCKS, BLOCK)
 
     @torch.inference_mode()
-    def drafts(self, tokens: list[int], count: int, unknown: int = 0) -> tuple[int, ...]:
-        """The drafts by the definition. The state before the token `unknown` is zero."""
+    def drafts(self, tokens: list[int], count: int, unknown: int | slice = 0) -> tuple[int, ...]:
+        """The drafts by the definition. The states before the tokens `unknown` are zero."""
         target, head = self.plain
         assert isinstance(head, DraftHead) and isinstance(target, DecoderForCausalLM)
         known = torch.tensor(tokens[:-1])
@@ -147,7 +149,9 @@ def prompt(length: int, seed: int) -> list[int]:
     return [rng.randrange(4, 1000) for _ in range(length)]
 
 
-def check(made: MadeHead, core: HandCore, held: list[Held], count: int, unknown: int = 0) -> None:
+def check(
+    made: MadeHead, core: HandCore, held: list[Held], count: int, unknown: int | slice = 0
+) -> None:
     """Order drafts for these rows, and compare them with the definition."""
     expected = {each.row: made.drafts(each.tokens, count, unknown) for each in held}
     core.step(orders=dict.fromkeys(expected, count))
@@ -206,3 +210,34 @@ def test_a_row_without_usable_logits_gets_fewer_drafts(made: MadeHead) -> None:
     expected = made.drafts(held[1].tokens, 2)
     core.step(orders={each.row: 2 for each in held})
     assert core.drafted == {held[0].row: (), held[1].row: expected}
+
+
+def test_a_head_that_rested_catches_up(made: MadeHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the states that it missed. Rows that come later have all of theirs."""
+    monkeypatch.setattr(draft_head, "RESTS_AFTER", 3)
+    core = made.core()
+    first = core.admit(prompt(13, 1), GREEDY)
+    for _ in range(9):
+        core.step()
+    drafter = core.runner.drafter
+    assert isinstance(drafter, HeadDrafter) and drafter._missed[first.row]
+    reached = drafter._blocks.num_reached(first.row, len(first.tokens))
+    assert 8 <= reached < 17
+    check(made, core, [first], 3, unknown=slice(reached, len(first.tokens)))
+    second = core.admit(prompt(6, 2), GREEDY)
+    core.step()
+    check(made, core, [second], 2)
+
+
+def test_blocks_that_a_resting_head_missed_are_computed_before_they_are_read(
+    made: MadeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_head, "RESTS_AFTER", 0)
+    core = made.core()
+    first = core.admit(prompt(19, 3), GREEDY)
+    core.step({first.row: 16})
+    prefix = core.snapshot(first)
+    monkeypatch.setattr(draft_head, "RESTS_AFTER", 9)
+    second = core.admit(first.tokens[:16] + prompt(7, 4), GREEDY, prefix)
+    core.step()
+    check(made, core, [second], 2, unknown=slice(0, len(second.tokens)))

@@ -16,6 +16,10 @@ state of the head, so the head computes its token again, with the state of the m
 
 After the reuse of a prefix the state before the row's first own token is unknown. Zeros stand for
 it, as before the first token of all.
+
+If no drafts are ordered for a while, the head rests, and keeps no more states. When drafts of a row
+that it missed are ordered, it catches up with zeros for the missing states: its K and V then know
+the row's tokens alone.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,9 +37,13 @@ from quire.runtime.batch import RowBatch, StepBatch
 from quire.runtime.block_tables import Int64
 from quire.runtime.draft_batch import DraftBatch
 from quire.runtime.draft_model import MEASURED_ROWS, fastest
+from quire.runtime.drafted_blocks import DraftedBlocks
 from quire.runtime.forward import make_forward
 from quire.sampling.host.draft_sampler import DraftSampler
 from quire.sampling.host.sampler import NO_TOKEN
+
+RESTS_AFTER = 64
+"""The number of steps without orders after which the head rests."""
 
 MOST_KEPT = 16
 """The most hidden states that are kept for a row."""
@@ -44,8 +52,9 @@ MOST_KEPT = 16
 class HeadDrafter:
     """A `runtime.drafters.Drafter` made of a head.
 
-    Invariant: the head has K and V of the first `_reached[row]` tokens of a live row. The first
-    `_num_kept[row]` of `_kept[row]` are the model's hidden states before the tokens from there on.
+    Invariant: unless a live row is `_missed`, the head has K and V of its first `_reached[row]`
+    tokens. The first `_num_kept[row]` of `_kept[row]` are the model's hidden states before the
+    tokens from there on.
     """
 
     needs_hidden = True
@@ -58,10 +67,12 @@ class HeadDrafter:
         layers: tuple[LayerKV, ...],
         rows: RowBatch,
         sampler: DraftSampler,
+        num_blocks: int,
         kernels: NativeKernels | None = None,
     ) -> None:
         """`backend` is bound here to `layers`, the memory of the head's K and V. `rows` are those
-        of `target`, which must keep the inputs of the head's layers already."""
+        of `target`, which must keep the inputs of the head's layers already, and whose KV cache has
+        `num_blocks` blocks."""
         self.head = head
         self._target = target
         self._rows = rows
@@ -73,6 +84,10 @@ class HeadDrafter:
         num_rows = len(rows.num_tokens)
         self._kept = torch.zeros(num_rows, MOST_KEPT, head.input_size, dtype=head.states.dtype)
         self._flat_kept = self._kept.view(-1, head.input_size)
+        groups = [layer.group for layer in layers]
+        self._blocks = DraftedBlocks(num_blocks, rows.tables, rows.num_computed, groups)
+        self._missed = np.zeros(num_rows, np.bool_)
+        self._num_idle = 0  # steps without orders
         self._num_kept: Int64 = np.zeros(num_rows, np.int64)
         self._reached: Int64 = np.zeros(num_rows, np.int64)
 
@@ -80,8 +95,11 @@ class HeadDrafter:
 
     def change(self, plan: StepPlan) -> None:
         """See `Drafter`."""
+        self._blocks.change(plan)
         for admission in plan.admit:
-            self._forget_before(admission.row, admission.num_computed_tokens)
+            row, count = admission.row, admission.num_computed_tokens
+            self._forget_before(row, count)
+            self._missed[row] = self._blocks.num_reached(row, count) < count
         for fork in plan.forks:
             self._copy(fork.row, fork.source_row)
         for edit in plan.table_edits:
@@ -91,7 +109,8 @@ class HeadDrafter:
                     self._forget_before(edit.row, end)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """See `Drafter`. Blocks of a tier have the head's K and V, since they were full."""
+        """See `Drafter`."""
+        self._blocks.forget(blocks)
 
     def reset(self) -> None:
         """See `Drafter`. Rows are admitted again."""
@@ -103,6 +122,7 @@ class HeadDrafter:
 
     def _copy(self, row: int, source: int) -> None:
         self._reached[row], self._num_kept[row] = self._reached[source], self._num_kept[source]
+        self._missed[row] = self._missed[source]
         count = int(self._num_kept[source])
         self._kept[row, :count] = self._kept[source, :count]
 
@@ -110,6 +130,10 @@ class HeadDrafter:
 
     def follow(self, step: StepBatch, hidden: torch.Tensor) -> None:
         """See `Drafter`."""
+        self._num_idle += 1
+        if self._num_idle > RESTS_AFTER:
+            self._missed[step.rows] = self._missed[step.sample_rows] = True
+            return
         kept_inputs = self._target.kept_inputs
         if kept_inputs is not None:
             hidden = kept_inputs.rows[: len(hidden)]
@@ -121,7 +145,7 @@ class HeadDrafter:
         ends = np.minimum(firsts + counts, self._rows.num_tokens[rows] - 1)
         wanted = self._reached[rows] + self._num_kept[rows] - 1
         starts = np.maximum(firsts, wanted)
-        num_new = np.maximum(0, ends - starts)
+        num_new = np.where(self._missed[rows], 0, np.maximum(0, ends - starts))
         lines = np.cumsum(counts) - counts + (starts - firsts)
         # Keep the hidden states of rows that fill no block.
         fills = ends // self._block_size > self._reached[rows] // self._block_size
@@ -149,7 +173,8 @@ class HeadDrafter:
         reached, num_kept = self._reached[rows], self._num_kept[rows]
         ends = np.array(step.attention.context_lens_list)
         is_plain = (
-            (reached + num_kept == ends)
+            ~self._missed[rows]
+            & (reached + num_kept == ends)
             & (ends % self._block_size != 0)
             & (num_kept < MOST_KEPT)
             & (self._rows.num_tokens[rows] > ends)
@@ -176,31 +201,55 @@ class HeadDrafter:
         end - 1, which is kept."""
         first, num_kept = int(self._reached[row]), int(self._num_kept[row])
         hidden = torch.cat((self._kept[row, :num_kept], new))
-        states = self.head.states_of(hidden)
-        most = self._rows.max_num_tokens
-        for start in range(first, end, most):
-            count = min(most, end - start)
-            self.head.states[:count] = states[start - first : start - first + count]
-            ints = (np.array([each], np.int64) for each in (row, start, count))
-            self._run(self._batch.spans(*ints))
+        self._run_span(row, first, self.head.states_of(hidden)[: end - first])
         self._reached[row], self._num_kept[row] = end, 1
         self._kept[row, 0] = hidden[-1]
+
+    def _run_span(self, row: int, first: int, states: torch.Tensor) -> None:
+        """Compute as many tokens of a row from `first` on as there are `states`, which stand before
+        them."""
+        for offset in range(0, len(states), self._rows.max_num_tokens):
+            part = states[offset : offset + self._rows.max_num_tokens]
+            self.head.states[: len(part)] = part
+            ints = (np.array([each], np.int64) for each in (row, first + offset, len(part)))
+            self._run(self._batch.spans(*ints))
+        self._blocks.count(row, first, first + len(states))
 
     # ---- before a step ------------------------------------------------------------------------
 
     def draft(self, orders: Sequence[DraftOrder]) -> Mapping[int, Drafted]:
         """See `Drafter`."""
+        self._num_idle = 0
         lengths = {order.row: int(self._rows.num_tokens[order.row]) for order in orders}
         counts = {order.row: order.num_drafts for order in orders}
+        for order in orders:
+            if self._missed[order.row]:
+                self._catch_up(order, lengths[order.row])
         # A row can have drafts if the states before all its tokens are kept.
         drafts: dict[int, list[int]] = {
             row: []
             for row, count in counts.items()
-            if count and self._reached[row] + self._num_kept[row] == lengths[row]
+            if count
+            and not self._missed[row]
+            and self._reached[row] + self._num_kept[row] == lengths[row]
         }
         for rows in self._groups(list(drafts)):
             self._draft_group(rows, lengths, counts, drafts)
-        return {row: Drafted(tuple(drafts.get(row, ())), length) for row, length in lengths.items()}
+        found: dict[int, Drafted] = {}
+        for row, length in lengths.items():
+            reached = self._blocks.num_reached(row, length) if self._missed[row] else length
+            found[row] = Drafted(tuple(drafts.get(row, ())), reached)
+        return found
+
+    def _catch_up(self, order: DraftOrder, num_tokens: int) -> None:
+        """Compute missing tokens of a row, at most `order.most_tokens`, with zeros for states."""
+        row = order.row
+        first = min(self._blocks.num_reached(row, num_tokens), num_tokens - 1)
+        end = min(num_tokens - 1, first + order.most_tokens)
+        self._run_span(row, first, self.head.states.new_zeros(end - first, self.head.hidden_size))
+        if end == num_tokens - 1:
+            self._missed[row] = False
+            self._forget_before(row, end)
 
     def _groups(self, rows: list[int]) -> list[Int64]:
         """The rows in groups whose first runs have at most `max_num_tokens` tokens. In each, rows
@@ -260,6 +309,8 @@ class HeadDrafter:
             self.head.states[: len(states)] = states
             step = self._batch.spans(rows, ends - counts, counts)
             found = self._run(step)[step.sample_index]
+        for row, end, count in zip(rows.tolist(), ends.tolist(), counts.tolist(), strict=True):
+            self._blocks.count(row, end - count, end)
         self._reached[rows], self._num_kept[rows] = ends, 0
         return found
 
