@@ -15,7 +15,7 @@ from tests.simulation.test_seeded_bugs import Patch, failure_of, in_plans, repla
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.scheduling import drafts as drafting
 from quire.core.scheduling import scheduler as scheduling
-from quire.core.scheduling.draft_lengths import DraftCandidate
+from quire.core.scheduling.draft_lengths import DraftCandidate, DraftChoice
 from quire.core.scheduling.drafts import Drafting
 from quire.core.scheduling.pacing import StepBudget
 from quire.core.scheduling.running_set import AppendSlots, RunningSet
@@ -222,8 +222,8 @@ def one_mask_for_all(original: Any) -> Any:
 
 
 def take_all_drafts(original: Any) -> Any:
-    def choose_lengths(candidates: list[DraftCandidate], budget: StepBudget) -> list[int]:
-        return [len(candidate.survival) for candidate in candidates]
+    def choose_lengths(candidates: list[DraftCandidate], budget: StepBudget) -> DraftChoice:
+        return DraftChoice([len(candidate.survival) for candidate in candidates], 0.0)
 
     return choose_lengths
 
