@@ -20,8 +20,9 @@ from tests.engine.test_law import make_crowd, make_llm
 from tests.engine.tier_law import eager
 from tests.runtime.hybrid_family import registered, save_hybrid
 
-from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
 from quire.assembly import build
+from quire.core.scheduling.pacing import ConstantPacer
 from quire.engine_client.results import RequestOutput
 from quire.errors import ConfigurationError
 from quire.simulation.baselines import NoGrowth
@@ -240,3 +241,15 @@ def test_grammars_whose_masks_are_slow_now_and_then() -> None:
     llm.engine.grammars._clock = lambda: next(now) * (rng.random() < 0.3)
     assert seen(llm.generate(PROMPTS, WISHES, use_tqdm=False)) == seen(plain)
     check_counts(llm.engine)
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_forced_tokens_behind_a_limited_number_of_any_tokens() -> None:
+    """A budget for reasoning is such a grammar: any tokens, then one that it names by its id."""
+    form = StructuredOutputsParams(grammar='start: <[3-49,51-4095]>{0,6} <[50]> "so it is"')
+    wish = SamplingParams(temperature=1.0, seed=3, max_tokens=30, structured_outputs=form)
+    plain = make_llm().generate(PROMPTS, wish, use_tqdm=False)
+    llm = make_llm(speculation="forced")
+    llm.engine.scheduler.pacer = ConstantPacer()
+    assert seen(llm.generate(PROMPTS, wish, use_tqdm=False)) == seen(plain)
+    assert llm.engine.stats().num_accepted_drafts > 0

@@ -117,6 +117,32 @@ def test_special_token_by_name_and_by_id(compiler: GrammarCompiler) -> None:
         assert state.is_finished
 
 
+@pytest.mark.parametrize("end", ["<[5]>", "<[5-9]>", "<|im_start|>", '"é"'])
+def test_asking_for_forced_tokens_changes_nothing(compiler: GrammarCompiler, end: str) -> None:
+    """Also before tokens that the grammar names, behind a limit on tokens of any text."""
+    grammar = f'start: "the dog" <[20-400]>{{0,2}} {end} "a" <[7]>'
+    compiled = compiler.compile(grammar_of(StructuredOutputsParams(grammar=grammar)))
+    ends = {
+        "<[5]>": [5],
+        "<[5-9]>": [],
+        "<|im_start|>": [token(compiler.tokenizer, "<|im_start|>")],
+        '"é"': compiler.tokenizer.encode("é", add_special_tokens=False),
+    }
+    asked, other = compiled.start(), compiled.start()
+    ids = compiler.tokenizer.encode("the dog", add_special_tokens=False)
+    assert asked.forced_tokens(99) == ids
+    assert asked.forced_tokens(1) == ids[:1]
+    for token_id in [*ids, 30, 31]:
+        asked.forced_tokens(5)
+        assert asked.mask() == other.mask()
+        asked.consume([token_id])
+        other.consume([token_id])
+    forced = ends[end] and [*ends[end], *byte_tokens(compiler, "a"), 7]
+    assert asked.forced_tokens(9) == forced
+    assert asked.forced_tokens(1) == forced[:1]
+    assert asked.mask() == other.mask()
+
+
 def test_added_token_that_is_not_special_is_text(compiler: GrammarCompiler) -> None:
     """Whole or in pieces; and a grammar may ask for the token itself."""
     whole = token(compiler.tokenizer, "<tool_call>")

@@ -5,6 +5,7 @@ crash or a preemption. If several token sequences spell the same text, all of th
 unless the grammar forces tokens (`grammar_header`). `compiler` makes states; the engine uses them.
 """
 
+import re
 from collections.abc import Callable, Sequence
 
 import llguidance
@@ -14,6 +15,11 @@ from quire.text.grammars.vocabulary import GrammarVocabulary
 
 _NOT_ALLOWED = "doesn't satisfy the grammar"
 """A part of llguidance's error message for a token that its mask excludes."""
+
+_MARK = b"\xff"
+"""The byte, which no text has, with which llguidance's bytes begin a token named by its id."""
+
+_TOKEN_ID = re.compile(_MARK + rb"\[(\d+)\]")
 
 
 class GrammarState:
@@ -63,15 +69,29 @@ class GrammarState:
         return cut.to_bytes(vocabulary.mask_bytes, "little")
 
     def forced_tokens(self, most: int) -> list[int]:
-        """The tokens into which the tokenizer splits the text that must come next; at most `most`.
+        """The tokens into which the tokenizer splits the text that must come next, and the tokens
+        that must come by their ids; at most `most`.
 
         The grammar may allow other tokens with this text, too.
         """
-        forced = self._matcher.compute_ff_bytes()
+        # `compute_ff_bytes` advances the matcher, which computes no mask behind a token that the
+        # grammar names by its id. So a copy is asked; copying takes a microsecond.
+        forced = self._matcher.deep_copy().compute_ff_bytes()
         if not forced or most < 1:
             return []
-        # A token has at least a byte, so the first 4 * most bytes nearly always have enough tokens.
-        return self._vocabulary.tokenizer.tokenize_bytes(forced[: 4 * most])[:most]
+        tokenize = self._vocabulary.tokenizer.tokenize_bytes
+        found: list[int] = []
+        for at, part in enumerate(_TOKEN_ID.split(forced)):
+            if at % 2:
+                found.append(int(part))
+                continue
+            text, unknown, _ = part.partition(_MARK)
+            # A token has at least a byte, so the first 4 * most bytes nearly always have enough
+            # tokens.
+            found += tokenize(text[: 4 * most])
+            if unknown or len(found) >= most:
+                break
+        return found[:most]
 
     @property
     def can_end(self) -> bool:
