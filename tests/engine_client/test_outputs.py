@@ -1,6 +1,8 @@
 """Text, stop strings, deltas and log-probabilities from sequence outputs."""
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -100,6 +102,57 @@ def test_a_stop_string_over_several_tokens_ends_the_branch_at_its_token(
     assert tokenizer.decode(branch.token_ids) == "use os.path.join"
     assert aborts == [[]] * (end - 1) + [[0]] + [[]] * (len(ids) - end)
     assert target.output.outputs[0].token_ids == ids[:end]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"logprobs": 1, "skip_special_tokens": False},
+        {"stop": ["🙂 o", "s.p"], "logprobs": 1},
+        {"stop": ["é🙂"], "include_stop_str_in_output": True},
+        {"stop": ["🙂", "path"], "min_tokens": 6},
+        {"stop": [".path and more"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
+def test_any_split_of_the_tokens_into_outputs_gives_the_same(
+    tokenizer: Tokenizer, params: dict[str, Any], finish: FinishReason
+) -> None:
+    """An output has several tokens if a step accepted drafts."""
+    ids = tokenizer.encode("é🙂<|im_end|> os.path")
+    assert len(ids) < 13
+    ids += [END] if finish is FinishReason.STOP else []
+    logprobs = [
+        TokenLogprobs(token_id, -at, at, (7, 8), (-0.5, -9.0)) for at, token_id in enumerate(ids)
+    ]
+    found = []
+    for cuts in itertools.product((True, False), repeat=len(ids) - 1):
+        target = assembler(tokenizer, SamplingParams(**params))
+        ends = [at for at, is_cut in enumerate(cuts, 1) if is_cut] + [len(ids)]
+        deltas, aborts = [], []
+        for begin, end in itertools.pairwise([0, *ends]):
+            aborts += target.push(
+                SequenceOutput(
+                    "r",
+                    0,
+                    ids[begin:end],
+                    finish_reason=finish if end == len(ids) else None,
+                    logprobs=logprobs[begin:end] if "logprobs" in params else None,
+                )
+            )
+            deltas.append(target.pop_delta(0))
+        branch = target.output.outputs[0]
+        assert "".join(delta.text for delta in deltas) == branch.text
+        assert [token for delta in deltas for token in delta.token_ids] == branch.token_ids
+        entries = [entry for delta in deltas for entry in delta.logprobs]
+        assert entries == (logprobs[: len(branch.token_ids)] if "logprobs" in params else [])
+        # The engine has to end the branch, unless its own end came with the stop string.
+        is_early = isinstance(branch.stop_reason, str) and len(branch.token_ids) <= begin
+        assert aborts == [0] * is_early
+        found.append(branch)
+    assert all(branch == found[0] for branch in found)
 
 
 def test_text_that_only_began_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
