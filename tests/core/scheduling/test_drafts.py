@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +12,11 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.pooling import PoolingKind, PoolingParams
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.cost_model import StepLoad, typical_model
 from quire.core.scheduling.draft_lengths import DraftCandidate, choose_lengths, is_worth_drafts
-from quire.core.scheduling.drafts import MAX_SKIPPED, Drafting
+from quire.core.scheduling.drafts import ASKING_S, ASKING_SHARE, Drafting
 from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.pacing import StepDemand
+from quire.core.scheduling.pacing import LearningPacer, StepDemand
 from quire.core.scheduling.policy import PriorityPolicy
 from quire.core.scheduling.proposals import NO_PROPOSAL, Proposal
 from quire.core.scheduling.scheduler import Scheduler
@@ -464,21 +464,28 @@ def test_many_sequences_get_the_same_tokens_with_drafts(seed: int) -> None:
     assert 0 < drafting.num_accepted_drafts < drafting.num_drafts
 
 
-def test_a_crowd_whose_drafts_do_not_pay_is_asked_rarely() -> None:
+@pytest.mark.parametrize(("num_rows", "step_s"), [(1, 1e-3), (1, 0.1), (4, 1e-3), (4, 0.1)])
+def test_asking_in_vain_takes_a_small_share_of_the_time(num_rows: int, step_s: float) -> None:
     memory = KVCacheManager(KVCacheConfig(make_groups(1), 120, 4, secret=b"s"))
     harness = greedy_harness(memory, max_num_seqs=6, budget=64)
     oracle = with_drafts(harness)
     oracle.names = set()
-    for index in range(4):
-        harness.add(f"r{index}", 5 + index, 60)
-    asked = []
-    for _ in range(24):
-        before = len(oracle.asked)
+    harness.scheduler.pacer = pacer = LearningPacer()
+    pacer.model = typical_model(StepLoad(num_decodes=1), 0.01)
+    for index in range(num_rows):
+        harness.add(f"r{index}", 5 + index, 100)
+    harness.step()
+    num_steps = 90
+    for _ in range(num_steps):
+        harness.now_s += step_s
         harness.step()
-        asked.append(len(oracle.asked) > before)
-    steps = [step for step, is_asked in enumerate(asked) if is_asked]
-    gaps = [later - earlier for earlier, later in pairwise(steps)]
-    assert max(gaps) == gaps[-1] == MAX_SKIPPED + 1
+    num_asks = len(oracle.asked) / num_rows
+    if step_s == 0.1:
+        assert num_asks == num_steps
+    else:
+        asking_s = (num_asks - 1) * (1 + num_rows) * ASKING_S
+        assert 0 < asking_s <= ASKING_SHARE * num_steps * step_s
     oracle.names = None
+    harness.now_s += 1.0
     harness.run()
     assert drafting_of(harness).num_accepted_drafts > 0

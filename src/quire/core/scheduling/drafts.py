@@ -11,6 +11,7 @@ Drafts of the runner's drafter come when the plan is made (see `core.step`). The
 they were known, by what is expected of them, and are put into the plan before the step runs.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -37,10 +38,12 @@ from quire.core.scheduling.step_results import StepInFlight
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, DraftOrder, Drafts, StepPlan, StepResult
 
-LEAST_CROWD, MAX_SKIPPED = 4, 7
-"""If no draft of a step pays among this number of rows or more, 1, 3, and then MAX_SKIPPED steps
-follow without asking for drafts: asking takes time for each row, and a crowd rarely has use for
-them."""
+ASKING_S = 20e-6
+"""About the seconds that asking for drafts takes, and again for each row (Zen 4, 2026-11)."""
+
+ASKING_SHARE = 0.005
+"""Asking in vain takes at most about this share of the time. A row of a large model is then asked
+in each step. A tiny model, or a crowd that has rarely use for drafts, is asked now and then."""
 
 LEAST_GAIN = 1.02
 """Drafts of the drafter must be expected to bring this many times the tokens per second that known
@@ -100,15 +103,20 @@ class Drafting:
         self._launched = StepInFlight(-1)  # the last step with orders
         self._budget = StepBudget(0)
         self._load_before = NO_LOAD  # that of the step without drafts
-        self._num_asked = 0
-        # The number of steps that are still planned without asking for drafts, and that were the
-        # last time.
-        self._num_to_skip = self._num_skipped = 0
+        self._num_waits = 0  # of rows that could have waited for drafts of the drafter
+        # Engine time of the step that is being planned, and from which drafts are asked for again.
+        self._now_s = self._next_ask_s = -math.inf
+        # Number of rows that were asked for this step, and whether one waits for its last token.
+        self._num_asked, self._is_awaited = 0, False
         #: Proposer -> the counts of its drafts in steps that have ended.
         self.counts: dict[str, DraftCounts] = {}
         #: The predicted seconds of the steps that accepted drafts made needless, less those of
         #: verifying all drafts. 0 without a cost model.
         self.saved_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """Begin to plan a step at the engine time now_s."""
+        self._now_s, self._num_asked, self._is_awaited = now_s, 0, False
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether a running sequence skips this step to wait for the result of a step in flight.
@@ -121,14 +129,23 @@ class Drafting:
         if sequence.num_pending_tokens != 1 or not self._may_have_drafts(sequence):
             return False
         if (
-            sequence.num_tokens + 2 > sequence.max_num_tokens
+            self._now_s < self._next_ask_s
+            or sequence.num_tokens + 2 > sequence.max_num_tokens
             or self._slots.most_after(sequence) < 1
         ):
             return False
-        if self.model is not None:
-            self._num_asked += 1
-            if self.model.is_in_use or not self._num_asked % ASKS_EVERY:
-                return True
+        is_awaited = self._awaits_drafter() or self._awaits_proposers(sequence)
+        self._is_awaited |= is_awaited
+        return is_awaited
+
+    def _awaits_drafter(self) -> bool:
+        if self.model is None:
+            return False
+        self._num_waits += 1
+        return self.model.is_in_use or not self._num_waits % ASKS_EVERY
+
+    def _awaits_proposers(self, sequence: Sequence) -> bool:
+        self._num_asked += 1
         return len(self.speculator.propose(sequence, 2).token_ids) == 2
 
     def plan(self, chunks: Mapping[Sequence, int], budget: StepBudget) -> None:
@@ -137,8 +154,7 @@ class Drafting:
         Sequences get drafts as `choose_lengths` says, as long as there are free blocks; sequences
         of higher rank take these first.
         """
-        if self._num_to_skip:
-            self._num_to_skip -= 1
+        if self._now_s < self._next_ask_s:
             return
         self._budget, self._load_before = budget, budget.load
         model = self.model
@@ -152,10 +168,10 @@ class Drafting:
                 self._choose(rows, budget, model)
                 if model is not None:
                     model.end_plan(has_ordered=bool(self._ordered))
-        if self._planned or self._ordered or len(chunks) < LEAST_CROWD:
-            self._num_skipped = 0
-        else:
-            self._num_to_skip = self._num_skipped = min(2 * self._num_skipped + 1, MAX_SKIPPED)
+        # Without a model the time of a step is unknown, and so is what asking costs beside it.
+        if not (self._planned or self._ordered or self._is_awaited or budget.model is None):
+            asking_s = (1 + self._num_asked) * ASKING_S
+            self._next_ask_s = self._now_s + asking_s / ASKING_SHARE
 
     def _choose(self, rows: list[_Row], budget: StepBudget, model: ModelDrafts | None) -> None:
         """Plan the drafts that pay. `rows` are in the order of their ranks. `model` is None if the
@@ -200,6 +216,7 @@ class Drafting:
             most = min(self._most, num_left, budget.num_tokens, self._slots.most_after(sequence))
             if most < 1:
                 continue
+            self._num_asked += 1
             known = self.speculator.propose(sequence, most)
             known = _cut(known, _num_useful(sequence, known.token_ids[:most]))
             expected = NO_PROPOSAL
@@ -267,6 +284,8 @@ class Drafting:
 
     def launch(self, step: StepInFlight) -> tuple[Chunk, ...]:
         """Add the planned drafts to a step that was launched; returns the chunks of their rows."""
+        if not (self._planned or self._ordered):
+            return ()
         chunks: list[Chunk] = []
         drafts: dict[int, Proposal] = {}
         for sequence, proposal in self._planned:

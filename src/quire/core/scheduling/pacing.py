@@ -43,6 +43,10 @@ LATE_GAIN = 2
 # A step may be late only while at least this many prompts wait: the cost is the same for more.
 LEAST_LATE_PROMPTS = 2
 
+PLAIN_STEPS = 8
+"""Of steps that only decode, without drafts, `LearningPacer` learns from one of this number: they
+are alike, and learning takes 17 us, which a tiny model's steps would notice."""
+
 
 class StepDemand(NamedTuple):
     """The work that waits for a step, from which a `Pacer` computes the step's budget."""
@@ -145,11 +149,13 @@ class ConstantPacer:
 class LearningPacer(ConstantPacer):
     """Gives every step the same number of tokens, and learns what steps take.
 
-    Its model begins with the proportions of a typical machine, in the scale of the first step.
+    Its model begins with the proportions of a typical machine, in the scale of the first step. It
+    learns from each step with drafts or chunks, and from every PLAIN_STEPS-th one without.
     """
 
     def __init__(self) -> None:
         self.model: StepCostModel | None = None
+        self._num_plain_steps = 0
         self._open: StepBudget | None = None
         self._in_flight: dict[int, StepBudget] = {}
 
@@ -166,13 +172,19 @@ class LearningPacer(ConstantPacer):
     def observe(self, step_id: int, seconds: float) -> None:
         """See `Pacer`."""
         budget = self._in_flight.pop(step_id, None)
-        _drop_earlier(self._in_flight, step_id)
+        if self._in_flight:
+            _drop_earlier(self._in_flight, step_id)
         if budget is None or seconds <= 0:
             return
         if self.model is None:
             self.model = typical_model(budget.load, seconds)
-        else:
-            self.model.observe(budget.load, seconds)
+            return
+        load = budget.load
+        if not (load.num_drafts or load.num_chunk_tokens):
+            self._num_plain_steps += 1
+            if self._num_plain_steps % PLAIN_STEPS:
+                return
+        self.model.observe(load, seconds)
 
 
 def _drop_earlier(in_flight: MutableMapping[int, Any], step_id: int) -> None:

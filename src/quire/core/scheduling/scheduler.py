@@ -277,6 +277,8 @@ class Scheduler:
         self.admission.make_room_for_first()
         num_preemptions = self.running_set.stats.num_preemptions
         # Then plan the running sequences, and admit waiting ones with the rest of the budget.
+        if self.drafting is not None:
+            self.drafting.begin(now_s)
         budget = self._plan_running(chunks)
         has_preempted = self.running_set.stats.num_preemptions != num_preemptions
         # After a preemption, admit only if no other work is left: a new sequence would take the

@@ -23,7 +23,7 @@ class StepInFlight:
     #: Row -> (its sequence, the sequence's num_admissions at that time, tokens written when the
     #: step has ended).
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
-    #: Row -> the drafts that the step verifies behind the row's tokens; None without a proposer.
+    #: Row -> the drafts that the step verifies behind the row's tokens; None if it has none.
     drafts: dict[int, Proposal] | None = None
     #: The drafts that are ordered from the runner's drafter.
     ordered: tuple[OrderedDrafts, ...] = ()
