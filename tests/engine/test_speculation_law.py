@@ -253,3 +253,20 @@ def test_forced_tokens_behind_a_limited_number_of_any_tokens() -> None:
     llm.engine.scheduler.pacer = ConstantPacer()
     assert seen(llm.generate(PROMPTS, wish, use_tqdm=False)) == seen(plain)
     assert llm.engine.stats().num_accepted_drafts > 0
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_answers_that_stay_out_of_the_history_give_no_drafts() -> None:
+    wish = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    llm = make_llm(speculation="history", enable_prefix_caching=False)
+    llm.engine.scheduler.pacer = ConstantPacer()
+    assert llm.engine.facts["answer_bytes"] > 0
+    found = []
+    for shares in (False, True, False, True):
+        prompt = {"prompt": "class A:", "speculation_history": shares}
+        before = llm.engine.stats().num_accepted_drafts
+        (output,) = llm.generate(prompt, wish, use_tqdm=False)
+        num_accepted = llm.engine.stats().num_accepted_drafts - before
+        found.append((num_accepted > 0, output.outputs[0].token_ids))
+    assert [has_drafts for has_drafts, _ in found] == [False, False, False, True]
+    assert all(token_ids == found[0][1] for _, token_ids in found)

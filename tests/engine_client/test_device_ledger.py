@@ -19,7 +19,7 @@ def test_the_parts_travel_as_facts_and_add_up() -> None:
     facts = LEDGER.facts()
     assert facts["device_memory_bytes"] == LEDGER.total_bytes == 1000
     assert ledger_parts(facts | {"dtype": "bfloat16"}) == dict(
-        zip(PARTS, (480, 20, 60, 7, 300, 100, 33), strict=True)
+        zip(PARTS[:-1], (480, 20, 60, 7, 300, 100, 33), strict=True)
     )
 
 
@@ -27,7 +27,9 @@ def test_without_adapters_nothing_is_said_of_them() -> None:
     assert "adapter_bytes" not in replace(LEDGER, adapter_bytes=0).facts()
 
 
-def test_on_the_cpu_there_are_two_parts() -> None:
+def test_on_the_cpu_there_are_fewer_parts() -> None:
     facts = {"weight_bytes": 12, "kv_cache_bytes": 34, "num_blocks": 5}
     assert ledger_parts(facts) == {"weight": 12, "kv_cache": 34}
+    drafting = ledger_parts(facts | {"answer_bytes": 56})
+    assert drafting == {"weight": 12, "kv_cache": 34, "answer": 56}
     assert ledger_parts({}) == {}

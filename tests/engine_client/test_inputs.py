@@ -39,6 +39,8 @@ def test_no_two_pairs_of_tenant_and_salt_share_a_domain() -> None:
 def test_a_prompt_carries_its_options() -> None:
     prompt = {"prompt_token_ids": IDS, "priority": 3, "tenant": "t", "deadline_s": 1.5}
     assert read_prompt(prompt).options == RequestOptions(priority=3, tenant="t", deadline_s=1.5)
+    asked = read_prompt({"prompt": "a", "speculation_history": False}).options
+    assert asked == RequestOptions(speculation_history=False)
     assert read_prompt("text").options == RequestOptions()
 
 
@@ -51,6 +53,7 @@ def test_a_prompt_carries_its_options() -> None:
         ({"cache_salt": "x" * 300}, "cache_salt is"),
         ({"deadline_s": 0}, "deadline_s is 0"),
         ({"deadline_s": "soon"}, "deadline_s is 'soon'"),
+        ({"speculation_history": 0}, "speculation_history is 0"),
         ({"prority": 1}, "unknown key 'prority'"),
         ({"tenant": "a\ud800"}, "tenant has U.D800 at position 1"),
         ({"cache_salt": "\udfff"}, "cache_salt has U.DFFF at position 0"),

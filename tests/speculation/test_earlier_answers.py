@@ -1,5 +1,6 @@
 """Proposals from other branches and from earlier answers, which never leave their cache domain."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.speculation.sequences import finish, make_sequence
@@ -21,6 +22,42 @@ def test_an_ended_answer_is_proposed_to_its_own_domain_alone() -> None:
     # The prompt is no answer, except for its last tokens.
     proposer.end(make_sequence(list(range(100, 200)), [4], root=b"mine"))
     assert proposer.propose(make_sequence([110, 111, 112], root=b"mine"), 3) is None
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_request_may_stay_out_of_the_history(is_asked: bool) -> None:
+    proposer = earlier_answers.make_proposer(OPTIONS)
+    kept, left_out, later = (make_sequence([1, 2, 3], [4, 5, 6]) for _ in range(3))
+    kept.token_ids[-1], later.token_ids[3:] = 9, [4]
+    left_out.speculation_history = False
+    proposer.end(kept)
+    proposer.end(left_out)
+    later.speculation_history = is_asked
+    guess = proposer.propose(later, 2)
+    assert (guess and list(guess.token_ids)) == ([5, 9] if is_asked else None)
+    assert not left_out.branch(1, left_out.params).speculation_history
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_what_is_proposed_depends_on_no_answer_of_another_domain(data: st.DataObject) -> None:
+    """A tenant can time its own answers, and would see drafts from the answers of others.
+
+    The domains of this test have room for their answers, so that none loses them to another one.
+    """
+    tokens = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+    calls = st.tuples(st.sampled_from((b"mine", b"yours")), st.booleans(), tokens, tokens)
+    together, alone = (earlier_answers.make_proposer(OPTIONS) for _ in range(2))
+    for root, is_end, prompt, answer in data.draw(st.lists(calls, max_size=20)):
+        sequence = make_sequence(prompt, answer, root=root)
+        if is_end:
+            together.end(sequence)
+        if root != b"mine":
+            continue
+        if is_end:
+            alone.end(sequence)
+        else:
+            assert together.propose(sequence, 5) == alone.propose(sequence, 5)
 
 
 def test_no_match_goes_from_one_answer_to_the_next() -> None:

@@ -232,7 +232,7 @@ def _build(
         watch(background or own_runner),
         limits,
         timing=(background or rank.runner).timing,
-        facts=facts | rank.facts,
+        facts=facts | rank.facts | ({} if is_on_gpu else _answer_facts(scheduler)),
         # On other devices nothing overlaps: each result would come a step later without any gain.
         overlap=is_async and (is_on_gpu or background is not None or rank.setup.is_triton),
     )
@@ -254,6 +254,13 @@ def _build(
     if compiler is not None:
         engine.grammars = _grammar_work(compiler, limits)
     return engine
+
+
+def _answer_facts(scheduler: Scheduler) -> dict[str, int]:
+    """The part of the memory ledger that earlier answers may take, if the speculator keeps any."""
+    speculator = None if scheduler.drafting is None else scheduler.drafting.speculator
+    max_bytes = speculator.max_answer_bytes if isinstance(speculator, BestGuess) else 0
+    return {"answer_bytes": max_bytes} if max_bytes else {}
 
 
 def may_overlap_on_cpu(options: EngineOptions) -> bool:

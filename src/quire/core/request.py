@@ -60,6 +60,9 @@ class Request:
     #: Tokens that the client expects to get, for drafts; at most max_model_len. They change no
     #: output.
     prediction_token_ids: tuple[int, ...] = ()
+    #: Whether drafts are taken from earlier answers of its cache domain, and its own answer is kept
+    #: for drafts of later requests. It changes no output.
+    speculation_history: bool = True
 
     def resume(
         self, branches: Mapping[int, Sequence[int]], *, has_output: bool, elapsed_s: float

@@ -187,6 +187,7 @@ class Sequence:
         "row",
         "shares_tail",
         "snapshot",
+        "speculation_history",
         "state",
         "tenant",
         "token_ids",
@@ -221,6 +222,8 @@ class Sequence:
         self.content_spans: tuple[ContentSpan, ...] = ()
         #: The tokens that its client expects (`Request.prediction_token_ids`).
         self.prediction_token_ids: Tokens[int] = ()
+        #: Whether it shares answers with other requests, for drafts (`Request`).
+        self.speculation_history = True
         #: Digest of the adapter that computes all of its tokens, or BASE_MODEL.
         self.adapter = BASE_MODEL
         #: Slot of the adapter while the sequence runs.
@@ -329,6 +332,7 @@ class Sequence:
         child.tenant, child.deadline_s = self.tenant, self.deadline_s
         child.adapter, child.content_spans = self.adapter, self.content_spans
         child.prediction_token_ids = self.prediction_token_ids
+        child.speculation_history = self.speculation_history
         child.chain = list(self.chain)
         child.chain_tokens = list(self.chain_tokens)
         return child
@@ -461,6 +465,7 @@ def make_sequences(
         )
         sequence.tenant, sequence.content_spans = request.tenant, request.content_spans
         sequence.prediction_token_ids = request.prediction_token_ids
+        sequence.speculation_history = request.speculation_history
         sequence.adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
         if request.deadline_s is not None:
             sequence.deadline_s = now_s + request.deadline_s

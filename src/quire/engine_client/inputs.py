@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from quire.core.adapters import AdapterRef, LoRARequest
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.request import NO_GENERATION, Request, check_prediction, check_prompt
-from quire.core.sampling_checks import as_python, whole_number
+from quire.core.sampling_checks import as_python, flag, whole_number
 from quire.core.sampling_params import (
     BeamSearchParams,
     DecodingParams,
@@ -27,7 +27,7 @@ MAX_BAD_WORD_CELLS = 1 << 17
 form. At every step, a branch compares this many tokens with its output while all other branches
 wait."""
 
-OPTION_NAMES = ("priority", "tenant", "cache_salt", "deadline_s")
+OPTION_NAMES = ("priority", "tenant", "cache_salt", "deadline_s", "speculation_history")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,9 @@ class RequestOptions:
     deadline_s: float | None = None
     #: Whether all tenants may use the request's cached prefixes.
     is_public: bool = False
+    #: With speculation "history": whether drafts are taken from earlier answers of the same tenant
+    #: and salt, and this answer is kept for later requests. It changes no output.
+    speculation_history: bool = True
 
     def __post_init__(self) -> None:
         priority = whole_number(self.priority)
@@ -75,6 +78,8 @@ class RequestOptions:
                 f"deadline_s is {given!r}, but must be a number of seconds above 0", "deadline_s"
             )
         object.__setattr__(self, "deadline_s", given)
+        shares = flag("speculation_history", self.speculation_history)
+        object.__setattr__(self, "speculation_history", shares)
 
     @property
     def cache_domain(self) -> str:
@@ -173,6 +178,7 @@ class InputProcessor:
             options.tenant,
             options.deadline_s,
             adapter=adapter,
+            speculation_history=options.speculation_history,
         )
 
     def with_prediction(self, request: Request, prediction: str | Sequence[int] | None) -> Request:
@@ -306,7 +312,8 @@ class InputProcessor:
 
 def read_prompt(prompt: Any) -> PromptInput:
     """Parse one prompt of the offline API: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
-    A dict may also have prediction, priority, tenant, cache_salt and deadline_s."""
+    A dict may also have prediction, priority, tenant, cache_salt, deadline_s and
+    speculation_history."""
     if isinstance(prompt, str):
         check_characters(prompt, "prompt")
         return PromptInput(prompt)

@@ -140,7 +140,8 @@ class LLM(PoolingEngine):
 
         `prompts`: text, {"prompt_token_ids": [...]}, or a list of these; required. Mappings may
             also set prediction, the text or token ids that are expected, for drafts; and priority,
-            tenant, cache_salt and deadline_s; see `engine_client.inputs.RequestOptions`.
+            tenant, cache_salt, deadline_s and speculation_history; see
+            `engine_client.inputs.RequestOptions`.
         `sampling_params`: one for all prompts, or one for each; None means the model's defaults.
         `use_tqdm`: whether a progress bar is shown if the call takes long.
         `lora_request`: the adapter for all prompts, or a list with an adapter or None for each;

@@ -27,8 +27,9 @@ _MEMORY = {
     "kv_cache": "KV cache",
     "other": "others",
     "unused": "unused",
+    "answer": "answers",
 }
-_NOTES = {"other": "other programs, the driver, kernels' code"}
+_NOTES = {"other": "other programs, the driver, kernels' code", "answer": "at most, for drafts"}
 
 
 def ledger(model_name: str, facts: Mapping[str, Any]) -> str:

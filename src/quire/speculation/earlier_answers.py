@@ -118,14 +118,23 @@ class HistoryProposer:
         """Bytes of all rings."""
         return len(self._rings) * RING_BYTES
 
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes that the rings take."""
+        return self._max_rings * RING_BYTES
+
     def propose(self, sequence: Sequence, most: int) -> Guess | None:
         """See `Proposer`."""
+        if not sequence.speculation_history:
+            return None
         ring = self._rings.get(sequence.chain_root)
         return None if ring is None else ring.find(sequence.token_ids, most)
 
     def end(self, sequence: Sequence) -> None:
-        """See `Proposer`. Keeps the answer."""
+        """See `Proposer`. Keeps the answer, unless its request asked not to."""
         if not self._max_rings or not sequence.num_output_tokens or sequence.is_beam:
+            return
+        if not sequence.speculation_history:
             return
         root = sequence.chain_root
         ring = self._rings.pop(root, None) or AnswerRing(self._least_match)

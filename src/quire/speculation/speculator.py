@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from quire.core.scheduling.proposals import NO_PROPOSAL, Proposal
 from quire.core.sequence import Sequence
+from quire.speculation.earlier_answers import HistoryProposer
 from quire.speculation.proposer import Proposer
 from quire.speculation.survival import Survival
 
@@ -38,6 +39,12 @@ class BestGuess:
         self._proposers = dict(proposers)
         self._survival = Survival()
         self._outcomes: WeakKeyDictionary[Sequence, LastOutcome] = WeakKeyDictionary()
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """The most bytes that earlier answers take."""
+        found = self._proposers.values()
+        return sum(each.max_bytes for each in found if isinstance(each, HistoryProposer))
 
     def propose(self, sequence: Sequence, most: int) -> Proposal:
         """See `Speculator`."""

@@ -45,7 +45,7 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
     async def prepare(*arguments: Any) -> None:
         raise ReachedError(arguments[-1])
 
-    def nothing(*_: Any) -> None:
+    def nothing(*_: Any, **__: Any) -> None:
         pass
 
     service = SimpleNamespace(
@@ -66,6 +66,7 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
         to_params=lambda: params,
         format_field="x",
         labels=[],
+        speculation_history=True,
     )
     monkeypatch.setattr(answer_module, "prepare", prepare)
     monkeypatch.setattr(answer_module, "options_of", nothing)

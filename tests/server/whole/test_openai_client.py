@@ -326,6 +326,13 @@ def a_deadline_ends_a_call(ask, tokenizer):
     assert caught.value.status_code == 408
 
 
+@drives("speculation_history")
+def an_answer_that_is_kept_for_no_drafts_is_the_same(ask, tokenizer):
+    assert ask(speculation_history=False).texts == ask().texts
+    with pytest.raises(openai.BadRequestError, match="speculation_history"):
+        ask(speculation_history="sometimes")
+
+
 @drives("cache_salt")
 def a_salt_parts_the_cache(ask, tokenizer):
     text = "import os\n" * 12

@@ -144,6 +144,7 @@ class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
         "deadline_s": "seconds after which the call ends with an error",
+        "speculation_history": "false: the answer is not kept for drafts of later answers",
         "truncate_prompt_tokens": "a longer prompt is cut to this many last tokens; -1: to as "
         "many as leave room for one more",
         "truncation_side": "`right`: the first tokens are kept instead",

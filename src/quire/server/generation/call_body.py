@@ -83,6 +83,9 @@ class CallBody(Body, ABC):
     #: Seconds after the call's arrival at which it ends with an error; None means the server's
     #: default.
     deadline_s: Seconds | None = None
+    #: Whether drafts may come from the caller's earlier answers, and this answer is kept for
+    #: drafts; see `RequestOptions`.
+    speculation_history: bool = True
 
     @property
     def num_prompts(self) -> int:

@@ -113,7 +113,13 @@ def tenant_of(http: HTTPRequest) -> Tenant:
     return cast(Tenant, getattr(http.state, "tenant", NO_TENANT))
 
 
-def options_of(http: HTTPRequest, body: Placed, default_deadline_s: float | None) -> RequestOptions:
+def options_of(
+    http: HTTPRequest,
+    body: Placed,
+    default_deadline_s: float | None,
+    *,
+    speculation_history: bool = True,
+) -> RequestOptions:
     """The options of a call's requests. Raises InvalidRequestError. A body without a deadline gets
     `default_deadline_s`; None means no deadline."""
     deadline_s = body.deadline_s
@@ -122,6 +128,7 @@ def options_of(http: HTTPRequest, body: Placed, default_deadline_s: float | None
         tenant=tenant_of(http).name,
         cache_salt=body.cache_salt or "",
         deadline_s=default_deadline_s if deadline_s is None else deadline_s,
+        speculation_history=speculation_history,
     )
     unchecked = unchecked_keys(http)
     if not any(unchecked):

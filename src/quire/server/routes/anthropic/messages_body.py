@@ -179,6 +179,7 @@ class MessagesRequest(PromptFields, ChoiceFields, ChatBody):
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
         "deadline_s": "seconds after which the call ends with an error",
+        "speculation_history": "false: the answer is not kept for drafts of later answers",
     }
 
     #: Maximum number of generated tokens. It may exceed the room in the context. 0 means that the

@@ -91,6 +91,7 @@ class OllamaBody(ChatBody):
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
         "deadline_s": "seconds after which the call ends with an error",
+        "speculation_history": "false: the answer is not kept for drafts of later answers",
     }
 
     stream: bool = True
