@@ -1,6 +1,6 @@
 """Do streams of every kind outlive kill -9 of the engine, equal to the bit?
 
-    python -m benchmarks.server.mixed_kills --rounds 8 --streams 32 --seed 0
+    python -m benchmarks.server.mixed_kills --rounds 8 --streams 32 --seed 0 [--speculation ngram]
 
 A server on the embedded model serves all streams at once: chats, completions, Responses, Messages
 and Ollama's chats, plain, with a form, with forced calls, one or several, and with reasoning, which
@@ -9,6 +9,9 @@ round after it the engine is killed up to --kills times, each time once a random
 events has come. What a client has in the end must be the same: texts, arguments, token ids, finish
 reasons, usage, and the order of the kinds of events. Only ids, which are numbered as they come,
 clocks, and where a text is cut into pieces may differ. The exit code is 1 if anything else did.
+
+With --speculation, the first run is of a server without drafts, and the engine that is killed
+verifies all drafts that the named proposers find.
 """
 
 import argparse
@@ -23,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,7 @@ REASONING = ("--reasoning-parser", "hermes", "--chat-template")
 THINK = r"{%- if add_generation_prompt and enable_thinking %}{{- '<think>\n' }}{%- endif %}"
 """At the end of the template: the model is thinking already."""
 
+EAGER_DRAFTS = ("--plugin", "benchmarks.server.eager_drafts", "--max-itl-ratio", "0")
 LIMIT_S = 120.0
 
 # ---- the calls ----------------------------------------------------------------------------------
@@ -312,12 +316,19 @@ def end_of(joined: Joined) -> str:
 
 
 @contextmanager
-def reasoning_server(folder: Path) -> Iterator[Server]:
+def reasoning_server(
+    folder: Path, speculation: str = "off", num_replicas: int = 1
+) -> Iterator[Server]:
     """folder: gets the server's log and its template."""
+    drafts: list[str] = []
+    if speculation != "off":
+        drafts = ["--speculation", speculation, "--ngram-min-match", "1", *EAGER_DRAFTS]
     config = json.loads((EMBEDDED_MODEL / "tokenizer_config.json").read_text())
     template = folder / "template.jinja"
     template.write_text(config["chat_template"] + THINK)
-    with served([*ARGUMENTS, *REASONING, str(template)], folder / "log") as server:
+    replicas = ["--replicas", str(num_replicas)] if num_replicas > 1 else []
+    arguments = [*ARGUMENTS, *replicas, *drafts, *REASONING, str(template)]
+    with served(arguments, folder / "log") as server:
         yield server
 
 
@@ -327,14 +338,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--kills", type=int, default=3, help="in a round at most; at least one")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--speculation", default="off", help="as of quire serve")
+    parser.add_argument("--replicas", type=int, default=1, help="of the engine that is killed")
     wish = parser.parse_args(argv)
     rng = random.Random(wish.seed)
     calls = [make_call(index) for index in range(wish.streams)]
     wrong: Counter[str] = Counter()
     total: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder, reasoning_server(Path(folder)) as server:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        server = stack.enter_context(reasoning_server(Path(folder)))
         expected, _, _ = asyncio.run(run(server, calls, "undisturbed"))
         num_events = sum(one.num_events for one in expected)
+        if wish.speculation != "off" or wish.replicas > 1:
+            stack.close()
+            server = stack.enter_context(
+                reasoning_server(Path(folder), wish.speculation, wish.replicas)
+            )
         for number in range(wish.rounds):
             count = rng.randint(1, wish.kills)
             moments = sorted(int(rng.random() * num_events) for _ in range(count))
@@ -344,7 +363,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 f"round {number}: {num_kills} kills, at events {moments} of {num_events}, restarts"
                 f" {num_restarts(server) - before}, {time.monotonic() - begin_s:.1f} s,"
-                f" longest pause {pause_s:.1f} s",
+                f" longest pause {pause_s:.1f} s, since the last death"
+                f" {server.health()['num_drafts']} drafts,"
+                f" {server.health()['num_accepted_drafts']} accepted",
                 flush=True,
             )
             for call, ours, theirs in zip(calls, found, expected, strict=True):

@@ -75,7 +75,8 @@ def served(arguments: Sequence[str], log: Path) -> Iterator[Server]:
     log: gets its error output.
     """
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments]
-    paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The repository's root is there for plugins, which stand among the benchmarks.
+    paths = [str(SOURCE), str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with log.open("w") as file:
         process = subprocess.Popen(
