@@ -30,13 +30,23 @@ from quire.simulation.baselines import NoGrowth
 NGRAMS: dict[str, Any] = {"speculation": "ngram", "ngram_min_match": 1}
 
 
-def seen(outputs: list[RequestOutput]) -> list[list[Any]]:
-    """All that a client sees of each branch."""
+def seen(outputs: list[RequestOutput]) -> list[tuple[Any, list[Any]]]:
+    """All that a client sees: of each prompt, and of each branch."""
     return [
-        [
-            (each.token_ids, each.finish_reason, each.logprobs, each.cumulative_logprob)
-            for each in output.outputs
-        ]
+        (
+            output.prompt_logprobs,
+            [
+                (
+                    each.token_ids,
+                    each.text,
+                    each.finish_reason,
+                    each.stop_reason,
+                    each.logprobs,
+                    each.cumulative_logprob,
+                )
+                for each in output.outputs
+            ],
+        )
         for output in outputs
     ]
 
@@ -253,6 +263,29 @@ def test_forced_tokens_behind_a_limited_number_of_any_tokens() -> None:
     llm.engine.scheduler.pacer = ConstantPacer()
     assert seen(llm.generate(PROMPTS, wish, use_tqdm=False)) == seen(plain)
     assert llm.engine.stats().num_accepted_drafts > 0
+    # With drafts of the reasoning, too, the end of the reasoning lies within a step's drafts.
+    use_proposer(llm.engine, recorded(plain, [wish] * len(PROMPTS)))
+    assert seen(llm.generate(PROMPTS, wish, use_tqdm=False)) == seen(plain)
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_a_conversation_finds_as_much_of_its_prefix_as_without_drafts() -> None:
+    wish = SamplingParams(temperature=1.0, seed=2, max_tokens=30, ignore_eos=True)
+    counts, expected = [], None
+    for speculation in ("off", "ngram"):
+        llm = make_llm(speculation=speculation, block_size=8)
+        prompt, answers = list(range(40, 77)), []
+        for turn in range(3):
+            if expected is not None:
+                use_proposer(llm.engine, {(tuple(prompt), 2, 0): expected[turn]})
+            (output,) = llm.generate({"prompt_token_ids": prompt}, wish, use_tqdm=False)
+            answers.append(list(output.outputs[0].token_ids))
+            prompt = [*prompt, *answers[-1], 50 + turn]
+        assert expected in (None, answers)
+        expected = answers
+        counts.append(llm.engine.stats().num_hit_tokens)
+    check_counts(llm.engine)
+    assert counts[0] == counts[1] > 2 * 37
 
 
 @pytest.mark.usefixtures("native_engine")
