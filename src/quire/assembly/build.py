@@ -24,7 +24,7 @@ from quire.assembly.model_kind import (
 )
 from quire.assembly.rank_build import RankBuild, bind_threads, build_rank
 from quire.assembly.reports.machine_rates import measure_rates
-from quire.assembly.scheduler_build import make_scheduler
+from quire.assembly.scheduler_build import answer_facts, make_scheduler
 from quire.assembly.tier_build import (
     build_ranked_tiers,
     build_tiers,
@@ -232,7 +232,7 @@ def _build(
         watch(background or own_runner),
         limits,
         timing=(background or rank.runner).timing,
-        facts=facts | rank.facts | ({} if is_on_gpu else _answer_facts(scheduler)),
+        facts=facts | rank.facts | ({} if is_on_gpu else answer_facts(scheduler)),
         # On other devices nothing overlaps: each result would come a step later without any gain.
         overlap=is_async and (is_on_gpu or background is not None or rank.setup.is_triton),
     )
@@ -254,13 +254,6 @@ def _build(
     if compiler is not None:
         engine.grammars = _grammar_work(compiler, limits)
     return engine
-
-
-def _answer_facts(scheduler: Scheduler) -> dict[str, int]:
-    """The part of the memory ledger that earlier answers may take, if the speculator keeps any."""
-    speculator = None if scheduler.drafting is None else scheduler.drafting.speculator
-    max_bytes = speculator.max_answer_bytes if isinstance(speculator, BestGuess) else 0
-    return {"answer_bytes": max_bytes} if max_bytes else {}
 
 
 def may_overlap_on_cpu(options: EngineOptions) -> bool:

@@ -43,6 +43,13 @@ def make_scheduler(
     )
 
 
+def answer_facts(scheduler: Scheduler) -> dict[str, int]:
+    """The part of the memory ledger that earlier answers may take, if the speculator keeps any."""
+    speculator = None if scheduler.drafting is None else scheduler.drafting.speculator
+    max_bytes = speculator.max_answer_bytes if isinstance(speculator, BestGuess) else 0
+    return {"answer_bytes": max_bytes} if max_bytes else {}
+
+
 def _speculator(
     checked: EngineOptions, growth: Growth, rank: RankBuild, kind: ModelKind
 ) -> Speculator | None:
