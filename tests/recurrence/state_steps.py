@@ -96,8 +96,13 @@ class World:
         where = LayerStates(self.pages, 0, self.first_unit, self.units_per_page)
         self.backend.bind((self.spec,), (where,))
 
-    def step(self, parts: dict[int, list[torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """Each row's next tokens -> their results; those of one token come first."""
+    def step(
+        self, parts: dict[int, list[torch.Tensor]], drafts: dict[int, int] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Each row's next tokens -> their results; those of one token come first.
+
+        drafts: how many of a row's last tokens are drafts, which the row's state leaves out.
+        """
         rows = sorted(parts, key=lambda row: len(parts[row][0]) > 1)
         lengths = [len(parts[row][0]) for row in rows]
         for row, length in zip(rows, lengths, strict=True):
@@ -114,6 +119,11 @@ class World:
             num_decodes=sum(length == 1 for length in lengths),
             tables=(self.table,),
         )
+        if drafts is not None:
+            batch.num_drafts_list = [drafts.get(row, 0) for row in rows]
+            batch.num_drafts = torch.tensor(batch.num_drafts_list, dtype=torch.int32)
+            for row, count in drafts.items():
+                self.computed[row] -= count
         self.backend.plan(batch)
         given = [torch.cat(tensors) for tensors in zip(*(parts[r] for r in rows), strict=True)]
         return dict(zip(rows, call(self.backend, self.spec, given).split(lengths), strict=True))

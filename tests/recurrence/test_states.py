@@ -87,6 +87,41 @@ def test_a_copied_state_goes_on_as_the_first(backend: StateBackend, spec: Spec) 
     assert torch.equal(torch.cat(again), first)
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_state_leaves_drafts_out(backend: StateBackend, spec: Spec) -> None:
+    """The tokens of 4 are computed as drafts, some of them again, and at last one by one."""
+    given = inputs(spec, 24, 30, torch.float32)
+    alone = World(backend, spec)
+    expected = torch.cat([alone.step({0: token})[0] for token in cut(given, *[1] * 24)])
+    world, others = World(backend, spec), cut(inputs(spec, 24, 60, torch.float32), *[3] * 8)
+    at, steps = 0, [(9, 0), (1, 7), (5, 3), (4, 1), (2, 0), (1, 2)]
+    for (num_own, num_drafts), theirs in zip(steps, others, strict=False):
+        part = cut(given, at, num_own + num_drafts, 24 - at - num_own - num_drafts)[1]
+        found = world.step({1: theirs, 3: part}, {3: num_drafts})[3]
+        assert torch.equal(found, expected[at : at + len(found)])
+        at += num_own
+    assert torch.equal(world.step({3: cut(given, at, 24 - at)[1]})[3], expected[at:])
+
+
+@pytest.mark.parametrize("num_drafts", [40, 300])
+@pytest.mark.parametrize("spec", SPECS)
+def test_drafts_that_are_computed_in_several_parts(
+    native_library: NativeLibrary, isa: str, spec: Spec, num_drafts: int
+) -> None:
+    """The kernels prepare 256 tokens at once, and convolve 32."""
+    given, prompt = inputs(spec, 400, 20, torch.bfloat16), inputs(spec, 230, 40, torch.bfloat16)
+    expected = World(native(native_library, isa), spec).step({0: given})[0]
+    of_prompt = World(native(native_library, isa), spec).step({0: prompt})[0]
+    world = World(native(native_library, isa), spec)
+    first, more, rest = cut(given, 20, 10 + num_drafts, 370 - num_drafts)
+    world.step({3: first})
+    found = world.step({1: prompt, 3: more}, {3: num_drafts})
+    assert torch.equal(found[3], expected[20 : 30 + num_drafts])
+    assert torch.equal(found[1], of_prompt)
+    last = [torch.cat(pair)[10:] for pair in zip(more, rest, strict=True)]
+    assert torch.equal(world.step({3: last})[3], expected[30:])
+
+
 def test_units_of_other_layers_stay_as_they_are(backend: StateBackend) -> None:
     spec = SPECS[0]
     world = World(backend, spec, units_per_page=1000, first_unit=7)

@@ -125,6 +125,20 @@ def test_a_copied_state_goes_on_as_the_first(backend: TritonStates, spec: Spec) 
 
 
 @pytest.mark.parametrize("spec", [DELTA, SCAN, CONV])
+def test_a_state_leaves_drafts_out(backend: TritonStates, spec: Spec) -> None:
+    given = inputs(spec, 12, 30, torch.float32)
+    expected = World(TritonStates(), spec).step({0: given})[0]
+    world, others = World(backend, spec), cut(inputs(spec, 12, 60, torch.float32), 5, 1, 6)
+    at = 0
+    for (num_own, num_drafts), theirs in zip([(2, 5), (1, 2), (4, 1)], others, strict=True):
+        part = cut(given, at, num_own + num_drafts, 12 - at - num_own - num_drafts)[1]
+        found = world.step({1: theirs, 3: part}, {3: num_drafts})[3]
+        assert torch.equal(found, expected[at : at + len(found)])
+        at += num_own
+    assert torch.equal(world.step({3: cut(given, at, 12 - at)[1]})[3], expected[at:])
+
+
+@pytest.mark.parametrize("spec", [DELTA, SCAN, CONV])
 def test_a_sequence_begins_with_zeros_whatever_was_in_its_pages(
     backend: TritonStates, spec: Spec
 ) -> None:

@@ -58,6 +58,7 @@ class CpuStates(StateBackend):
         step.query_start = batch.query_start.data_ptr()
         step.context_lens = batch.context_lens.data_ptr()
         step.rows = batch.rows.data_ptr()
+        step.num_drafts = None if batch.num_drafts is None else batch.num_drafts.data_ptr()
         step.tables = ctypes.addressof(self._tables)
 
     def gated_delta(self, layer: int, inputs: GatedDeltaInputs) -> torch.Tensor:

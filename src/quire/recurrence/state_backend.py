@@ -9,6 +9,8 @@ row lists these blocks. The units of all layers of a group are stored one after 
 
 A call reads the state after the row's computed tokens, computes the step's tokens in order, and
 overwrites the state. A sequence's first token starts from zeros and ignores the stored state.
+Drafts are computed, too, but the state that is stored is the one before them. The next step begins
+with this state, and computes the drafts that were accepted once more.
 States are updated token by token, so that results don't depend on the chunks of a prompt, on other
 sequences or on the number of threads.
 
@@ -18,7 +20,7 @@ Shapes: T tokens of the step, S sequences of the step, R rows of the tables, N b
 `kernels.state_calls` lists the shapes of the tensors in calls.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -80,6 +82,11 @@ class StateBatch:
     #: Block tables of the state groups, [R, maximal blocks] int32 each, in the same memory every
     #: step. A block is used by at most one of the step's sequences.
     tables: tuple[torch.Tensor, ...]
+    #: [S] int32, the number of each sequence's last tokens that are drafts. At least one token is
+    #: not. None if the step has no drafts.
+    num_drafts: torch.Tensor | None = None
+    #: `num_drafts` as Python numbers; empty if the step has no drafts.
+    num_drafts_list: list[int] = field(default_factory=list)
 
 
 class StateBackend(StateCalls):

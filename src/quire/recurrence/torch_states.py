@@ -29,24 +29,26 @@ class TorchStates(StateBackend):
         spec = self._specs[layer]
         assert isinstance(spec, GatedDeltaSpec)
         out = torch.empty_like(inputs.v)
-        for s, tokens in self._sequences():
-            state = _joined(self._read(layer, s), spec.num_v_heads, spec.key_dim)
-            for at in tokens:
+        for s, tokens, num_kept in self._sequences():
+            state = kept = _joined(self._read(layer, s), spec.num_v_heads, spec.key_dim)
+            for number, at in enumerate(tokens, 1):
                 token = GatedDeltaInputs(*(part[at] for part in inputs))
                 out[at], state = reference.gated_delta(spec, state, token)
-            self._write(layer, s, _cut(state))
+                kept = state if number == num_kept else kept
+            self._write(layer, s, _cut(kept))
         return out
 
     def mamba2(self, layer: int, inputs: Mamba2Inputs, weights: Mamba2Weights) -> torch.Tensor:
         spec = self._specs[layer]
         assert isinstance(spec, Mamba2Spec)
         out = torch.empty_like(inputs.x)
-        for s, tokens in self._sequences():
-            state = _joined(self._read(layer, s), spec.num_heads, spec.state_size)
-            for at in tokens:
+        for s, tokens, num_kept in self._sequences():
+            state = kept = _joined(self._read(layer, s), spec.num_heads, spec.state_size)
+            for number, at in enumerate(tokens, 1):
                 token = Mamba2Inputs(*(part[at] for part in inputs))
                 out[at], state = reference.mamba2(spec, state, token, weights)
-            self._write(layer, s, _cut(state))
+                kept = state if number == num_kept else kept
+            self._write(layer, s, _cut(kept))
         return out
 
     def short_conv(
@@ -55,23 +57,28 @@ class TorchStates(StateBackend):
         spec = self._specs[layer]
         assert isinstance(spec, ShortConvSpec)
         out = torch.empty_like(x)
-        for s, tokens in self._sequences():
+        for s, tokens, num_kept in self._sequences():
             units = self._read(layer, s).view(spec.num_units, spec.width - 1, UNIT_CHANNELS)
-            kept = units.transpose(0, 1).flatten(1)
-            state = kept[:, : spec.num_channels]
-            for at in tokens:
+            padded = units.transpose(0, 1).flatten(1)
+            state = kept = padded[:, : spec.num_channels]
+            for number, at in enumerate(tokens, 1):
                 out[at], state = reference.short_conv(spec, state, x[at], weight, bias)
-            kept[:, : spec.num_channels] = state
+                kept = state if number == num_kept else kept
+            padded[:, : spec.num_channels] = kept
             shape = spec.width - 1, spec.num_units, UNIT_CHANNELS
-            self._write(layer, s, kept.reshape(shape).transpose(0, 1))
+            self._write(layer, s, padded.reshape(shape).transpose(0, 1))
         return out
 
-    def _sequences(self) -> list[tuple[int, list[slice]]]:
-        """(index of a sequence, a slice for each of its tokens), for all sequences of the step."""
-        assert self._batch is not None, "plan comes before a layer"
+    def _sequences(self) -> list[tuple[int, list[slice], int]]:
+        """(index of a sequence, a slice for each of its tokens, the number of tokens that are no
+        drafts), for all sequences of the step."""
+        batch = self._batch
+        assert batch is not None, "plan comes before a layer"
         found, first = [], 0
-        for s, length in enumerate(self._batch.query_lens_list):
-            found.append((s, [slice(t, t + 1) for t in range(first, first + length)]))
+        for s, length in enumerate(batch.query_lens_list):
+            num_drafts = batch.num_drafts_list[s] if batch.num_drafts_list else 0
+            tokens = [slice(t, t + 1) for t in range(first, first + length)]
+            found.append((s, tokens, length - num_drafts))
             first += length
         return found
 

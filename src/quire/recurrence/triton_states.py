@@ -68,4 +68,5 @@ class TritonStates(StateBackend):
             where.first_unit,
             where.units_per_page,
             len(batch.query_lens_list) - batch.num_decodes,
+            batch.num_drafts,
         )

@@ -1,5 +1,8 @@
 """How the kernels of recurrent layers are launched: Qwen3-Next, Falcon-H1 and Mamba-2."""
 
+from dataclasses import replace
+from typing import Any
+
 from tests.kernels.triton.compiling import KernelSpec
 
 from quire.kernels.triton.recurrence.causal_conv import causal_conv_kernel
@@ -22,6 +25,14 @@ STATES = {
 UNFUSED = {"enable_fp_fusion": False}
 
 
+def _with_drafts(spec: KernelSpec) -> KernelSpec:
+    """The same launch of a step with drafts."""
+    arguments = {**spec.arguments, "num_drafts_ptr": "*i32"}
+    constants = {name: spec.constants[name] for name in spec.constants if name != "num_drafts_ptr"}
+    label = f"{spec.label}, with drafts"
+    return replace(spec, label=label, arguments=arguments, constants=constants)
+
+
 def _delta(
     dtype: str, heads: tuple[int, int], sizes: tuple[int, int], *, is_prompt: bool = False
 ) -> KernelSpec:
@@ -31,7 +42,8 @@ def _delta(
     arguments = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "out")}
     arguments |= {"g_ptr": "*fp32", "beta_ptr": "*fp32"}
     arguments |= {f"{name}_stride": "i32:16" for name in ("q", "k", "v", "g", "beta")}
-    constants = {"EPS": 1e-6, "HK": num_k_heads, "HV": num_v_heads, "DK": key_dim, "DV": value_dim}
+    constants: dict[str, Any] = {"num_drafts_ptr": None, "EPS": 1e-6, "HK": num_k_heads}
+    constants |= {"HV": num_v_heads, "DK": key_dim, "DV": value_dim}
     constants |= {"BLOCK_K": next_power_of_two(key_dim), "COLUMNS": columns}
     is_full = constants["BLOCK_K"] * columns > 1024
     constants |= {"IS_WIDE": is_full or not is_prompt}
@@ -55,7 +67,8 @@ def _scan(
     arguments = {f"{name}_ptr": f"*{dtype}" for name in ("x", "b", "c", "out", "dt", "bias")}
     arguments |= {"a_ptr": "*fp32", "d_ptr": f"*{dtype}"}
     arguments |= {f"{name}_stride": "i32:16" for name in ("x", "b", "c", "dt")}
-    constants = {"MIN_STEP": 0.0, "MAX_STEP": float("inf"), "H": num_heads, "P": head_dim, "G": 1}
+    constants: dict[str, Any] = {"num_drafts_ptr": None, "MIN_STEP": 0.0, "MAX_STEP": float("inf")}
+    constants |= {"H": num_heads, "P": head_dim, "G": 1}
     constants |= {"N": state_size, "BLOCK_N": next_power_of_two(state_size), "COLUMNS": columns}
     return KernelSpec(
         mamba2_scan_kernel,
@@ -71,7 +84,8 @@ def _conv(dtype: str, num_channels: int, width: int, num_tokens: int) -> KernelS
     arguments = {f"{name}_ptr": f"*{dtype}" for name in ("x", "weight", "bias", "out")}
     counts = ("num_sequences", "num_prompts", "num_tiles")
     arguments |= {"x_stride": "i32:16", **dict.fromkeys(counts, "i32")}
-    constants = {"channel_stride": width, "tap_stride": 1, "C": num_channels, "WIDTH": width}
+    constants: dict[str, Any] = {"num_drafts_ptr": None, "channel_stride": width, "tap_stride": 1}
+    constants |= {"C": num_channels, "WIDTH": width}
     constants |= {"HAS_SILU": True, "BLOCK_T": num_tokens, "BLOCK_C": 128}
     return KernelSpec(
         causal_conv_kernel,
@@ -89,6 +103,9 @@ SPECS = [
     _scan("bf16", 32, (128, 256)),
     _conv("bf16", 8192, 4, 1),
     _conv("bf16", 8192, 4, 16),
+    _with_drafts(_delta("bf16", (16, 32), (128, 128), is_prompt=True)),
+    _with_drafts(_scan("bf16", 32, (128, 256), is_prompt=True)),
+    _with_drafts(_conv("bf16", 8192, 4, 16)),
 ]
 MORE = [
     *(_delta(dtype, (16, 32), (128, 128), is_prompt=True) for dtype in ("fp16", "fp32")),

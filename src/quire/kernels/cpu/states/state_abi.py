@@ -35,7 +35,7 @@ class StateStep(ctypes.Structure):
 
     _fields_ = (
         ("num_sequences", c_int64),
-        *fields(c_void_p, "query_start", "context_lens", "rows", "tables"),
+        *fields(c_void_p, "query_start", "context_lens", "rows", "num_drafts", "tables"),
     )
 
 

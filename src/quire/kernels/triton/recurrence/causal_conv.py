@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.recurrence.units import StepStates, unit_places
+from quire.kernels.triton.recurrence.units import StepStates, kept_end, unit_places
 
 _CHANNELS = 128
 _TOKENS = 16
@@ -102,6 +102,7 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
     query_start_ptr,
     context_lens_ptr,
     rows_ptr,
+    num_drafts_ptr,  # or None
     page_stride,
     table_stride,
     first_unit,
@@ -121,15 +122,9 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
         is_channel = channels < C
         num_tokens = end - first
         x_ptr += first.to(tl.int64) * x_stride
+        unit, words = first_unit + tl.minimum(channels, C - 1) // 64, (WIDTH - 1) * 64
         places = unit_places(
-            pages_ptr,
-            table_ptr,
-            row,
-            page_stride,
-            table_stride,
-            first_unit + tl.minimum(channels, C - 1) // 64,
-            units_per_page,
-            (WIDTH - 1) * 64,
+            pages_ptr, table_ptr, row, page_stride, table_stride, unit, units_per_page, words
         )
         places += channels % 64
         # First, read the state. The sequence's other programs read no inputs before the step.
@@ -152,8 +147,9 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
         if first_tile == 0:
             # Last, write the new state, after all threads have read the old one.
             tl.debug_barrier()
+            num_kept = kept_end(num_drafts_ptr, sequence, end) - first
             for entry in tl.static_range(WIDTH - 1):
-                token = num_tokens + entry + 1 - WIDTH + tl.arange(0, 1)
+                token = num_kept + entry + 1 - WIDTH + tl.arange(0, 1)
                 last = _inputs(x_ptr, x_stride, token, num_tokens, kept, channels, C, WIDTH)
                 tl.store(places[None, :] + entry * 64, last, is_channel[None, :])
 

@@ -36,6 +36,7 @@ from quire.kernels.state_calls import GatedDeltaInputs
 from quire.kernels.triton.recurrence.units import (
     StepStates,
     dense_tokens,
+    kept_end,
     matrix_places,
     program_columns,
     sum_rows,
@@ -128,6 +129,7 @@ def gated_delta_rule_kernel(  # type: ignore[no-untyped-def]
     query_start_ptr,
     context_lens_ptr,
     rows_ptr,
+    num_drafts_ptr,  # or None
     page_stride,
     table_stride,
     first_unit,
@@ -164,23 +166,46 @@ def gated_delta_rule_kernel(  # type: ignore[no-untyped-def]
         keys, columns = tl.arange(0, BLOCK_K), tl.arange(0, COLUMNS)
         is_key = keys < DK
         state = tl.load(places, is_key[:, None] & (context > end - first), other=0.0)
-        # Last, loop over the tokens: load the next one, update the state, store the output.
+        # Last, loop over the tokens: load the next one, update the state, store the output. Drafts
+        # follow when the state is stored.
         head = column // DV
         key_at = head * HK // HV * DK + keys
         v_at = v_ptr + column + columns
-        tokens = (q_ptr + key_at, k_ptr + key_at, v_at, g_ptr + head, beta_ptr + head)
-        strides = (q_stride, k_stride, v_stride, g_stride, beta_stride)
-        token = first.to(tl.int64)
-        q, k, v, g, beta = _load_token(tokens, strides, token, is_key)
-        for _ in range(first, end):
-            ahead = tl.minimum(token + 1, end - 1)
-            next_q, next_k, next_v, next_g, next_beta = _load_token(tokens, strides, ahead, is_key)
-            state, out = _move(state, q, k, v, g, beta, EPS, DK, BLOCK_K, COLUMNS)
-            out_places = out_ptr + token * (HV * DV) + column + columns
-            tl.store(out_places, out.to(out_ptr.dtype.element_ty))
-            q, k, v, g, beta = next_q, next_k, next_v, next_g, next_beta
-            token += 1
+        outputs = out_ptr + column + columns
+        tokens = (q_ptr + key_at, k_ptr + key_at, v_at, g_ptr + head, beta_ptr + head, outputs)
+        strides = (q_stride, k_stride, v_stride, g_stride, beta_stride, HV * DV)
+        kept = kept_end(num_drafts_ptr, sequence, end)
+        state = _move_all(state, tokens, strides, is_key, first, kept, EPS, DK, BLOCK_K, COLUMNS)
         tl.store(places, state, is_key[:, None])
+        if num_drafts_ptr is not None:
+            _move_all(state, tokens, strides, is_key, kept, end, EPS, DK, BLOCK_K, COLUMNS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move_all(  # type: ignore[no-untyped-def]
+    state,
+    tokens,  # pointers to the parts of token 0, and to its output
+    strides,
+    is_key,
+    first,
+    end,
+    EPS: tl.constexpr,
+    DK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Stores the outputs of the tokens [first, end), and returns the state after them."""
+    token, last = first.to(tl.int64), end - 1
+    # A sequence without drafts has an empty second range: then a token is loaded in vain.
+    q, k, v, g, beta = _load_token(tokens, strides, tl.minimum(token, last), is_key)
+    for _ in range(first, end):
+        ahead = tl.minimum(token + 1, last)
+        next_q, next_k, next_v, next_g, next_beta = _load_token(tokens, strides, ahead, is_key)
+        state, out = _move(state, q, k, v, g, beta, EPS, DK, BLOCK_K, COLUMNS)
+        tl.store(tokens[5] + token * strides[5], out.to(tokens[5].dtype.element_ty))
+        q, k, v, g, beta = next_q, next_k, next_v, next_g, next_beta
+        token += 1
+    return state
 
 
 @triton.jit

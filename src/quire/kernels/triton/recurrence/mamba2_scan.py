@@ -23,6 +23,7 @@ from quire.kernels.state_calls import Mamba2Inputs, Mamba2Weights
 from quire.kernels.triton.recurrence.units import (
     StepStates,
     dense_tokens,
+    kept_end,
     matrix_places,
     program_columns,
     sum_rows,
@@ -115,6 +116,7 @@ def mamba2_scan_kernel(  # type: ignore[no-untyped-def]
     query_start_ptr,
     context_lens_ptr,
     rows_ptr,
+    num_drafts_ptr,  # or None
     page_stride,
     table_stride,
     first_unit,
@@ -148,25 +150,49 @@ def mamba2_scan_kernel(  # type: ignore[no-untyped-def]
         inner, columns = tl.arange(0, BLOCK_N), tl.arange(0, COLUMNS)
         is_inner = inner < N
         state = tl.load(places, is_inner[:, None] & (context > end - first), other=0.0)
-        # Now loop over the tokens: load the next one, update the state, store the output.
+        # Now loop over the tokens: load the next one, update the state, store the output. Drafts
+        # follow when the state is stored.
         head = column // P
         a = tl.load(a_ptr + head).to(tl.float32)
         d, bias = _weight_or_zero(d_ptr, head), _weight_or_zero(bias_ptr, head)
         inner_at = head * G // H * N + inner
-        tokens = (x_ptr + column + columns, dt_ptr + head, b_ptr + inner_at, c_ptr + inner_at)
-        strides = (x_stride, dt_stride, b_stride, c_stride)
-        token = first.to(tl.int64)
-        x, dt, b, c = _load_inputs(tokens, strides, token, is_inner)
-        for _ in range(first, end):
-            ahead = tl.minimum(token + 1, end - 1)
-            next_x, next_dt, next_b, next_c = _load_inputs(tokens, strides, ahead, is_inner)
-            step = tl.minimum(tl.maximum(softplus(dt + bias), MIN_STEP), MAX_STEP)
-            state, out = _move(state, x.to(tl.float32), step, b, c, a, d, BLOCK_N, COLUMNS)
-            out_places = out_ptr + token * (H * P) + column + columns
-            tl.store(out_places, out.to(out_ptr.dtype.element_ty))
-            x, dt, b, c = next_x, next_dt, next_b, next_c
-            token += 1
+        x_at, out_at = x_ptr + column + columns, out_ptr + column + columns
+        tokens = (x_at, dt_ptr + head, b_ptr + inner_at, c_ptr + inner_at, out_at)
+        strides = (x_stride, dt_stride, b_stride, c_stride, H * P)
+        weights = (a, d, bias, MIN_STEP, MAX_STEP)
+        kept = kept_end(num_drafts_ptr, sequence, end)
+        state = _move_all(state, tokens, strides, weights, is_inner, first, kept, BLOCK_N, COLUMNS)
         tl.store(places, state, is_inner[:, None])
+        if num_drafts_ptr is not None:
+            _move_all(state, tokens, strides, weights, is_inner, kept, end, BLOCK_N, COLUMNS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move_all(  # type: ignore[no-untyped-def]
+    state,
+    tokens,  # pointers to the parts of token 0, and to its output
+    strides,
+    weights,  # a, d, the bias of dt, and the bounds of dt
+    is_inner,
+    first,
+    end,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Stores the outputs of the tokens [first, end), and returns the state after them."""
+    token, last = first.to(tl.int64), end - 1
+    # A sequence without drafts has an empty second range: then a token is loaded in vain.
+    x, dt, b, c = _load_inputs(tokens, strides, tl.minimum(token, last), is_inner)
+    for _ in range(first, end):
+        ahead = tl.minimum(token + 1, last)
+        next_x, next_dt, next_b, next_c = _load_inputs(tokens, strides, ahead, is_inner)
+        step = tl.minimum(tl.maximum(softplus(dt + weights[2]), weights[3]), weights[4])
+        x = x.to(tl.float32)
+        state, out = _move(state, x, step, b, c, weights[0], weights[1], BLOCK_N, COLUMNS)
+        tl.store(tokens[4] + token * strides[4], out.to(tokens[4].dtype.element_ty))
+        x, dt, b, c = next_x, next_dt, next_b, next_c
+        token += 1
+    return state
 
 
 @triton.jit

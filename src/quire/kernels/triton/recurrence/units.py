@@ -60,9 +60,12 @@ class StepStates:
     #: The number of sequences that may have several tokens in the step. It selects the launch, and
     #: does not change results.
     num_prompts: int
+    #: The number of each sequence's last tokens that are drafts, [S] int32: the state before them
+    #: is stored. None if there are no drafts.
+    num_drafts: torch.Tensor | None = None
 
     @property
-    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+    def arguments(self) -> tuple[torch.Tensor | int | None, ...]:
         """The last arguments of each kernel, after those of its layer."""
         return (
             self.pages,
@@ -70,6 +73,7 @@ class StepStates:
             self.query_start,
             self.context_lens,
             self.rows,
+            self.num_drafts,
             self.pages.stride(0),
             self.table.stride(0),
             self.first_unit,
@@ -155,6 +159,14 @@ def matrix_places(  # type: ignore[no-untyped-def]
     rows = tl.arange(0, BLOCK_ROWS).to(tl.int64)
     places += part.to(tl.int64) + rows[:, None] * 16 + tl.arange(0, COLUMNS)[None, :]
     return places, unit * 16 + part
+
+
+@triton.jit
+def kept_end(num_drafts_ptr, sequence, end):  # type: ignore[no-untyped-def]
+    """The end of a sequence's tokens without its drafts. `end` is the end of all of its tokens."""
+    if num_drafts_ptr is not None:
+        end -= tl.load(num_drafts_ptr + sequence)
+    return end
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -32,6 +32,9 @@ struct StateStep {
   const int32_t* query_start;   // [S + 1]
   const int32_t* context_lens;  // [S]
   const int64_t* rows;          // [S] rows of the tables
+  // [S]: of a sequence's tokens so many at their end are drafts, behind which no state is stored;
+  // null: none.
+  const int32_t* num_drafts;
   const StateTable* tables;
 };
 

@@ -95,7 +95,8 @@ inline void move_lanes(const StateLayer& layer, const ShortConv& call, const Tap
       store_some(out + t * call.num_channels, y, count);
       for (int i = 0; i + 1 < W; ++i) last[i] = last[i + 1];
     }
-    for (int i = 0; i + 1 < W; ++i) store(s + i * kUnitChannels, last[i]);
+    if (piece.kept == piece.end)
+      for (int i = 0; i + 1 < W; ++i) store(s + i * kUnitChannels, last[i]);
   }
 }
 
@@ -119,15 +120,18 @@ void move_units(const StateLayer& layer, const ShortConv& call, const Taps& taps
   }
 }
 
-// Cuts `count` pieces where blocks of tokens end; returns how many there are then.
+// Cuts `count` pieces where blocks of tokens end, and before drafts, which stay together; returns
+// how many there are then.
 inline int64_t cut_in_blocks(const Piece* pieces, int64_t count, Piece* cut) {
   int64_t found = 0;
   for (int64_t i = 0; i < count; ++i) {
     Piece rest = pieces[i];
-    for (; rest.first < rest.end; rest.first = cut[found++].end, rest.is_fresh = false) {
+    for (; rest.first < rest.kept; rest.first = cut[found++].end, rest.is_fresh = false) {
       cut[found] = rest;
-      cut[found].end = smaller(rest.end, (rest.first / kBlockTokens + 1) * kBlockTokens);
+      cut[found].end = smaller(rest.kept, (rest.first / kBlockTokens + 1) * kBlockTokens);
+      cut[found].kept = cut[found].end;
     }
+    if (rest.first < rest.end) cut[found++] = rest;
   }
   return found;
 }
@@ -139,7 +143,7 @@ void short_conv_as(Pool& pool, const StateLayer& layer, const StateStep& step,
   const int64_t stride = num_units * kUnitChannels;
   auto* memory = static_cast<float*>(pool.shared(1, (W + 1) * stride * int64_t(sizeof(float))));
   const Taps taps{memory, memory + W * stride, stride};
-  const int64_t most = step.num_sequences + num_tokens / kBlockTokens + 1;
+  const int64_t most = 2 * step.num_sequences + num_tokens / kBlockTokens + 1;
   auto* pieces = static_cast<Piece*>(pool.shared(0, 2 * most * int64_t(sizeof(Piece))));
   const int64_t count = find_pieces(layer, step, 0, num_tokens, pieces + most);
   const std::span<const Piece> cut(pieces, cut_in_blocks(pieces + most, count, pieces));
