@@ -23,6 +23,8 @@ from quire.core.scheduling.step_results import StepInFlight
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult
 from quire.engine.token_masks import GrammarConstraint
+from quire.simulation.fakes.fake_step import FakeStep
+from quire.simulation.fakes.fake_store import FakeStore
 from quire.simulation.report import add_up
 from quire.simulation.simulator import Simulator, run
 from quire.simulation.workload import SimulationConfig
@@ -97,6 +99,41 @@ def confirm_whatever_happened(original: Any) -> Any:
             sequence.num_computed_tokens = len(sequence.token_ids) - 1
 
     return confirm
+
+
+def confirm_accepted_drafts(original: Any) -> Any:
+    """As in models without states."""
+
+    def confirm(self: Drafting, step: StepInFlight, row: int) -> None:
+        self._has_states = False
+        original(self, step, row)
+        self._has_states = True
+
+    return confirm
+
+
+def swallow_drafts(original: Any) -> Any:
+    """States are those after the drafts, but pass for those before."""
+
+    def advance_states(self: FakeStore, step: FakeStep) -> None:
+        original(self, step)
+        store = self._slots.reshape(-1, self._block_size)
+        for each in step.rows:
+            for group, pages in each.pages.items():
+                salts = self._page_salts(group, len(pages))
+                store[pages] = (each.fingerprints[each.end - 1] ^ salts)[:, None]
+
+    return advance_states
+
+
+def forget_replays(original: Any) -> Any:
+    """Drafts are planned as if the row lacked one token."""
+
+    def launch(self: Drafting, step: StepInFlight) -> Any:
+        self._planned = [(sequence, proposal, 1) for sequence, proposal, _ in self._planned]
+        return original(self, step)
+
+    return launch
 
 
 def do_not_wait(original: Any) -> Any:
@@ -257,6 +294,11 @@ MUTATIONS: dict[str, Patch] = {
     "a preempted sequence keeps its drafts": replace(
         Drafting, "confirm", confirm_whatever_happened
     ),
+    "accepted drafts count as computed, but the state is before them": replace(
+        Drafting, "confirm", confirm_accepted_drafts
+    ),
+    "a state has the drafts in it": replace(FakeStore, "advance_states", swallow_drafts),
+    "a replay is taken for a decoding row": replace(Drafting, "launch", forget_replays),
     "a row does not wait for its drafts": replace(Drafting, "awaits", do_not_wait),
     "drafts follow a token in flight": replace(Drafting, "plan", without_pending),
     "a parent of waiting forks has drafts": replace(
@@ -286,6 +328,7 @@ MUTATIONS: dict[str, Patch] = {
 }
 
 FULL: dict[str, Any] = {"num_blocks": 18, "requests_per_s": 200.0, "draft_error_rate": 0.6}
+STATES: dict[str, Any] = {"kinds": "full,state:2", "num_blocks": 120}
 WORLDS: dict[str, Any] = {
     "a window passes what was planned": {"kinds": "full,window:5", "num_blocks": 80},
     "blocks are published by the planned count": {
@@ -300,6 +343,9 @@ WORLDS: dict[str, Any] = {
         "num_cache_domains": 1,
     },
     "a preempted sequence keeps its drafts": FULL,
+    "accepted drafts count as computed, but the state is before them": STATES,
+    "a state has the drafts in it": STATES,
+    "a replay is taken for a decoding row": STATES,
     "blocks of drafts in flight are taken": FULL,
     "blocks of drafts in flight are freed at once": FULL,
     "drafts go beyond the end": {"max_model_len": 24},

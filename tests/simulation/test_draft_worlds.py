@@ -46,7 +46,17 @@ def test_the_same_seed_drafts_the_same() -> None:
     assert run(CONFIG) == run(CONFIG)
 
 
-def test_models_with_states_have_no_drafts() -> None:
-    config = SimulationConfig(kinds="full,state:2", num_blocks=90, num_requests=20)
-    with_proposer = run(replace(config, max_drafts=4))
-    assert with_proposer == run(config) and with_proposer.num_drafts == 0
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_models_with_states_take_fewer_steps_too(overlap: int) -> None:
+    config = replace(
+        CONFIG,
+        kinds="full,state:2",
+        num_blocks=120,
+        overlap=overlap,
+        step_failure_rate=0.0,
+        arrivals="at_once",
+    )
+    plain = run(replace(config, max_drafts=0))
+    drafted = run(replace(config, draft_error_rate=0.1))
+    assert drafted.num_accepted_drafts > 0.5 * drafted.num_drafts > 0
+    assert drafted.num_steps < 0.9 * plain.num_steps

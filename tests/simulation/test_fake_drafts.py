@@ -105,9 +105,41 @@ def test_impossible_drafts_are_refused() -> None:
     launch(ahead, plan(0, 1, 3, admit=[prompt], chunks=[Chunk(0, 3)]))
     with pytest.raises(AssertionError, match="drafts of row 0, whose last token is in flight"):
         launch(ahead, verifying(1, known[1:2]))
-    groups = (KVGroup((0,), KVKind.STATE, 64, num_state_blocks=1),)
-    states = FakeRunner(groups, 8, 4, max_num_rows=2, max_num_tokens=40, model=MODEL)
-    launch(states, plan(0, 1, 3, admit=[admit(0, list(PROMPT), (0,))], chunks=[Chunk(0, 3)]))
-    states.result()
-    with pytest.raises(AssertionError, match="a state can't be cut"):
-        launch(states, verifying(1, known[1:2]))
+
+
+def with_states() -> FakeRunner:
+    """Row 0 has PROMPT and one token, room for 12, and a state."""
+    groups = KVGroup((0,), KVKind.FULL, 64), KVGroup((1,), KVKind.STATE, 64, num_state_blocks=1)
+    runner = FakeRunner(groups, 8, 4, max_num_rows=2, max_num_tokens=40, model=MODEL)
+    admission = admit(0, list(PROMPT), (0, 1, 2))._replace(block_tables=((0, 1, 2), (3,)))
+    launch(runner, plan(0, 1, 3, admit=[admission], chunks=[Chunk(0, 3)]))
+    assert runner.result().token_ids == [following(1)]
+    return runner
+
+
+@pytest.mark.parametrize("num_right", range(4))
+def test_a_state_is_that_before_the_drafts(num_right: int) -> None:
+    runner, known = with_states(), following(8)
+    drafts = [*known[1:4]]
+    if num_right < 3:
+        drafts[num_right] += 1
+    launch(runner, verifying(1, tuple(drafts)))
+    assert runner.result().token_ids == [known[1 : 2 + num_right]]
+    assert runner.rows.live[0].num_tokens == 5 + num_right
+    assert runner.rows.live[0].num_computed == 4
+    count = 1 + num_right
+    launch(runner, plan(2, 1, count, chunks=[Chunk(0, count)] if num_right else []))
+    assert runner.result().token_ids == [(known[2 + num_right],)]
+
+
+def test_a_state_that_has_drafts_in_it_is_noticed() -> None:
+    runner, known = with_states(), following(8)
+    drafts = known[1], known[2] + 1
+    launch(runner, verifying(1, drafts))
+    runner.result()
+    salts = runner.store._page_salts(1, 1)
+    swallowed = fingerprints_of([*PROMPT, known[0], *drafts])[-1]
+    runner.store._slots.reshape(-1, 4)[3] = swallowed ^ salts[0]
+    launch(runner, plan(2, 1, 2, chunks=[Chunk(0, 2)]))
+    with pytest.raises(AssertionError, match="goes on from a wrong state"):
+        runner.result()

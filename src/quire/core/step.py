@@ -40,6 +40,12 @@ plan:
 
     plan = schedule(now_s)    draft(plan) -> Drafts    add(plan, drafts)    execute, sample
 
+A recurrent state can't be cut behind the accepted drafts. So in a model with states, a step stores
+the state before its drafts, and none of them counts as computed. A later step computes the accepted
+ones again, with the same bits, as part of the row's gap:
+
+    after the step      t0 .. t(n-1) s1 s2            computed: t0 .. t(n-1)
+
 A group's table names, by its kind (`kv_groups.KVKind`):
 
     full, latent     a block for each block of tokens, in their order

@@ -61,14 +61,16 @@ class StepWork(NamedTuple):
 
         Two numbers are estimates. A window is subtracted from the mean context of the step's
         decoding rows, and of its chunks, not from each context. The number of experts that are read
-        is the expected one if each token chose at random.
+        is the expected one if each token chose at random. Drafts that are computed again are left
+        out, since that is no use.
         """
         # Unpack all fields at once: between two steps they leave the CPU's caches, so each read is
         # slow.
         layers, head, row, state, token_operations, head_operations, attention, experts = self
-        decodes, decode_pairs, chunk_tokens, chunk_pairs, num_logits, chunks, num_context, _ = load
+        decodes, decode_pairs, chunk_tokens, chunk_pairs, *others = load
+        num_logits, chunks, num_context, num_drafts, _ = others
         num_tokens = decodes + chunk_tokens
-        num_bytes: float = layers + row * num_tokens + state * (decodes + chunks)
+        num_bytes: float = layers + row * num_tokens + state * (decodes - num_drafts + chunks)
         operations = token_operations * num_tokens
         num_logits += num_sampled
         if num_logits:

@@ -118,7 +118,7 @@ class Utilization:
             self.expected_s += self.expected.predict_s(load)
         if self.work is not None:
             if num_rejected:
-                load = load._replace(num_decodes=load.num_decodes - num_rejected)
+                load = load.without_drafts(num_rejected)
             num_bytes, operations = self.work.of(load, num_sampled)
             self.num_bytes += num_bytes
             self.operations += operations

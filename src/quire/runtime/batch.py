@@ -221,7 +221,6 @@ class RowBatch:
         assert num_tokens == plan.num_tokens, f"{num_tokens} tokens, the plan has {plan.num_tokens}"
         drafts = find_drafts(plan, rows, query_start)
         if drafts is not None:
-            assert not self._state_tables, "a recurrent state can't drop drafts that are rejected"
             places = drafts.places(self.num_tokens, self.token_ids.shape[1])
             self.token_ids.reshape(-1)[places] = drafts.token_ids
         self._fill_decodes(rows[:num_decodes])
@@ -247,11 +246,15 @@ class RowBatch:
         attention = self._attention_batch(
             rows, query_start, counts, context_lens.astype(np.int32), num_decodes
         )
+        states = state_batch(attention, self._state_tables)
+        if drafts is not None:
+            states.num_drafts_list = drafts.counts.tolist()
+            states.num_drafts = torch.from_numpy(drafts.counts.astype(np.int32))
         return StepBatch(
             token_ids=torch.from_numpy(self._input_ids[:num_tokens]),
             positions=torch.from_numpy(self._positions[:num_tokens]),
             attention=attention,
-            states=state_batch(attention, self._state_tables),
+            states=states,
             rows=rows,
             num_new_tokens=counts,
             sample_rows=sample_rows,

@@ -298,11 +298,15 @@ class DeviceRows:
         if drafts is not None:
             drafts = replace(drafts, index=self._link.upload(drafts.index.numpy()))
         attention = _attention_batch(place, lists, num_decodes)
+        states = state_batch(attention, self._state_tables)
+        if drafts is not None and self._state_tables:
+            states.num_drafts_list = step.states.num_drafts_list
+            states.num_drafts = self._link.upload(drafts.counts).to(torch.int32)
         return StepBatch(
             token_ids=place.token_ids,
             positions=numbers.positions,
             attention=attention,
-            states=state_batch(attention, self._state_tables),
+            states=states,
             rows=step.rows,
             num_new_tokens=step.num_new_tokens,
             sample_rows=step.sample_rows,

@@ -58,7 +58,7 @@ class StepRows(Protocol):
     #: The number of prompt tokens of each row.
     num_prompt_tokens: Int32
     #: The number of computed tokens of each row. `build` counts no drafts: the runner does so as
-    #: they are accepted.
+    #: they are accepted, unless the model has recurrent states.
     num_computed: Int64
 
     def change(self, plan: StepPlan) -> None:
@@ -480,7 +480,8 @@ class ModelRunner:
             succeeded = last.token_ids != NO_TOKEN
             if not succeeded.all():
                 rows, last = rows[succeeded], replace(last, token_ids=last.token_ids[succeeded])
-            self._rows.num_computed[rows] += 1
+            if not self.model.recurrent_specs:  # states are those before the drafts
+                self._rows.num_computed[rows] += 1
             self._rows.store_sampled(rows, SampledNow(last))
             found.append((rows, last))
         return found

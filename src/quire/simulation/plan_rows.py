@@ -194,11 +194,15 @@ class PlanRows:
             self._join(live[number], live[source_number], step)
         return step
 
-    def end_drafts(self, row: PlanRow, num_accepted: int) -> None:
-        """Count the accepted drafts of a row, once they are known, as its computed tokens."""
+    def end_drafts(self, row: PlanRow, num_accepted: int, *, are_computed: bool = True) -> None:
+        """Count the accepted drafts of a row, once they are known, as its tokens.
+
+        are_computed: whether they count as computed, too. In models with states they don't.
+        """
         row.num_drafts = 0
         row.num_tokens += num_accepted
-        row.num_computed += num_accepted
+        if are_computed:
+            row.num_computed += num_accepted
 
     def holders(self, block: int) -> str:
         """Text for error messages: the (row, group) pairs whose tables contain a block."""

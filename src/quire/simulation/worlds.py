@@ -32,9 +32,6 @@ HYBRIDS = (
     "state,state",
 )
 
-# Kinds whose sequences can have drafts, because contexts can be cut behind any token.
-DRAFTABLE = tuple(kinds for kinds in HYBRIDS if "state" not in kinds)
-
 
 def draw_world(
     seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
@@ -161,7 +158,7 @@ def draw_draft_world(
     rng = random.Random(f"draft world {index} of {seed}")
     world = draw_world(seed, index, num_steps, check_every)
     if rng.random() < 0.5:
-        world = _with_groups(world, DRAFTABLE, rng)
+        world = _with_groups(world, HYBRIDS, rng)
     return replace(
         world,
         max_drafts=rng.choice((1, 2, 3, 7, 20)),

@@ -292,12 +292,7 @@ def test_a_parent_has_none_while_forks_wait_for_it() -> None:
     harness.run()
 
 
-def test_a_model_with_states_has_none() -> None:
-    config = KVCacheConfig(read_groups("full,state:2"), 40, 4)
-    scheduler = Scheduler(
-        SchedulerConfig(4, 64), KVCacheManager(config), speculator=Oracle(Harness())
-    )
-    assert scheduler.drafting is None
+def test_a_scheduler_drafts_if_it_has_a_speculator() -> None:
     plain = Scheduler(SchedulerConfig(4, 64), make_memory(), speculator=Oracle(Harness()))
     assert plain.drafting is not None
     assert Scheduler(SchedulerConfig(4, 64), make_memory()).drafting is None

@@ -71,10 +71,27 @@ class StateSnapshots:
         """Number of tokens, at most `most`, until the sequence has to stop for a snapshot."""
         if not self.enabled or sequence.is_in_one_step:
             return most
-        computed = sequence.num_computed_tokens
-        stop = (computed // self.interval + 1) * self.interval
-        stops = [stop, *(anchor for anchor in sequence.anchors if anchor > computed)]
-        return min(most, min(stops) - computed)
+        return min(most, self._tokens_from(sequence, sequence.num_computed_tokens))
+
+    def most_drafts(self, sequence: Sequence, most: int) -> int:
+        """The most drafts, up to `most`, with which a sequence stops for the same snapshots as
+        without drafts, however many of them are accepted.
+
+        Its state is known after all tokens before the drafts, and next after the token that follows
+        the accepted ones. This must not be beyond a stop, nor beyond its last token but one, after
+        which its state is published when it ends.
+        """
+        if not self.enabled:
+            return most
+        num_tokens = sequence.num_tokens
+        num_left = sequence.max_num_tokens - 1 - num_tokens
+        return min(most, max(0, min(self._tokens_from(sequence, num_tokens), num_left) - 1))
+
+    def _tokens_from(self, sequence: Sequence, num_tokens: int) -> int:
+        """Number of tokens from a position to the sequence's next stop."""
+        stop = (num_tokens // self.interval + 1) * self.interval
+        stops = [stop, *(anchor for anchor in sequence.anchors if anchor > num_tokens)]
+        return min(stops) - num_tokens
 
     def stops_at(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether to keep a snapshot of the state after the sequence's first num_tokens tokens."""

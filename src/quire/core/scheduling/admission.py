@@ -61,6 +61,16 @@ class Admission:
         self._beams = beams
         self._builder = builder
 
+    @property
+    def num_prompts(self) -> int:
+        """Number of waiting prompts that have room to run.
+
+        While blocks are short, it is 0, because memory and not the pace limits admission.
+        """
+        if self.capacity.is_crowded:
+            return 0
+        return min(len(self._waiting), self._running_set.num_room)
+
     def make_room_for_first(self) -> None:
         """If the first waiting sequence outranks other sequences, take the blocks that it needs
         from them.
@@ -249,9 +259,11 @@ class Admission:
                 self._policy.on_service(sequence, num_new, 0)
         return chunk
 
-    def chunk(self, sequence: Sequence, budget: StepBudget) -> int:
+    def chunk(self, sequence: Sequence, budget: StepBudget, *, is_replay: bool = False) -> int:
         """Number of tokens to compute next, within the budget, and at most up to the next snapshot
         or the first content that is not ready.
+
+        is_replay: the sequence is a decoding row; see `StepBudget.take_replay`.
 
         The sequence must have a slot for at least one more token, and a content there be prepared.
         The block tables of its sliding windows grow as far as free blocks allow, but leave each
@@ -261,15 +273,19 @@ class Admission:
         num_wanted = memory.snapshots.tokens_to_stop(sequence, sequence.num_tokens - computed)
         contents, has_contents = self._running_set.content_loads, bool(sequence.content_spans)
         if has_contents:
-            num_wanted = contents.prepare(sequence, computed, min(num_wanted, budget.num_tokens))
+            most = budget.num_tokens + is_replay
+            num_wanted = contents.prepare(sequence, computed, min(num_wanted, most))
             assert num_wanted, f"{sequence} waits for a content"
         num_slots = sequence.num_slots
         if computed + num_wanted > num_slots:
             num_spare = len(self._running_set.running) * memory.num_blocks_to_grow
             num_blocks = max(0, memory.pool.num_free - num_spare) // len(memory.growth.growing)
             num_wanted = min(num_wanted, num_slots + num_blocks * memory.block_size - computed)
-        wants_logprobs = sequence.needs_prompt_logprobs
-        chunk = budget.take_chunk(computed, num_wanted, wants_logprobs=wants_logprobs)
+        if is_replay:
+            chunk = budget.take_replay(computed, num_wanted)
+        else:
+            wants_logprobs = sequence.needs_prompt_logprobs
+            chunk = budget.take_chunk(computed, num_wanted, wants_logprobs=wants_logprobs)
         if has_contents:
             contents.load(sequence, computed, computed + chunk)
         if computed + chunk > num_slots:

@@ -57,6 +57,9 @@ class StepLoad(NamedTuple):
     num_context_tokens: int = 0
     #: Number of drafts, which num_decodes counts, too.
     num_drafts: int = 0
+    #: Number of tokens that decoding rows compute before the token at which they sample: drafts
+    #: that were accepted, in models with states.
+    num_replay_tokens: int = 0
 
     def with_chunk(
         self, num_computed_tokens: int, num_new_tokens: int, *, wants_logprobs: bool = False
@@ -73,6 +76,7 @@ class StepLoad(NamedTuple):
             self.num_chunks + (num_new_tokens > 0),
             self.num_context_tokens + num_computed_tokens + num_new_tokens,
             self.num_drafts,
+            self.num_replay_tokens,
         )
 
     def with_drafts(self, num_computed_tokens: int, num_drafts: int) -> "StepLoad":
@@ -83,6 +87,26 @@ class StepLoad(NamedTuple):
             num_chunk_pairs=self.num_chunk_pairs + pairs,
             num_drafts=self.num_drafts + num_drafts,
         )
+
+    def without_drafts(self, num_drafts: int) -> "StepLoad":
+        """Return this load without some of its drafts, but with their pairs in attention."""
+        return self._replace(
+            num_decodes=self.num_decodes - num_drafts, num_drafts=self.num_drafts - num_drafts
+        )
+
+    def with_replay(self, num_computed_tokens: int, num_tokens: int) -> "StepLoad":
+        """Return this load with tokens that a decoding row, which it has already, computes before
+        the token at which it samples."""
+        pairs = num_tokens * num_computed_tokens + num_tokens * (num_tokens + 1) // 2
+        return self._replace(
+            num_chunk_pairs=self.num_chunk_pairs + pairs,
+            num_replay_tokens=self.num_replay_tokens + num_tokens,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the step computes."""
+        return self.num_decodes + self.num_chunk_tokens + self.num_replay_tokens
 
 
 NO_LOAD = StepLoad()
@@ -143,7 +167,7 @@ class StepCostModel:
             for index, value in enumerate(row):
                 target[index] += value
         longest_s = max(sample.seconds for sample in samples)
-        most_tokens = max(load.num_decodes + load.num_chunk_tokens for load, _ in samples)
+        most_tokens = max(load.num_tokens for load, _ in samples)
         for segment in range(NUM_SEGMENTS - 1):
             weight = _SMOOTHNESS * min(1 << segment, most_tokens) / longest_s
             row = [0.0] * _NUM_PARTS
@@ -157,7 +181,7 @@ class StepCostModel:
     def predict_s(self, load: StepLoad) -> float:
         """Predicted seconds of a step with this load."""
         values = self._coefficients
-        num_tokens = max(1, load.num_decodes + load.num_chunk_tokens)
+        num_tokens = max(1, load.num_tokens)
         last = min(num_tokens.bit_length(), NUM_SEGMENTS) - 1
         seconds = values[_FIXED] + values[_FIRST_SEGMENT + last] * (num_tokens - (1 << last))
         for segment in range(last):
@@ -250,7 +274,7 @@ def _with_neighbours(values: Sequence[float]) -> list[float]:
 
 def load_parts(load: StepLoad) -> list[float]:
     """The quantities of a load that the coefficients multiply, one for each coefficient."""
-    num_tokens = load.num_decodes + load.num_chunk_tokens
+    num_tokens = load.num_tokens
     parts = [0.0] * _NUM_PARTS
     parts[_FIXED] = 1.0
     for segment in range(NUM_SEGMENTS):

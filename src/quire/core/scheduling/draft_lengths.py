@@ -9,6 +9,9 @@ drafts or none are taken.
 
 Drafts of a model take its time, too: it runs once for each place behind the rows, and rows share a
 run. It may first have to catch up on a row.
+
+In models with states an accepted draft is computed twice. The choice of a draft counts both times.
+The step that computes the draft again counts it like the chunks of prompts.
 """
 
 from collections.abc import Sequence
@@ -42,6 +45,8 @@ class DraftCandidate(NamedTuple):
     survival: Sequence[float]
     #: None if the drafts are known already.
     catching: Catching | None = None
+    #: Whether a later step computes accepted drafts again, as in models with states.
+    is_replayed: bool = False
 
 
 class DraftChoice(NamedTuple):
@@ -134,17 +139,22 @@ def _best_count(
     lengths = [0] * len(candidates)
     # A drafter's run pays only once several rows share it.
     patience = sum([candidate.catching is not None for candidate in candidates])
+    replay_s = 0.0
     for count, (index, chance) in enumerate(zip(order, chances, strict=True), 1):
         candidate = candidates[index]
-        load = load.with_drafts(candidate.num_computed_tokens + lengths[index], 1)
+        num_before = candidate.num_computed_tokens + lengths[index]
+        load = load.with_drafts(num_before, 1)
         if candidate.catching is not None:
             drafter.add(lengths[index], candidate.catching)
         lengths[index] += 1
         seconds = model.predict_s(load)
         if seconds + drafter.whole_s > limit_s:
             break
+        if candidate.is_replayed:
+            again_s = model.predict_s(load.with_replay(num_before, 1)) - seconds
+            replay_s += chance * again_s
         expected += chance
-        rate = expected / (seconds - others_s + drafter.charged_s)
+        rate = expected / (seconds + replay_s - others_s + drafter.charged_s)
         if rate > best_rate:
             best, best_rate = count, rate
         elif rate < GIVE_UP_RATE * best_rate and count - best >= patience:
@@ -153,5 +163,11 @@ def _best_count(
 
 
 def decodes_of(load: StepLoad) -> StepLoad:
-    """The part of a load that is not due to chunks of prompts."""
-    return load._replace(num_chunk_tokens=0, num_chunk_pairs=0, num_logprob_tokens=0, num_chunks=0)
+    """The part of a load that is not due to chunks of prompts, nor to earlier steps' drafts."""
+    return load._replace(
+        num_chunk_tokens=0,
+        num_chunk_pairs=0,
+        num_logprob_tokens=0,
+        num_chunks=0,
+        num_replay_tokens=0,
+    )

@@ -9,6 +9,11 @@ it: the number of its tokens is unknown before. The result tells which drafts co
 
 Drafts of the runner's drafter come when the plan is made (see `core.step`). They are planned as if
 they were known, by what is expected of them, and are put into the plan before the step runs.
+
+A recurrent state can't be cut behind the accepted drafts. So in models with states, the row keeps
+the state before its drafts, and no draft counts as computed. The next step *replays* the accepted
+drafts: it computes them again, before the row's last token. It may verify further drafts behind
+that token. All other parts of the engine see a row that lacks a few tokens.
 """
 
 import math
@@ -52,6 +57,9 @@ drafts bring, or none: what they take is less certain."""
 ASKS_EVERY = 32
 """With overlap, a row waits for its last token to get drafts of the drafter if the last plan that
 considered them ordered any, or else once in ASKS_EVERY times."""
+
+
+_NO_BUDGET = StepBudget(0)  # of a step that has no drafts
 
 
 class _Option(NamedTuple):
@@ -98,11 +106,13 @@ class Drafting:
         self._running_set = running_set
         self._slots = slots
         self._most = most
-        self._planned: list[tuple[Sequence, Proposal]] = []
+        self._has_states = bool(memory.growth.states)
+        #: The sequences that get drafts, with these, and the number of tokens before them.
+        self._planned: list[tuple[Sequence, Proposal, int]] = []
         self._ordered: list[OrderedDrafts] = []
         self._launched = StepInFlight(-1)  # the last step with orders
-        self._budget = StepBudget(0)
-        self._load_before = NO_LOAD  # that of the step without drafts
+        # The budget of the step that is being planned, and its load without drafts and replays.
+        self._budget, self._load_before = _NO_BUDGET, NO_LOAD
         self._num_waits = 0  # of rows that could have waited for drafts of the drafter
         # Engine time of the step that is being planned, and from which drafts are asked for again.
         self._now_s = self._next_ask_s = -math.inf
@@ -111,28 +121,26 @@ class Drafting:
         #: Proposer -> the counts of its drafts in steps that have ended.
         self.counts: dict[str, DraftCounts] = {}
         #: The predicted seconds of the steps that accepted drafts made needless, less those of
-        #: verifying all drafts. 0 without a cost model.
+        #: verifying all drafts and of replays. 0 without a cost model.
         self.saved_s = 0.0
 
     def begin(self, now_s: float) -> None:
         """Begin to plan a step at the engine time now_s."""
         self._now_s, self._num_asked, self._is_awaited = now_s, 0, False
+        self._budget, self._load_before = _NO_BUDGET, NO_LOAD
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether a running sequence skips this step to wait for the result of a step in flight.
 
         A sequence waits while its drafts are verified. It also waits for its last token if drafts
-        would follow that token, because drafts follow known tokens only.
+        would follow that token, because drafts follow known tokens only, and while a snapshot of
+        its state is taken.
         """
-        if sequence.draft_token_ids:
+        if sequence.draft_token_ids or self._memory.snapshots.awaits(sequence):
             return True
         if sequence.num_pending_tokens != 1 or not self._may_have_drafts(sequence):
             return False
-        if (
-            self._now_s < self._next_ask_s
-            or sequence.num_tokens + 2 > sequence.max_num_tokens
-            or self._slots.most_after(sequence) < 1
-        ):
+        if self._now_s < self._next_ask_s or self._most_drafts(sequence) < 1:
             return False
         is_awaited = self._awaits_drafter() or self._awaits_proposers(sequence)
         self._is_awaited |= is_awaited
@@ -148,15 +156,22 @@ class Drafting:
         self._num_asked += 1
         return len(self.speculator.propose(sequence, 2).token_ids) == 2
 
+    def is_replay(self, sequence: Sequence, num_lacking: int) -> bool:
+        """Whether the num_lacking tokens that a running sequence has to compute are its last token,
+        and drafts before it that were accepted."""
+        if not self._has_states or sequence.is_beam or num_lacking > 1 + self._most:
+            return False
+        return sequence.num_computed_tokens >= sequence.num_prompt_tokens
+
     def plan(self, chunks: Mapping[Sequence, int], budget: StepBudget) -> None:
         """Choose the drafts of the step that is being planned; all its other tokens are planned.
 
         Sequences get drafts as `choose_lengths` says, as long as there are free blocks; sequences
         of higher rank take these first.
         """
+        self._budget, self._load_before = budget, budget.load._replace(num_replay_tokens=0)
         if self._now_s < self._next_ask_s:
             return
-        self._budget, self._load_before = budget, budget.load
         model = self.model
         if model is not None and not model.is_considered():
             if not self.speculator.has_proposers:
@@ -178,11 +193,11 @@ class Drafting:
         drafter is not considered."""
         # First, choose the numbers of known drafts, and of those of the drafter in their place.
         options = [_Option(row.sequence, row.known, None) for row in rows if row.known.token_ids]
-        lengths, rate = choose_lengths([_candidate(each) for each in options], budget)
+        lengths, rate = choose_lengths(self._candidates(options), budget)
         if model is not None:
             others = _with_drafter(model, rows, budget)
             if others != options:
-                choice = choose_lengths([_candidate(each) for each in others], budget, model.costs)
+                choice = choose_lengths(self._candidates(others), budget, model.costs)
                 if choice.rate >= LEAST_GAIN * rate:
                     options, lengths = others, choice.lengths
         # Then reserve their slots. A row that has to catch up on too much gets no drafts yet.
@@ -198,9 +213,21 @@ class Drafting:
             if catching is not None:
                 self._ordered.append(OrderedDrafts(sequence, chosen, catching.num_now))
                 continue
-            budget.take_drafts(sequence.num_computed_tokens, count)
+            budget.take_drafts(sequence.num_tokens - 1, count)
             sequence.draft_token_ids = chosen.token_ids
-            self._planned.append((sequence, chosen))
+            num_lacking = len(sequence.token_ids) - sequence.num_computed_tokens
+            self._planned.append((sequence, chosen, num_lacking))
+
+    def _candidates(self, options: list[_Option]) -> list[DraftCandidate]:
+        return [
+            DraftCandidate(
+                each.sequence.num_tokens - 1,
+                each.proposal.survival,
+                each.catching,
+                self._has_states,
+            )
+            for each in options
+        ]
 
     def _find_rows(
         self, chunks: Mapping[Sequence, int], budget: StepBudget, model: ModelDrafts | None
@@ -208,12 +235,13 @@ class Drafting:
         """The decoding rows of the step that may have drafts, by rank."""
         found: list[_Row] = []
         for sequence in self._running_set.running:
-            num_tokens, computed = len(sequence.token_ids), sequence.num_computed_tokens
-            decodes = chunks.get(sequence) == 1 and num_tokens - computed == 1
+            num_lacking = len(sequence.token_ids) - sequence.num_computed_tokens
+            decodes = chunks.get(sequence) == num_lacking and (
+                num_lacking == 1 or self.is_replay(sequence, num_lacking)
+            )
             if not decodes or sequence.num_pending_tokens or not self._may_have_drafts(sequence):
                 continue
-            num_left = sequence.max_num_tokens - num_tokens - 1
-            most = min(self._most, num_left, budget.num_tokens, self._slots.most_after(sequence))
+            most = min(self._most_drafts(sequence), budget.num_tokens)
             if most < 1:
                 continue
             self._num_asked += 1
@@ -251,7 +279,8 @@ class Drafting:
         step = self._launched
         assert self.model is not None and step.drafts is not None and plan.step_id == step.step_id
         self.model.learn(step.ordered, drafts)
-        chunks: list[Chunk] = []
+        num_own = {chunk.row: chunk.num_new_tokens for chunk in plan.chunks}
+        chunks: dict[int, Chunk] = {}
         for each in step.ordered:
             sequence, row = each.sequence, each.sequence.row
             assert row is not None
@@ -259,41 +288,42 @@ class Drafting:
             count = _num_useful(sequence, token_ids)
             if not count:
                 continue
-            # The row's own token counts as computed since the launch.
-            self._budget.take_drafts(sequence.num_computed_tokens - 1, count)
+            self._budget.take_drafts(len(sequence.token_ids) - 1, count)
             sequence.draft_token_ids = token_ids[:count]
             step.drafts[row] = _cut(each.expected, count)._replace(token_ids=token_ids[:count])
-            chunks.append(Chunk(row, 1 + count, token_ids[:count]))
+            chunks[row] = Chunk(row, num_own.get(row, 1) + count, token_ids[:count])
             step.num_tokens += count
         step.drafted = drafts.of_rows
         self._record_times(step, drafts.seconds)
         return replace(
             plan,
             num_tokens=step.num_tokens,
-            chunks=(*plan.chunks, *chunks),
+            chunks=(*(c for c in plan.chunks if c.row not in chunks), *chunks.values()),
             draft_orders=(),
         )
 
     def _record_times(self, step: StepInFlight, drafter_s: float) -> None:
-        """Record what a step's drafts take, and what a token takes without them."""
-        model, before = self._budget.model, self._load_before
-        if model is not None and (step.drafts or drafter_s):
-            verify_s = model.predict_s(self._budget.load) - model.predict_s(before)
+        """Record what a step's drafts and replays take, and what a token takes without them."""
+        model, load, before = self._budget.model, self._budget.load, self._load_before
+        if model is not None and (load != before or drafter_s):
+            verify_s = model.predict_s(load) - model.predict_s(before)
             step.drafts_s = verify_s + drafter_s
             step.token_s = model.predict_s(decodes_of(before)) / max(1, before.num_decodes)
 
     def launch(self, step: StepInFlight) -> tuple[Chunk, ...]:
         """Add the planned drafts to a step that was launched; returns the chunks of their rows."""
         if not (self._planned or self._ordered):
+            self._record_times(step, 0.0)  # of replays
             return ()
         chunks: list[Chunk] = []
         drafts: dict[int, Proposal] = {}
-        for sequence, proposal in self._planned:
+        for sequence, proposal, num_lacking in self._planned:
             assert sequence.row is not None
             drafts[sequence.row] = proposal
-            num_new_tokens = 1 + len(proposal.token_ids)
+            num_drafts = len(proposal.token_ids)
+            num_new_tokens = num_lacking + num_drafts
             chunks.append(Chunk(sequence.row, num_new_tokens, proposal.token_ids))
-            step.num_tokens += num_new_tokens - 1
+            step.num_tokens += num_drafts
         step.drafts = drafts
         self._record_times(step, 0.0)
         self._planned.clear()
@@ -302,13 +332,16 @@ class Drafting:
     def confirm(self, step: StepInFlight, row: int) -> None:
         """Count the accepted drafts of a row as computed and confirmed, and publish their blocks.
 
-        Its sampled tokens were appended. K and V of all but the last are written. A sequence that
-        was preempted or has ended since the step began keeps its tokens only.
+        Its sampled tokens were appended. K and V of all but the last are written. In models with
+        states, only the tokens before the drafts count. A sequence that was preempted or has ended
+        since the step began keeps its tokens only.
         """
         sequence, num_admissions, _ = step.rows[row]
         is_current = sequence.num_admissions == num_admissions
         if sequence.state is SequenceState.RUNNING and is_current:
-            num_confirmed = len(sequence.token_ids) - 1
+            num_confirmed = sequence.num_computed_tokens
+            if not self._has_states:
+                num_confirmed = len(sequence.token_ids) - 1
             sequence.num_computed_tokens = sequence.num_confirmed_tokens = num_confirmed
             if num_confirmed >= (sequence.num_published_blocks + 1) * self._memory.block_size:
                 self._memory.publish(sequence, num_confirmed)
@@ -350,6 +383,15 @@ class Drafting:
         counts = {name: asdict(found) for name, found in self.counts.items()}
         return {"by_proposer": counts, "saved_s": self.saved_s}
 
+    def _most_drafts(self, sequence: Sequence) -> int:
+        """The most drafts for which a decoding sequence has room behind its tokens."""
+        return min(
+            self._most,
+            sequence.max_num_tokens - sequence.num_tokens - 1,
+            self._slots.most_after(sequence),
+            self._memory.snapshots.most_drafts(sequence, self._most),
+        )
+
     def _may_have_drafts(self, sequence: Sequence) -> bool:
         """Whether drafts may follow the tokens of a decoding sequence.
 
@@ -379,11 +421,6 @@ def _with_drafter(model: ModelDrafts, rows: list[_Row], budget: StepBudget) -> l
         elif known.token_ids:
             found.append(_Option(sequence, known, None))
     return found
-
-
-def _candidate(option: _Option) -> DraftCandidate:
-    survival, computed = option.proposal.survival, option.sequence.num_computed_tokens
-    return DraftCandidate(computed, survival, option.catching)
 
 
 def _cut(proposal: Proposal, count: int) -> Proposal:

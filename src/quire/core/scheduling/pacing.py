@@ -99,6 +99,14 @@ class StepBudget:
         self._count(num_computed_tokens, num_taken, wants_logprobs)
         return num_taken
 
+    def take_replay(self, num_computed_tokens: int, num_wanted: int) -> int:
+        """The number of tokens, at least 1, that a decoding row computes of the num_wanted tokens
+        which it lacks. `load` counts one of them already, as that of a decoding row."""
+        num_more = min(num_wanted - 1, self.num_tokens)
+        self.num_tokens -= num_more
+        self.load = self.load.with_replay(num_computed_tokens, num_more)
+        return 1 + num_more
+
     def drafts_limit_s(self) -> float:
         """The most seconds, as predicted, of a step with drafts. Called when all chunks are
         taken."""
@@ -295,12 +303,14 @@ class PacedBudget(StepBudget):
         return self._ratio * self.alone_s
 
     def _set_time_limit(self) -> None:
-        """Set the time limit of a step whose load has decoding rows only.
+        """Set the time limit of a step whose load has decoding rows only. Drafts that these compute
+        again don't raise the limit.
 
         Prompts behind the first count as decoding rows with short contexts. So once they decode,
         intervals stay within the ratio for contexts of any length.
         """
-        crowd = self.load._replace(num_decodes=self.num_streams + self._num_behind)
+        num_decodes = self.num_streams + self._num_behind
+        crowd = StepLoad(num_decodes, self.load.num_decode_pairs)
         self.alone_s = self._predict_s(crowd)
         self._limit_s = self._ratio * self.alone_s
 

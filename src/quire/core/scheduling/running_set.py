@@ -432,12 +432,12 @@ class AppendSlots:
             self._running_set.record_reserve(sequence)
 
     def most_after(self, sequence: Sequence) -> int:
-        """Number of tokens after the next one for which there are slots, or free blocks.
+        """Number of tokens after the sequence's own for which there are slots, or free blocks.
 
         Leaves out pinned contents, and for each running sequence the blocks to grow once.
         """
         pool, num_at_once = self._memory.pool, self._memory.num_blocks_to_grow
-        num_slots = sequence.num_slots - sequence.num_computed_tokens - 1
+        num_slots = sequence.num_slots - sequence.num_tokens
         if not num_at_once:  # it has all its slots
             return num_slots
         num_spare = len(self._running_set.running) * num_at_once
@@ -445,11 +445,11 @@ class AppendSlots:
         return num_slots + num_free // num_at_once * self._memory.block_size
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        """Get slots for num_tokens tokens after the next one; `most_after` allows as many.
+        """Get slots for num_tokens tokens after the sequence's own; `most_after` allows as many.
 
         Blocks for them count as reserved ahead.
         """
-        grown = self._memory.grow(sequence, sequence.num_computed_tokens + 1 + num_tokens)
+        grown = self._memory.grow(sequence, sequence.num_tokens + num_tokens)
         assert grown is not None, "free blocks were counted, but are not there"
         if grown:
             self._builder.edit_tables(grown)

@@ -81,10 +81,9 @@ class Scheduler:
         """The `policy` serves this scheduler alone; None is first come, first served. `lengths`
         predicts output lengths, for which admission leaves blocks; None learns them from outputs
         that have ended. `adapters` has the slots of LoRA adapters, `contents` those of prompts'
-        contents; None means there are none. `speculator` guesses tokens, which steps then verify.
-        `model_drafts` plans the drafts of the runner's drafter; None if it has none. No row has
-        drafts if `speculator` is None, or if the model has recurrent states, which can't be cut
-        behind accepted drafts."""
+        contents; None means there are none. `speculator` guesses tokens, and steps verify these
+        drafts; None means that no row has drafts. `model_drafts` plans the drafts of the runner's
+        drafter; None if it has none."""
         self.config = config
         self.memory = memory
         #: Sets each step's token budget. May be replaced while no step is in flight.
@@ -105,7 +104,7 @@ class Scheduler:
         )
         #: Adds drafts to steps; None if no row has drafts.
         self.drafting: Drafting | None = None
-        if speculator is not None and not memory.growth.states:
+        if speculator is not None:
             self.drafting = Drafting(
                 speculator,
                 memory,
@@ -240,6 +239,8 @@ class Scheduler:
                 self._builder.edit_tables(self.memory.forget_passed(sequence))
         # Then choose the tokens of each sequence; a suspected sequence runs alone.
         chunks: dict[Sequence, int] = {}
+        if self.drafting is not None:
+            self.drafting.begin(now_s)
         suspect = self._fault_isolation.next_suspect()
         if suspect is not None:
             self._plan_alone(suspect, chunks, now_s)
@@ -277,8 +278,6 @@ class Scheduler:
         self.admission.make_room_for_first()
         num_preemptions = self.running_set.stats.num_preemptions
         # Then plan the running sequences, and admit waiting ones with the rest of the budget.
-        if self.drafting is not None:
-            self.drafting.begin(now_s)
         budget = self._plan_running(chunks)
         has_preempted = self.running_set.stats.num_preemptions != num_preemptions
         # After a preemption, admit only if no other work is left: a new sequence would take the
@@ -331,9 +330,10 @@ class Scheduler:
         """Give tokens to running sequences: one to each that decodes, then chunks by rank.
 
         Decoding rows come first at any rank: each costs one token, and the budget has room for all
-        of them, while one long prompt could take the whole budget.
+        of them, while one long prompt could take the whole budget. Then they replay drafts.
         """
         partial: list[Sequence] = []
+        replays: list[Sequence] = []
         num_pairs = num_paused = 0
         # Sequences may have to wait for a step in flight: with drafts, or else with states.
         drafting = self.drafting if self._in_flight else None
@@ -355,10 +355,11 @@ class Scheduler:
                 # A row whose content is being read waits, before any block is copied for it.
                 if sequence.content_spans and not contents.prepare(sequence, computed, 1):
                     continue
-                if (
-                    computed < sequence.num_slots and not sequence.shares_tail
-                ) or self._slots.make_writable(sequence, self._next_step_id):
-                    partial.append(sequence)
+                is_replay = self.drafting is not None and self.drafting.is_replay(sequence, gap)
+                if is_replay and sequence.constraint and not sequence.constraint.is_ready:
+                    num_paused += 1
+                elif self._slots.make_writable(sequence, self._next_step_id):
+                    (replays if is_replay else partial).append(sequence)
             # Nothing to compute, a step in flight ends it, or it was planned with its beams.
             elif not gap or num_tokens >= sequence.max_num_tokens or sequence in chunks:
                 continue
@@ -379,15 +380,17 @@ class Scheduler:
         if self.memory.growth.bounded:
             for sequence in [each for each in chunks if each.row is None]:
                 del chunks[sequence]
-        num_left = self.config.max_num_batched_tokens - len(chunks)
-        # Then open the budget. While blocks are short, memory and not the pace limits admission,
-        # so waiting prompts do not count.
-        num_room = 0 if self.admission.capacity.is_crowded else self.running_set.num_room
-        num_prompts = len(partial) + min(len(self.waiting), num_room)
+            replays = [each for each in replays if each.row is not None]
+        num_decodes = len(chunks) + len(replays)
+        num_pairs += sum([sequence.num_tokens for sequence in replays])
+        num_left = self.config.max_num_batched_tokens - num_decodes
+        num_prompts = len(partial) + self.admission.num_prompts
         self.budget = budget = self.pacer.open_step(
-            StepDemand(num_left, len(chunks), num_pairs, num_prompts, num_paused)
+            StepDemand(num_left, num_decodes, num_pairs, num_prompts, num_paused)
         )
-        # Last, give chunks to prompts by rank, while the budget lasts.
+        # Last, give tokens to replays, and chunks to prompts by rank, while the budget lasts.
+        for sequence in replays:
+            chunks[sequence] = self.admission.chunk(sequence, budget, is_replay=True)
         for sequence in partial:
             if not budget.is_spent and sequence.state is SequenceState.RUNNING:
                 chunks[sequence] = self.admission.schedule_prefill(sequence, budget)
@@ -409,11 +412,13 @@ class Scheduler:
             computed = sequence.num_computed_tokens + num_new_tokens
             closes_gap = computed == len(sequence.token_ids) + sequence.num_pending_tokens
             if num_new_tokens != 1 or not closes_gap:
-                named.append(Chunk(row, num_new_tokens))
                 if num_new_tokens == 0:
+                    named.append(Chunk(row, 0))
                     if may_copy:
                         sequence.last_step_id = step_id
                     continue
+                if not sequence.draft_token_ids:  # else `Drafting.launch` names it
+                    named.append(Chunk(row, num_new_tokens))
             step.num_tokens += num_new_tokens
             sequence.num_computed_tokens = computed
             sequence.last_step_id = step_id
@@ -499,7 +504,7 @@ class Scheduler:
                 self._finish(sequence, sequence.finish_reason)
         for row, message in result.failed.items():
             outputs += self.fail(step.rows[row][0], message)
-        if step.drafts and self.drafting is not None:
+        if self.drafting is not None:
             self.drafting.end(step, result)
         if self._fault_isolation.next_suspect() is not None:
             self._fault_isolation.clear(step.rows[row][0] for row in result.rows)

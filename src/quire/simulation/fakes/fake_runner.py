@@ -126,6 +126,7 @@ class FakeRunner:
         self._bounds = PlanBounds(
             self.history, groups, num_blocks, block_size, max_num_rows, max_num_tokens
         )
+        self._has_states = any(group.kind is KVKind.STATE for group in groups)
         # By row number, the fingerprint of the row's tokens 0 to i at [i]. Each sequence has an
         # array of its own, so that late tokens of the previous one don't change it.
         self._fingerprints: dict[int, Fingerprints] = {}
@@ -350,8 +351,6 @@ class FakeRunner:
         """Write the fingerprints of drafts behind a row's tokens."""
         row, refuse = step.row.number, self.history.refuse
         self._check_known(step.row, "drafts")
-        if any(group.kind is KVKind.STATE for group in self._bounds.groups):
-            refuse(f"row {row} has drafts, but a state can't be cut behind those accepted", row)
         if step.end >= self._bounds.max_num_tokens:
             refuse(f"drafts leave no room for a token: row {row} has {step.num_tokens}", row)
         extend_all(step.fingerprints, step.num_tokens, step.drafts)
@@ -421,7 +420,8 @@ class FakeRunner:
             sampled = sampled_tokens(self.model, sampler, step.masks.get(row))
             place = sampler.source.num_tokens + len(sampled) - 1
             sampler.fingerprints[place] = extend(*sampled[-1])
-            self.rows.end_drafts(sampler.row, len(sampled) - 1)
+            num_accepted = len(sampled) - 1
+            self.rows.end_drafts(sampler.row, num_accepted, are_computed=not self._has_states)
             if self.faults.nan_token_id in admission.token_ids:
                 failed[row] = f"NaN in the logits of row {row}"
                 continue

@@ -113,7 +113,7 @@ class FakeStore:
         """Check and replace the states of all rows, in place.
 
         A row reads the state after its previously computed tokens, if any, and writes the state
-        after the tokens of this step.
+        after the tokens of this step, without its drafts.
         """
         store = self._slots.reshape(-1, self._block_size)
         writer = self._writer.reshape(-1, self._block_size)
@@ -126,8 +126,8 @@ class FakeStore:
                     wrong |= self._num_state_tokens[pages] != each.start
                     if wrong.any():
                         self._explain_state(step, each, group, int(np.argmax(wrong)))
-                store[pages] = (each.fingerprints[each.end - 1] ^ salts)[:, None]
-                self._num_state_tokens[pages] = each.end
+                store[pages] = (each.fingerprints[each.num_tokens - 1] ^ salts)[:, None]
+                self._num_state_tokens[pages] = each.num_tokens
                 writer[pages] = step.plan.step_id * MAX_NUM_ROWS + each.row.number
 
     def _page_salts(self, group: int, count: int) -> npt.NDArray[np.uint64]:
