@@ -18,13 +18,13 @@ from tests.engine.drafting import check_counts, recorded, use_proposer
 from tests.engine.test_grammar_law import PROMPTS, WISHES
 from tests.engine.test_law import make_crowd, make_llm
 from tests.engine.tier_law import eager
+from tests.models.family_shapes import save_wide
 from tests.runtime.hybrid_family import registered, save_hybrid
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
 from quire.assembly import build
 from quire.core.scheduling.pacing import ConstantPacer
 from quire.engine_client.results import RequestOutput
-from quire.errors import ConfigurationError
 from quire.simulation.baselines import NoGrowth
 
 NGRAMS: dict[str, Any] = {"speculation": "ngram", "ngram_min_match": 1}
@@ -150,15 +150,14 @@ def test_adapters_and_tiers(tmp_path: Path) -> None:
         llm.engine.tier_work.close()
 
 
-@pytest.fixture(params=["windows", "latents"])
+@pytest.fixture(params=["windows", "latents", "all kinds", "nothing but states"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    kinds = {"windows": ["window", "full", "window"], "latents": ["latent", "full", "latent"]}
     with registered():
-        yield save_hybrid(tmp_path, layer_types=kinds[request.param])
+        yield save_hybrid(tmp_path, layer_types=hybrids.KINDS[request.param])
 
 
 @pytest.mark.usefixtures("native_engine")
-def test_windows_and_latents(folder: Path) -> None:
+def test_windows_latents_and_states(folder: Path) -> None:
     def make(**options: Any) -> LLM:
         sizes = {"max_model_len": 192, "block_size": 8}
         return LLM(str(folder), skip_tokenizer_init=True, dtype="float32", **(sizes | options))
@@ -188,6 +187,45 @@ def test_windows_and_latents(folder: Path) -> None:
         for _ in range(2):
             assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
         check_counts(llm.engine)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "nemotron_h", "qwen3_next"])
+@pytest.mark.usefixtures("native_engine")
+def test_families_with_states(family: str, tmp_path: Path) -> None:
+    """Mamba-2 and the gated delta rule, beside attention. Follow-ups find the same
+    prefixes as without drafts."""
+    save_wide(family, tmp_path)
+    rng = random.Random(4)
+    prompts: list[Any] = [
+        {"prompt_token_ids": [rng.randrange(2, 1013) for _ in range(rng.randrange(1, 60))]}
+        for _ in range(4)
+    ]
+    params = [
+        SamplingParams(temperature=at % 2, seed=at, max_tokens=40, ignore_eos=True, logprobs=1)
+        for at in range(4)
+    ]
+
+    def make(**options: Any) -> LLM:
+        sizes = {"max_model_len": 192, "block_size": 8, "max_num_seqs": 8}
+        return LLM(str(tmp_path), skip_tokenizer_init=True, dtype="float32", **(sizes | options))
+
+    plain, drafting = make(), make(**NGRAMS)
+    num_hit_tokens = []
+    for llm in (plain, drafting):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        if llm is plain:
+            expected = outputs
+            use_proposer(drafting.engine, recorded(outputs, params))
+        assert seen(outputs) == seen(expected)
+        longer: list[Any] = [
+            {"prompt_token_ids": [*output.prompt_token_ids, *output.outputs[0].token_ids, 5]}
+            for output in outputs
+        ]
+        again = llm.generate(longer, params, use_tqdm=False)
+        num_hit_tokens.append((seen(again), llm.engine.stats().num_hit_tokens))
+    assert num_hit_tokens[0] == num_hit_tokens[1] and num_hit_tokens[0][1] > 150
+    check_counts(drafting.engine)
+    assert drafting.engine.stats().num_steps < 0.8 * plain.engine.stats().num_steps
 
 
 @pytest.mark.usefixtures("native_engine")
@@ -230,15 +268,6 @@ def test_steps_that_fail_while_drafts_are_verified(monkeypatch: pytest.MonkeyPat
     assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
     assert llm.engine.stats().num_failed_steps >= 2
     check_counts(llm.engine)
-
-
-def test_a_model_with_states_is_refused_by_name(tmp_path: Path) -> None:
-    with registered(), pytest.raises(ConfigurationError, match="recurrent states can't be cut"):
-        LLM(
-            str(save_hybrid(tmp_path, layer_types=["delta", "full"])),
-            skip_tokenizer_init=True,
-            **NGRAMS,
-        )
 
 
 @pytest.mark.usefixtures("native_engine")

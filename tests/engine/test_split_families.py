@@ -1,14 +1,11 @@
 """Families with states, latents or experts over two ranks: the tokens of one rank in fp32."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.engine.test_tensor_parallel import find_beams, generate, logprobs, make_llm, tokens
-from tests.models.family_shapes import make_config
-from transformers import AutoModelForCausalLM
+from tests.models.family_shapes import save_wide
 
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 72, "block_size": 8}
 
@@ -17,17 +14,7 @@ OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 72, "block_size": 8}
     "family", ["deepseek_v3", "falcon_h1", "nemotron_h", "qwen3_next", "qwen3_5"]
 )
 def test_two_ranks_find_the_tokens_of_one(family: str, tmp_path: Path) -> None:
-    torch.manual_seed(len(family))
-    lengths = {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1}
-    model = AutoModelForCausalLM.from_config(make_config(family, **lengths, pad_token_id=0))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Wide, so that logits lie apart.
-            parameter.normal_(0, 0.15)
-            if "norm" in name:
-                parameter += 1
-    model.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    save_wide(family, tmp_path)
     one = make_llm(tmp_path, 1, **OPTIONS)
     two = make_llm(tmp_path, 2, **OPTIONS)
     expected, found = generate(one), generate(two)

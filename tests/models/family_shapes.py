@@ -4,10 +4,13 @@ To add a family: a line in `FAMILIES`. Sizes are odd on purpose, and whatever ma
 unlike others is there: windows shorter than a test's prompts, rotations in part, biases.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 # The sizes of all families' test models; a test changes what it is about.
 SMALL: dict[str, Any] = {
@@ -313,3 +316,17 @@ def make_config(name: str, **changes: Any) -> PreTrainedConfig:
     class_name, fields = FAMILIES[name]
     config: PreTrainedConfig = getattr(transformers, class_name)(**(fields | changes))
     return config
+
+
+def save_wide(name: str, folder: Path) -> None:
+    """Save a model of a family with random weights, drawn wide, so that logits lie apart."""
+    torch.manual_seed(len(name))
+    lengths = {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1}
+    model = AutoModelForCausalLM.from_config(make_config(name, **lengths, pad_token_id=0))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter.normal_(0, 0.15)
+            if "norm" in parameter_name:
+                parameter += 1
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))

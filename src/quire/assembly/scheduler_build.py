@@ -5,7 +5,6 @@ Called by `build`.
 
 from quire.assembly.model_kind import ModelKind
 from quire.assembly.rank_build import RankBuild
-from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.policy import Policy
@@ -38,7 +37,7 @@ def make_scheduler(
         memory,
         policy,
         adapters=Residency(checked.num_lora_slots, rank.adapters),
-        speculator=_speculator(checked, memory.growth, rank, kind),
+        speculator=_speculator(checked, rank, kind),
         model_drafts=rank.model_drafts,
     )
 
@@ -50,9 +49,7 @@ def answer_facts(scheduler: Scheduler) -> dict[str, int]:
     return {"answer_bytes": max_bytes} if max_bytes else {}
 
 
-def _speculator(
-    checked: EngineOptions, growth: Growth, rank: RankBuild, kind: ModelKind
-) -> Speculator | None:
+def _speculator(checked: EngineOptions, rank: RankBuild, kind: ModelKind) -> Speculator | None:
     """The speculator that the options ask for; None if there are no drafts. Raises
     ConfigurationError if drafts can't be verified, or would change outputs."""
     names = checked.speculation
@@ -61,8 +58,6 @@ def _speculator(
     reason = None
     if not kind.generates:
         reason = "the model generates no tokens"
-    elif growth.states:
-        reason = "recurrent states can't be cut back to the accepted drafts in this version"
     elif rank.device.type == "cuda" and not checked.batch_invariant:
         reason = "on a GPU drafts would change tokens unless batch_invariant is set"
     if reason is not None and names != AUTO:
