@@ -40,9 +40,12 @@ using Sums = Int4Sums;
 #if defined(__AVX512VNNI__)
 constexpr int kMaxRows = 8;
 constexpr int units_at_once(int num_rows) { return num_rows > 1 ? 2 : 1; }
+constexpr int kStepsUnrolled = 8;
 #else
 constexpr int kMaxRows = kIntLanes == 16 ? 9 : 3;
 constexpr int units_at_once(int) { return 1; }
+// g++ 12 takes time quadratic in the length of the loop's body: for nine rows, 27 s instead of 1.
+constexpr int kStepsUnrolled = kIntLanes == 16 ? 2 : 8;
 #endif
 
 // above [R] += one group of R rows. Few rows have two sums each, or the processor would wait for
@@ -52,7 +55,7 @@ inline void add_group(const uint8_t* halves, DotFloats scale, const DotElement* 
                       DotFloats (&above)[R]) {
   constexpr int kSums = R < 3 ? 2 : 1;
   DotInts sums[R][kSums] = {};
-#pragma GCC unroll 8
+#pragma GCC unroll kStepsUnrolled
   for (int k = 0; k < kGroup; k += 8) {
     const auto bytes = load_as<DotInts>(halves + k * kUnit / 2);
     const DotWeights low(bytes & 0x0f0f0f0f), high(bytes >> 4 & 0x0f0f0f0f);
