@@ -28,6 +28,8 @@ class NativeKernelsHook(BuildHookInterface[Any]):
         build = _load_build(Path(self.root))
         is_editable = version == "editable"
         library: Path = build.LIBRARY
+        if is_editable and build.is_current(library):
+            return  # scripts/lib.sh has built it, perhaps for one instruction set
         if not is_editable:
             self._scratch = tempfile.TemporaryDirectory()
             library = Path(self._scratch.name, library.name)

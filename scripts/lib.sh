@@ -6,6 +6,10 @@
 say() { printf 'quire: %s\n' "$*" >&2; }
 die() { printf 'quire: error: %s\n' "$*" >&2; exit 1; }
 
+now() { date +%s; }
+# say_time WORDS SINCE: says how long a stage took that began at SINCE, as `now` has it.
+say_time() { say "$1 in $(($(now) - $2)) s"; }
+
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 VENV=$ROOT/.venv
 
@@ -35,7 +39,9 @@ make_venv() {
     "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
         die "this Python can't make a virtual environment; on Debian: apt-get install python3-venv"
     say "making .venv with $("$PYTHON" --version)"
+    made_since=$(now)
     "$PYTHON" -m venv --clear "$VENV"
+    say_time "made .venv" "$made_since"
 }
 
 # Options of pip that `ensure_installed` sets.
@@ -90,28 +96,42 @@ checksum() {
 
 NATIVE=$ROOT/src/quire/kernels/cpu
 
-# What a library made of the sources as they are now says that it was made of.
-native_digest() { "$PYTHON" -I "$NATIVE/build.py" --digest; }
+NATIVE_STAMP=$ROOT/build/native.sum
+
+# Only kernels for this processor are compiled: --own-isa. `--all-isas` of a script makes it empty, and
+# so does a library of all instruction sets that is there, even of other sources.
+own_isa=--own-isa
+case $(cat "$NATIVE_STAMP" 2>/dev/null) in
+"" | *" "*) ;;
+*) own_isa= ;;
+esac
+
+# The digest of the present sources, and behind it the instruction set if only this processor's is
+# compiled.
+native_digest() { "$PYTHON" -I "$NATIVE/build.py" --digest $own_isa; }
 
 # Needs only Python's standard library and a compiler. Object files are kept, so that only what
 # changed is compiled anew.
 compile_native() {
-    "$PYTHON" -I "$NATIVE/build.py" --objects "$ROOT/build/native" ${CXX:+--compiler "$CXX"} "$@" >&2
+    "$PYTHON" -I "$NATIVE/build.py" --objects "$ROOT/build/native" $own_isa \
+        ${CXX:+--compiler "$CXX"} "$@" >&2
 }
 
 # Whether the native kernels were built from the sources as they are now.
 has_native() {
     find_python
     native_sum=$(native_digest)
-    [ -e "$NATIVE/_native.so" ] && [ "$(cat "$ROOT/build/native.sum" 2>/dev/null)" = "$native_sum" ]
+    [ -e "$NATIVE/_native.so" ] && [ "$(cat "$NATIVE_STAMP" 2>/dev/null)" = "$native_sum" ]
 }
 
 # The native kernels, built from the sources as they are now. Returns 1 where that can't be done.
 ensure_native() {
     if has_native; then return; fi
     say "building the native kernels"
+    native_since=$(now)
     compile_native || return 1
-    printf '%s\n' "$native_sum" >"$ROOT/build/native.sum"
+    printf '%s\n' "$native_sum" >"$NATIVE_STAMP"
+    say_time "built the native kernels" "$native_since"
 }
 
 # ensure runtime|dev: after it, .venv has quire and what it (or its development) needs. The kernels
@@ -159,14 +179,20 @@ ensure_installed() {
     # For development, a module is compiled when it is first imported: most of 18,000 never are, and
     # to compile all takes a minute.
     [ "$1" = runtime ] || no_compile=--no-compile
+    torch_since=$(now)
     install_torch
+    say_time "installed torch" "$torch_since"
     say "installing quire and what it needs ($1)"
+    packages_since=$(now)
     extras=
     [ "$1" = runtime ] || extras="[dev]"
     pip_locked hatchling
     install_dependencies "$extras"
+    say_time "installed what quire needs" "$packages_since"
     # The packaging hook would compile the same files at the same time.
     await_native
+    quire_since=$(now)
     pip_locked --no-build-isolation -e "$ROOT$extras"
+    say_time "installed quire" "$quire_since"
     printf '%s\n' "$sum" >"$VENV/.quire-$1"
 }

@@ -6,6 +6,7 @@ nothing but what the test puts there. Nothing is installed or downloaded.
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOOLS = ("sh", "cat", "cksum", "dirname", "sed", "uname", "env")
+TOOLS = ("sh", "cat", "cksum", "date", "dirname", "sed", "uname", "env")
 INPUTS = ("pyproject.toml", "requirements.lock", "constraints.txt")
 NATIVE = Path("src", "quire", "kernels", "cpu")
 NATIVE_INPUTS = (
@@ -196,9 +197,23 @@ def test_a_change_of_the_native_sources_compiles_them_and_no_more(
         file.write("\n")
     run = machine.run("demo", "chat")
     build, folder = machine.root / NATIVE / "build.py", machine.root / "build" / "native"
-    assert run.stderr == (f"quire: building the native kernels\n<-I><{build}><--objects><{folder}>")
+    words = f"<-I><{build}><--objects><{folder}><--own-isa>"
+    said = rf"quire: building the native kernels\n{re.escape(words)}quire: built .* in \d+ s\n"
+    assert re.fullmatch(said, run.stderr)
     assert run.stdout == "<chat>"
     assert machine.run("demo", "chat").stderr == ""
+
+
+def test_kernels_of_all_instruction_sets_are_built_where_asked_for_and_from_then_on(
+    machine: Machine,
+) -> None:
+    machine.set_up("dev")
+    assert "--own-isa" not in machine.run("setup", "--all-isas", "dev").stderr
+    assert "building" not in machine.run("setup", "dev").stderr
+    with (machine.root / NATIVE / NATIVE_INPUTS[1]).open("a") as file:
+        file.write("\n")
+    run = machine.run("test")
+    assert "building the native kernels" in run.stderr and "--own-isa" not in run.stderr
 
 
 def test_a_missing_library_is_built(machine: Machine) -> None:

@@ -6,6 +6,7 @@ are rounded once, by half a unit in the last place (2^-9).
 
 import pytest
 import torch
+from tests.native_library import require_isa
 from tests.recurrence.state_steps import (
     SPECS,
     Spec,
@@ -32,8 +33,7 @@ from quire.recurrence.torch_states import TorchStates
 
 
 def native(library: NativeLibrary, isa: str, num_threads: int = 2) -> StateBackend:
-    if isa not in library.isas():
-        pytest.skip(f"this processor has no {isa}")
+    require_isa(library, isa)
     return CpuStates.create(NativeKernels(library, isa, num_threads))
 
 

@@ -6,14 +6,17 @@ what it is called with.
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from quire.kernels.cpu import build
+from quire.kernels.cpu.library import NativeLibrary
 from quire.kernels.options import NATIVE_KERNELS
 
 COMPILER = """#!/bin/sh
@@ -37,6 +40,7 @@ class Workshop:
         self.compiler.chmod(0o755)
         for name, text in {
             "library/api.cpp": '#include "library/api.h"\n',
+            "precompiled.h": "",
             "threads/pool.cpp": "",
             "packing/pack_rows.cpp": "",
             "linear/linear.cpp": '#include "linear/tile.h"\n',
@@ -48,10 +52,10 @@ class Workshop:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
 
-    def calls(self) -> list[str]:
+    def calls(self, isas: Sequence[str] | None = None) -> list[str]:
         """Runs the build. Returns the compiler's arguments, the last call's being the linker's."""
         self.log.unlink(missing_ok=True)
-        build.build(self.output, self.objects, str(self.compiler))
+        build.build(self.output, self.objects, str(self.compiler), isas)
         return self.log.read_text().splitlines()
 
     def compiled(self) -> set[str]:
@@ -79,6 +83,75 @@ def test_kernels_are_compiled_for_each_instruction_set_and_the_rest_once(
     assert "-shared" in link
     assert link.count(".o") == len(compiled)
     assert workshop.output.read_text() == "made\n"
+
+
+def test_one_instruction_set_can_be_compiled_and_the_library_lists_no_other(
+    workshop: Workshop,
+) -> None:
+    *compiled, link = workshop.calls(["portable"])
+    assert len(compiled) == 4 and link.count(".o") == 4
+    (linear,) = [call for call in compiled if "linear.cpp" in call]
+    assert "-DQUIRE_ISA=portable " in linear
+    (api,) = [call for call in compiled if "api.cpp" in call]
+    assert "-DQUIRE_ISAS=ISA(portable) " in api
+    # The others are compiled when they are asked for, and named in the library.
+    *compiled, link = workshop.calls()
+    others = len(build.isa_flags()) - 1
+    assert len(compiled) == (others + 1 if others else 0) and link.count(".o") == 4 + others
+
+
+def test_headers_are_precompiled_once_where_many_files_include_them(workshop: Workshop) -> None:
+    for index in range(build.MAX_PARSED + 1):
+        (workshop.sources / "linear" / f"{index}.cpp").write_text("")
+    *compiled, link = workshop.calls()
+    for isa in build.isa_flags():
+        of_isa = [call for call in compiled if f"-DQUIRE_ISA={isa} " in call]
+        (header,) = [call for call in of_isa if "-x c++-header" in call]
+        copy = header.split("-o ")[1].removesuffix(".gch")
+        assert len(of_isa) == 1 + 1 + build.MAX_PARSED + 1
+        assert all(f"-include {copy} " in call for call in of_isa if call != header)
+        assert not Path(copy).exists() and copy not in link
+    assert not any("-include" in call for call in compiled if "pool.cpp" in call)
+    (workshop.sources / "linear" / "0.cpp").write_text("// changed\n")
+    assert workshop.compiled() == {"0.cpp", "api.cpp"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu sse2", "portable"),
+        ("fpu sse2 avx2", "portable"),
+        ("sse2 fma avx2", "avx2"),
+        ("fma avx2 avx512f avx512bw avx512dq avx512vl avx512_vnni", "avx512"),
+        ("fma avx2 avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16", "avx512_bf16"),
+    ],
+)
+def test_the_own_instruction_set_is_the_best_that_the_system_lists(
+    flags: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    assert build.own_isas() == tuple(build.isa_flags()), "where nothing is listed"
+    build.CPUINFO.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\n")
+    assert build.own_isas() == (expected,)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert build.own_isas() == ("portable",)
+
+
+def test_the_own_instruction_set_is_the_one_that_the_library_takes(
+    native_library: NativeLibrary,
+) -> None:
+    best, *_ = native_library.isas()
+    assert best in build.own_isas()
+
+
+def test_a_library_is_current_until_its_sources_change(
+    native_library: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build.is_current(native_library.path)
+    assert not build.is_current(tmp_path / "none.so")
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    assert not build.is_current(native_library.path)
 
 
 def test_the_library_carries_the_digest_of_its_sources(workshop: Workshop) -> None:
@@ -176,10 +249,11 @@ def test_other_processors_get_the_portable_kernels(monkeypatch: pytest.MonkeyPat
 
 def test_every_source_is_compiled_where_it_belongs() -> None:
     """A file that declares nothing of an instruction set's namespace is compiled once."""
-    units = {(unit.source.name, unit.isa) for unit in build._units()}
-    assert len(units) == len(build._units())
+    every = build._units(tuple(build.isa_flags()))
+    units = {(unit.source.name, unit.isa) for unit in every}
+    assert len(units) == len(every)
     for path in build.SOURCES.rglob("*.cpp"):
-        is_per_isa = "QUIRE_ISA" in path.read_text()
+        is_per_isa = re.search(r"QUIRE_ISA\b", path.read_text()) is not None
         isas = set(build.isa_flags()) if is_per_isa else {None}
         assert {isa for name, isa in units if name == path.name} == isas, path.name
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.native_library import require_isa
 
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi, build
@@ -25,6 +26,9 @@ STUB = """
 #include <stdint.h>
 int32_t quire_abi_version() {{ return {version}; }}
 const char* quire_source_digest() {{ return "{digest}"; }}
+int32_t quire_num_isas() {{ return 1; }}
+const char* quire_isa_name(int32_t index) {{ return "portable"; }}
+int32_t quire_isa_supported(int32_t index) {{ return {is_supported}; }}
 """
 
 
@@ -36,11 +40,10 @@ def stub(tmp_path: Path):
     except build.BuildError as error:
         pytest.skip(str(error))
 
-    def make(version: int, digest: str, without: str = "") -> Path:
-        own = ("quire_abi_version", "quire_source_digest", without)
-        others = [name for name in module._SIGNATURES if name not in own]
+    def make(version: int, digest: str, without: str = "", is_supported: int = 1) -> Path:
+        others = [name for name in module._SIGNATURES if f" {name}(" not in f"{STUB} {without}("]
         source, output = tmp_path / "stub.c", tmp_path / f"{version}{digest}{without}.so"
-        text = STUB.format(version=version, digest=digest)
+        text = STUB.format(version=version, digest=digest, is_supported=is_supported)
         source.write_text(text + "".join(f"void {name}() {{}}\n" for name in others))
         command = [compiler, "-x", "c", "-shared", "-fPIC", str(source), "-o", str(output)]
         subprocess.run(command, check=True)
@@ -77,6 +80,11 @@ def test_a_library_of_these_sources_is_taken(stub) -> None:
     assert NativeLibrary(path).path == path
 
 
+def test_a_library_for_another_processor_is_refused(stub) -> None:
+    path = stub(abi.ABI_VERSION, build.source_digest(), is_supported=0)
+    assert "was built for another processor only" in refusal(path)
+
+
 def test_installed_without_sources_no_digest_is_asked_for(
     stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -97,6 +105,7 @@ def test_a_library_that_lacks_a_function_is_refused(stub) -> None:
 def test_instruction_sets_come_best_first_and_the_last_runs_everywhere(
     library: NativeLibrary,
 ) -> None:
+    require_isa(library, "portable")
     names = list(library.isas())
     assert names == [name for name in NATIVE_KERNELS if name in names]
     assert names[-1] == "portable"
@@ -104,7 +113,7 @@ def test_instruction_sets_come_best_first_and_the_last_runs_everywhere(
 
 
 def test_an_instruction_set_that_is_not_there_is_refused_by_name(library: NativeLibrary) -> None:
-    with pytest.raises(ConfigurationError, match=r"'avx1024' do not run.*there is: .*portable"):
+    with pytest.raises(ConfigurationError, match=r"'avx1024' do not run.*is: \w+.*builds all"):
         NativeKernels(library, "avx1024")
 
 
@@ -115,7 +124,7 @@ def tasks_of_this_process() -> set[str]:
 def test_threads_come_and_go_with_the_kernels(library: NativeLibrary) -> None:
     gc.collect()
     before = tasks_of_this_process()
-    kernels = NativeKernels(library, "portable", num_threads=4)
+    kernels = NativeKernels(library, num_threads=4)
     assert kernels.num_threads == 4
     threads = tasks_of_this_process() - before
     assert len(threads) == 3  # the caller is the fourth
@@ -128,7 +137,7 @@ def test_threads_come_and_go_with_the_kernels(library: NativeLibrary) -> None:
 
 
 def test_by_default_every_processor_has_a_thread(library: NativeLibrary) -> None:
-    assert NativeKernels(library, "portable").num_threads == usable_processors()
+    assert NativeKernels(library).num_threads == usable_processors()
 
 
 @pytest.mark.alone
@@ -142,7 +151,7 @@ def test_idle_threads_use_no_processor(library: NativeLibrary) -> None:
 
 
 def test_a_forked_process_leaves_the_threads_alone(library: NativeLibrary) -> None:
-    kernels = NativeKernels(library, "portable", num_threads=3)
+    kernels = NativeKernels(library, num_threads=3)
     child = os.fork()
     if child == 0:
         kernels.__del__()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from tests.native_library import require_isa
 
 from quire.kernels.cpu.library import NativeLibrary
 from quire.kernels.options import NATIVE_KERNELS
@@ -17,8 +18,7 @@ LONG = [*range(241, 5001), 24 << 10, 100_003]
 
 @pytest.fixture(params=NATIVE_KERNELS)
 def isa(request: pytest.FixtureRequest, library: NativeLibrary) -> int:
-    if request.param not in library.isas():
-        pytest.skip(f"this processor has no {request.param}")
+    require_isa(library, request.param)
     return library.isas()[request.param]
 
 

@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 import torch
+from tests.native_library import require_isa
 from torch.nn import functional
 
 from quire.kernels.cpu import abi
@@ -84,6 +85,7 @@ def test_bytes_are_those_of_the_reference(kernels, dtype, n, k, group_size, step
 def test_shapes_with_padding_are_stored_alike_whatever_the_pieces(kernels, n, k, interleave):
     rows = _weights(n, k)
     whole = _pack(kernels, rows, 32, interleave, n)
+    require_isa(kernels.library, "portable")
     portable = NativeKernels(kernels.library, "portable", 1)
     for step in (1, 16, 40):
         for found, expected in zip(_pack(portable, rows, 32, interleave, step), whole, strict=True):

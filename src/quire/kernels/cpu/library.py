@@ -151,6 +151,8 @@ class NativeLibrary:
             raise NativeUnavailableError(f"{path} was built from other sources; {how}")
         self.path = path
         self._loaded = loaded
+        if not self.isas():
+            raise NativeUnavailableError(f"{path} was built for another processor only; {how}")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Find a C function at its first use, and set it as an attribute for later uses."""
@@ -159,7 +161,8 @@ class NativeLibrary:
         return function
 
     def isas(self) -> dict[str, int]:
-        """The indices of the instruction sets that this processor supports, by name, best first."""
+        """The indices of the instruction sets that the library has and this processor supports, by
+        name, best first; at least one."""
         names = {self.isa_name(i).decode(): i for i in range(self.num_isas())}
         return {name: i for name, i in names.items() if self.isa_supported(i)}
 
@@ -186,13 +189,15 @@ class NativeKernels:
 
         If the system can't start that many, `takes_fewer` allows fewer threads, at least the
         caller's. The attribute `num_threads` is the actual number. Raises NativeUnavailableError if
-        the processor lacks the instruction set, and ConfigurationError if threads can't be started.
+        the processor or the library lacks the instruction set, and ConfigurationError if threads
+        can't be started.
         """
         known = library.isas()
         self.isa = isa or next(iter(known))
         if self.isa not in known:
             raise NativeUnavailableError(
-                f"kernels {self.isa!r} do not run on this processor; there is: {', '.join(known)}"
+                f"kernels {self.isa!r} do not run on this processor, or were not built; there is:"
+                f" {', '.join(known)}; `python -m quire.kernels.cpu.build` builds all"
             )
         self.library = library
         self._pid = os.getpid()

@@ -4,6 +4,7 @@
 #include "library/api.h"
 
 #include <new>
+#include <string_view>
 
 #include "library/context.h"
 #include "library/kernels.h"
@@ -13,22 +14,20 @@
 
 namespace quire {
 
-extern const Kernels kernels_portable;
-#if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
-#endif
+// QUIRE_ISAS is given by the build: an ISA(name) for each instruction set that it compiles, best
+// first.
+#define ISA(name) extern const Kernels kernels_##name;
+QUIRE_ISAS
+#undef ISA
 
 namespace {
 
-// Best first.
-const Kernels* const kTables[] = {
-#if defined(__x86_64__)
-    &kernels_avx512_bf16, &kernels_avx512, &kernels_avx2,
-#endif
-    &kernels_portable};
+#define ISA(name) &kernels_##name,
+const Kernels* const kTables[] = {QUIRE_ISAS};
+#undef ISA
 constexpr int kNumTables = sizeof kTables / sizeof *kTables;
 
-bool is_supported(int index) {
+bool is_supported(std::string_view isa) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -37,11 +36,11 @@ bool is_supported(int index) {
                       __builtin_cpu_supports("avx512vl");
   const bool dots = avx512 && __builtin_cpu_supports("avx512vnni") &&
                     __builtin_cpu_supports("avx512bf16");
-  const bool supported[] = {dots, avx512, avx2, true};
-  return supported[index];
-#else
-  return index == 0;
+  if (isa == "avx512_bf16") return dots;
+  if (isa == "avx512") return avx512;
+  if (isa == "avx2") return avx2;
 #endif
+  return isa == "portable";
 }
 
 }  // namespace
@@ -59,7 +58,7 @@ int32_t quire_num_isas() { return kNumTables; }
 
 const char* quire_isa_name(int32_t index) { return kTables[index]->name; }
 
-int32_t quire_isa_supported(int32_t index) { return is_supported(index); }
+int32_t quire_isa_supported(int32_t index) { return is_supported(kTables[index]->name); }
 
 void* quire_create(int32_t isa, int32_t num_threads) {
   try {
