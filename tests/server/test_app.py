@@ -67,6 +67,7 @@ def test_the_paths_are_openais_and_a_few_of_ours():
         "/tokenizer_info",
         "/version",
         "/health",
+        "/live",
         "/ready",
         "/metrics",
         "/memory",

@@ -157,7 +157,6 @@ def test_access_options_are_checked():
 # With a real server.
 
 OTHER_ROUTES = [
-    ("GET", "/ready"),
     ("GET", "/docs"),
     ("GET", "/openapi.json"),
     ("GET", "/metrics"),
@@ -175,11 +174,14 @@ def routes(guarded):
     return served + OTHER_ROUTES
 
 
-def test_every_route_but_health_needs_a_key(guarded):
+OPEN_PATHS = ("/health", "/live", "/ready")
+
+
+def test_every_route_but_probes_needs_a_key(guarded):
     with httpx.Client(base_url=guarded.url, timeout=60) as stranger:
         for method, path in routes(guarded):
             answer = stranger.request(method, path, headers={"X-Api-Key": "no-such-key"})
-            if path != "/health":
+            if path not in OPEN_PATHS:
                 assert answer.status_code == 401, (method, path)
                 error = answer.json()["error"]  # Ollama's is a text
                 assert "key" in error if isinstance(error, str) else error["message"]

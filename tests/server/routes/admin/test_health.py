@@ -1,4 +1,4 @@
-"""/health and /ready in every state of the engine, and of a real server."""
+"""/health, /live and /ready in every state of the engine, and of a real server."""
 
 import asyncio
 import signal
@@ -78,6 +78,7 @@ def test_a_server_that_recovers_lives(state):
     answer = get("/health", Engine(state, answers=False))
     assert answer.status_code == 200
     assert (answer.json()["status"], answer.json()["engine"]) == (state.value, None)
+    assert get("/live", Engine(state, answers=False)).json() == {"status": "live"}
 
 
 def test_a_step_that_takes_long_is_no_reason_to_restart_the_server():
@@ -86,8 +87,9 @@ def test_a_step_that_takes_long_is_no_reason_to_restart_the_server():
 
 
 @pytest.mark.parametrize("is_operator", [True, False])
-def test_an_engine_that_has_failed_for_good_is_told_without_its_insides(is_operator):
-    answer = get("/health", Engine(EngineState.FAILED), is_operator=is_operator)
+@pytest.mark.parametrize("path", ["/health", "/live"])
+def test_an_engine_that_has_failed_for_good_is_told_without_its_insides(path, is_operator):
+    answer = get(path, Engine(EngineState.FAILED), is_operator=is_operator)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "engine_dead"
     assert "can't be started any more" in answer.json()["error"]["message"]
@@ -118,6 +120,12 @@ def test_not_ready_comes_with_the_reason_and_never_waits_for_the_engine(state, d
     assert reason in answer.json()["error"]["message"]
     assert int(answer.headers["retry-after"]) >= 1
     assert engine.asked == 0
+
+
+def test_callers_without_a_key_get_no_reason():
+    answer = get("/ready", Engine(), draining=True, is_operator=False)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "not ready")
+    assert get("/ready", Engine(), is_operator=False).json() == {"status": "ready"}
 
 
 def test_a_real_server_tells_its_numbers(http):

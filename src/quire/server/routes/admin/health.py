@@ -1,9 +1,10 @@
-"""GET /health and /ready: the liveness and readiness of this server.
+"""GET /health, /live and /ready: the liveness and readiness of this server.
 
-A supervisor that restarts servers calls /health: 200 while the API server lives and the engine
-works or can recover by itself. A load balancer calls /ready: 200 only while the engine takes steps
-and new requests are accepted. All callers get the same answers, except that /health adds numbers of
-the whole server for the operator; only these numbers wait for the engine.
+A supervisor that restarts servers calls /health or /live: 200 while the API server lives and the
+engine works or can recover by itself. A load balancer calls /ready: 200 only while the engine takes
+steps and new requests are accepted. None of them needs a key, because probes of Kubernetes can't
+read one from a Secret. The operator also gets the reason, and /health adds numbers of the whole
+server; only these numbers wait for the engine.
 """
 
 from typing import Any
@@ -19,8 +20,8 @@ from quire.server.service import Service, service_of
 
 router = Endpoints(
     is_suggested=False,
-    open_paths=("/health",),  # without details, since the supervisor has no key
-    probes=("/health", "/ready"),
+    open_paths=("/health", "/live", "/ready"),  # without details, since probes have no key
+    probes=("/health", "/live", "/ready"),
     responses=ERROR_RESPONSES,
 )
 
@@ -57,8 +58,7 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
     the calls of other clients.
     """
     engine = service_of(http).engine
-    if engine.state is EngineState.FAILED:
-        raise EngineDeadError(f"{_NOT_READY[EngineState.FAILED]}; the server's log says why")
+    _check_alive(engine)
     status = "ok" if engine.state is EngineState.READY else engine.state.value
     if not http.state.is_operator:
         return {"status": status}
@@ -73,13 +73,27 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
     return found
 
 
+@router.route("/live", "GET", "HEAD")
+async def live(http: HTTPRequest) -> dict[str, str]:
+    """Whether the server lives. Raises EngineDeadError, which is 503, once the engine has failed
+    for good."""
+    _check_alive(service_of(http).engine)
+    return {"status": "live"}
+
+
 @router.route("/ready", "GET", "HEAD")
 async def ready(http: HTTPRequest) -> dict[str, str]:
-    """Whether to send requests here. Raises NotReadyError, which is 503, with the reason."""
+    """Whether to send requests here. Raises NotReadyError, which is 503; the operator gets the
+    reason."""
     reason = why_not_ready(service_of(http))
     if reason is not None:
-        raise NotReadyError(f"not ready: {reason}")
+        raise NotReadyError(f"not ready: {reason}" if http.state.is_operator else "not ready")
     return {"status": "ready"}
+
+
+def _check_alive(engine: EngineFleet) -> None:
+    if engine.state is EngineState.FAILED:
+        raise EngineDeadError(f"{_NOT_READY[EngineState.FAILED]}; the server's log says why")
 
 
 def why_not_ready(service: Service) -> str | None:
