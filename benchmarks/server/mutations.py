@@ -156,6 +156,12 @@ BODIES: dict[str, tuple[dict[str, Value], ...]] = {
         {"prompt": "a", "format": SCHEMA, "options": OPTIONS, "stream": True},
     ),
     "/api/show": ({"model": "embedded", "verbose": True},),
+    "/api/pull": ({"model": "embedded", "stream": False, "insecure": False},),
+    "/api/embed": (
+        {"input": ["a", "b"], "truncate": False, "dimensions": 4, "keep_alive": "5m"},
+        {"input": "a", "options": {}, "cache_salt": "s", "priority": 0, "deadline_s": 20},
+    ),
+    "/api/embeddings": ({"prompt": "a", "truncate_prompt_tokens": 1},),
     "/v1/embeddings": (
         {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "normalize": True},
         {"input": [[5, 6], [7]], "truncate_prompt_tokens": 1, "deadline_s": 20, "priority": 0},

@@ -15,6 +15,7 @@ ENDPOINTS: "Registry[Endpoints]" = Registry(
         "chat": "quire.server.routes.openai.chat:router",
         "messages": "quire.server.routes.anthropic.messages:router",
         "chats": "quire.server.routes.ollama.chats:router",
+        "ollama_embeddings": "quire.server.routes.ollama.embeddings:router",
         "served_models": "quire.server.routes.ollama.served_models:router",
         "responses": "quire.server.routes.openai.responses.responses:router",
         "stored_responses": "quire.server.routes.openai.responses.stored_responses:router",

@@ -45,6 +45,7 @@ def post(tokenizer, template):
 
 def test_only_routes_that_need_no_engine_have_no_deadline():
     assert {*routes()} - {*PATHS} == {
+        "/api/pull",
         "/api/show",
         "/detokenize",
         "/replicas/restart",

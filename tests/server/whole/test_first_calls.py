@@ -29,7 +29,7 @@ CALLS = [
     for path in (
         *("/openapi.json", "/docs", "/health", "/ready", "/metrics", "/memory", "/version"),
         *("/v1/models", "/v1/models/embedded", "/v1/models/none", "/tokenizer_info", "/nothing"),
-        *("/api/tags", "/api/version", "/replicas", "/v1/responses/none"),
+        *("/", "/live", "/api/tags", "/api/ps", "/api/version", "/replicas", "/v1/responses/none"),
     )
 ]
 CALLS += [
@@ -44,6 +44,7 @@ CALLS += [
             "options": {"num_predict": 2},
         },
         "/api/generate": {"prompt": "a", "options": {"num_predict": 2}},
+        "/api/pull": {},
     }.items()
     for stream in (False, True)
 ]

@@ -31,9 +31,12 @@ def test_bodies_are_answered_and_damaged_ones_do_no_harm(http, path):
         assert fault_of(answer) is None, body
 
 
+CALLS_WITHOUT_FIELDS = ("/api/chat", "/api/generate", "/api/show", "/api/pull")
+
+
 @pytest.mark.parametrize("value", [None, True, 1, 1.5, "a", [], [{}], {}])
 def test_values_that_are_no_body_are_refused(http, value):
     for path in routes():
         answer = http.post(path, json=value)
-        needs_nothing = value == {} and path in ("/api/generate", "/api/show")
+        needs_nothing = value == {} and path in CALLS_WITHOUT_FIELDS
         assert answer.status_code == (200 if needs_nothing else 400)

@@ -114,7 +114,7 @@ class PoolingCall:
             )
         self.service.check_accepting()
         self.inputs = PoolingInputs(self.service.tokenizer, self.service.engine.limits)
-        self._is_truncated = body.truncate_prompt_tokens is not None
+        self._is_truncated = body.truncation.most is not None
         self._http = http
         self._options = options_of(http, body, self.service.default_deadline_s)
         self._created_s = int(time.time())

@@ -293,10 +293,10 @@ class Endpoints:
 
     @property
     def error_forms(self) -> list[PathForm]:
-        """The served paths whose errors have another form than OpenAI's."""
+        """The paths whose errors have another form than OpenAI's, with refused ones."""
         if self.error_form is openai_error:
             return []
-        return [(route.path_regex, self.error_form) for route in self.own_routes]
+        return [(route.path_regex, self.error_form) for route in self.routes]
 
     @property
     def batch_paths(self) -> list[str]:

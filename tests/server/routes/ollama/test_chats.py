@@ -1,6 +1,7 @@
 """Ollama's API through its own client, on the embedded model."""
 
 import json
+import math
 
 import ollama
 import pytest
@@ -75,6 +76,46 @@ def test_tags_and_show_describe_the_served_model(talker):
     assert caught.value.status_code == 404
 
 
+def test_clients_load_and_unload_without_an_answer(talker):
+    for keep_alive, reason in ((None, "load"), ("5m", "load"), (0, "unload"), ("0s", "unload")):
+        whole = talker.generate(model="embedded", keep_alive=keep_alive)
+        assert (whole.response, whole.done, whole.done_reason) == ("", True, reason)
+    (line,) = talker.chat(model="embedded", messages=[], stream=True)
+    assert (line.message.content, line.done, line.done_reason) == ("", True, "load")
+    with pytest.raises(ollama.ResponseError, match="not served here"):
+        talker.generate(model="llama3")
+
+
+def test_the_served_model_runs_and_is_pulled_at_once(talker, http):
+    (model,) = talker.ps().models
+    assert model.model == "embedded" and model.context_length == 1024
+    assert model.size > 1_000_000 and model.size_vram == 0
+    assert talker.pull("embedded").status == "success"
+    assert [line.status for line in talker.pull("embedded", stream=True)][-1] == "success"
+    with pytest.raises(ollama.ResponseError, match="not served here"):
+        talker.pull("llama3")
+    with pytest.raises(ollama.ResponseError, match=r"/api/delete is not supported"):
+        talker.delete("embedded")
+    assert http.head("/").status_code == 200
+    assert http.get("/").text == "quire is running"
+
+
+def test_texts_are_embedded_as_by_openai_s_path(talker, client):
+    texts = ["open a file", "close it"]
+    found = talker.embed(model="embedded:latest", input=texts)
+    wanted = client.embeddings.create(model="embedded", input=texts)
+    assert found.embeddings == [each.embedding for each in wanted.data]
+    assert found.prompt_eval_count == wanted.usage.prompt_tokens and found.total_duration > 0
+    assert talker.embed(model="embedded", input=texts[0]).embeddings == found.embeddings[:1]
+    plain = talker.embeddings(model="embedded", prompt=texts[0]).embedding
+    scale = math.hypot(*plain)
+    assert [x / scale for x in plain] == pytest.approx(found.embeddings[0], abs=1e-6)
+    long = talker.embed(model="embedded", input="a b c d " * 2000)
+    assert long.prompt_eval_count == 1024
+    with pytest.raises(ollama.ResponseError, match="max_model_len"):
+        talker.embed(model="embedded", input="a b c d " * 2000, truncate=False)
+
+
 def test_a_history_with_calls_is_understood(talker):
     calls = [{"function": {"name": "read", "arguments": {"path": "a"}}}] * 2
     results = [{"role": "tool", "tool_name": "read", "content": text} for text in ("b", "c")]
@@ -109,6 +150,9 @@ def test_a_body_is_json_whatever_its_content_type_says(http, kind):
 @pytest.mark.parametrize(
     ("path", "fields", "status", "words"),
     [
+        ("/api/embed", {"input": []}, 400, "input is empty"),
+        ("/api/embed", {"input": ["a", ""]}, 400, "text 1 is empty"),
+        ("/api/embeddings", {"prompt": "a", "model": "llama3"}, 404, "not served here"),
         ("/api/chat", {"model": "llama3", "messages": QUESTION}, 404, "not served here"),
         ("/api/chat", {"messages": "hi"}, 400, "messages is 'hi'"),
         ("/api/chat", {"messages": [5]}, 400, "messages[0] is 5"),

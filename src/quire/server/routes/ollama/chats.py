@@ -30,6 +30,7 @@ from quire.server.routes.ollama.ollama_body import (
 from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.ollama.served_models import ERROR_RESPONSES, rfc3339
 from quire.server.routes.openapi import answers
+from quire.server.service import service_of
 from quire.text.parsers.message_events import CallEnd, MessageEvent, ReasoningPiece
 
 router = OllamaEndpoints(generating_paths=("/api/chat", "/api/generate"))
@@ -99,13 +100,33 @@ def _lines(kind: type[OllamaLine]) -> dict[int | str, dict[str, Any]]:
 @router.post("/api/chat", responses=_lines(OllamaChat))
 async def ollama_chat(body: OllamaChatRequest, http: HTTPRequest) -> Response:
     """Answer the messages, in Ollama's form."""
+    if not body.has_prompt:
+        return _without_prompt(http, body, OllamaChat, message=OllamaMessage())
     return await generate(http, body, _ChatLines)
 
 
 @router.post("/api/generate", responses=_lines(OllamaText))
 async def ollama_generate(body: OllamaGenerateRequest, http: HTTPRequest) -> Response:
     """Answer one prompt, in Ollama's form."""
+    if not body.has_prompt:
+        return _without_prompt(http, body, OllamaText, response="")
     return await generate(http, body, _TextLines)
+
+
+def _without_prompt(
+    http: HTTPRequest, body: OllamaBody, kind: type[OllamaLine], **content: Any
+) -> Response:
+    """The answer to a call that asks to load or unload the model. Raises UnknownModelError."""
+    service = service_of(http)
+    service.check_model(body.model)
+    line = kind(
+        model=service.answered_name(body.model),
+        created_at=rfc3339(time.time()),
+        done=True,
+        done_reason=body.done_reason_without_prompt,
+        **content,
+    )
+    return Response(_encoded(line), media_type=NDJSON if body.stream else "application/json")
 
 
 class _OllamaLines(ChatAnswer[OllamaBodyT]):

@@ -1,10 +1,12 @@
 """The bodies of Ollama's API, and their conversion to a chat call and params.
 
-Options for running a model (`num_ctx`, `num_gpu`) and `keep_alive` are accepted without effect.
+Options for running a model (`num_ctx`, `num_gpu`) and `keep_alive` are accepted without effect, as
+is a call without a prompt, by which Ollama's clients load and unload models.
 Other unknown fields are ignored and named in a header of the answer.
 """
 
 import json
+from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -43,6 +45,9 @@ _PARAMS = {
 }
 """Maps names in Ollama's `options` to fields of SamplingParams."""
 
+_UNLOAD = ("0", "0.0")
+"""Values of `keep_alive`, without a unit, that ask to unload the model."""
+
 _WHOLE = ("top_k", "seed", "num_predict")
 
 _HINTS = frozenset(
@@ -75,7 +80,7 @@ class OllamaBody(ChatBody):
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"options": "max_list_length"}
-    hints: ClassVar[frozenset[str]] = HINTS | {"keep_alive", "parallel_tool_calls", "user"}
+    hints: ClassVar[frozenset[str]] = HINTS | {"parallel_tool_calls", "user"}
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "images": ([],),
         "logprobs": (False,),
@@ -87,6 +92,8 @@ class OllamaBody(ChatBody):
         "format": "`json`, or a JSON schema that the answer obeys",
         "options": "`temperature`, `top_k`, `top_p`, `min_p`, `seed`, `stop`, `num_predict` and "
         "the penalties; those for running a model are accepted, and change nothing",
+        "keep_alive": "without a prompt, 0 asks to unload the model and other values to load it; "
+        "both change nothing",
         "think": "whether the model thinks before it answers, or how much: `low`, `medium`, `high`",
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
@@ -98,6 +105,17 @@ class OllamaBody(ChatBody):
     format: Any = left_out(**_FORMAT)
     options: dict[str, Any] | None = None
     think: bool | str | None = None
+    keep_alive: int | float | str | None = None
+
+    @property
+    @abstractmethod
+    def has_prompt(self) -> bool:
+        """Whether there is anything to answer. A call without it asks to load or unload."""
+
+    @property
+    def done_reason_without_prompt(self) -> str:
+        """Ollama's reason why a call without a prompt is done."""
+        return "unload" if str(self.keep_alive).rstrip("hms") in _UNLOAD else "load"
 
     @classmethod
     def check_fields(
@@ -161,8 +179,12 @@ class OllamaChatRequest(OllamaBody):
         "tools": "functions that the model may call",
     }
 
-    messages: Any = Field(json_schema_extra={"type": "array", "items": _MESSAGE, "minItems": 1})
+    messages: Any = Field(default=[], json_schema_extra={"type": "array", "items": _MESSAGE})
     tools: Any = left_out(type="array", items={"type": "object"})
+
+    @property
+    def has_prompt(self) -> bool:
+        return bool(self.messages != [])
 
     @property
     def labels(self) -> list[str]:
@@ -199,6 +221,10 @@ class OllamaGenerateRequest(OllamaBody):
 
     prompt: str = ""
     system: str | None = None
+
+    @property
+    def has_prompt(self) -> bool:
+        return bool(self.prompt)
 
     def to_chat_call(self) -> ChatCall:
         """Raises InvalidRequestError."""

@@ -1,4 +1,9 @@
-"""GET /api/tags and /api/version, POST /api/show: the served models in Ollama's form."""
+"""The served models in Ollama's form, and its calls that manage models.
+
+GET /api/tags, /api/ps and /api/version, POST /api/show and /api/pull. A server keeps the models
+that it was started with, so a pull of a served model succeeds at once, and all other changes are
+refused.
+"""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -12,7 +17,7 @@ from starlette.responses import Response
 from quire.server.generation.chat_call import ReasoningOptions
 from quire.server.generation.chat_prompt import reasoning_variables
 from quire.server.http.body import Body, UnknownFields
-from quire.server.http.streaming import json_response
+from quire.server.http.streaming import NDJSON, json_response
 from quire.server.routes.ollama.ollama_body import without_tag
 from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.openapi import answers, error_responses
@@ -50,10 +55,37 @@ class OllamaModel(msgspec.Struct):
     details: OllamaDetails = msgspec.field(default_factory=OllamaDetails)
 
 
+class OllamaRunning(OllamaModel, kw_only=True):
+    """A model in memory."""
+
+    #: Bytes of the weights.
+    size: int
+    #: The part of `size` in a GPU's memory.
+    size_vram: int
+    #: The model's maximum number of tokens of a sequence.
+    context_length: int
+    #: The model stays in memory until the server ends.
+    expires_at: str = "9999-12-31T23:59:59Z"
+    #: Always empty, since models are folders.
+    digest: str = ""
+
+
+class OllamaRunningModels(msgspec.Struct):
+    """All models in memory."""
+
+    models: list[OllamaRunning]
+
+
 class OllamaModels(msgspec.Struct):
     """All served models."""
 
     models: list[OllamaModel]
+
+
+class OllamaStatus(msgspec.Struct):
+    """The progress of a pull."""
+
+    status: str
 
 
 class OllamaVersion(msgspec.Struct):
@@ -77,11 +109,10 @@ class OllamaShow(msgspec.Struct):
     modelfile: str = ""
 
 
-class ShowRequest(Body):
-    """The body of POST /api/show."""
+class NamesModel(Body):
+    """The fields that the bodies of /api/show and /api/pull share."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
-    hints: ClassVar[frozenset[str]] = frozenset({"verbose"})
     notes: ClassVar[Mapping[str, str]] = {
         "model": "the name in `/api/tags`, with or without `:latest`",
         "name": "older name of `model`",
@@ -95,6 +126,31 @@ class ShowRequest(Body):
     @classmethod
     def _without_tag(cls, name: str | None) -> str | None:
         return without_tag(name)
+
+    def check(self, service: Service) -> None:
+        """Raises UnknownModelError if the model is not served."""
+        service.check_model(self.name if self.model is None else self.model)
+
+
+class ShowRequest(NamesModel):
+    """The body of POST /api/show."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({"verbose"})
+
+
+class PullRequest(NamesModel):
+    """The body of POST /api/pull."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({"insecure", "username", "password"})
+    notes: ClassVar[Mapping[str, str]] = {"stream": "false: one object; else a line for each step"}
+
+    stream: bool = True
+
+
+@router.route("/", "GET", "HEAD", include_in_schema=False)
+async def running() -> Response:
+    """A line that tells that the server runs, which Ollama's clients ask for first."""
+    return Response("quire is running", media_type="text/plain")
 
 
 @router.get("/api/tags", responses=answers(OllamaModels, errors=ERROR_RESPONSES))
@@ -113,7 +169,7 @@ async def ollama_tags(http: HTTPRequest) -> Response:
 async def ollama_show(body: ShowRequest, http: HTTPRequest) -> Response:
     """The details of a model."""
     service = service_of(http)
-    service.check_model(body.name if body.model is None else body.model)
+    body.check(service)
     limits = service.engine.limits
     info = {
         "general.architecture": ARCHITECTURE,
@@ -125,6 +181,41 @@ async def ollama_show(body: ShowRequest, http: HTTPRequest) -> Response:
     return json_response(
         OllamaShow(rfc3339(service.created_s), _capabilities(service), info, template)
     )
+
+
+@router.get("/api/ps", responses=answers(OllamaRunningModels, errors=ERROR_RESPONSES))
+async def ollama_running(http: HTTPRequest) -> Response:
+    """The one model of this server, which is always in memory."""
+    service = service_of(http)
+    name, facts = service.model_name, service.engine.facts
+    size = int(facts.get("weight_bytes") or 0)
+    model = OllamaRunning(
+        name,
+        name,
+        rfc3339(service.created_s),
+        size=size,
+        size_vram=size if "device_memory_bytes" in facts else 0,
+        context_length=service.engine.limits.max_model_len,
+    )
+    return json_response(OllamaRunningModels([model]))
+
+
+@router.post(
+    "/api/pull",
+    responses=answers(OllamaStatus, streams=True, stream_type=NDJSON, errors=ERROR_RESPONSES),
+)
+async def ollama_pull(body: PullRequest, http: HTTPRequest) -> Response:
+    """Succeed for a served model. Raises UnknownModelError for others: a server fetches no
+    model."""
+    body.check(service_of(http))
+    if not body.stream:
+        return json_response(OllamaStatus("success"))
+    lines = [msgspec.json.encode(OllamaStatus(s)) for s in ("pulling manifest", "success")]
+    return Response(b"\n".join([*lines, b""]), media_type=NDJSON)
+
+
+for _path in ("/api/create", "/api/copy", "/api/push", "/api/delete"):
+    router.refuse(_path)
 
 
 @router.get("/api/version", responses=answers(OllamaVersion, errors=ERROR_RESPONSES))
