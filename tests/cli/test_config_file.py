@@ -1,4 +1,4 @@
-"""`--config FILE`: the flags' names, the same checks, and who wins."""
+"""`--config FILE` and the environment: the flags' names, the same checks, and who wins."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -129,3 +129,67 @@ def test_a_missing_or_binary_file_is_reported(
         with pytest.raises(SystemExit):
             build_parser().parse_args(["serve", "--config", str(path)])
         assert expected in capsys.readouterr().err
+
+
+def served(variables: dict[str, str], *words: str) -> Any:
+    return build_parser(environment=variables).parse_args(["serve", *words])
+
+
+def test_the_environment_says_what_flags_say() -> None:
+    args = served(
+        {
+            "QUIRE_MODEL": "org/model",
+            "QUIRE_PORT": "8080",
+            "QUIRE_MAX_NUM_SEQS": "32",
+            "QUIRE_ENABLE_PREFIX_CACHING": "false",
+            "QUIRE_DISABLE_LOG_STATS": "1",
+            "QUIRE_API_KEY": "alice:alice-key,bob:bob-key-1",
+            "QUIRE_API_KEYS": "read elsewhere",
+            "PORT": "1",
+        }
+    )
+    assert args.disable_log_stats is True
+    assert engine_options(args) == {
+        "model": "org/model",
+        "max_num_seqs": 32,
+        "enable_prefix_caching": False,
+    }
+    keys = ("alice:alice-key", "bob:bob-key-1")
+    assert server_options(args) == {"port": 8080, "api_keys": keys}
+
+
+def test_the_command_line_wins_over_the_environment_and_this_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("port: 1\nmax-num-seqs: 2\nmodel: a/b\n")
+    variables = {"QUIRE_CONFIG": str(path), "QUIRE_PORT": "3", "QUIRE_MAX_NUM_SEQS": "4"}
+    args = served(variables, "--port", "5", "my/model")
+    assert (args.port, args.max_num_seqs, args.model) == (5, 4, "my/model")
+
+
+def test_a_pod_beside_a_service_named_quire_starts() -> None:
+    args = served({"QUIRE_PORT": "tcp://10.0.0.1:8000", "QUIRE_SERVICE_HOST": "10.0.0.1"})
+    assert args.port is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("QUIRE_PORT", "x", "QUIRE_PORT: "),
+        ("QUIRE_MAX_NUM_SEQS", "0", "QUIRE_MAX_NUM_SEQS: "),
+        ("QUIRE_ENABLE_LORA", "maybe", "QUIRE_ENABLE_LORA is 'maybe', but must be true or false"),
+        ("QUIRE_MAX_NUM_SEQ", "1", "stands for no option; did you mean --max-num-seqs?"),
+    ],
+)
+def test_errors_name_the_variable(
+    capsys: pytest.CaptureFixture[str], name: str, value: str, words: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        served({name: value})
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_other_commands_take_their_own_flags_alone() -> None:
+    variables = {"QUIRE_PORT": "x", "QUIRE_MAX_NUM_SEQ": "1", "QUIRE_NUM_THREADS": "2"}
+    args = build_parser(environment=variables).parse_args(["chat"])
+    assert args.num_threads == 2

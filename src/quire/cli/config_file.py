@@ -1,6 +1,6 @@
-"""`--config FILE`: reads a command's flags from a YAML file.
+"""Reads a command's flags from a YAML file, `--config FILE`, and from the environment.
 
-Its keys are the flags, with dashes or underscores:
+The file's keys are the flags, with dashes or underscores:
 
     model: Qwen/Qwen3-0.6B
     port: 8080
@@ -8,13 +8,18 @@ Its keys are the flags, with dashes or underscores:
     enable-prefix-caching: false
     api-key: [alice:secret-1, bob:secret-2]     # a flag that may be repeated
 
+In the environment, `QUIRE_MAX_NUM_SEQS=32` stands for `--max-num-seqs 32`. A switch is true or
+false, and the values of a flag that may be repeated are separated by commas.
+
 Each entry is turned into command-line words, which are checked like words that a user types. Errors
-name the file and the line. A flag on the command line overrides the same flag in the file. Texts
-are read as written (`revision: 1.10` is "1.10"). Called by `parser`.
+name the file and the line, or the variable. A flag on the command line overrides the same flag in
+the environment, which overrides the file's. Texts are read as written (`revision: 1.10` is "1.10").
+Called by `parser`.
 """
 
 import argparse
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,24 +30,35 @@ from quire.errors import ConfigurationError, did_you_mean
 from quire.plugins import PLUGIN_FLAG
 
 _YAML = "tag:yaml.org,2002:"
-_TRUE = ("true", "yes", "on")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+_PREFIX = "QUIRE_"
+_READ_ELSEWHERE = ("QUIRE_API_KEYS", "QUIRE_DEBUG", "QUIRE_LOG_LEVEL")
+_OF_KUBERNETES = re.compile(r"QUIRE_(SERVICE_|PORT_|PORT=tcp:)")
+"""Beginnings of variables that Kubernetes sets in a pod beside a service with the name `quire`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key of the file with its values."""
+    """One key of the file, or one variable, with its values."""
 
     flag: str
     #: One or more texts as they are written, or one boolean.
     values: tuple[str, ...] | bool
-    line: int
+    #: The file and the line, or the variable.
+    place: str
     #: Whether the values are written as a list.
     is_list: bool = False
 
 
 class ConfiguredParser(Parser):
-    """A Parser with the flag `--config` that also reads words from the file named there."""
+    """A Parser that also reads words from the environment, and from the file that `--config`
+    names."""
 
+    #: The variables of the environment.
+    environment: Mapping[str, str] = {}
+    #: Whether a variable that seems to misspell a flag is refused.
+    refuses_misspelt = False
     #: Called with a namespace that has only one flag; raises ConfigurationError if the command
     #: would refuse its value. None if values are not checked while the file is read.
     check: Callable[[Any], None] | None = None
@@ -51,11 +67,20 @@ class ConfiguredParser(Parser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         found, rest = super().parse_known_args(args, namespace)
-        path = getattr(found, "config", None)
-        if path is None or args is None:
+        if args is None:
             return found, rest
-        words = self._words_of(path, self._given(found))
-        return super().parse_known_args([*words, *args], namespace)
+        words = self._words_of(self._variables(), self._given(found))
+        path = getattr(found, "config", None)
+        if path is None and "--config" in self._option_string_actions:
+            path = self.environment.get(f"{_PREFIX}CONFIG")
+        if path is not None:
+            given = self._given(found) | self._names_of(words)
+            words = [*self._words_of_file(path, given), *words]
+        return super().parse_known_args([*words, *args], namespace) if words else (found, rest)
+
+    def _names_of(self, words: Sequence[str]) -> set[str]:
+        """Names of the options that these words give."""
+        return self._given(super().parse_known_args(words, None)[0]) if words else set()
 
     def _check_values(self, namespace: Any) -> None:
         """Report a value that the command would refuse, with the line that has it."""
@@ -74,17 +99,50 @@ class ConfiguredParser(Parser):
             if value is not None and value != self.get_default(name)
         }
 
-    def _words_of(self, path: str, given: Collection[str]) -> list[str]:
-        """The command-line words that the file adds, without options in `given` (namespace
-        names)."""
+    def _variables(self) -> list[Entry]:
+        """The entries of the environment for flags of this command."""
+        found = []
+        for name, value in sorted(self.environment.items()):
+            if not name.startswith(_PREFIX) or name in (*_READ_ELSEWHERE, f"{_PREFIX}CONFIG"):
+                continue
+            if _OF_KUBERNETES.match(f"{name}={value}"):
+                continue
+            flag = "--" + name.removeprefix(_PREFIX).lower().replace("_", "-")
+            action = self._option_string_actions.get(flag)
+            if action is not None:
+                found.append(self._variable(name, flag, action, value))
+            elif hint := self._hint(flag):
+                self.error(f"{name} in the environment stands for no option{hint}")
+        return found
+
+    def _hint(self, flag: str) -> str:
+        """The flag that a variable seems to misspell, as a clause; empty if there is none."""
+        return did_you_mean(flag, self._option_string_actions) if self.refuses_misspelt else ""
+
+    def _variable(self, name: str, flag: str, action: argparse.Action, value: str) -> Entry:
+        if action.nargs == 0:
+            if value.lower() not in (*_TRUE, *_FALSE):
+                self.error(f"{name} is {value!r}, but must be true or false")
+            return Entry(flag, value.lower() in _TRUE, name)
+        if not _may_be_repeated(action):
+            return Entry(flag, (value,), name)
+        return Entry(flag, tuple(filter(None, value.split(","))), name, is_list=True)
+
+    def _words_of_file(self, path: str, given: Collection[str]) -> list[str]:
+        """The words that the file adds, without options in `given` (namespace names)."""
         try:
-            # Plugins come first, since they register names that other entries use.
-            entries = sorted(read_entries(path), key=lambda entry: entry.flag != PLUGIN_FLAG)
+            entries = read_entries(path)
         except ConfigurationError as error:
             self.error(str(error))
+        return self._words_of(entries, given)
+
+    def _words_of(self, entries: Sequence[Entry], given: Collection[str]) -> list[str]:
+        """The command-line words that the entries add, without options in `given` (namespace
+        names)."""
         words: list[str] = []
-        for entry in entries:
-            self.blame = f"{path}, line {entry.line}: "
+        # Plugins come first, since they register names that other entries use.
+        for entry in sorted(entries, key=lambda entry: entry.flag != PLUGIN_FLAG):
+            self.blame = f"{entry.place}: "
             mine = self._words_of_entry(entry)
             # Parse each entry separately, so that an error names the entry's line.
             alone, _ = super().parse_known_args(mine, None)
@@ -158,11 +216,13 @@ def read_entries(path: str) -> list[Entry]:
         line = key.start_mark.line + 1
         flag = "--" + str(key.value).replace("_", "-").lstrip("-")
         if flag in entries:
+            earlier = entries[flag].place.removeprefix(f"{path}, ")
             raise ConfigurationError(
-                f"{path}, line {line}: {key.value} stands in line {entries[flag].line} already"
+                f"{path}, line {line}: {key.value} stands in {earlier} already"
             )
         values = _values(f"{path}, line {line}: {key.value}", value)
-        entries[flag] = Entry(flag, values, line, is_list=value.tag == f"{_YAML}seq")
+        place = f"{path}, line {line}"
+        entries[flag] = Entry(flag, values, place, is_list=value.tag == f"{_YAML}seq")
     return list(entries.values())
 
 

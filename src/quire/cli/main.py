@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if _command(words) is not None:
             load_plugins_of(words)
-        parser = build_parser(_bench_arguments(words))
+        parser = build_parser(_bench_arguments(words), os.environ)
     except QuireError as error:
         if "--debug" in words:
             raise
@@ -53,6 +53,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+    if not words:
+        parser.print_help()
+        return 0
     args = parser.parse_args(words)
     if args.command == "generate" and not (args.prompts or args.prompt):
         parser.error("the following arguments are required: PROMPT")

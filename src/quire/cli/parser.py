@@ -76,12 +76,21 @@ DEFAULT_COSTS = "~/.cache/quire/step_costs.json"
 _DESCRIPTION = "An inference engine for large language models."
 
 
-def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser:
+_ENVIRONMENT = (
+    "Each flag may also be given in the environment: QUIRE_MAX_NUM_SEQS=32 stands for"
+    " --max-num-seqs 32."
+)
+
+
+def build_parser(
+    add_bench_arguments: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Parser:
     """Build the parser of all commands.
 
     `add_bench_arguments` maps each benchmark to a function that adds its arguments to a parser. The
     functions are in `quire.bench`, which is not imported for other commands. None leaves `bench`
-    empty.
+    empty. `environment` has the variables that stand for flags of commands with an engine.
     """
     # First, the flags of `quire` itself.
     parser = Parser(prog="quire", description=_DESCRIPTION, commands=COMMANDS)
@@ -120,10 +129,13 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
             description=text[0].upper() + text[1:] + ".",
             usage=_USAGES[name],
             takes_foreign=name != "doctor",
+            epilog=_ENVIRONMENT if name != "doctor" else None,
         )
+        if name != "doctor":
+            command.environment = environment or {}
         adder(command)
         if name == "serve":
-            command.check = check_served
+            _check_as_served(command)
         add_debug(command, default=argparse.SUPPRESS)
     # Last, the commands with sub-commands: bench, cluster and cache.
     benchmarks = add_bench_arguments or {}
@@ -136,7 +148,7 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
             kind = kinds.add_parser(name, help=BENCHMARKS.get(name))
             add_arguments(kind)
             add_debug(kind, default=argparse.SUPPRESS)
-    _add_cluster(commands)
+    _add_cluster(commands, environment or {})
     cache = commands.add_parser("cache", help=COMMANDS["cache"], commands=CACHE_ACTIONS)
     actions = cache.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
     for name, text in CACHE_ACTIONS.items():
@@ -147,18 +159,27 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
     return parser
 
 
-def _add_cluster(commands: Any) -> None:
+def _check_as_served(command: ConfiguredParser) -> None:
+    command.check, command.refuses_misspelt = check_served, True
+
+
+def _add_cluster(commands: Any, environment: Mapping[str, str]) -> None:
     cluster = commands.add_parser("cluster", help=COMMANDS["cluster"], commands=CLUSTER_ACTIONS)
     actions = cluster.add_subparsers(dest="action", metavar="ACTION", parser_class=ConfiguredParser)
     agent = actions.add_parser("agent", help=CLUSTER_ACTIONS["agent"])
     add_agent_arguments(agent)
     add_debug(agent, default=argparse.SUPPRESS)
     over_ray = actions.add_parser(
-        "serve", help=CLUSTER_ACTIONS["serve"], usage=_USAGES["serve"], takes_foreign=True
+        "serve",
+        help=CLUSTER_ACTIONS["serve"],
+        usage=_USAGES["serve"],
+        takes_foreign=True,
+        epilog=_ENVIRONMENT,
     )
+    over_ray.environment = environment
     add_serve(over_ray)
     over_ray.set_defaults(ray_address="auto")
-    over_ray.check = check_served
+    _check_as_served(over_ray)
     add_debug(over_ray, default=argparse.SUPPRESS)
 
 
