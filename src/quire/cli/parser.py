@@ -112,31 +112,7 @@ def build_parser(
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", parser_class=ConfiguredParser
     )
-    adders = {
-        "generate": _add_generate,
-        "chat": _add_chat,
-        "serve": add_serve,
-        "batch": _add_batch,
-        "replay": _add_replay,
-        "plan": _add_plan,
-        "doctor": _add_doctor,
-    }
-    for name, adder in adders.items():
-        text = COMMANDS[name]
-        command = commands.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            usage=_USAGES[name],
-            takes_foreign=name != "doctor",
-            epilog=_ENVIRONMENT if name != "doctor" else None,
-        )
-        if name != "doctor":
-            command.environment = environment or {}
-        adder(command)
-        if name == "serve":
-            _check_as_served(command)
-        add_debug(command, default=argparse.SUPPRESS)
+    _add_plain_commands(commands, environment or {})
     # Last, the commands with sub-commands: bench, cluster and cache.
     benchmarks = add_bench_arguments or {}
     bench = commands.add_parser(
@@ -157,6 +133,35 @@ def build_parser(
         action.add_argument("--json", action="store_true", help="print one object in JSON")
         add_debug(action, default=argparse.SUPPRESS)
     return parser
+
+
+def _add_plain_commands(commands: Any, environment: Mapping[str, str]) -> None:
+    """Add the commands that have no sub-commands."""
+    adders = {
+        "generate": _add_generate,
+        "chat": _add_chat,
+        "serve": add_serve,
+        "batch": _add_batch,
+        "replay": _add_replay,
+        "plan": _add_plan,
+        "doctor": _add_doctor,
+    }
+    for name, adder in adders.items():
+        text = COMMANDS[name]
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            usage=_USAGES[name],
+            takes_foreign=name != "doctor",
+            epilog=_ENVIRONMENT if name != "doctor" else None,
+        )
+        if name != "doctor":
+            command.environment = environment
+        adder(command)
+        if name == "serve":
+            _check_as_served(command)
+        add_debug(command, default=argparse.SUPPRESS)
 
 
 def _check_as_served(command: ConfiguredParser) -> None:

@@ -383,6 +383,13 @@ class ServerConfig(Options):
         help="{names}",
         doc='"text", or "json": one object a line.',
     )
+    metrics_names: str = option(
+        "both",
+        OneOf(("both", "quire", "vllm"), listed=", ".join),
+        group="logging",
+        help="names of the metrics of /metrics: {names}",
+        doc='"quire", "vllm": the names that boards and autoscalers for vLLM read, or "both".',
+    )
     record: str | None = option(
         None,
         Text("a file", is_path=True),

@@ -307,6 +307,7 @@ def make_service(plan: ServerPlan, engine: EngineFleet, monitor: Monitor) -> Ser
             engine if plan.options.enable_lora else None, plan.lora_modules.paths, plan.model_names
         ),
         bodies=plan.access.bodies,
+        metrics_names=plan.server.metrics_names,
         answer_defaults=AnswerDefaults(
             includes_usage=plan.server.enable_force_include_usage,
             names_token_ids=plan.server.return_tokens_as_token_ids,

@@ -112,6 +112,8 @@ class Service:
     answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
     #: Adapters that calls may name as their model.
     adapters: AdapterNames = field(default_factory=AdapterNames)
+    #: Names of the metrics; see `ServerConfig`.
+    metrics_names: str = "both"
     #: Connections that clients have open.
     connections: OpenConnections = field(default_factory=OpenConnections)
     #: Bounds the bytes of the bodies of open calls.

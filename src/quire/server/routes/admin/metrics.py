@@ -32,6 +32,7 @@ from quire.server.telemetry.metric_families import (
     engine_state_families,
     memory_families,
 )
+from quire.server.telemetry.vllm_metrics import as_vllm, cache_config, chosen
 
 router = Endpoints(
     is_suggested=False,
@@ -77,8 +78,11 @@ async def metrics(http: HTTPRequest) -> Response:
         families += fleet_families(
             engine.engines.overview(), dispatcher.num_moved, dispatcher.num_blamed
         )
+    name = service.model_name
+    facts = {replica: each.facts for replica, each in engines.items()}
+    families += [*as_vllm(families, name), cache_config(facts, name)]
     registry = CollectorRegistry()
-    registry.register(_Snapshot(families))
+    registry.register(_Snapshot(chosen(families, service.metrics_names)))
     ProcessCollector(namespace="quire_front", registry=registry)
     encode, content_type = choose_encoder(http.headers.get("accept", ""))
     return Response(encode(registry), headers={"content-type": content_type})
