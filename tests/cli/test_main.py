@@ -74,6 +74,11 @@ def test_the_version_tells_what_computes_if_asked(capsys: Capture) -> None:
     assert kernels.startswith("kernels: ")
 
 
+def test_quire_alone_prints_its_help(capsys: Capture) -> None:
+    assert cli.main([]) == 0
+    assert "pull" in capsys.readouterr().out
+
+
 def test_verbose_is_for_the_version_alone(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["-v", "generate", "x"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.assembly.address_space import named_memory_failures
+from quire.bench.quality.quality_file import DEFAULT_QUALITY_FILE
 from quire.child_process import working_folder
 from quire.cli.flags import (
     engine_options,
@@ -20,7 +21,7 @@ from quire.cli.flags import (
     served_engine_options,
     server_options,
 )
-from quire.cli.parser import build_parser
+from quire.cli.parser import DEFAULT_DOCTOR_TOKENS, build_parser
 from quire.cli.words import Parser
 from quire.errors import ConfigurationError, QuireError
 from quire.option_fields import served_defaults
@@ -35,7 +36,7 @@ REPLAY_INTERRUPTED = "quire: the replay was interrupted, so it has no results"
 PLAN_INTERRUPTED = "quire: the plan was interrupted"
 BENCH_INTERRUPTED = "quire: the benchmark was interrupted, so it has no results"
 MAX_BATCH_GENERATIONS = 1 << 20
-PASSIVE_WAITING = ("batch", "chat", "cluster", "generate", "plan", "replay", "serve")
+PASSIVE_WAITING = ("batch", "chat", "cluster", "generate", "plan", "replay", "run", "serve")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -280,6 +281,41 @@ def _environment_keys() -> list[str]:
     return keys
 
 
+def _pull(args: argparse.Namespace) -> int:
+    from quire.cli.models import pull  # brings the hub's client
+
+    return pull(args.model, args.revision, _examine)
+
+
+def _show(args: argparse.Namespace) -> int:
+    return _examine(args.model, args.revision)
+
+
+def _examine(name: str, revision: str | None) -> int:
+    from quire.cli.doctor.model import examine_model  # only these commands look at a model
+
+    file = Path(DEFAULT_QUALITY_FILE)
+    return examine_model(name, revision, DEFAULT_DOCTOR_TOKENS, measure=True, quality_file=file)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from quire.cli.models import list_models  # brings the hub's client
+
+    return list_models()
+
+
+def _rm(args: argparse.Namespace) -> int:
+    from quire.cli.models import remove  # brings the hub's client
+
+    return remove(args.model)
+
+
+def _ps(args: argparse.Namespace) -> int:
+    from quire.cli.models import list_running  # only this command asks a server
+
+    return list_running(args.url, args.api_key)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     if args.model is not None:
         from quire.cli.doctor.model import examine_model  # only this command looks at a model
@@ -324,6 +360,12 @@ def _cache(args: argparse.Namespace) -> int:
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": _generate,
     "chat": _chat,
+    "run": _chat,
+    "pull": _pull,
+    "list": _list,
+    "rm": _rm,
+    "show": _show,
+    "ps": _ps,
     "serve": _serve,
     "batch": _batch,
     "replay": _replay,

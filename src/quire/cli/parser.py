@@ -28,8 +28,14 @@ from quire.server.config import ServerConfig
 
 COMMANDS = {
     "generate": "continue a text",
+    "run": "fetch a model if it is not here, and talk with it",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP with OpenAI's API",
+    "pull": "fetch a model, after a report on it",
+    "list": "list the models on this machine",
+    "rm": "remove a model from this machine",
+    "show": "report on a model, with its memory and speed here",
+    "ps": "list the models that a running server has in memory",
     "batch": "answer a file of calls in OpenAI's batch format",
     "replay": "replay a recorded load, against a server or a simulated engine",
     "bench": "measure throughput or quality, beside baselines",
@@ -60,6 +66,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 _USAGES = {
     "generate": "%(prog)s [options] PROMPT ...",
     "chat": "%(prog)s [options] [MODEL]",
+    "run": "%(prog)s [options] MODEL [PROMPT]",
     "serve": "%(prog)s [options] [MODEL]",
     "batch": "%(prog)s [options] FILE -o ANSWERS",
     "replay": "%(prog)s [options] FILE [MODEL]",
@@ -69,10 +76,13 @@ _USAGES = {
 
 DEFAULT_GENERATE_TOKENS = 128
 DEFAULT_PORT = 8000
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_DOCTOR_TOKENS = 4096
 DEFAULT_MEASURE_S = 10.0
 DEFAULT_COSTS = "~/.cache/quire/step_costs.json"
 
+_REVISION = "branch, tag or commit of MODEL"
+_NAMED_MODEL = "a hub id, or a name of Ollama's library such as qwen3:0.6b"
 _DESCRIPTION = "An inference engine for large language models."
 
 
@@ -124,6 +134,7 @@ def build_parser(
             kind = kinds.add_parser(name, help=BENCHMARKS.get(name))
             add_arguments(kind)
             add_debug(kind, default=argparse.SUPPRESS)
+    _add_model_commands(commands)
     _add_cluster(commands, environment or {})
     cache = commands.add_parser("cache", help=COMMANDS["cache"], commands=CACHE_ACTIONS)
     actions = cache.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
@@ -140,6 +151,7 @@ def _add_plain_commands(commands: Any, environment: Mapping[str, str]) -> None:
     adders = {
         "generate": _add_generate,
         "chat": _add_chat,
+        "run": _add_run,
         "serve": add_serve,
         "batch": _add_batch,
         "replay": _add_replay,
@@ -203,6 +215,31 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     add_sampling(parser, max_tokens=DEFAULT_GENERATE_TOKENS)
     add_engine(parser)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="ask this question only, then exit"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    add_sampling(parser, max_tokens=None)
+    add_engine(parser)
+
+
+def _add_model_commands(commands: Any) -> None:
+    """Add the commands for the models on this machine, with the words of Ollama."""
+    for name in ("pull", "list", "rm", "show", "ps"):
+        command = commands.add_parser(name, help=COMMANDS[name])
+        if name in ("pull", "rm", "show"):
+            command.add_argument("model", metavar="MODEL", help=_NAMED_MODEL)
+        if name in ("pull", "show"):
+            command.add_argument("--revision", metavar="REVISION", help=_REVISION)
+        if name == "ps":
+            text = f"the server ({DEFAULT_URL})"
+            command.add_argument("--url", metavar="URL", default=DEFAULT_URL, help=text)
+            command.add_argument("--api-key", metavar="KEY", help="for the server (none)")
+        add_debug(command, default=argparse.SUPPRESS)
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -369,7 +406,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         help="a folder or a hub id: report its properties, whether and how it is served here, and"
         " its memory and speed; none of its weights are fetched",
     )
-    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of MODEL")
+    parser.add_argument("--revision", metavar="REVISION", help=_REVISION)
     parser.add_argument(
         "--tokens",
         type=positive,

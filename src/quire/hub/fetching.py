@@ -4,7 +4,7 @@ The small files are the config, the index of the weights, the tokenizer and the 
 The list and these files show whether a file is missing or the model is unsupported, before
 gigabytes are fetched. A GGUF model is fetched if the name chooses it, or if the repository has no
 weights in Hugging Face's format. The headers of its files then take the place of the small files.
-If the hub can't be reached, the cached files are used.
+If the hub can't be reached, the cached files are used, or a Python package that holds the model.
 Called by `model_folder` for hub ids only, since this module imports the hub's client.
 """
 
@@ -27,6 +27,7 @@ from quire.hub.gguf.choice import choose_gguf, label_of, split_choice
 from quire.hub.gguf.naming import gguf_paths, models_of
 from quire.hub.gguf.remote_headers import fetch_headers
 from quire.hub.model_files import shown_text
+from quire.hub.packaged_models import packaged_model
 from quire.hub.repository import TOKENIZER_FILE, Repository, list_repository
 from quire.hub.weight_files import has_weights, weight_paths
 from quire.observability.log import get_logger
@@ -157,8 +158,17 @@ def _fetch_weights(
 
 
 def _cached_model(name: str, choice: str | None, revision: str | None, reason: Exception) -> Path:
-    """The path of a model in the cache. `reason` is the hub's error, which messages quote."""
+    """The path of a model in the cache, or else that of a Python package that holds it. `reason` is
+    the hub's error, which messages quote."""
     snapshot = _cached_snapshot(name, revision)
+    if snapshot is None and choice is None and revision is None:
+        packaged = packaged_model(name)
+        if packaged is not None:
+            logger.warning(
+                "the hub can't be reached (%s); %s is used, from a Python package",
+                *(shown_text(reason), packaged),
+            )
+            return packaged
     names = [] if snapshot is None else [path.name for path in snapshot.iterdir()]
     # Without a choice, a model in Hugging Face's format is preferred to GGUF files.
     if choice is None and (snapshot is None or has_weights(names) or not _ggufs(snapshot)):

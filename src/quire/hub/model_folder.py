@@ -10,15 +10,16 @@ Fetches no pickles.
 from pathlib import Path
 
 from quire.errors import CheckpointError, ConfigurationError, shown
+from quire.hub.aliases import hub_id_of
 from quire.hub.found_model import Check, FoundModel, OnProgress
 from quire.hub.gguf.choice import split_choice
 from quire.hub.gguf.naming import SUFFIX, find_gguf, gguf_paths
 from quire.hub.model_files import is_gguf
-from quire.hub.ollama_names import advice_for
 from quire.hub.weight_files import has_weights
 
 _HUB_PAGES = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
 """Prefixes that browsers, and Ollama for models of the hub, put before a hub id."""
+
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded_model"
 
 
@@ -34,7 +35,8 @@ def resolve_model_folder(
     the network.
 
     `name`: a folder, a GGUF file, a hub id such as "Qwen/Qwen3-0.6B" or
-        "Qwen/Qwen3-0.6B-GGUF:Q8_0", or None for the embedded model.
+        "Qwen/Qwen3-0.6B-GGUF:Q8_0", a name of Ollama's library such as "qwen3:0.6b", or None for
+        the embedded model.
     `revision`: branch, tag or commit of a hub repository; refused for a folder.
     `check`: called before the weights are fetched, to refuse unsupported models; see `Check`.
     `needs_tokenizer`: whether a hub repository of safetensors must have tokenizer.json.
@@ -49,6 +51,7 @@ def resolve_model_folder(
     # A local folder doesn't need this import, which takes a quarter of a second.
     from quire.hub.fetching import fetch_model
 
+    name = hub_id_of(name) or name
     return fetch_model(
         name, revision, check=check, needs_tokenizer=needs_tokenizer, on_progress=on_progress
     )
@@ -66,7 +69,7 @@ def find_model(
     assert name is not None
     from quire.hub.fetching import find_fetched  # imported here for the same reason
 
-    return find_fetched(name, revision, needs_tokenizer=needs_tokenizer)
+    return find_fetched(hub_id_of(name) or name, revision, needs_tokenizer=needs_tokenizer)
 
 
 def resolve_text_folder(name: str | None, revision: str | None = None) -> Path:
@@ -78,7 +81,7 @@ def resolve_text_folder(name: str | None, revision: str | None = None) -> Path:
     assert name is not None
     from quire.hub.fetching import fetch_text  # imported here for the same reason
 
-    return fetch_text(name, revision)
+    return fetch_text(hub_id_of(name) or name, revision)
 
 
 def _local_folder(name: str | None, revision: str | None) -> Path | None:
@@ -124,8 +127,6 @@ def _refuse_what_is_no_id(name: str, folder: Path) -> None:
             f"{name} is a file, but a model is a folder (config.json, tokenizer.json, "
             f"*.safetensors), or a file in GGUF format; name the folder: {folder.parent}"
         )
-    if (advice := advice_for(name)) is not None:
-        raise CheckpointError(f"{shown(name)} is not a folder here, and {advice}")
     for page in _HUB_PAGES:
         if name.startswith(page):
             raise CheckpointError(
