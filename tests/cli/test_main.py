@@ -14,6 +14,7 @@ import pytest
 
 import quire
 from quire.cli import main as cli
+from quire.core.sampling_params import SamplingDefaults
 from quire.errors import CheckpointError
 from quire.server.config import ServerConfig
 from quire.version import __version__
@@ -110,6 +111,10 @@ class FakeLLM:
     """Takes options, streams the prompt back in two pieces."""
 
     made_with: dict[str, object]
+    engine = SimpleNamespace(
+        limits=SimpleNamespace(defaults=SamplingDefaults()),
+        stats=lambda: SimpleNamespace(num_generated_tokens=2),
+    )
 
     def __init__(self, **options: object) -> None:
         FakeLLM.made_with = options

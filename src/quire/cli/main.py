@@ -181,10 +181,22 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from quire.core.sampling_params import SamplingParams  # light; needed by two commands
 
     params = SamplingParams(**sampling_options(args))
-    with _named_interrupt(LOADING_INTERRUPTED):
+    with _named_interrupt(LOADING_INTERRUPTED), _spinning("loading the model"):
         from quire.offline.llm import LLM  # brings torch: more than a second
 
         return LLM(**engine_options(args)), params
+
+
+@contextmanager
+def _spinning(text: str) -> Iterator[None]:
+    """Show on the terminal what the block does."""
+    from quire.cli.chat.terminal import Spinner  # other commands don't need it
+
+    spinner = Spinner(sys.stderr, text)
+    try:
+        yield
+    finally:
+        spinner.stop()
 
 
 @contextmanager
@@ -212,16 +224,29 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from quire.cli.chat import ChatSession, load_readline  # only this command needs it
+    from quire.cli.chat.answers import (  # only these commands need them
+        Answers,
+        EngineAnswers,
+        ServerAnswers,
+    )
+    from quire.cli.chat.session import ChatSession, load_readline  # only these commands need it
 
-    llm, params = _load(args)
-    session = ChatSession(lambda messages: llm.stream_chat(messages, params), args.system)
+    answers: Answers
+    if args.url is not None:
+        from quire.core.sampling_params import SamplingParams  # without an engine
+
+        params = SamplingParams(**sampling_options(args))
+        answers = ServerAnswers(args.url, args.model, args.api_key)
+    else:
+        llm, params = _load(args)
+        answers = EngineAnswers(args.model or "the embedded model", llm)
+    session = ChatSession(answers, args.system, params, shows_stats=args.stats)
     if args.prompt is not None:
         session.ask(args.prompt)
         return 0
     load_readline()
     if sys.stdin.isatty():
-        print(f"{args.model or 'the embedded model'} is ready; /help lists the commands")
+        print(f"{answers.name} is ready; /help lists the commands")
     session.run()
     return 0
 
@@ -236,7 +261,8 @@ def _serve(args: argparse.Namespace) -> int:
 
     configure(server.log_level, server.log_format)
     with _named_interrupt(LOADING_INTERRUPTED):
-        from quire.server.launch import serve  # brings the web framework
+        with _spinning("starting the server"):
+            from quire.server.launch import serve  # brings the web framework
 
         return serve(served_engine_options(args), server)
 

@@ -1,7 +1,7 @@
-"""The commands for models in the hub's cache, with the words of Ollama: pull, list, rm, ps.
+"""The commands for models on this machine: pull, list, rm, ps.
 
-There is no second store: `pull` fetches into the cache of Hugging Face's client, where every other
-program finds the model, and `list` and `rm` read and clean that cache.
+They have the words of Ollama. There is no second store: `pull` fetches into the cache of Hugging
+Face's client, where every other program finds the model, and `list` and `rm` read and clean it.
 """
 
 import json
@@ -106,7 +106,7 @@ def _tell_removed(name: str, num_bytes: int) -> int:
 
 def _scan() -> "HFCacheInfo | None":
     """The hub client's cache; None if there is no folder for it."""
-    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir  # slow to import
 
     try:
         return scan_cache_dir(constants.HF_HUB_CACHE)

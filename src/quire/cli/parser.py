@@ -222,7 +222,20 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="ask this question only, then exit"
     )
+    _add_talk(parser)
+
+
+def _add_talk(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the commands `chat` and `run`."""
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument(
+        "--verbose",
+        dest="stats",
+        action="store_true",
+        help="show tokens per second after each answer",
+    )
+    parser.add_argument("--url", metavar="URL", help=f"talk with a running server: {DEFAULT_URL}")
+    parser.add_argument("--api-key", metavar="KEY", help="for the server (none)")
     add_sampling(parser, max_tokens=None)
     add_engine(parser)
 
@@ -245,10 +258,8 @@ def _add_model_commands(commands: Any) -> None:
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     add_model_by_place(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="ask this question only, then exit")
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_model_flag(parser)
-    add_sampling(parser, max_tokens=None)
-    add_engine(parser)
+    _add_talk(parser)
 
 
 def _add_batch(parser: argparse.ArgumentParser) -> None:

