@@ -36,9 +36,11 @@ from quire.text.tokenizer import Tokenizer
 
 
 def draft_specs(source: DraftSource | None) -> tuple[AttentionSpec, ...]:
-    """The attention layers of the model that drafts, as pages are planned for them: their groups
-    keep all blocks of a sequence, windows or not, since the model may catch up from the first token
-    on."""
+    """The attention layers of the model that drafts, as pages are planned for them.
+
+    Their groups keep all blocks of a sequence, windows or not, since the model may catch up from
+    the first token on.
+    """
     specs = () if source is None else source.config.attention_specs
     return tuple(spec if spec.window is None else replace(spec, window=None) for spec in specs)
 
@@ -146,8 +148,8 @@ def add_draft_model(
 ) -> ModelDrafts:
     """Load the model or head that drafts, and make it the drafter of a runner without rows.
 
-    Its layers are the last ones of the runner's KV cache. Returns what plans its drafts; its runs
-    are measured here.
+    Its layers are the last ones of the runner's KV cache. The result plans its drafts, by the times
+    of runs that are measured here.
     """
     most = max_model_len
     if source.method == DRAFT_MODEL:  # a head follows its model, however far
