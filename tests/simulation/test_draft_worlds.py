@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from quire.simulation.report import add_up
-from quire.simulation.simulator import run
+from quire.simulation.simulator import Simulator, run
 from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import draw_draft_world
 
@@ -29,6 +29,18 @@ def test_random_worlds_keep_all_laws() -> None:
     assert 0 < total.num_accepted_drafts < total.num_drafts
     assert total.num_preemptions and total.num_failed_steps and total.num_forks
     assert total.num_constrained and total.num_stored_blocks and total.num_beams
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_drafter_that_errs_keeps_all_laws(overlap: int) -> None:
+    simulator = Simulator(replace(CONFIG, overlap=overlap, has_drafter=True))
+    simulator.run()
+    drafting = simulator.scheduler.drafting
+    assert drafting is not None
+    verified, accepted = (
+        sum(getattr(drafting.counts["fake drafter"], name)) for name in ("verified", "accepted")
+    )
+    assert 0 < accepted < verified
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
