@@ -15,19 +15,19 @@ NO_DRAFTS_SHARE = 8
 
 
 def check_order(rows: PlanRows, groups: Sequence[KVGroup], order: DraftOrder) -> PlanRow:
-    """The row of an order. Refuses a row that does not decode one token, that has a state, or that
-    has no slots for the drafts."""
+    """The row of an order. Refuses a row that does not decode one token, after the tokens that it
+    replays because of a state, or that has no slots for the drafts."""
     number, count, most_tokens = order
     refuse = rows.history.refuse
     if number not in rows.live:
         refuse(f"{order} is for a row that is not live", number)
     row = rows.live[number]
-    if row.num_drafts or row.num_tokens - row.num_computed != 1 or most_tokens < 1:
+    num_lacking = row.num_tokens - row.num_computed
+    replays = num_lacking > 1 and any(group.kind is KVKind.STATE for group in groups)
+    if row.num_drafts or not (num_lacking == 1 or replays) or most_tokens < 1:
         refuse(f"{order} is for a row that does not decode one token", number)
     for group, table in zip(groups, row.tables, strict=True):
-        if group.kind is KVKind.STATE:
-            refuse(f"{order} is for a row with a state", number)
-        if len(table) * rows.block_size < row.num_tokens + count:
+        if group.kind is not KVKind.STATE and len(table) * rows.block_size < row.num_tokens + count:
             refuse(f"{order} has no slots behind {row.num_tokens} tokens", number)
     return row
 

@@ -156,8 +156,10 @@ class FakeRunner:
         for order in plan.draft_orders:
             row = check_order(self.rows, self._bounds.groups, order)
             self._check_known(row, "drafts")
-            for table in row.tables:
-                self._check_unshared(order.row, table[(row.num_tokens - 1) // self.block_size :])
+            for group, table in zip(self._bounds.groups, row.tables, strict=True):
+                if group.kind is not KVKind.STATE:
+                    first = (row.num_tokens - 1) // self.block_size
+                    self._check_unshared(order.row, table[first:])
             fingerprint = int(self._fingerprints[order.row][row.num_tokens - 1])
             drafted[order.row] = fake_drafts(
                 self.model, row, fingerprint, order.num_drafts, self._draft_error_rate
