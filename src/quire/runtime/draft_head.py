@@ -104,9 +104,7 @@ class HeadDrafter:
             self._copy(fork.row, fork.source_row)
         for edit in plan.table_edits:
             if edit.kind is EditKind.TRUNCATE:
-                end = edit.first_logical_block * self._block_size
-                if end < self._reached[edit.row] + self._num_kept[edit.row]:
-                    self._forget_before(edit.row, end)
+                self._cut(edit.row, edit.first_logical_block * self._block_size)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """See `Drafter`."""
@@ -119,6 +117,13 @@ class HeadDrafter:
         """Let a row go on behind its first `num_tokens` tokens, without a state of the last."""
         self._reached[row], self._num_kept[row] = num_tokens, 1
         self._kept[row, 0] = 0
+
+    def _cut(self, row: int, num_tokens: int) -> None:
+        """Let a row go on behind its first `num_tokens` tokens, if it has come further."""
+        if num_tokens < self._reached[row]:
+            self._forget_before(row, num_tokens)
+        most = num_tokens - self._reached[row] + 1
+        self._num_kept[row] = min(int(self._num_kept[row]), int(most))
 
     def _copy(self, row: int, source: int) -> None:
         self._reached[row], self._num_kept[row] = self._reached[source], self._num_kept[source]
@@ -144,22 +149,19 @@ class HeadDrafter:
         firsts = np.array(step.attention.context_lens_list, np.int64) - counts
         ends = np.minimum(firsts + counts, self._rows.num_tokens[rows] - 1)
         wanted = self._reached[rows] + self._num_kept[rows] - 1
+        self._missed[rows] |= wanted < firsts
         starts = np.maximum(firsts, wanted)
         num_new = np.where(self._missed[rows], 0, np.maximum(0, ends - starts))
         lines = np.cumsum(counts) - counts + (starts - firsts)
         # Keep the hidden states of rows that fill no block.
         fills = ends // self._block_size > self._reached[rows] // self._block_size
-        runs = (fills | (self._num_kept[rows] + num_new > MOST_KEPT) | (wanted < firsts)) & (
-            num_new > 0
-        )
+        runs = (fills | (self._num_kept[rows] + num_new > MOST_KEPT)) & (num_new > 0)
         self._keep(rows[~runs], num_new[~runs], lines[~runs], hidden)
         # Compute the tokens of other rows.
         for index in np.flatnonzero(runs).tolist():
-            row, start, end = int(rows[index]), int(starts[index]), int(ends[index])
-            if wanted[index] < start:  # no step computed the tokens between
-                self._forget_before(row, start)
-            line = int(lines[index])
-            self._advance(row, end, hidden[line : line + end - start])
+            first = int(lines[index])
+            new = hidden[first : first + int(num_new[index])]
+            self._advance(int(rows[index]), int(ends[index]), new)
         # Forks that joined the step continue from the same states as their sources.
         if len(step.joined_lines):
             joined = step.sample_rows[-len(step.joined_lines) :]
@@ -233,7 +235,7 @@ class HeadDrafter:
             and not self._missed[row]
             and self._reached[row] + self._num_kept[row] == lengths[row]
         }
-        for rows in self._groups(list(drafts)):
+        for rows in _groups(list(drafts), self._num_kept, self._rows.max_num_tokens):
             self._draft_group(rows, lengths, counts, drafts)
         found: dict[int, Drafted] = {}
         for row, length in lengths.items():
@@ -250,20 +252,6 @@ class HeadDrafter:
         if end == num_tokens - 1:
             self._missed[row] = False
             self._forget_before(row, end)
-
-    def _groups(self, rows: list[int]) -> list[Int64]:
-        """The rows in groups whose first runs have at most `max_num_tokens` tokens. In each, rows
-        with one token come first."""
-        groups: list[list[int]] = []
-        room = 0
-        for row in sorted(rows, key=lambda row: int(self._num_kept[row])):
-            count = int(self._num_kept[row])
-            if count > room:
-                groups.append([])
-                room = self._rows.max_num_tokens
-            groups[-1].append(row)
-            room -= count
-        return [np.array(group, np.int64) for group in groups]
 
     def _draft_group(
         self,
@@ -348,3 +336,17 @@ class HeadDrafter:
             self._sampler.sample(self._own_logits(states), rows, positions + 1)
 
         return fastest(run)
+
+
+def _groups(rows: list[int], counts: Int64, most: int) -> list[Int64]:
+    """The rows in groups of at most `most` tokens, if row i computes counts[i] tokens. In each
+    group, rows with one token come first."""
+    groups: list[list[int]] = []
+    room = 0
+    for row in sorted(rows, key=lambda row: int(counts[row])):
+        if counts[row] > room:
+            groups.append([])
+            room = most
+        groups[-1].append(row)
+        room -= int(counts[row])
+    return [np.array(group, np.int64) for group in groups]
