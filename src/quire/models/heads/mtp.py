@@ -141,51 +141,58 @@ class MTPEntry(ModelEntry):
 
     def arranged(self, checkpoint: CheckpointSource, config: ModelConfig) -> CheckpointSource:
         # Dataclasses with slots don't support super() without arguments.
-        found = RenamedCheckpoint(checkpoint, self._rename_head(checkpoint))
+        is_hybrid = issubclass(self.model, HybridMTPHead)
+        rename = (_rename_of_hybrid if is_hybrid else _rename_of_layer)(checkpoint)
+        found = RenamedCheckpoint(checkpoint, rename)
         return ModelEntry.arranged(self, found, replace(config, wrapper=None))
 
-    def _rename_head(self, checkpoint: CheckpointSource) -> Rename:
-        """Maps the names of the head's tensors to the model's. Raises CheckpointError."""
-        if issubclass(self.model, HybridMTPHead):
-            if not any(name.startswith("mtp.fc.") for name in checkpoint.names):
-                raise _no_head(config_name="mtp")
-            for name in checkpoint.names:
-                if name.startswith("mtp.") and not name.startswith(("mtp.layers.", *_OF_QWEN)):
-                    raise CheckpointError(
-                        f"the weights have {shown_name(name)}, which MTP heads of this family do"
-                        " not have here; leave out the speculation by 'mtp'"
-                    )
-            return _rename_qwen
-        names = {language_model_name(name): name for name in checkpoint.names}
-        numbers = [
-            int(found[1])
-            for found in map(_LAYER.match, names)
-            if found is not None and found[2].startswith("eh_proj.")
-        ]
-        if not numbers:
-            raise _no_head(config_name="num_nextn_predict_layers")
-        prefix = f"model.layers.{min(numbers)}."
-        for own, shared in _SHARED.items():
-            theirs = names.get(prefix + own)
-            same = names.get(shared, names.get(_SHARED["embed_tokens.weight"]))
-            if theirs is not None and (same is None or not checkpoint.equal(theirs, same)):
-                raise CheckpointError(
-                    f"the weights have {shown_name(theirs)}, which differs from {shared}; only MTP"
-                    " heads that share the model's own can draft. Leave out the speculation by"
-                    " 'mtp'"
-                )
 
-        def rename(name: str) -> str | None:
-            name = language_model_name(name)
-            rest = name.removeprefix(prefix)
-            if rest == name or rest in _SHARED:
-                return None
-            first, _, behind = rest.partition(".")
-            if first not in _OF_LAYER:
-                return f"layer.{rest}"
-            return f"{_OF_LAYER[first]}.{behind.removeprefix('norm.')}"
+def _rename_of_layer(checkpoint: CheckpointSource) -> Rename:
+    """Maps the names of DeepSeek's or GLM's first head to the model's. Raises CheckpointError."""
+    # First, find the layer that is a head.
+    names = {language_model_name(name): name for name in checkpoint.names}
+    numbers = [
+        int(found[1])
+        for found in map(_LAYER.match, names)
+        if found is not None and found[2].startswith("eh_proj.")
+    ]
+    if not numbers:
+        raise _no_head(config_name="num_nextn_predict_layers")
+    prefix = f"model.layers.{min(numbers)}."
+    # Then, compare the tensors that it shares with the model.
+    for own, shared in _SHARED.items():
+        theirs = names.get(prefix + own)
+        same = names.get(shared, names.get(_SHARED["embed_tokens.weight"]))
+        if theirs is not None and (same is None or not checkpoint.equal(theirs, same)):
+            raise CheckpointError(
+                f"the weights have {shown_name(theirs)}, which differs from {shared}; only MTP"
+                " heads that share the model's own can draft. Leave out the speculation by 'mtp'"
+            )
 
-        return rename
+    def rename(name: str) -> str | None:
+        name = language_model_name(name)
+        rest = name.removeprefix(prefix)
+        if rest == name or rest in _SHARED:
+            return None
+        first, _, behind = rest.partition(".")
+        if first not in _OF_LAYER:
+            return f"layer.{rest}"
+        return f"{_OF_LAYER[first]}.{behind.removeprefix('norm.')}"
+
+    return rename
+
+
+def _rename_of_hybrid(checkpoint: CheckpointSource) -> Rename:
+    """Maps the names of Qwen's first head to the model's. Raises CheckpointError."""
+    if not any(name.startswith("mtp.fc.") for name in checkpoint.names):
+        raise _no_head(config_name="mtp")
+    for name in checkpoint.names:
+        if name.startswith("mtp.") and not name.startswith(("mtp.layers.", *_OF_QWEN)):
+            raise CheckpointError(
+                f"the weights have {shown_name(name)}, which MTP heads of this family do not have"
+                " here; leave out the speculation by 'mtp'"
+            )
+    return _rename_qwen
 
 
 def _rename_qwen(name: str) -> str | None:
