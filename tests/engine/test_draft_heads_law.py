@@ -9,6 +9,7 @@ from tests.engine.test_law import make_crowd
 from tests.engine.test_speculation_law import seen
 from tests.models.heads.head_files import (
     add_layer_head,
+    add_named_head,
     repeat_last_layer,
     save_eagle3,
     save_family,
@@ -31,6 +32,11 @@ OPTIONS: dict[str, Any] = {
 
 def save(name: str, folder: Path) -> dict[str, Any]:
     """A model and its head; returns the options that name them."""
+    if name == "qwen3_next":
+        kinds = ["linear_attention", "full_attention"] * 2
+        save_family(name, folder, vocab_size=4096, layer_types=kinds, num_hidden_layers=4)
+        add_named_head(folder)
+        return {"model": str(folder), "speculation": "mtp"}
     if name not in ("llama", "qwen3"):
         save_family(name, folder, vocab_size=4096)
         add_layer_head(folder)
@@ -49,7 +55,7 @@ def crowd() -> tuple[list[Any], list[SamplingParams]]:
     return prompts[:6], params[:6]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4-moe", "llama"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4-moe", "llama", "qwen3_next"])
 @pytest.mark.usefixtures("native_engine")
 def test_heads_change_nothing_of_an_answer(name: str, tmp_path: Path) -> None:
     options = save(name, tmp_path)
