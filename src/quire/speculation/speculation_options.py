@@ -69,7 +69,7 @@ class SpeculationOptions(Options):
     """How drafts are proposed, which steps then verify; no output depends on them."""
 
     speculation: str = option(
-        OFF,
+        AUTO,
         Names(PROPOSERS, DRAFTERS, (AUTO, OFF)),
         group="scheduling",
         help="proposers of draft tokens, which steps verify: {names}, or several after commas",

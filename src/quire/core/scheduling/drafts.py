@@ -142,19 +142,15 @@ class Drafting:
             return False
         if self._now_s < self._next_ask_s or self._most_drafts(sequence) < 1:
             return False
-        is_awaited = self._awaits_drafter() or self._awaits_proposers(sequence)
+        self._num_waits += 1
+        is_awaited = self.model is not None and (
+            self.model.is_in_use or not self._num_waits % ASKS_EVERY
+        )
+        if not is_awaited:
+            self._num_asked += 1
+            is_awaited = len(self.speculator.propose(sequence, 2).token_ids) == 2
         self._is_awaited |= is_awaited
         return is_awaited
-
-    def _awaits_drafter(self) -> bool:
-        if self.model is None:
-            return False
-        self._num_waits += 1
-        return self.model.is_in_use or not self._num_waits % ASKS_EVERY
-
-    def _awaits_proposers(self, sequence: Sequence) -> bool:
-        self._num_asked += 1
-        return len(self.speculator.propose(sequence, 2).token_ids) == 2
 
     def is_replay(self, sequence: Sequence, num_lacking: int) -> bool:
         """Whether the num_lacking tokens that a running sequence has to compute are its last token,
@@ -193,11 +189,12 @@ class Drafting:
         drafter is not considered."""
         # First, choose the numbers of known drafts, and of those of the drafter in their place.
         options = [_Option(row.sequence, row.known, None) for row in rows if row.known.token_ids]
-        lengths, rate = choose_lengths(self._candidates(options), budget)
+        lengths, rate = choose_lengths(_candidates(options, self._has_states), budget)
         if model is not None:
             others = _with_drafter(model, rows, budget)
             if others != options:
-                choice = choose_lengths(self._candidates(others), budget, model.costs)
+                found = _candidates(others, self._has_states)
+                choice = choose_lengths(found, budget, model.costs)
                 if choice.rate >= LEAST_GAIN * rate:
                     options, lengths = others, choice.lengths
         # Then reserve their slots. A row that has to catch up on too much gets no drafts yet.
@@ -217,17 +214,6 @@ class Drafting:
             sequence.draft_token_ids = chosen.token_ids
             num_lacking = len(sequence.token_ids) - sequence.num_computed_tokens
             self._planned.append((sequence, chosen, num_lacking))
-
-    def _candidates(self, options: list[_Option]) -> list[DraftCandidate]:
-        return [
-            DraftCandidate(
-                each.sequence.num_tokens - 1,
-                each.proposal.survival,
-                each.catching,
-                self._has_states,
-            )
-            for each in options
-        ]
 
     def _find_rows(
         self, chunks: Mapping[Sequence, int], budget: StepBudget, model: ModelDrafts | None
@@ -421,6 +407,13 @@ def _with_drafter(model: ModelDrafts, rows: list[_Row], budget: StepBudget) -> l
         elif known.token_ids:
             found.append(_Option(sequence, known, None))
     return found
+
+
+def _candidates(options: list[_Option], has_states: bool) -> list[DraftCandidate]:
+    return [
+        DraftCandidate(sequence.num_tokens - 1, proposal.survival, catching, has_states)
+        for sequence, proposal, catching in options
+    ]
 
 
 def _cut(proposal: Proposal, count: int) -> Proposal:
