@@ -150,6 +150,7 @@ def real_engine(
             "block_size": budget.block_size,
             "max_num_seqs": budget.max_num_seqs,
             "max_num_batched_tokens": budget.max_num_batched_tokens,
+            "speculation": "off",  # as in the simulation
             **options,
         },
         kv_allocator=None if allocator == PAGED else find_allocator(allocator, placement),

@@ -35,6 +35,7 @@ def adapters(tmp_path_factory) -> list[LoRARequest]:
 
 def make(**options) -> LLM:
     usual = {"max_loras": 2, "max_lora_rank": 4, "max_num_seqs": 8, "num_blocks": 256}
+    usual["speculation"] = "off"  # tests count steps
     return LLM(enable_lora=True, **({"max_model_len": 512} | usual | options))
 
 

@@ -60,7 +60,8 @@ def crowd() -> tuple[list[Any], list[SamplingParams]]:
 def test_heads_change_nothing_of_an_answer(name: str, tmp_path: Path) -> None:
     options = save(name, tmp_path)
     prompts, params = crowd()
-    plain = LLM(options["model"], **OPTIONS).generate(prompts, params, use_tqdm=False)
+    without = LLM(options["model"], **OPTIONS, speculation="off")
+    plain = without.generate(prompts, params, use_tqdm=False)
     crowded = {"num_blocks": 36} if name in ("glm4-moe", "llama") else {}
     llm = LLM(**{**OPTIONS, **options, **crowded})
     scheduler = llm.engine.scheduler
@@ -91,7 +92,7 @@ def test_heads_with_other_options(tmp_path: Path) -> None:
     ):
         kv = str(more.get("kv_cache_dtype", "auto"))
         if kv not in before:
-            plain = LLM(options["model"], **OPTIONS, kv_cache_dtype=kv)
+            plain = LLM(options["model"], **OPTIONS, kv_cache_dtype=kv, speculation="off")
             before[kv] = seen(plain.generate(prompts, params, use_tqdm=False))
         llm = LLM(**{**OPTIONS, **options, **more})
         llm.engine.scheduler.pacer = ConstantPacer()

@@ -65,7 +65,7 @@ def test_greedy_tokens_equal(family: Family, setting: str, monkeypatch: pytest.M
         growth = whole.engine.scheduler.memory.growth
         options = options | {"num_blocks": growth.most_to_hold(options["max_model_len"]) * 5 // 4}
         monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
-    llm = LLM(str(folder), skip_tokenizer_init=True, dtype="float32", **options)
+    llm = LLM(str(folder), skip_tokenizer_init=True, dtype="float32", speculation="off", **options)
     prompts = make_prompts(9)
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):

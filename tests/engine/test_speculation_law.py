@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from tests.adapters.embedded import save_adapter
 from tests.engine import test_hybrid_law as hybrids
+from tests.engine import test_law
 from tests.engine.drafting import check_counts, recorded, use_proposer
 from tests.engine.test_grammar_law import PROMPTS, WISHES
-from tests.engine.test_law import make_crowd, make_llm
+from tests.engine.test_law import make_crowd
 from tests.engine.tier_law import eager
 from tests.models.family_shapes import save_wide
 from tests.runtime.hybrid_family import registered, save_hybrid
@@ -28,6 +29,11 @@ from quire.engine_client.results import RequestOutput
 from quire.simulation.baselines import NoGrowth
 
 NGRAMS: dict[str, Any] = {"speculation": "ngram", "ngram_min_match": 1}
+
+
+def make_llm(**options: Any) -> LLM:
+    """An engine without drafts, unless the options ask for them."""
+    return test_law.make_llm(**({"speculation": "off"} | options))
 
 
 def seen(outputs: list[RequestOutput]) -> list[tuple[Any, list[Any]]]:

@@ -12,7 +12,7 @@ WISH = SamplingParams(max_tokens=24, temperature=1.2, seed=5, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(dtype="float32", num_blocks=120, max_model_len=256, block_size=8)
+    return LLM(dtype="float32", num_blocks=120, max_model_len=256, block_size=8, speculation="off")
 
 
 def test_a_generation_reads_what_generate_gives(llm: LLM) -> None:

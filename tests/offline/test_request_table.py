@@ -30,7 +30,14 @@ def wish(index: int) -> SamplingParams:
 def llm() -> LLM:
     torch.set_num_threads(1)
     # Room for six sequences or so: threads' requests wait for each other's memory, and preempt.
-    return LLM(dtype="float32", max_model_len=128, num_blocks=48, block_size=8, max_num_seqs=6)
+    return LLM(
+        dtype="float32",
+        max_model_len=128,
+        num_blocks=48,
+        block_size=8,
+        max_num_seqs=6,
+        speculation="off",
+    )
 
 
 @pytest.fixture(scope="module")

@@ -182,11 +182,11 @@ def test_a_number_of_tokens_may_be_written_in_thousands(given: Any, taken: int |
             "host_cache_size is 1073741824, but tensor_parallel_size is 2",
         ),
         (
-            {"num_draft_tokens": 3},
+            {"num_draft_tokens": 3, "speculation": "off"},
             "^num_draft_tokens is 3, but it has no effect without speculation; set",
         ),
         (
-            {"ngram_min_match": 1},
+            {"ngram_min_match": 1, "speculation": "off"},
             "^ngram_min_match is 1, but it has no effect without speculation; set",
         ),
         (

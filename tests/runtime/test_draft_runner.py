@@ -17,10 +17,8 @@ from tests.runtime.real_runner import Made, load
 from quire.core.kv_groups import KVKind
 from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import DecodingParams
-from quire.core.step import Chunk, RowAdmission, StepPlan
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.runtime import model_runner
-from quire.runtime.batch import RowBatch
 from quire.runtime.model_runner import ModelRunner
 
 NUM_SAMPLED = 14
@@ -340,28 +338,6 @@ def test_a_row_without_usable_logits_behind_a_draft_keeps_the_tokens_before(
     for held, whole in zip(rows, expected, strict=True):
         assert held.sampled[:NUM_SAMPLED] == whole.sampled
         assert held.entries[:NUM_SAMPLED] == whole.entries
-
-
-def test_states_take_no_drafts() -> None:
-    rows = RowBatch(
-        num_rows=2,
-        max_model_len=32,
-        max_num_tokens=32,
-        num_groups=1,
-        block_size=8,
-        state_sizes=(1,),
-    )
-    tables = ((0,), (1,))
-    plan = StepPlan(
-        0,
-        1,
-        5,
-        admit=(RowAdmission(0, [1, 2, 3], 3, 0, tables, GREEDY),),
-        chunks=(Chunk(0, 5, (4, 5)),),
-    )
-    rows.change(plan)
-    with pytest.raises(AssertionError, match="state can't drop drafts"):
-        rows.build(plan)
 
 
 def test_drafts_come_with_a_closed_gap(embedded: Made) -> None:

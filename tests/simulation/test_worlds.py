@@ -61,14 +61,14 @@ def test_a_hybrid_world_differs_in_its_memory_alone() -> None:
     assert draw_hybrid_world(1, 5) == hybrid
 
 
-def test_a_draft_world_has_drafts_and_no_states() -> None:
+def test_draft_worlds_have_drafts_and_all_kinds_of_memory() -> None:
     worlds = [draw_draft_world(0, index) for index in range(60)]
     assert draw_draft_world(0, 5) == worlds[5]
     assert {world.max_drafts for world in worlds} == {1, 2, 3, 7, 20}
     assert {world.draft_error_rate for world in worlds} == {0.0, 0.1, 0.3, 0.6, 1.0}
     kinds = [world.kinds for world in worlds]
     assert "" in kinds and any("window" in words for words in kinds)
-    assert not any("state" in words for words in kinds)
+    assert any("state" in words for words in kinds)
 
 
 def test_hybrid_worlds_have_all_kinds_and_room_for_a_short_sequence() -> None:

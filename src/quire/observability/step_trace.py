@@ -156,7 +156,7 @@ def log_step(record: StepRecord) -> None:
     STEP_LOGGER.debug(
         "step %d: %d rows, %d tokens (%d of them prefill), %d waiting, %d blocks,"
         " %d preemptions, %.2f ms (schedule %.2f, build %.2f, plan %.2f, forward %.2f,"
-        " sample %.2f, wait %.2f, apply %.2f)",
+        " sample %.2f, wait %.2f, apply %.2f, draft %.2f)",
         record.step_id,
         record.num_rows,
         record.num_tokens,

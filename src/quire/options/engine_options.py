@@ -357,7 +357,6 @@ class EngineOptions(
                 raise ConfigurationError(f"{name} is given twice, also as {target}; give it once")
             values[target] = value
         cls.complete(values)
-        SpeculationOptions.complete_drafting(values)
         return cls(**values)
 
     def as_mapping(self) -> dict[str, Any]:

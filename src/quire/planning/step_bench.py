@@ -2,18 +2,20 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from quire.assembly.build import build_engine
 from quire.assembly.reports.memory_fit import MemoryFit
 from quire.core.scheduling.cost_model import StepCostModel
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.step import Runner
 from quire.errors import ConfigurationError
 from quire.options.engine_options import EngineOptions
 from quire.planning.calibration_runs import LONGEST_ANSWER, RunBounds, draw_runs
 from quire.planning.measuring import MeasuredStep, WatchedRunner, measure_runs
 from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
+from quire.speculation.speculation_options import OFF, SpeculationOptions
 
 LEAST_CONTEXT = 2048
 MEASURED_ROWS = 64
@@ -100,6 +102,8 @@ def _for_measurement(
         skip_tokenizer_init=True,
         tokenizer=None,
         enable_prefix_caching=True,
+        num_draft_tokens=SchedulerConfig.num_draft_tokens,
+        **asdict(SpeculationOptions(speculation=OFF)),
     )
 
 

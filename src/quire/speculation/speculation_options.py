@@ -90,7 +90,7 @@ class SpeculationOptions(Options):
         " EAGLE-3 head of the model, which drafts",
         doc="a folder, GGUF file or hub id of a small model with the same vocabulary, or of an"
         " EAGLE-3 head of the model, which drafts tokens where that pays. It is computed on the CPU"
-        ' only. Without speculation, it sets that to "auto".',
+        " only.",
         flag=Flag(metavar="PATH"),
     )
     ngram_min_match: int = option(
@@ -138,9 +138,3 @@ class SpeculationOptions(Options):
                     f"{name} is {given}, but it has no effect without speculation; set"
                     " speculation, or leave it out"
                 )
-
-    @staticmethod
-    def complete_drafting(given: dict[str, Any]) -> None:
-        """Set the default that depends on another option: a model that drafts is used."""
-        if given.get("speculative_model") is not None:
-            given.setdefault("speculation", AUTO)

@@ -19,7 +19,7 @@ def test_an_idle_server_holds_nothing(http):
     assert sum(parts(report)) == report["total_bytes"] > 0
     assert sum(parts(report)[:4]) == 0 and report["useful_share"] is None
     assert report["tenants"] == {} and report["tiers"] == {}
-    assert set(report["device"]) == {"weight_bytes", "kv_cache_bytes"}
+    assert set(report["device"]) == {"weight_bytes", "kv_cache_bytes", "answer_bytes"}
     assert report["device"]["kv_cache_bytes"] == report["total_bytes"]
 
 

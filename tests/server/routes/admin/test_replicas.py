@@ -73,10 +73,17 @@ def test_replicas_may_go_while_metrics_are_gathered(monkeypatch) -> None:
         raise EngineDeadError("it is gone")
 
     view = SimpleNamespace(
-        state=EngineState.READY, num_restarts=0, last_step_age_s=0.0, pid=None, stats=stats
+        state=EngineState.READY,
+        num_restarts=0,
+        last_step_age_s=0.0,
+        pid=None,
+        stats=stats,
+        facts={},
     )
     engines_by_name = {"a": view, "b": view}
     service = SimpleNamespace(
+        model_name="m",
+        metrics_names="both",
         engine=SimpleNamespace(
             engines_by_name=engines_by_name,
             engines=SimpleNamespace(overview=dict),

@@ -105,7 +105,7 @@ class OllamaBody(ChatBody):
     format: Any = left_out(**_FORMAT)
     options: dict[str, Any] | None = None
     think: bool | str | None = None
-    keep_alive: int | float | str | None = None
+    keep_alive: float | str | None = None
 
     @property
     @abstractmethod
