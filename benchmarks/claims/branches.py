@@ -18,7 +18,8 @@ NAMES = {PARALLEL: "Parallel samples", BEAMS: "Beam search"}
 def study_branches(setting: Setting) -> StudyResult:
     """The share of blocks that branches save, for the paper's shorter lengths."""
     shape = SHAPES[SHAPE]
-    options: dict[str, Any] = {} if setting.model is None else {"model": setting.model}
+    options: dict[str, Any] = {"speculation": "off"}
+    options |= {} if setting.model is None else {"model": setting.model}
     spec = Sharing(
         MemoryLoad(input_mean=shape.input_mean, output_mean=shape.output_mean),
         branches=WIDTHS[:1] if setting.is_quick else WIDTHS,

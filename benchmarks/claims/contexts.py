@@ -228,6 +228,7 @@ def _engine(shape: DecodeShape, folder: Path, *, is_paged: bool) -> Engine:
         "skip_tokenizer_init": True,
         "enable_prefix_caching": is_paged,
         "disable_log_stats": True,
+        "speculation": "off",  # each step decodes one token
     }
     return build_engine(options, kv_allocator=None if is_paged else contiguous("max", "first_fit"))
 

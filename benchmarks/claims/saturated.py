@@ -79,7 +79,7 @@ def study_throughput(setting: Setting) -> StudyResult:
         longest = load.max_model_len
         return simulated_engine(allocator, longest, budget, placement=placement, cost=COST)
 
-    options: dict[str, Any] = {"num_threads": 1}
+    options: dict[str, Any] = {"num_threads": 1, "speculation": "off"}
     if setting.model is not None:
         options["model"] = setting.model
 

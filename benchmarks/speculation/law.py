@@ -137,7 +137,7 @@ class Batch:
                 self._count(llm)
 
     def _open(self, **options: Any) -> LLM:
-        sizes = {"max_model_len": MAX_MODEL_LEN, "disable_log_stats": True}
+        sizes = {"max_model_len": MAX_MODEL_LEN, "disable_log_stats": True, "speculation": "off"}
         folder = self.served.folder and str(self.served.folder)
         return LLM(folder, **{**sizes, **self.served.options, **options})
 

