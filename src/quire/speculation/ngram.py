@@ -32,7 +32,7 @@ GRADES = (5, 8, 12, LONGEST_MATCH)
 CHANCES = (0.4, 0.6, 0.75, 0.9, 0.95)
 """For each grade, the chance that a draft is accepted, until it was learned."""
 
-LEAST_BULK = 1024
+LEAST_BULK = 128
 """From this number of new tokens on, n-grams are sorted instead of looked up one by one."""
 
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
