@@ -259,7 +259,7 @@ class Batch:
             )
 
     def _forked(self, wish: Wish, fork: Fork) -> Any:
-        """What the engine without drafts gives for a branch that is forked as late."""
+        """The answer of the engine without drafts for a branch forked after as many tokens."""
         assembler = _open(self.plain, wish)
         requests = self.plain._requests
         while len(assembler.output.outputs[0].token_ids) < fork.num_tokens:

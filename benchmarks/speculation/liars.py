@@ -36,7 +36,7 @@ class Way(IntEnum):
 
 
 class Lie(NamedTuple):
-    """What a speculator tells of one sequence."""
+    """The way in which a speculator errs for one sequence."""
 
     way: Way
     #: Number of the answer's tokens at which the way turns.

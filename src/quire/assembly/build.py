@@ -34,11 +34,7 @@ from quire.assembly.tier_build import (
 )
 from quire.child_process import python_command
 from quire.core.memory.growth import Growth
-from quire.core.memory.kv_cache_manager import (
-    KVCacheConfig,
-    KVManagerFactory,
-    paged_manager,
-)
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.memory.tiers.contract import Tiers
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.cost_model import StepCostModel

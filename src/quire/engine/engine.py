@@ -434,7 +434,7 @@ class Engine:
         ended_s = self._clock()
         elapsed_s, is_known = self._in_flight.end(step, ended_s)
         if is_known:
-            # What drafting takes is learned by the drafter's own costs.
+            # The drafter's own costs learn the time of drafting.
             step_s = max(0.0, elapsed_s - step.draft_s)
             self.scheduler.pacer.observe(step.plan.step_id, step_s)
             self.tier_work.observe(step.plan.step_id, step_s)

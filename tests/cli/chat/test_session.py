@@ -1,6 +1,7 @@
 """The chat: history, commands, Ctrl-C and errors, on answers that are given to it."""
 
 import json
+import readline
 import signal
 import stat
 from collections.abc import Iterable, Iterator
@@ -266,7 +267,6 @@ def test_on_a_terminal_there_is_a_prompt_and_a_last_line_end(
 def test_questions_are_kept_over_sessions_for_their_user_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    readline = pytest.importorskip("readline")
     path = tmp_path / "folder" / "history"
     monkeypatch.setattr(session, "HISTORY_FILE", path)
     load_readline()

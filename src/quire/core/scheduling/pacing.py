@@ -44,8 +44,8 @@ LATE_GAIN = 2
 LEAST_LATE_PROMPTS = 2
 
 PLAIN_STEPS = 8
-"""Of steps that only decode, without drafts, `LearningPacer` learns from one of this number: they
-are alike, and learning takes 17 us, which a tiny model's steps would notice."""
+"""`LearningPacer` learns from one in this number of steps that only decode, without drafts. They
+are alike, and learning takes 17 us, which is much beside the steps of a tiny model."""
 
 
 class StepDemand(NamedTuple):

@@ -54,7 +54,8 @@ PRECOMPILED_HEADER = "precompiled.h"
 MAX_PARSED = 6
 
 CPUINFO = Path("/proc/cpuinfo")
-# What Linux calls the features of each instruction set, as `is_supported` of api.cpp has them.
+# Linux's names of the features that each instruction set needs; `is_supported` of api.cpp checks
+# the same features.
 _AVX2_FEATURES = frozenset({"avx2", "fma"})
 _AVX512_FEATURES = _AVX2_FEATURES | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _FEATURES = {
