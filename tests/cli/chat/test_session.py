@@ -147,8 +147,10 @@ def test_a_conversation_is_saved_and_loaded(
     assert _roles(messages) == "system user assistant user"
     (tmp_path / "other").write_text("[5]")
     _run(monkeypatch, f"/load {tmp_path / 'other'}", f"/load {tmp_path / 'none'}", "/save")
+    _run(monkeypatch, f"/save {tmp_path}")
     err = capsys.readouterr().err
     assert "is no conversation that /save wrote" in err
+    assert f"{tmp_path} can't be written: Is a directory" in err
     assert "No such file" in err and "/save needs the name of a file" in err
 
 

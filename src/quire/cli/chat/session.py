@@ -224,7 +224,11 @@ class ChatSession:
 
     def _save(self, name: str) -> None:
         path = _path(name, "/save")
-        path.write_text(json.dumps(self.messages, indent=1, ensure_ascii=False), encoding="utf-8")
+        text = json.dumps(self.messages, indent=1, ensure_ascii=False)
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"{path} can't be written: {error.strerror}") from error
         print(f"{path} has the conversation.")
 
     def _load(self, name: str) -> None:
