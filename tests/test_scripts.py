@@ -276,9 +276,11 @@ def test_a_copied_environment_is_set_up_anew(machine: Machine, tmp_path: Path) -
     assert "installing quire" in machine.run("demo").stderr
 
 
-def test_setup_knows_two_kinds(machine: Machine) -> None:
+def test_setup_takes_its_words_in_any_order_and_refuses_others(machine: Machine) -> None:
     machine.set_up("dev")
     assert "ready: " in machine.run("setup").stderr
+    assert "--own-isa" not in machine.run("setup", "dev", "--all-isas").stderr
+    assert "one of" in machine.run("setup", "dev", "runtime").stderr
     run = machine.run("setup", "all")
     assert (run.returncode, run.stderr.count("\n")) == (1, 1)
     assert "takes 'runtime' or 'dev', not 'all'" in run.stderr
