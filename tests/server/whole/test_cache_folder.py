@@ -122,7 +122,7 @@ def test_an_engine_and_then_a_server_are_killed(tmp_path, undisturbed, why_torch
         first.wait_until(lambda stats: stats["tiers"]["num_waiting_blocks"] == 0)
         first.signal(signal.SIGKILL)
         assert first.wait_for_exit() == -signal.SIGKILL
-    with launched(options(folder)) as second:
+    with launched(options(folder), command=command) as second:
         for index in range(2):
             *result, cached = complete(second, index)
             assert cached >= PROMPT_TOKENS - 32
