@@ -40,10 +40,20 @@ def put_in_one_order(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place[item.path.relative_to(folder).parts[0]])
 
 
-def put_alone_first(items: list[pytest.Item]) -> None:
-    """So that all other processes wait only once, at a time when their tests are short.
+FIRST = ("alone", "long")
+"""The marks of tests that begin first, in this order."""
 
-    A test that runs alone has to wait for the test that another process has begun, half a minute
-    for the longest.
+
+def put_first(items: list[pytest.Item]) -> None:
+    """Put the tests that run alone, then the long ones, before all others.
+
+    All other processes then wait only once for those that run alone, at a time when their tests are
+    short: a test that runs alone waits for the tests that other processes have begun. A long test
+    that began last would leave processors idle.
     """
-    items.sort(key=lambda item: item.get_closest_marker("alone") is None)
+
+    def place(item: pytest.Item) -> int:
+        marks = (at for at, mark in enumerate(FIRST) if item.get_closest_marker(mark))
+        return next(marks, len(FIRST))
+
+    items.sort(key=place)

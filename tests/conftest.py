@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-from tests.collecting import begin_elsewhere, put_alone_first, put_in_one_order
+from tests.collecting import begin_elsewhere, put_first, put_in_one_order
 from tests.forking import Forks, shared_forks, starter
 from tests.native_library import OPTION as WITHOUT_NATIVE
 from tests.native_library import why_missing
@@ -124,13 +124,15 @@ TURNS = pytest.StashKey[Turns]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     put_in_one_order(config, items)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        put_alone_first(items)
+        put_first(items)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may be missing
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What `-n auto` is: a process for each processor."""
-    return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    """What `-n auto` is: three processes for two processors, since a third of the time of tests is
+    waiting for other processes and for timeouts."""
+    num_processors = len(os.sched_getaffinity(0))
+    return min(MAX_WORKERS, num_processors + num_processors // 2)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the timeout: waiting does not count

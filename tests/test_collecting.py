@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.collecting import begin_elsewhere, put_alone_first, put_in_one_order
+from tests.collecting import begin_elsewhere, put_first, put_in_one_order
 
 NAMES = ["adapters", "core", "server", "test_tidy.py", "text"]
 
@@ -67,10 +67,13 @@ def test_the_order_that_was_asked_for_is_left_alone(checkout: Path) -> None:
     assert alone.args == ["tests"]
 
 
-def test_tests_that_run_alone_are_the_first_in_their_own_order() -> None:
-    marks = {"a": {}, "b": {"alone": 1}, "c": {"other": 1}, "d": {"alone": 1}}
+def test_tests_that_run_alone_are_the_first_and_then_the_long_ones_in_their_own_order() -> None:
+    marks: dict[str, dict[str, int]] = {
+        **{"a": {}, "b": {"long": 1}, "c": {"alone": 1}},
+        **{"d": {"other": 1}, "e": {"alone": 1}, "f": {"long": 1}},
+    }
     items = [
         SimpleNamespace(name=name, get_closest_marker=found.get) for name, found in marks.items()
     ]
-    put_alone_first(items)  # type: ignore[arg-type]
-    assert [item.name for item in items] == ["b", "d", "a", "c"]
+    put_first(items)  # type: ignore[arg-type]
+    assert [item.name for item in items] == ["c", "e", "b", "f", "a", "d"]

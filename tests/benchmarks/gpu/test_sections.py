@@ -24,6 +24,7 @@ def gpu(load_script: LoadScript) -> ModuleType:
     return load_script("benchmarks.gpu.sections")
 
 
+@pytest.mark.long
 def test_a_miniature_of_every_section_runs_and_all_checks_hold(
     gpu: ModuleType, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from tests.forking import Forks
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_crashes_and_damage_to_a_folder_change_no_token(forks: Forks) -> None:
     """In a process of its own, since it forks, and this one has threads."""
     status, printed = forks.run("-m", "benchmarks.tiers.crash_matrix", "--short")

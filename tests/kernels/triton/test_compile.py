@@ -50,6 +50,7 @@ BATCH_INVARIANT = {
 """The only instruction of a batch-invariant product, for all batches, by the target."""
 
 
+@pytest.mark.long
 def test_all_kernels_compile_as_they_should():
     """One test, so that they are compiled once: in several processes each would compile all."""
     results = run_in_process("compiling", timeout_s=110)

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 from tests.kernels.triton.compiling import line, run_in_process
 
 
+@pytest.mark.long
 def test_every_launch_of_an_engine_compiles():
     options = ("--model", "qwen3", "--sampling", '{"max_tokens": 2}')
     results = run_in_process("launching", *options, timeout_s=110)
