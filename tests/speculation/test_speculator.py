@@ -50,6 +50,26 @@ def test_the_last_outcome_of_a_sequence_counts() -> None:
     assert speculator.propose(unlucky, 2).survival[0] < 0.2
 
 
+def test_rejections_in_a_row_soon_lower_the_chance_whatever_other_sequences_accept() -> None:
+    speculator = BestGuess({"one": Fixed(1, 2)})
+    lucky, unlucky = make_sequence([1], [2]), make_sequence([3], [4])
+    for _ in range(100):
+        # One rejection between others is usual here, so the chance after one stays high.
+        speculator.learn(lucky, speculator.propose(lucky, 2), 0)
+        speculator.learn(lucky, speculator.propose(lucky, 2), 2)
+    chances = []
+    for _ in range(12):
+        proposal = speculator.propose(unlucky, 2)
+        chances.append(proposal.survival[0])
+        speculator.learn(unlucky, proposal, 0)
+    assert chances[1] > 0.9
+    assert chances[2] < 0.3
+    assert chances[-1] < 0.05
+    speculator.learn(unlucky, speculator.propose(unlucky, 2), 2)
+    speculator.learn(unlucky, speculator.propose(unlucky, 2), 0)
+    assert speculator.propose(unlucky, 2).survival[0] > 0.9  # one rejection again
+
+
 def test_every_proposer_learns_of_an_end() -> None:
     first, second = Fixed(), Fixed()
     sequence = make_sequence([1])

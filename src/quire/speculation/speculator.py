@@ -1,11 +1,13 @@
 """Chooses between the guesses of several proposers; implements `core`'s `Speculator`.
 
-The chance that a guess is accepted depends on its proposer and grade, and on whether the sequence's
-last drafts were accepted: a text that repeats another one goes on doing so.
+The chance that a guess is accepted depends on its proposer and grade, and on the outcomes of the
+sequence's last drafts: a text that repeats another one goes on doing so, and a text in which drafts
+were rejected several times in a row is likely to reject the next ones, whatever other texts did.
 """
 
 from collections.abc import Mapping
 from enum import IntEnum
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from quire.core.scheduling.proposals import NO_PROPOSAL, Proposal
@@ -28,6 +30,32 @@ class LastOutcome(IntEnum):
     ALL_ACCEPTED = 3
 
 
+MOST_DOUBLINGS = 4
+"""Rejections in a row are told apart up to two to this power, less one."""
+
+
+class OutcomeRecord(NamedTuple):
+    """The last outcome of a sequence's drafts, and its rejections in a row."""
+
+    last: LastOutcome = LastOutcome.UNKNOWN
+    #: The number of times in a row that all drafts were rejected.
+    num_rejections: int = 0
+
+    def after(self, num_verified: int, num_accepted: int) -> "OutcomeRecord":
+        """The record with one more outcome."""
+        if not num_accepted:
+            return OutcomeRecord(LastOutcome.ALL_REJECTED, self.num_rejections + 1)
+        is_whole = num_accepted == num_verified
+        return OutcomeRecord(LastOutcome.ALL_ACCEPTED if is_whole else LastOutcome.SOME_ACCEPTED)
+
+    def kind(self) -> tuple[int, int]:
+        """Records whose next drafts have the same chance: 1, 2 to 3, 4 to 7, ... rejections."""
+        return self.last, min(self.num_rejections.bit_length(), MOST_DOUBLINGS)
+
+
+NO_OUTCOMES = OutcomeRecord()
+
+
 class BestGuess:
     """Proposes the guess of which the most tokens are expected to be accepted."""
 
@@ -38,7 +66,7 @@ class BestGuess:
         self._drafter = drafter
         self._proposers = dict(proposers)
         self._survival = Survival()
-        self._outcomes: WeakKeyDictionary[Sequence, LastOutcome] = WeakKeyDictionary()
+        self._outcomes: WeakKeyDictionary[Sequence, OutcomeRecord] = WeakKeyDictionary()
 
     @property
     def max_answer_bytes(self) -> int:
@@ -48,14 +76,16 @@ class BestGuess:
 
     def propose(self, sequence: Sequence, most: int) -> Proposal:
         """See `Speculator`."""
-        outcome = self._outcomes.get(sequence, LastOutcome.UNKNOWN)
+        outcome = self._outcomes.get(sequence, NO_OUTCOMES).kind()
         best, most_expected = NO_PROPOSAL, 0.0
         for name, proposer in self._proposers.items():
             guess = proposer.propose(sequence, most)
             if guess is None or not guess.token_ids:
                 continue
             kind = (name, guess.grade, outcome)
-            survival = self._survival.estimate(kind, len(guess.token_ids), guess.chance)
+            # Until it was learned, a chance is the lower the more often drafts were rejected.
+            chance = guess.chance / (1 + outcome[1])
+            survival = self._survival.estimate(kind, len(guess.token_ids), chance)
             expected = sum(survival)
             if expected > most_expected:
                 most_expected = expected
@@ -64,8 +94,7 @@ class BestGuess:
 
     def expect(self, sequence: Sequence, most: int) -> Proposal:
         """See `Speculator`."""
-        outcome = self._outcomes.get(sequence, LastOutcome.UNKNOWN)
-        kind = (self._drafter, 0, outcome)
+        kind = (self._drafter, 0, self._outcomes.get(sequence, NO_OUTCOMES).kind())
         survival = self._survival.estimate(kind, most, DRAFTER_CHANCE)
         return Proposal((), survival, self._drafter, kind)
 
@@ -73,12 +102,8 @@ class BestGuess:
         """See `Speculator`."""
         num_verified = len(proposal.token_ids)
         self._survival.learn(proposal.kind, num_verified, num_accepted)
-        outcome = LastOutcome.SOME_ACCEPTED
-        if not num_accepted:
-            outcome = LastOutcome.ALL_REJECTED
-        elif num_accepted == num_verified:
-            outcome = LastOutcome.ALL_ACCEPTED
-        self._outcomes[sequence] = outcome
+        outcomes = self._outcomes.get(sequence, NO_OUTCOMES)
+        self._outcomes[sequence] = outcomes.after(num_verified, num_accepted)
 
     def end(self, sequence: Sequence) -> None:
         """See `Speculator`."""
