@@ -1,6 +1,7 @@
 """`python -m benchmarks.speculation.beside_llama`: quire's drafts beside llama.cpp's, same files.
 
     python -m benchmarks.speculation.beside_llama --model FILE.gguf --llama-server LLAMA_SERVER
+    ... --draft-gguf SMALL.gguf
 
 One GGUF file answers the same prompts in both engines, greedily, one stream on the same number of
 threads. Each engine runs with drafts and without, in turns. Prints the tokens per second of
@@ -25,6 +26,7 @@ from benchmarks.speculation.workloads import make_tasks
 REPOSITORY = Path(__file__).parents[2]
 WORKLOADS = "rewrite,diff,agent,prose,code"
 TIMEOUT_S = 300.0
+MAX_MODEL_LEN = 4096
 
 HEADER = "workload  engine                 tokens/s off   tokens/s on   ratio   differ"
 
@@ -73,7 +75,7 @@ def llama_server(args: argparse.Namespace, options: Sequence[str]) -> Iterator[L
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [args.llama_server, "-m", args.model, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["-t", str(args.threads), "-c", "4096", "-np", "1", *options]
+    command += ["-t", str(args.threads), "-c", str(MAX_MODEL_LEN), "-np", "1", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         server = LlamaServer(f"http://127.0.0.1:{port}")
@@ -93,17 +95,16 @@ def llama_server(args: argparse.Namespace, options: Sequence[str]) -> Iterator[L
 class Quire:
     """An engine of quire in this process."""
 
-    def __init__(self, args: argparse.Namespace, speculation: str) -> None:
+    def __init__(self, args: argparse.Namespace, **options: Any) -> None:
         from quire import LLM  # after the number of threads is fixed
 
         self.llm = LLM(
             args.model,
-            max_model_len=4096,
+            max_model_len=MAX_MODEL_LEN,
             max_num_seqs=1,
             num_threads=args.threads,
-            speculation=speculation,
-            **({} if speculation == "off" else {"speculation_history_size": 0}),
             disable_log_stats=True,
+            **options,
         )
 
     def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Run:
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--model", required=True, help="a GGUF file")
     add("--llama-server", required=True, help="the program")
     add("--llama-drafts", default="ngram-simple,ngram-mod,ngram-map-k", help="its --spec-type")
-    add("--draft-gguf", help="a small model in GGUF for both engines")
+    add("--draft-gguf", help="a small model in GGUF, which drafts for both engines instead")
     add("--workloads", default=WORKLOADS)
     add("--cases", type=int, default=3)
     add("--max-prompt", type=int, default=1600)
@@ -145,18 +146,32 @@ def main(argv: list[str] | None = None) -> None:
     add("--threads", type=int, default=1)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    quire = Quire(args, "off"), Quire(args, "auto")
-    modes = [["--spec-type", mode] for mode in args.llama_drafts.split(",")]
+    quire = Quire(args, speculation="off"), Quire(args, **_quire_options(args))
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(llama_server(args, []))
-        drafting = [stack.enter_context(llama_server(args, mode)) for mode in modes]
-        sides: dict[str, tuple[Any, Any]] = {"quire auto": quire}
-        sides |= {f"llama.cpp {m[1]}": (plain, s) for m, s in zip(modes, drafting, strict=True)}
+        sides: dict[str, tuple[Any, Any]] = {"quire": quire}
+        for mode, options in _llama_options(args).items():
+            drafting = stack.enter_context(llama_server(args, options))
+            sides[f"llama.cpp {mode}"] = plain, drafting
         print(HEADER)
         for name in args.workloads.split(","):
             prompts = _prompts(args, name, quire[0].llm)
             for engine, pair in sides.items():
                 _compare(name, engine, pair, prompts, args)
+
+
+def _quire_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the engine with drafts. Earlier answers don't help, since they are the same."""
+    if args.draft_gguf:
+        return {"speculation": "draft_model", "speculative_model": args.draft_gguf}
+    return {"speculation": "auto", "speculation_history_size": 0}
+
+
+def _llama_options(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Name of a way to draft -> options of llama-server."""
+    if args.draft_gguf:
+        return {"draft-simple": ["--spec-type", "draft-simple", "-md", args.draft_gguf]}
+    return {mode: ["--spec-type", mode] for mode in args.llama_drafts.split(",")}
 
 
 def _compare(
