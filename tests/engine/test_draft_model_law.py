@@ -71,10 +71,12 @@ def test_only_the_first_rank_drafts(folder: Path) -> None:
     check_counts(llm.engine)
 
 
-def test_a_model_of_another_family_with_windows(tmp_path: Path) -> None:
-    """It never agrees. Blocks that its windows have passed are kept for it."""
-    whole = save_checkpoint("llama", tmp_path / "whole")
-    small = save_checkpoint("mistral", tmp_path / "small")
+@pytest.mark.parametrize(("target", "drafter"), [("llama", "mistral"), ("mistral", "llama")])
+def test_a_model_of_another_family_with_windows(target: str, drafter: str, tmp_path: Path) -> None:
+    """It never agrees. Blocks that windows have passed are kept for it, in a KV group of its own
+    if all of the target's layers have windows."""
+    whole = save_checkpoint(target, tmp_path / "whole")
+    small = save_checkpoint(drafter, tmp_path / "small")
     options: dict[str, Any] = {"model": str(whole), "skip_tokenizer_init": True, "block_size": 8}
     prompts = [{"prompt_token_ids": [3 + index % 40 for index in range(60)]}] * 2
     params = [

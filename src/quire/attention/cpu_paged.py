@@ -110,7 +110,9 @@ class CpuPagedAttention(AttentionBackend):
         step.query_start = batch.query_start.data_ptr()
         step.context_lens = batch.context_lens.data_ptr()
         step.rows = batch.rows.data_ptr()
-        for native, group in zip(self._groups, batch.groups, strict=True):
+        # A drafter and its model read the same batch; each may have groups behind the other's last.
+        groups = batch.groups[: len(self._groups)]
+        for native, group in zip(self._groups, groups, strict=True):
             native.block_tables = group.block_tables.data_ptr()
             native.table_stride = group.block_tables.stride(0)
             native.slot_mapping = group.slot_mapping.data_ptr()
