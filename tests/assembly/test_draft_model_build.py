@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 from tests.engine.checkpoints import COMMON, save_checkpoint
-from tests.engine.drafters import save_drafter
+from tests.engine.drafters import save_drafter, save_reordered_drafter
 from tests.runtime.hybrid_family import registered, save_hybrid
 
 from quire import LLM
+from quire.assembly.draft_model_build import with_draft_model
+from quire.assembly.model_kind import choose_kind
 from quire.errors import ConfigurationError
+from quire.options.engine_options import EngineOptions
+from quire.text.tokenizer import Tokenizer
 
 
 def refusal(folder: Path, **options: object) -> str:
@@ -27,14 +31,33 @@ def test_other_vocabularies_are_refused(drafter: Path, tmp_path: Path) -> None:
     other = save_drafter(tmp_path / "other", 1)
     path = other / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = list(vocabulary)[300:302]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    model = tokenizer["model"]
+    model["merges"] = []
+    model["vocab"] = {
+        token if len(token) == 1 or token_id < 3 else f"{token}~": token_id
+        for token, token_id in model["vocab"].items()
+    }
     path.write_text(json.dumps(tokenizer))
-    assert "their vocabularies differ; name a model of the same family" in refusal(other)
+    message = refusal(other)
+    assert "in common with the model's, which is less than 50% of the 4096 tokens" in message
     save_checkpoint("llama", tmp_path / "small")
     message = refusal(tmp_path / "small", skip_tokenizer_init=True)
     assert f"its vocabulary has {COMMON['vocab_size']} tokens, that of the model 4096" in message
+
+
+def test_another_order_of_the_same_tokens_can_draft(tmp_path: Path) -> None:
+    folder = save_reordered_drafter(tmp_path / "reordered", 100)
+    kind = with_draft_model(choose_kind(EngineOptions(speculative_model=str(folder))), None)
+    assert kind.draft is not None and kind.draft.pairs is not None
+    mine, theirs = Tokenizer.from_folder(kind.folder), Tokenizer.from_folder(folder)
+    pairs = kind.draft.pairs
+    assert len(pairs.target_ids) == theirs.vocab_size == mine.vocab_size - 100
+    for target_id, own_id in zip(pairs.target_ids.tolist(), pairs.own_ids.tolist(), strict=True):
+        assert mine.token_bytes(target_id) == theirs.token_bytes(own_id)
+        assert pairs.stand_ins[target_id] == own_id
+    # A token that the small model lacks has the end of its text as its stand-in.
+    assert mine.token_bytes(4093) == b"[self"
+    assert theirs.token_bytes(int(pairs.stand_ins[4093])) == b"self"
 
 
 def test_models_that_cannot_draft_are_refused(drafter: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.engine.checkpoints import save_checkpoint
-from tests.engine.drafters import save_drafter
+from tests.engine.drafters import save_drafter, save_reordered_drafter
 from tests.engine.drafting import check_counts
 from tests.engine.test_law import make_crowd, make_llm
 from tests.engine.test_speculation_law import everything, seen, without_drafts
@@ -55,6 +55,23 @@ def test_a_model_that_drafts_changes_nothing_of_an_answer(
     assert seen(llm.generate(prompts, params, use_tqdm=False)) == expected
     check_counts(llm.engine)
     assert ("num_blocks" in options) == (llm.engine.stats().num_preemptions > 0)
+
+
+def test_a_model_with_other_token_ids_drafts(folder: Path, tmp_path: Path) -> None:
+    """And nearly as well as one with the same ids, sampled drafts, too."""
+    prompts: list[Any] = ["def f(x):\n    return", "class A:\n", "import os\n", "for i in range("]
+    params = [
+        SamplingParams(temperature=at % 2, seed=at, max_tokens=60, ignore_eos=True, logprobs=1)
+        for at in range(4)
+    ]
+    expected = seen(make_llm().generate(prompts, params, use_tqdm=False))
+    shares: list[float] = []
+    for each in (folder, save_reordered_drafter(tmp_path / "reordered")):
+        llm = make_drafting(each)
+        assert seen(llm.generate(prompts, params, use_tqdm=False)) == expected
+        stats = llm.engine.stats()
+        shares.append(stats.num_accepted_drafts / stats.num_drafts)
+    assert shares[1] > 0.8 * shares[0] > 0.2
 
 
 def few() -> tuple[list[Any], list[SamplingParams]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from quire.assembly.device_setup import TRITON, DeviceSetup, choose_device, draft_methods
 from quire.assembly.draft_head_build import find_mtp, head_drafter, is_eagle3, read_eagle3
+from quire.assembly.draft_vocabularies import Vocabulary, has_same_ids, pair_tokens
 from quire.assembly.model_kind import DraftSource, ModelKind, tokenizer_folder
 from quire.attention.interface import AttentionSpec
 from quire.core.scheduling.model_drafts import ModelDrafts
@@ -25,14 +26,22 @@ from quire.models.config import ModelConfig
 from quire.models.heads.draft_head import DraftHead
 from quire.models.interface import CausalLM
 from quire.models.registry import find_entry, load_config
+from quire.observability.log import get_logger
 from quire.runtime.batch import RowBatch
 from quire.runtime.draft_model import DraftModel
 from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner, StepRows
+from quire.runtime.token_pairs import TokenPairs
 from quire.sampling.host.draft_sampler import DraftSampler
 from quire.sampling.host.sampler import SamplingRows
 from quire.speculation.speculation_options import DRAFT_MODEL, EAGLE3, MTP
 from quire.text.tokenizer import Tokenizer
+
+LEAST_SHARE = 0.5
+"""The share of the smaller vocabulary that a model must have in common with the model that drafts
+for it."""
+
+logger = get_logger(__name__)
 
 
 def draft_specs(source: DraftSource | None) -> tuple[AttentionSpec, ...]:
@@ -96,39 +105,54 @@ def with_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> ModelKi
         )
     if not all(spec.causal for spec in config.attention_specs):
         raise _refusal(name, f"{config.architecture} attends to later tokens; name another model")
-    _check_vocabularies(kind, name, folder, config)
-    return replace(kind, draft=DraftSource(name, folder, config))
+    pairs = _pair_vocabularies(kind, name, folder, config)
+    return replace(kind, draft=DraftSource(name, folder, config, pairs=pairs))
 
 
-def _check_vocabularies(kind: ModelKind, name: str, folder: Path, config: ModelConfig) -> None:
-    """Raise ConfigurationError unless a token id means the same text to both models.
+def _pair_vocabularies(
+    kind: ModelKind, name: str, folder: Path, config: ModelConfig
+) -> TokenPairs | None:
+    """The tokens that both models have; None if both have the same token ids.
 
-    Tokens that only one of the vocabularies has, at its end, are not drafted.
+    Tokens that only one of them has are not drafted. Raises ConfigurationError if the smaller
+    vocabulary has less than LEAST_SHARE of its tokens in common with the other one.
     """
     own_size, size = kind.config.vocab_size, config.vocab_size
-    mine = None if kind.options.skip_tokenizer_init else _vocabulary(tokenizer_folder(kind.options))
-    theirs = None if mine is None else _vocabulary(folder)
-    if mine is None or theirs is None:
+    own = None if kind.options.skip_tokenizer_init else _tokenizer(tokenizer_folder(kind.options))
+    other = None if own is None else _tokenizer(folder)
+    if own is None or other is None:
         if own_size != size:
             raise _refusal(
                 name,
                 f"its vocabulary has {size} tokens, that of the model {own_size}, and without both"
                 " tokenizers they can't be compared; name a model of the same family",
             )
-        return
-    for token, token_id in theirs.items():
-        if token_id < min(own_size, size) and mine.get(token) != token_id:
-            raise _refusal(
-                name,
-                f"its token {token_id} is {token!r:.40}, which is {mine.get(token)} in the model's"
-                " tokenizer: their vocabularies differ; name a model of the same family",
-            )
+        return None
+    mine, theirs = Vocabulary(own, own_size), Vocabulary(other, size)
+    if has_same_ids(mine, theirs):
+        return None
+    pairs = pair_tokens(mine, theirs)
+    num_pairs, fewest = len(pairs.target_ids), min(len(mine.entries()), len(theirs.entries()))
+    if num_pairs < LEAST_SHARE * fewest:
+        raise _refusal(
+            name,
+            f"its vocabulary has {num_pairs} tokens in common with the model's, which is less than"
+            f" {LEAST_SHARE:.0%} of the {fewest} tokens of the smaller one; name a model of the"
+            " same family",
+        )
+    logger.info(
+        "%s has other token ids than the model; it can draft %d of the model's %d tokens",
+        name,
+        num_pairs,
+        len(mine.entries()),
+    )
+    return pairs
 
 
-def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """The token ids of a tokenizer by token; None if there is no tokenizer."""
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a folder; None if there is none."""
     try:
-        return Tokenizer.from_folder(folder).token_ids
+        return Tokenizer.from_folder(folder)
     except CheckpointError:
         if folder.is_file() or (folder / "tokenizer.json").is_file():
             raise
@@ -169,13 +193,14 @@ def add_draft_model(
         drafter = runner.add_drafter(head_drafter(model, runner.model, setup))
     else:
         assert isinstance(model, CausalLM), "checked by with_draft_model"
-        drafter = runner.add_drafter(partial(_make_drafter, model, setup))
+        drafter = runner.add_drafter(partial(_make_drafter, model, setup, source.pairs))
     return ModelDrafts(drafter.measure(), most)
 
 
 def _make_drafter(
     model: CausalLM,
     setup: DeviceSetup,
+    pairs: TokenPairs | None,
     kv_cache: KVCache,
     rows: StepRows,
     sampling_rows: SamplingRows,
@@ -190,4 +215,5 @@ def _make_drafter(
         DraftSampler(sampling_rows, None if kernels is None else NativeSampling(kernels)),
         kv_cache.num_blocks,
         kernels,
+        pairs,
     )

@@ -28,6 +28,7 @@ from quire.models.transformers_names.read_fields import known_version
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.options.pooling_options import AUTO, GENERATE, POOLING
+from quire.runtime.token_pairs import TokenPairs
 from quire.speculation.speculation_options import DRAFT_MODEL, MTP
 from quire.text.tokenizer import Tokenizer
 
@@ -51,6 +52,9 @@ class DraftSource:
     config: ModelConfig
     #: Its name in the option speculation, and of its drafts in metrics.
     method: str = DRAFT_MODEL
+    #: The tokens that it has in common with its model; None if both have the same token ids, and
+    #: for heads.
+    pairs: TokenPairs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.runtime.batch import NO_LINES, RowBatch, StepBatch, state_batch
 from quire.runtime.block_tables import Int32, Int64
+from quire.runtime.token_pairs import TokenPairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,12 @@ MAX_SINGLES = 8
 class DraftBatch:
     """Builds runs over the rows of `rows`; a run is valid until the next one is built."""
 
-    def __init__(self, rows: RowBatch, vocab_size: int) -> None:
-        """`vocab_size` is the drafter's. In place of a token beyond it, token 0 is computed."""
+    def __init__(self, rows: RowBatch, vocab_size: int, pairs: TokenPairs | None = None) -> None:
+        """`vocab_size` is the drafter's. In place of a token beyond it, token 0 is computed.
+        `pairs` has the drafter's ids of the rows' tokens; None if they are the same."""
         self._rows = rows
         self._vocab_size = vocab_size
+        self._pairs = pairs
         count, num_groups = rows.max_num_tokens, rows.tables.num_token_groups
         self._tables = rows.tables.views[:num_groups]
         self._input_ids: Int64 = np.zeros(count, np.int64)
@@ -80,7 +83,9 @@ class DraftBatch:
         return kept.batch
 
     def _put_inputs(self, span: slice, token_ids: Int32) -> None:
-        if int(token_ids.max()) >= self._vocab_size:
+        if self._pairs is not None:
+            token_ids = self._pairs.stand_ins[token_ids]
+        elif int(token_ids.max()) >= self._vocab_size:
             token_ids = np.where(token_ids < self._vocab_size, token_ids, 0)
         self._input_ids[span] = token_ids
 

@@ -1,4 +1,4 @@
-"""A drafter that is a smaller model with the same vocabulary.
+"""A drafter that is a smaller model, with the same tokens for the most part.
 
 It computes a row's tokens only when drafts are ordered for the row. Its first run then catches up
 on all tokens for which it has no K and V, and gives the first draft; each further run computes the
@@ -29,6 +29,7 @@ from quire.runtime.block_tables import Int64
 from quire.runtime.draft_batch import DraftBatch
 from quire.runtime.drafted_blocks import DraftedBlocks
 from quire.runtime.forward import make_forward
+from quire.runtime.token_pairs import TokenPairs
 from quire.sampling.host.draft_sampler import DraftSampler
 from quire.sampling.host.sampler import NO_TOKEN
 
@@ -63,13 +64,16 @@ class DraftModel:
         sampler: DraftSampler,
         num_blocks: int,
         kernels: NativeKernels | None = None,
+        pairs: TokenPairs | None = None,
     ) -> None:
         """`backend` is bound here to `layers`, the memory of the model's K and V. `rows` are those
-        of the model that verifies, whose KV cache has `num_blocks` blocks."""
+        of the model that verifies, whose KV cache has `num_blocks` blocks. `pairs` is None if both
+        models have the same token ids."""
         self.model = model
         self._rows = rows
         self._sampler = sampler
-        self._batch = DraftBatch(rows, model.vocab_size)
+        self._pairs = pairs
+        self._batch = DraftBatch(rows, model.vocab_size, pairs)
         backend.bind(model.attention_specs, layers)
         self._forward = make_forward(model, backend, kernels, rows.max_num_tokens)
         groups = [layer.group for layer in layers]
@@ -201,10 +205,15 @@ class DraftModel:
         self, drafts: dict[int, list[int]], rows: Int64, positions: Int64, hidden: torch.Tensor
     ) -> None:
         """Sample a draft for each row at its position. A row without usable logits gets none."""
-        found = self._sampler.sample(self._forward.logits(hidden), rows, positions)
+        found = self._sampler.sample(self._logits(hidden), rows, positions)
         for row, token_id in zip(rows.tolist(), found.tolist(), strict=True):
             if token_id != NO_TOKEN:
                 drafts[row].append(token_id)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits at the token ids of the rows."""
+        logits = self._forward.logits(hidden)
+        return logits if self._pairs is None else self._pairs.at_target_ids(logits)
 
     def _run_chunk(self, row: int, first: int, count: int) -> None:
         one = np.array([row], np.int64)
@@ -232,7 +241,7 @@ class DraftModel:
 
         def run() -> None:
             hidden = self._run(self._batch.singles(rows, positions))
-            self._sampler.sample(self._forward.logits(hidden), rows, positions + 1)
+            self._sampler.sample(self._logits(hidden), rows, positions + 1)
 
         return fastest(run)
 

@@ -86,9 +86,9 @@ class SpeculationOptions(Options):
         None,
         Text("a folder, a GGUF file or a hub id", is_path=True),
         group="scheduling",
-        help="folder, GGUF file or hub id of a small model with the same vocabulary, or of an"
+        help="folder, GGUF file or hub id of a small model with similar tokens, or of an"
         " EAGLE-3 head of the model, which drafts",
-        doc="a folder, GGUF file or hub id of a small model with the same vocabulary, or of an"
+        doc="a folder, GGUF file or hub id of a small model with similar tokens, or of an"
         " EAGLE-3 head of the model, which drafts tokens where that pays. It is computed on the CPU"
         " only.",
         flag=Flag(metavar="PATH"),

@@ -1,0 +1,35 @@
+"""Pairs of token ids, of a model and of a drafter with another vocabulary.
+
+Rows have the model's token ids. A drafter computes its own ids in their place, and its logits are
+put at the ids of the model, so that the noise of a draft is that of the token. Made by
+`assembly.draft_vocabularies`, called by `draft_model` and `draft_batch`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.runtime.block_tables import Int32, Int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenPairs:
+    """The ids of the tokens that two vocabularies have in common.
+
+    Invariant: no id is in two pairs. The first two arrays are parallel.
+    """
+
+    #: [P]: the model's id of each pair.
+    target_ids: Int64
+    #: [P]: the drafter's id of each pair.
+    own_ids: Int64
+    #: [V]: for each id of the model, the drafter's id that is computed in its place. For an id
+    #: without a pair, it stands for the end of the token's text.
+    stand_ins: Int32
+
+    def at_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] at the model's ids, of the drafter's logits [R, D]. They are -inf for
+        ids without a pair, which are not drafted."""
+        found = torch.full((len(logits), len(self.stand_ins)), -torch.inf)
+        found[:, torch.from_numpy(self.target_ids)] = logits[:, torch.from_numpy(self.own_ids)]
+        return found
