@@ -4,11 +4,11 @@
 
 Each batch draws a model of some family in some number format, and two crowds of requests. An engine
 without drafts, whose memory is large, answers them first. Then engines with other options answer
-them with drafts: real proposers, or one that knows the answers and lies. Requests arrive at random
-steps, are forked and aborted; pools are small, prefixes are shared, blocks move to tiers, and steps
-fail. A comparison is one request: the tokens, texts, log-probabilities (the prompt's, too) and
-reasons of the ends of its branches must be equal. A difference is printed with the arguments that
-repeat its batch; the exit code is then 1.
+them with drafts: of real proposers, models and heads, or of liars that know the answers. Requests
+arrive at random steps, are forked and aborted; pools are small, prefixes are shared, blocks move to
+tiers, and steps fail. A comparison is one request: the tokens, texts, log-probabilities (the
+prompt's, too) and reasons of the ends of its branches must be equal. A difference is printed with
+the arguments that repeat its batch; the exit code is then 1.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +31,10 @@ import torch
 from tests.engine.tier_law import eager
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.speculation.law_drafters import with_drafter
 from benchmarks.speculation.law_models import MAX_MODEL_LEN, VOCAB_SIZE, draw_served
 from benchmarks.speculation.law_requests import Wish, draw_crowd
-from benchmarks.speculation.liars import Key, Liar
+from benchmarks.speculation.liars import Key, Liar, LyingSampler
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.assembly import build
 from quire.core.scheduling.pacing import ConstantPacer
@@ -42,6 +43,7 @@ from quire.engine_client.inputs import read_prompt, with_adapters
 from quire.engine_client.outputs import RequestAssembler
 from quire.engine_client.results import RequestOutput
 from quire.errors import ConfigurationError
+from quire.runtime.model_runner import ModelRunner
 from quire.simulation.baselines import NoGrowth
 
 NUM_CROWDS, NUM_REQUESTS, NUM_ENGINES = 2, 20, 4
@@ -114,7 +116,7 @@ class Batch:
 
     def __init__(self, seed: int, index: int, folder: Path, name: str | None) -> None:
         self.rng = random.Random(f"batch {index} of {seed}")
-        self.served = draw_served(self.rng, folder, name)
+        self.served = with_drafter(self.rng, draw_served(self.rng, folder, name), folder)
         self.folder = folder
         self.plain = self._open(enable_prefix_caching=False, num_blocks=512)
         if self.plain.engine.facts["kernels"] == "torch":
@@ -157,6 +159,10 @@ class Batch:
             "num_lookahead_blocks": rng.choice((0, 1, 4)),
             "max_itl_ratio": rng.choice((0, 0, 0, 0, 2.0)),
         }
+        if self.served.drafter and rng.random() < 0.8:
+            method = self.served.drafter["speculation"]
+            names = (method, f"ngram,{method}", f"forced,siblings,{method}")
+            options |= {**self.served.drafter, "speculation": rng.choice(names)}
         is_alone = "tensor_parallel_size" not in self.served.options
         if rng.random() < 0.3:
             options |= {"enable_prefix_caching": True, "num_blocks": "tight"}
@@ -189,9 +195,11 @@ class Batch:
             self.is_lying = self.rng.random() < 0.6
             if not options["max_itl_ratio"] and (self.is_lying or self.rng.random() < 0.7):
                 scheduler.pacer = ConstantPacer()  # verifies drafts whatever they cost
+            answers = dict(itertools.chain(*(crowd.answers.items() for crowd in self.crowds)))
             if self.is_lying:
-                answers = dict(itertools.chain(*(crowd.answers.items() for crowd in self.crowds)))
                 scheduler.drafting.speculator = Liar(self.rng, answers, VOCAB_SIZE)
+            if scheduler.drafting.model is not None and self.rng.random() < 0.8:
+                self._let_drafter_lie(llm, answers)
             if self.rng.random() < 0.2:
                 self._make_steps_fail(llm)
             try:
@@ -202,19 +210,32 @@ class Batch:
                 if "cache_dir" in options:
                     shutil.rmtree(options["cache_dir"])
 
+    def _let_drafter_lie(self, llm: LLM, answers: dict[Key, list[int]]) -> None:
+        """Let the drafter know the answers."""
+        runner: Any = llm.engine._runner
+        while not isinstance(runner, ModelRunner):  # behind a thread, or of several ranks
+            runner = runner._runner
+        drafter: Any = runner.drafter
+        rng = random.Random(self.rng.random())  # a thread draws from it
+        drafter._sampler = LyingSampler(drafter._sampler, drafter._rows, answers, rng)
+        self.counts["lying drafters"] += 1
+
     def _make_steps_fail(self, llm: LLM) -> None:
-        """Let some of the steps that verify drafts fail when the drafts are computed."""
-        runner = llm.engine._runner
-        verify = getattr(runner, "_verify", None)
-        if verify is None:  # behind a thread, or of several ranks
+        """Let some of the steps with drafts fail when these are made, or verified."""
+        runner: Any = llm.engine._runner
+        if not isinstance(runner, ModelRunner):  # behind a thread, or of several ranks
             return
 
-        def verify_or_fail(*given: Any) -> Any:
-            if self.rng.random() < 0.1:
-                raise RuntimeError("the device failed")
-            return verify(*given)
+        def now_and_then(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call_or_fail(*given: Any) -> Any:
+                if self.rng.random() < 0.1:
+                    raise RuntimeError("the device failed")
+                return method(*given)
 
-        runner._verify = verify_or_fail
+            return call_or_fail
+
+        runner.draft = now_and_then(runner.draft)
+        runner._verify = now_and_then(runner._verify)
 
     def _compare(self, llm: LLM, crowd: Crowd, options: dict[str, Any]) -> None:
         """Answer a crowd, and compare."""

@@ -26,12 +26,12 @@ FIRST_TOKEN = 3
 MAX_MODEL_LEN = 192
 EMBEDDED = "embedded"
 WITH_STATES = ("falcon_h1", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe")
-"""Families that are served without drafts."""
+"""Families with recurrent states, which draft for no other model."""
 
 WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "deepseek_v3, dense", "glm4_moe_lite")
 """Families without int8 pages on the native kernels."""
 
-NAMES = (EMBEDDED, *(name for name in FAMILIES if name not in WITH_STATES))
+NAMES = (EMBEDDED, *FAMILIES)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 NUM_ADAPTERS = 2
 
@@ -44,9 +44,12 @@ class Served:
     folder: Path | None
     options: Mapping[str, Any]
     adapters: list[LoRARequest] = field(default_factory=list)
+    #: The options of the drafter, for engines with drafts; empty if there is none.
+    drafter: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.name} {dict(self.options)}"
+        drafter = f", {self.drafter['speculation']}" if self.drafter else ""
+        return f"{self.name} {dict(self.options)}{drafter}"
 
 
 def draw_served(rng: random.Random, folder: Path, name: str | None = None) -> Served:
@@ -57,7 +60,7 @@ def draw_served(rng: random.Random, folder: Path, name: str | None = None) -> Se
     if name not in WITH_LATENTS and rng.random() < 0.3:
         options["kv_cache_dtype"] = "int8"
     if name != EMBEDDED:
-        return Served(name, _saved(name, folder / name.replace(" ", "_")), options)
+        return Served(name, saved(name, folder / name.replace(" ", "_")), options)
     if rng.random() < 0.05:
         options["tensor_parallel_size"] = 2
     if rng.random() > 0.4 or "tensor_parallel_size" in options:
@@ -70,8 +73,8 @@ def draw_served(rng: random.Random, folder: Path, name: str | None = None) -> Se
     return Served(name, None, options, adapters)
 
 
-def _saved(name: str, folder: Path) -> Path:
-    """The folder of the family's model; it is written once."""
+def saved(name: str, folder: Path, **changes: Any) -> Path:
+    """The folder of the family's model, with these changes of its config; it is written once."""
     if folder.exists():
         return folder
     sizes = {"max_position_embeddings": 256, "vocab_size": VOCAB_SIZE}
@@ -79,7 +82,7 @@ def _saved(name: str, folder: Path) -> Path:
         sizes["vocab_size_per_layer_input"] = VOCAB_SIZE
     special = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
     torch.manual_seed(len(name))
-    config = make_config(name, **sizes, **special)
+    config = make_config(name, **sizes, **special, **changes)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():

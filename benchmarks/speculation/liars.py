@@ -1,4 +1,4 @@
-"""A speculator that knows the answers of requests, and lies about them in many ways.
+"""A speculator and a drafter's sampler that know the answers, and lie about them in many ways.
 
 Each sequence has one way: it is right now and then, right for a while and wrong from then on, one
 token late, or tells another request's answer. Whatever it says, no output may change.
@@ -11,8 +11,13 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
+import torch
+
 from quire.core.scheduling.proposals import Proposal
 from quire.core.sequence import Sequence
+from quire.runtime.batch import RowBatch
+from quire.sampling.host.draft_sampler import DraftSampler
+from quire.sampling.host.sampler import Rows
 
 Key: TypeAlias = tuple[tuple[int, ...], int | None, int]
 """The prompt's tokens, the seed, and the index of the branch."""
@@ -54,6 +59,8 @@ def key_of(sequence: Sequence) -> Key:
 class Liar:
     """A `Speculator` of the scheduler."""
 
+    has_proposers = True
+
     def __init__(
         self, rng: random.Random, answers: Mapping[Key, Tokens[int]], vocab_size: int
     ) -> None:
@@ -77,6 +84,12 @@ class Liar:
         drafts = tuple(self._drafts(lie, answer, sequence.num_output_tokens, count))
         survival = sorted((rng.random() for _ in drafts), reverse=True)
         return Proposal(drafts, tuple(survival), "liar")
+
+    def expect(self, sequence: Sequence, most: int) -> Proposal:
+        """See `Speculator`. Often nothing is expected, so that the known drafts are taken."""
+        rng = self._rng
+        survival = sorted((rng.random() for _ in range(rng.randint(0, most))), reverse=True)
+        return Proposal((), tuple(survival), "drafter")
 
     def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
         """See `Speculator`. Learns nothing."""
@@ -111,3 +124,34 @@ class Liar:
         return [
             rng.choice((*SPECIAL_TOKENS, rng.randrange(self._vocab_size))) for _ in range(count)
         ]
+
+
+class LyingSampler:
+    """Stands for a drafter's sampler: where it knows a token that follows a row's tokens, it mostly
+    takes that one. So drafts of random heads and models are accepted, too."""
+
+    def __init__(
+        self,
+        sampler: DraftSampler,
+        rows: RowBatch,
+        answers: Mapping[Key, Tokens[int]],
+        rng: random.Random,
+    ) -> None:
+        self._sampler = sampler
+        self._rows = rows
+        self._rng = rng
+        #: All tokens of a request up to some token of an answer -> that token.
+        self._next = {
+            (*prompt, *answer[:place]): answer[place]
+            for (prompt, _, _), answer in answers.items()
+            for place in range(len(answer))
+        }
+
+    def sample(self, logits: torch.Tensor, rows: Rows, positions: Rows) -> Rows:
+        """See `DraftSampler`."""
+        found = self._sampler.sample(logits, rows, positions).copy()
+        for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            known = self._next.get(tuple(self._rows.token_ids[row, :position].tolist()))
+            if known is not None and self._rng.random() > ERROR_RATE:
+                found[line] = known
+        return found

@@ -8,6 +8,8 @@ from benchmarks.speculation import law
 from quire.core.scheduling import scheduler as scheduling
 
 SMALL = ["--comparisons", "1", "--seed", "5", "--model", "llama"]
+WITH_DRAFTERS = {"draft_model": ("llama", 4), "mtp": ("qwen3_5", 11)}
+"""For each method, a family and a seed with which it drafts. One family has recurrent states."""
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +24,16 @@ def test_nothing_differs(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "comparisons that differ: 0"
     assert "'comparisons': 2" in lines[0] and "'accepted': " in lines[0]
+
+
+@pytest.mark.parametrize("method", WITH_DRAFTERS)
+@pytest.mark.usefixtures("native_engine")
+def test_nothing_differs_with_a_drafter(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, seed = WITH_DRAFTERS[method]
+    assert law.main(["--comparisons", "1", "--seed", str(seed), "--model", name]) == 0
+    printed = capsys.readouterr()
+    assert f", {method}; " in printed.err and "'by drafter': " in printed.out
+    assert printed.out.splitlines()[-1] == "comparisons that differ: 0"
 
 
 @pytest.mark.usefixtures("native_engine")
