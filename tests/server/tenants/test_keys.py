@@ -47,6 +47,16 @@ def test_a_key_without_a_name_gets_one_that_is_always_the_same_and_tells_nothing
     assert name.startswith("key-") and UNNAMED not in name
 
 
+def test_a_setting_behind_one_key_is_its_tenants():
+    keys = ApiKeys(
+        [f"alice:{ALICE}  speculation_history=false ", "alice:alice-key-2", f"bob:{BOB}"]
+    )
+    shares = {tenant.name: tenant.speculation_history for tenant in keys.tenants}
+    assert shares == {"alice": False, "bob": True}
+    for key in (ALICE, "alice-key-2"):
+        assert keys.tenant_of([key.encode()]).speculation_history is False
+
+
 def test_a_key_may_have_colons_after_its_name():
     assert name_of(ApiKeys(["alice:a:b:c:d:e:f"]), "a:b:c:d:e:f") == "alice"
 
@@ -59,9 +69,12 @@ def test_a_key_may_have_colons_after_its_name():
         ("alice:", "has 0 characters"),
         ("alice:" + "x" * 513, "has 513 characters"),
         (":secret-key-1", "is no name"),
-        ("al ice:secret-key-1", "is no name"),
+        ("al ice:secret-key-1", "names and keys have no spaces"),
+        ("al/ice:secret-key-1", "is no name"),
         ("a" * 65 + ":secret-key-1", "is no name"),
-        ("alice:secret key 1", "can't be in a header"),
+        ("alice:secret key 1", "names and keys have no spaces"),
+        ("alice:secret-key-1 speculation_history=0", "not the setting speculation_history=false"),
+        ("speculation_history=false", "is a setting, not a key"),
         ("alice:secret-kéy-1", "can't be in a header"),
         ("alice:secret-key\x7f", "can't be in a header"),
     ],
@@ -150,6 +163,14 @@ class TestFile:
         assert name_of(keys, UNNAMED) is not None
         assert name_of(keys, "bob-key-0") is None
 
+    def test_a_setting_in_the_file_comes_and_goes_with_its_line(self, file, clock):
+        file.write_text("alice:alice-key-2 speculation_history=false")
+        keys = ApiKeys([f"alice:{ALICE}"], file, clock=clock)
+        assert keys.tenant_of([ALICE.encode()]).speculation_history is False
+        file.write_text("alice:alice-key-2")
+        clock.now_s = 1.0
+        assert keys.tenant_of([ALICE.encode()]).speculation_history is True
+
     def test_a_change_is_seen_after_a_second_at_most(self, file, clock):
         file.write_text(f"alice:{ALICE}\nbob:{BOB}")
         keys = ApiKeys((), file, clock=clock)
@@ -184,7 +205,7 @@ class TestFile:
         ("content", "reason"),
         [
             (b"alice:short", "line 1 of .* has 5 characters"),
-            (b"# fine\nbob:bob-key-2\nal ice:secret-key-1\n", "line 3 of .* is no name"),
+            (b"# fine\nbob:bob-key-2\nal/ice:secret-key-1\n", "line 3 of .* is no name"),
             (b"alice:alice-key-2\nbob:alice-key-2", "line 2 .* the key belongs to 'alice' already"),
             (b"\xff\xfe\x00", "is not UTF-8"),
             (b"# nothing left\n", "has no key"),

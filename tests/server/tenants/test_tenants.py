@@ -220,6 +220,14 @@ def test_the_tenant_is_whom_the_guard_found():
     assert (options.tenant, options.priority) == ("alice", 2)
 
 
+@pytest.mark.parametrize(("of_tenant", "of_body"), [(True, True), (True, False), (False, True)])
+def test_a_tenant_and_its_calls_may_keep_answers_out_of_the_history(of_tenant, of_body):
+    http = request("alice")
+    http.state.tenant = Tenant("alice", speculation_history=of_tenant)
+    options = options_of(http, body(), None, speculation_history=of_body)
+    assert options.speculation_history == (of_tenant and of_body)
+
+
 def test_the_cache_is_shared_within_a_tenant_and_a_salt_only():
     first, second = request("alice", key="alice-key-1"), request("alice", key="alice-key-2")
     assert domain(first) == domain(second)

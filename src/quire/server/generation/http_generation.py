@@ -121,14 +121,14 @@ def options_of(
     speculation_history: bool = True,
 ) -> RequestOptions:
     """The options of a call's requests. Raises InvalidRequestError. A body without a deadline gets
-    `default_deadline_s`; None means no deadline."""
-    deadline_s = body.deadline_s
+    `default_deadline_s`; None means no deadline. `speculation_history` is the body's."""
+    deadline_s, tenant = body.deadline_s, tenant_of(http)
     options = RequestOptions(
         priority=body.priority,
-        tenant=tenant_of(http).name,
+        tenant=tenant.name,
         cache_salt=body.cache_salt or "",
         deadline_s=default_deadline_s if deadline_s is None else deadline_s,
-        speculation_history=speculation_history,
+        speculation_history=speculation_history and tenant.speculation_history,
     )
     unchecked = unchecked_keys(http)
     if not any(unchecked):

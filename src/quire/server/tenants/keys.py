@@ -1,9 +1,9 @@
 """The server's API keys, and the tenant that each key belongs to.
 
 A key is written as "name:key", or as "key", which gets a name from its hash. Keys with the same
-name belong to one tenant, so a tenant's key can be replaced without interruption. Keys come from
-the command line and from a file, which is read again when it has changed. Made by `launch`, called
-by `http.guard`.
+name belong to one tenant, so a tenant's key can be replaced without interruption. Behind a key and
+a space may stand the setting "speculation_history=false". Keys come from the command line and from
+a file, which is read again when it has changed. Made by `launch`, called by `http.guard`.
 """
 
 import hashlib
@@ -26,6 +26,9 @@ MAX_KEY_CHARACTERS = 512
 MAX_KEYS = 4096
 """Maximum number of keys. A look-up compares with each key, which takes about 0.1 us per key."""
 MAX_FILE_BYTES = 1 << 20
+
+WITHOUT_HISTORY = "speculation_history=false"
+"""The setting of a tenant whose answers are not kept for drafts."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -135,11 +138,17 @@ class ApiKeys:
         self, entries: Iterable[tuple[str, str]], others: _Digests | None = None
     ) -> _Digests:
         """The digests of `others` and of `entries`. An entry has the place of a key, for errors,
-        and the key."""
+        and the key with its name and setting.
+
+        A setting of one key holds for its tenant, whatever key a call has.
+        """
         found = dict(others or {})
+        without_history = {each.name for each in found.values() if not each.speculation_history}
         for where, entry in entries:
-            name, key = _parse(where, entry)
+            name, key, setting = _parse(where, entry)
             tenant = Tenant(name or _name_of(key))
+            if setting:
+                without_history.add(tenant.name)
             known = found.setdefault(self._digest(key.encode()), tenant)
             if known != tenant:
                 raise ConfigurationError(
@@ -148,7 +157,10 @@ class ApiKeys:
                 )
         if len(found) > MAX_KEYS:
             raise ConfigurationError(f"there are {len(found)} API keys, above {MAX_KEYS}")
-        return found
+        return {
+            digest: Tenant(tenant.name, speculation_history=tenant.name not in without_history)
+            for digest, tenant in found.items()
+        }
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
@@ -162,9 +174,21 @@ def load_keys(entries: Sequence[str], file: str | None) -> ApiKeys | None:
     return ApiKeys(entries, None if file is None else Path(file))
 
 
-def _parse(where: str, entry: str) -> tuple[str, str]:
-    """Split an entry into its name ("" if it has none) and its key. Raises ConfigurationError,
-    which does not contain the key."""
+def _parse(where: str, entry: str) -> tuple[str, str, str]:
+    """Split an entry into its name ("" if it has none), its key and its setting ("" if it has
+    none). Raises ConfigurationError, which does not contain the key."""
+    entry, space, setting = entry.partition(" ")
+    setting = setting.strip()
+    if space and setting != WITHOUT_HISTORY:
+        raise ConfigurationError(
+            f"{where}: names and keys have no spaces, and what stands behind the first space is "
+            f"not the setting {WITHOUT_HISTORY}"
+        )
+    if entry == WITHOUT_HISTORY:
+        raise ConfigurationError(
+            f"{where}: {WITHOUT_HISTORY} is a setting, not a key; write it in the same line as a "
+            "key, behind a space, in the file of API keys or in --api-key"
+        )
     first, colon, rest = entry.partition(":")
     name, key = (first, rest) if colon else ("", first)
     if colon and not _NAME.fullmatch(name):
@@ -177,12 +201,12 @@ def _parse(where: str, entry: str) -> tuple[str, str]:
             f"{where}: the key has {len(key)} characters, but must have {MIN_KEY_CHARACTERS} to "
             f"{MAX_KEY_CHARACTERS}; 32 random ones are a good choice"
         )
-    if not (key.isascii() and key.isprintable()) or " " in key:
+    if not (key.isascii() and key.isprintable()):
         raise ConfigurationError(
             f"{where}: the key has a character that can't be in a header; use printable ASCII "
             "without spaces"
         )
-    return name, key
+    return name, key, setting
 
 
 def _name_of(key: str) -> str:

@@ -27,6 +27,9 @@ class Tenant:
 
     #: Name of the tenant; "" on a server without keys, where all clients are one tenant.
     name: str
+    #: False if no draft of the tenant's requests may come from its earlier answers, and no answer
+    #: may be kept for drafts, whatever a request asks for. Tenants are compared by name alone.
+    speculation_history: bool = field(default=True, compare=False)
 
 
 NO_TENANT = Tenant("")
