@@ -72,18 +72,14 @@ class NgramIndex:
     whose tokens only ever grow at their end.
     """
 
-    __slots__ = ("_first", "_first_ends", "_first_keys", "_last_end", "_least_match", "_previous")
+    __slots__ = ("_first", "_last_end", "_least_match", "_previous")
 
     def __init__(self, least_match: int, first: int = 0) -> None:
         """least_match: number of tokens, at least 1, that an occurrence must have in common with
         the sequence's end. first: index of the first token that is searched."""
         self._least_match = least_match
-        #: Key of an n-gram -> index of the last token of its newest occurrence, for n-grams that
-        #: occurred since the first tokens were entered.
+        #: Key of an n-gram -> index of the last token of its newest occurrence.
         self._last_end: dict[int, int] = {}
-        #: The same for the n-grams of the first tokens; the keys are sorted.
-        self._first_keys: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
-        self._first_ends: npt.NDArray[np.int64] = np.empty(0, np.int64)
         #: For each token, the end of the occurrence before of the n-gram that ends there, or -1.
         self._previous: list[int] = [-1] * first
         self._first = first
@@ -114,7 +110,7 @@ class NgramIndex:
         size = self._least_match
         if len(token_ids) < size:
             return None
-        newest = self._newest(ngram_key(token_ids, len(token_ids) - 1, size))
+        newest = self._last_end.get(ngram_key(token_ids, len(token_ids) - 1, size), -1)
         best, length = self._find(source, token_ids, newest)
         following = source[best + 1 : best + 1 + most] if best >= 0 else ()
         return graded(following, length) if following else None
@@ -148,17 +144,8 @@ class NgramIndex:
                 previous.append(-1)
                 continue
             key = ngram_key(token_ids, end, size)
-            previous.append(self._newest(key))
+            previous.append(last_end.get(key, -1))
             last_end[key] = end
-
-    def _newest(self, key: int) -> int:
-        """The end of the newest occurrence of the n-gram with this key, or -1."""
-        end = self._last_end.get(key, -1)
-        if end < 0 and len(self._first_keys):
-            index = int(self._first_keys.searchsorted(np.uint64(key)))
-            if index < len(self._first_keys) and self._first_keys[index] == key:
-                return int(self._first_ends[index])
-        return end
 
     def _add_first(self, token_ids: npt.NDArray[np.int64]) -> None:
         """Enter the n-grams of a sequence's first tokens, all at once."""
@@ -175,7 +162,7 @@ class NgramIndex:
         previous[ends[1:][is_same]] = ends[:-1][is_same]
         self._previous = previous.tolist()
         is_last = np.append(~is_same, True)
-        self._first_keys, self._first_ends = in_order[is_last], ends[is_last]
+        self._last_end = dict(zip(in_order[is_last].tolist(), ends[is_last].tolist(), strict=True))
 
 
 class NgramProposer:
