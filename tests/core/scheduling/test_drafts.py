@@ -16,7 +16,7 @@ from quire.core.scheduling.cost_model import StepLoad, typical_model
 from quire.core.scheduling.draft_lengths import DraftCandidate, choose_lengths, is_worth_drafts
 from quire.core.scheduling.drafts import ASKING_S, ASKING_SHARE, Drafting
 from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.pacing import LearningPacer, StepDemand
+from quire.core.scheduling.pacing import LEARNS_EVERY_S, LearningPacer, StepDemand
 from quire.core.scheduling.policy import PriorityPolicy
 from quire.core.scheduling.proposals import NO_PROPOSAL, Proposal
 from quire.core.scheduling.scheduler import Scheduler
@@ -475,6 +475,7 @@ def test_asking_in_vain_takes_a_small_share_of_the_time(num_rows: int, step_s: f
         harness.now_s += step_s
         harness.step()
     num_asks = len(oracle.asked) / num_rows
+    assert drafting_of(harness).is_resting == (step_s < 0.1)
     if step_s == 0.1:
         assert num_asks == num_steps
     else:
@@ -484,3 +485,28 @@ def test_asking_in_vain_takes_a_small_share_of_the_time(num_rows: int, step_s: f
     harness.now_s += 1.0
     harness.run()
     assert drafting_of(harness).num_accepted_drafts > 0
+
+
+def test_plain_steps_are_learned_from_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    pacer = LearningPacer()
+    observed: list[StepLoad] = []
+
+    def run(step_id: int, step_s: float, num_drafts: int = 0) -> None:
+        budget = pacer.open_step(StepDemand(64, num_decodes=1))
+        if num_drafts:
+            budget.take_drafts(10, num_drafts)
+        pacer.launch(step_id)
+        pacer.observe(step_id, step_s)
+
+    run(0, 0.001)
+    assert pacer.model is not None
+    monkeypatch.setattr(pacer.model, "observe", lambda load, seconds: observed.append(load))
+    for step_id in range(1, 41):
+        run(step_id, LEARNS_EVERY_S / 10)
+    assert len(observed) in (3, 4)  # times are sums of rounded numbers
+    run(41, LEARNS_EVERY_S / 10, num_drafts=2)
+    assert observed[-1].num_drafts == 2
+    observed.clear()
+    for step_id in range(42, 46):
+        run(step_id, 2 * LEARNS_EVERY_S)
+    assert len(observed) == 4

@@ -64,8 +64,10 @@ def is_worth_drafts(budget: StepBudget) -> bool:
     model, load = budget.model, budget.load
     if model is None:
         return True
-    cost_s = model.predict_s(load.with_drafts(0, 1)) - model.predict_s(load)
-    return cost_s * load.num_decodes < model.predict_s(decodes_of(budget.load))
+    decodes, step_s = decodes_of(load), model.predict_s(load)
+    cost_s = model.predict_s(load.with_drafts(0, 1)) - step_s
+    decodes_s = step_s if decodes == load else model.predict_s(decodes)
+    return cost_s * load.num_decodes < decodes_s
 
 
 def choose_lengths(

@@ -114,6 +114,9 @@ class Drafting:
         # The budget of the step that is being planned, and its load without drafts and replays.
         self._budget, self._load_before = _NO_BUDGET, NO_LOAD
         self._num_waits = 0  # of rows that could have waited for drafts of the drafter
+        #: Whether the step that is being planned asks for no drafts and computes none again. Then
+        #: `plan`, `launch` and `order` need not be called, which a tiny model's steps would notice.
+        self.is_resting = False
         # Engine time of the step that is being planned, and from which drafts are asked for again.
         self._now_s = self._next_ask_s = -math.inf
         # Number of rows that were asked for this step, and whether one waits for its last token.
@@ -126,8 +129,11 @@ class Drafting:
 
     def begin(self, now_s: float) -> None:
         """Begin to plan a step at the engine time now_s."""
-        self._now_s, self._num_asked, self._is_awaited = now_s, 0, False
-        self._budget, self._load_before = _NO_BUDGET, NO_LOAD
+        self._now_s = now_s
+        self.is_resting = now_s < self._next_ask_s and not self._has_states
+        if not self.is_resting:
+            self._num_asked, self._is_awaited = 0, False
+            self._budget, self._load_before = _NO_BUDGET, NO_LOAD
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether a running sequence skips this step to wait for the result of a step in flight.
@@ -165,7 +171,9 @@ class Drafting:
         Sequences get drafts as `choose_lengths` says, as long as there are free blocks; sequences
         of higher rank take these first.
         """
-        self._budget, self._load_before = budget, budget.load._replace(num_replay_tokens=0)
+        self._budget, self._load_before = budget, budget.load
+        if budget.load.num_replay_tokens:
+            self._load_before = budget.load._replace(num_replay_tokens=0)
         if self._now_s < self._next_ask_s:
             return
         model = self.model

@@ -43,9 +43,9 @@ LATE_GAIN = 2
 # A step may be late only while at least this many prompts wait: the cost is the same for more.
 LEAST_LATE_PROMPTS = 2
 
-PLAIN_STEPS = 8
-"""`LearningPacer` learns from one in this number of steps that only decode, without drafts. They
-are alike, and learning takes 17 us, which is much beside the steps of a tiny model."""
+LEARNS_EVERY_S = 0.01
+"""`LearningPacer` learns at most once in these seconds from steps that only decode, without drafts.
+They are alike, and learning takes 17 us, which is much beside the steps of a tiny model."""
 
 
 class StepDemand(NamedTuple):
@@ -158,12 +158,12 @@ class LearningPacer(ConstantPacer):
     """Gives every step the same number of tokens, and learns what steps take.
 
     Its model begins with the proportions of a typical machine, in the scale of the first step. It
-    learns from each step with drafts or chunks, and from every PLAIN_STEPS-th one without.
+    learns from each step with drafts or chunks, and from one without in each LEARNS_EVERY_S.
     """
 
     def __init__(self) -> None:
         self.model: StepCostModel | None = None
-        self._num_plain_steps = 0
+        self._plain_s = 0.0  # of steps without drafts and chunks since it learned from one
         self._open: StepBudget | None = None
         self._in_flight: dict[int, StepBudget] = {}
 
@@ -189,9 +189,10 @@ class LearningPacer(ConstantPacer):
             return
         load = budget.load
         if not (load.num_drafts or load.num_chunk_tokens):
-            self._num_plain_steps += 1
-            if self._num_plain_steps % PLAIN_STEPS:
+            self._plain_s += seconds
+            if self._plain_s < LEARNS_EVERY_S:
                 return
+            self._plain_s = 0.0
         self.model.observe(load, seconds)
 
 

@@ -260,7 +260,7 @@ class Scheduler:
             self.policy.on_step(now_s)
         step, named = self._launch(chunks)
         orders: tuple[DraftOrder, ...] = ()
-        if self.drafting is not None:
+        if self.drafting is not None and not self.drafting.is_resting:
             named += self.drafting.launch(step)
             orders = self.drafting.order(step)
         self.pacer.launch(step.step_id)
@@ -286,7 +286,7 @@ class Scheduler:
             return []
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
         # Last, add drafts behind decoding rows, with what the others leave.
-        if self.drafting is not None:
+        if self.drafting is not None and not self.drafting.is_resting:
             self.drafting.plan(chunks, budget)
         return [
             sequence
@@ -504,7 +504,7 @@ class Scheduler:
                 self._finish(sequence, sequence.finish_reason)
         for row, message in result.failed.items():
             outputs += self.fail(step.rows[row][0], message)
-        if self.drafting is not None:
+        if self.drafting is not None and (step.drafts or step.drafts_s):
             self.drafting.end(step, result)
         if self._fault_isolation.next_suspect() is not None:
             self._fault_isolation.clear(step.rows[row][0] for row in result.rows)
