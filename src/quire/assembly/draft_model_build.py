@@ -112,10 +112,10 @@ def with_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> ModelKi
 def _pair_vocabularies(
     kind: ModelKind, name: str, folder: Path, config: ModelConfig
 ) -> TokenPairs | None:
-    """The tokens that both models have; None if both have the same token ids.
+    """Pairs the token ids of the model and of the model that drafts; None if they are the same.
 
-    Tokens that only one of them has are not drafted. Raises ConfigurationError if the smaller
-    vocabulary has less than LEAST_SHARE of its tokens in common with the other one.
+    Raises ConfigurationError if less than LEAST_SHARE of the smaller vocabulary's tokens have a
+    partner.
     """
     own_size, size = kind.config.vocab_size, config.vocab_size
     own = None if kind.options.skip_tokenizer_init else _tokenizer(tokenizer_folder(kind.options))

@@ -68,14 +68,15 @@ def pair_tokens(mine: Vocabulary, theirs: Vocabulary) -> TokenPairs:
 def _key(
     tokenizer: Tokenizer, entries: dict[int, str], token_id: int, *, has_entry: bool
 ) -> Hashable:
-    """What two tokens have in common that are the same."""
+    """Returns a key that is equal for two tokens with the same text."""
     is_special = token_id in tokenizer.special_token_ids
     entry = entries[token_id] if has_entry or is_special else ""
     return is_special, entry, tokenizer.token_bytes(token_id)
 
 
 def _last_tokens(tokenizer: Tokenizer, token_ids: Iterable[int], other: Vocabulary) -> list[int]:
-    """For each token, the last one of its text in the other vocabulary; 0 if there is none."""
+    """Encodes each token's text with the other tokenizer, and returns the last id of each text; 0
+    for an empty text."""
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
     encoded = other.tokenizer.encode_batch(texts, add_special_tokens=False)
     last = [token_ids[-1] if token_ids else 0 for token_ids in encoded]

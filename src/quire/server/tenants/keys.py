@@ -175,8 +175,10 @@ def load_keys(entries: Sequence[str], file: str | None) -> ApiKeys | None:
 
 
 def _parse(where: str, entry: str) -> tuple[str, str, str]:
-    """Split an entry into its name ("" if it has none), its key and its setting ("" if it has
-    none). Raises ConfigurationError, which does not contain the key."""
+    """Split an entry into name, key and setting. A missing name or setting is "".
+
+    Raises ConfigurationError, which does not contain the key.
+    """
     entry, space, setting = entry.partition(" ")
     setting = setting.strip()
     if space and setting != WITHOUT_HISTORY:
