@@ -100,6 +100,19 @@ def test_one_instruction_set_can_be_compiled_and_the_library_lists_no_other(
     assert len(compiled) == (others + 1 if others else 0) and link.count(".o") == 4 + others
 
 
+def test_another_family_has_its_own_instruction_sets_and_digest(workshop: Workshop) -> None:
+    for machine in build.MACHINES:
+        workshop.log.unlink(missing_ok=True)
+        build.build(workshop.output, workshop.objects, str(workshop.compiler), machine=machine)
+        *compiled, _ = workshop.log.read_text().splitlines()
+        (api,) = [call for call in compiled if "api.cpp" in call]
+        digest = build.source_digest(workshop.sources, machine)
+        assert f'-DQUIRE_SOURCE_DIGEST="{digest}"' in api
+        isas = " ".join(f"ISA({isa})" for isa in reversed(build.isa_flags(machine)))
+        assert f"-DQUIRE_ISAS={isas} " in api
+    assert len({build.source_digest(workshop.sources, machine) for machine in build.MACHINES}) == 2
+
+
 def test_headers_are_precompiled_once_where_many_files_include_them(workshop: Workshop) -> None:
     for index in range(build.MAX_PARSED + 1):
         (workshop.sources / "linear" / f"{index}.cpp").write_text("")
@@ -204,6 +217,16 @@ def test_the_command_prints_the_digest_of_the_sources_and_builds_nothing(tmp_pat
     run = subprocess.run(command, check=True, capture_output=True, text=True)
     assert run.stdout == f"{build.source_digest()}\n"
     assert not library.exists()
+
+
+def test_the_command_knows_other_families(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", build.__file__, "--digest", "--machine", "aarch64"]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert run.stdout == f"{build.source_digest(machine='aarch64')}\n"
+    for words in (["--machine", "riscv64"], ["--machine", "x86_64", "--own-isa"]):
+        command = [sys.executable, "-I", build.__file__, "--output", str(tmp_path / "x"), *words]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert run.returncode == 2 and "--machine" in run.stderr
 
 
 def test_a_failed_build_shows_the_compilers_error(workshop: Workshop) -> None:

@@ -3,12 +3,13 @@
 Neither torch nor headers of other packages are needed.
 
     python -m quire.kernels.cpu.build [--output FILE] [--objects FOLDER] [--compiler NAME]
-        [--own-isa]
-    python -m quire.kernels.cpu.build --digest [--own-isa]
+        [--own-isa | --machine FAMILY]
+    python -m quire.kernels.cpu.build --digest [--own-isa | --machine FAMILY]
 
 Files with kernels are compiled once for each instruction set of the processor family, or with
 `--own-isa` for the best one of this processor alone, which takes a quarter of the time. All that is
-compiled is linked into one library, which selects an instruction set when it is loaded. The
+compiled is linked into one library, which selects an instruction set when it is loaded. `--machine`
+compiles for another processor family, with a cross compiler that `--compiler` names. The
 packaging hook runs this file by its path, so the file imports only the standard library, and reads
 no environment variables.
 """
@@ -33,6 +34,8 @@ FOLDER = Path(__file__).resolve().parent
 SOURCES = FOLDER / "csrc"
 LIBRARY = FOLDER / "_native.so"
 COMPILERS = ("g++", "clang++", "c++")
+MACHINES = ("x86_64", "aarch64")
+"""The processor families that `--machine` takes, as `uname -m` names them on Linux."""
 
 COMMON_FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"),
@@ -84,16 +87,19 @@ class _Unit:
 
     source: Path
     isa: str | None
+    #: The flags of that instruction set.
+    isa_flags: tuple[str, ...] = ()
 
     def flags(self) -> list[str]:
-        if self.isa is None:
-            return []
-        return [f"-DQUIRE_ISA={self.isa}", *isa_flags()[self.isa]]
+        return [] if self.isa is None else [f"-DQUIRE_ISA={self.isa}", *self.isa_flags]
 
 
-def isa_flags() -> dict[str, Sequence[str]]:
-    """The instruction sets of a library for this machine's processor family, with their flags."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+def isa_flags(machine: str | None = None) -> dict[str, Sequence[str]]:
+    """The instruction sets of a library for a processor family, with their flags.
+
+    `machine` is the family's name as `platform.machine` has it, by default this machine's.
+    """
+    is_x86 = (machine or platform.machine()).lower() in ("x86_64", "amd64")
     return dict(_X86_ISAS) if is_x86 else {"portable": ()}
 
 
@@ -111,14 +117,17 @@ def own_isas() -> tuple[str, ...]:
     return ([isa for isa in isas if _FEATURES.get(isa, frozenset()) <= features][-1],)
 
 
-def source_digest(folder: Path = SOURCES) -> str:
-    """The digest of the sources and flags. A library with another digest is not loaded."""
+def source_digest(folder: Path = SOURCES, machine: str | None = None) -> str:
+    """The digest of the sources and flags. A library with another digest is not loaded.
+
+    `machine` is as for `isa_flags`.
+    """
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".cpp", ".h"):
             name = path.relative_to(folder).as_posix()
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update(repr((COMMON_FLAGS, sorted(isa_flags().items()))).encode())
+    digest.update(repr((COMMON_FLAGS, sorted(isa_flags(machine).items()))).encode())
     return digest.hexdigest()[:16]
 
 
@@ -151,25 +160,31 @@ def build(
     objects: Path | None = None,
     compiler_name: str | None = None,
     isas: Sequence[str] | None = None,
+    machine: str | None = None,
 ) -> None:
     """Compile and link the library.
 
     `objects` is a folder that keeps object files, which are reused while their sources and flags
     don't change. If it is None, they are deleted. `compiler_name` is as for `find_compiler`. `isas`
-    are names of `isa_flags`, by default all.
+    are names of `isa_flags`, by default all. `machine` is as for `isa_flags`; the compiler must
+    compile for it.
     Raises BuildError with the compiler's messages.
     """
     compiler = find_compiler(compiler_name)
-    chosen = tuple(isas or isa_flags())
+    chosen = tuple(isas or isa_flags(machine))
+    digest = source_digest(SOURCES, machine)
     with tempfile.TemporaryDirectory() as scratch:
         folder = objects or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        units = {unit: _object_path(compiler, unit, folder, chosen) for unit in _units(chosen)}
+        flags = {unit: _flags(unit, chosen, digest) for unit in _units(chosen, machine)}
+        units = {unit: _object_path(compiler, unit, flags[unit], folder) for unit in flags}
         missing = [unit for unit, target in units.items() if not target.exists()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             headers = _precompile(compiler, missing, Path(scratch), pool)
             done = [
-                pool.submit(_compile, compiler, unit, units[unit], chosen, headers.get(unit.isa))
+                pool.submit(
+                    _compile, compiler, unit, units[unit], flags[unit], headers.get(unit.isa)
+                )
                 for unit in missing
             ]
             for compiled in done:
@@ -180,11 +195,15 @@ def build(
         linked.replace(output)  # processes that have the old file open keep it
 
 
-def _units(isas: Sequence[str]) -> list[_Unit]:
+def _units(isas: Sequence[str], machine: str | None = None) -> list[_Unit]:
+    flags = isa_flags(machine)
     units = []
     for path in sorted(SOURCES.rglob("*.cpp")):
         is_common = path.parent.name in COMMON_FOLDERS
-        units += [_Unit(path, isa) for isa in ([None] if is_common else isas)]
+        if is_common:
+            units.append(_Unit(path, None))
+        else:
+            units += [_Unit(path, isa, tuple(flags[isa])) for isa in isas]
     return units
 
 
@@ -196,34 +215,36 @@ def _precompile(
     Object files are the same without them, so each is made only where it saves time.
     """
     header = SOURCES / PRECOMPILED_HEADER
-    counts = Counter(unit.isa for unit in units if unit.isa is not None)
+    counts = Counter((unit.isa, unit.isa_flags) for unit in units if unit.isa is not None)
 
-    def precompile(isa: str) -> Path:
+    def precompile(isa: str, isa_flags: tuple[str, ...]) -> Path:
         copy = scratch / isa / header.name
         copy.parent.mkdir()
         shutil.copyfile(header, copy)
-        flags = [*COMMON_FLAGS, *_Unit(header, isa).flags()]
+        flags = [*COMMON_FLAGS, *_Unit(header, isa, isa_flags).flags()]
         # Both compilers look for it under this name where the header is included.
         output = copy.with_name(f"{copy.name}.gch")
         _run([compiler, *flags, "-x", "c++-header", str(copy), "-o", str(output)])
         return copy
 
     return {
-        isa: pool.submit(precompile, isa) for isa, count in counts.items() if count > MAX_PARSED
+        isa: pool.submit(precompile, isa, isa_flags)
+        for (isa, isa_flags), count in counts.items()
+        if count > MAX_PARSED
     }
 
 
-def _flags(unit: _Unit, isas: Sequence[str]) -> list[str]:
+def _flags(unit: _Unit, isas: Sequence[str], digest: str) -> list[str]:
     flags = [*COMMON_FLAGS, *unit.flags()]
     if unit.source.name == "api.cpp":
         best_first = " ".join(f"ISA({isa})" for isa in reversed(isas))
-        flags += [f'-DQUIRE_SOURCE_DIGEST="{source_digest(SOURCES)}"', f"-DQUIRE_ISAS={best_first}"]
+        flags += [f'-DQUIRE_SOURCE_DIGEST="{digest}"', f"-DQUIRE_ISAS={best_first}"]
     return flags
 
 
-def _object_path(compiler: str, unit: _Unit, folder: Path, isas: Sequence[str]) -> Path:
+def _object_path(compiler: str, unit: _Unit, flags: Sequence[str], folder: Path) -> Path:
     """The object file of `unit`; its name has a digest of the sources and flags."""
-    key = hashlib.sha256(repr((compiler, _flags(unit, isas))).encode())
+    key = hashlib.sha256(repr((compiler, flags)).encode())
     for path in _with_headers(unit.source):
         key.update(path.read_bytes())
     return folder / f"{unit.source.stem}-{unit.isa or 'all'}-{key.hexdigest()[:16]}.o"
@@ -233,13 +254,12 @@ def _compile(
     compiler: str,
     unit: _Unit,
     target: Path,
-    isas: Sequence[str],
+    flags: Sequence[str],
     header: Future[Path] | None,
 ) -> None:
     """header: the header that has been precompiled, to be included before the source."""
-    flags = _flags(unit, isas)
     if header is not None:
-        flags += ["-include", str(header.result())]
+        flags = [*flags, "-include", str(header.result())]
     partial = target.with_suffix(f".{os.getpid()}.tmp")
     _run([compiler, *flags, f"-I{SOURCES}", "-c", str(unit.source), "-o", str(partial)])
     partial.replace(target)
@@ -269,10 +289,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=LIBRARY, help="the library (in the package)")
     parser.add_argument("--objects", type=Path, help="keep object files here, to reuse them")
     parser.add_argument("--compiler", help=f"instead of the first there of {', '.join(COMPILERS)}")
-    parser.add_argument(
+    family = parser.add_mutually_exclusive_group()
+    family.add_argument(
         "--own-isa",
         action="store_true",
         help="compile for this processor's best instruction set, not for all of its family",
+    )
+    family.add_argument(
+        "--machine",
+        choices=MACHINES,
+        help="compile for this processor family, with a --compiler for it (this machine's family)",
     )
     parser.add_argument(
         "--digest",
@@ -282,10 +308,16 @@ def main() -> int:
     arguments = parser.parse_args()
     isas = own_isas() if arguments.own_isa else None
     if arguments.digest:
-        print(source_digest(SOURCES), *isas or ())
+        print(source_digest(SOURCES, arguments.machine), *isas or ())
         return 0
     try:
-        build(arguments.output, arguments.objects, arguments.compiler, isas)
+        build(
+            arguments.output,
+            arguments.objects,
+            arguments.compiler,
+            isas,
+            arguments.machine,
+        )
     except BuildError as error:
         print(f"quire: error: {error}", file=sys.stderr)
         return 1
