@@ -6,6 +6,7 @@ nothing but what the test puts there. Nothing is installed or downloaded.
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -286,9 +287,34 @@ def test_setup_takes_its_words_in_any_order_and_refuses_others(machine: Machine)
     assert "takes 'runtime' or 'dev', not 'all'" in run.stderr
 
 
+def test_a_release_names_the_compiler_that_is_missing(machine: Machine) -> None:
+    run = machine.run("release", "riscv64")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == "quire: error: release takes 'x86_64' and 'aarch64', not 'riscv64'\n"
+    (other,) = {"x86_64", "aarch64"} - {platform.machine()}
+    run = machine.run("release", other)
+    package = f"g++-{other.replace('_', '-')}-linux-gnu"
+    assert run.returncode == 1
+    assert run.stderr == (
+        f"quire: error: there is no {other}-linux-gnu-g++; on Debian: apt-get install {package}\n"
+    )
+    assert not (machine.root / "dist").exists()
+
+
 @pytest.mark.parametrize(
     "path",
-    ["setup", "demo", "build", "test", "check", "commit-msg", "lock", "models", "../.ci/run"],
+    [
+        "setup",
+        "demo",
+        "build",
+        "test",
+        "check",
+        "commit-msg",
+        "lock",
+        "models",
+        "release",
+        "../.ci/run",
+    ],
 )
 def test_a_script_can_be_run_and_parses(path: str) -> None:
     script = ROOT / "scripts" / path
