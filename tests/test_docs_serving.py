@@ -3,7 +3,6 @@
 import configparser
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -58,17 +57,6 @@ def test_its_proxy_agrees_with_the_server(text: str) -> None:
     deadline = re.search(r"^default-deadline-s: (\d+)$", text, flags=re.MULTILINE)
     assert deadline is not None
     assert int(found["proxy_read_timeout"]) > int(deadline[1])
-
-
-def test_an_image_is_built_from_what_the_package_is_built_from() -> None:
-    lines = (ROOT / ".dockerignore").read_text().splitlines()
-    taken = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    assert [name for name in taken if not (ROOT / name).exists()] == []
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    licences = project["project"]["license-files"]
-    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]["path"]
-    read = {"pyproject.toml", "src", hook, project["project"]["readme"], *licences}
-    assert {name for name in read if not name.startswith("src/")} == taken
 
 
 def test_its_flags_exist(text: str) -> None:
