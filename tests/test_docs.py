@@ -78,8 +78,11 @@ def test_flags_exist(page: Path, known_flags: set[str]) -> None:
     assert named - known_flags - NOT_OURS == set()
 
 
-NOT_OURS = {"--membind", "--all-isas"}
-"""numactl's, and that of the scripts which compile the kernels."""
+NOT_OURS = {
+    *("--membind", "--all-isas", "--build-arg", "--gpus", "--time", "--index", "--pip-args"),
+    *("--extra-index-url", "--set", "--set-string", "--format"),
+}
+"""numactl's, that of the scripts which compile the kernels, docker's, uv's, pipx's, helm's."""
 
 
 @each_page
