@@ -54,7 +54,7 @@ def check_matplotlib() -> None:
         import matplotlib  # noqa: F401  # an extra
     except ImportError as error:
         raise ConfigurationError(
-            "a plot needs matplotlib, which is not installed; run `pip install quire[bench]`"
+            "a plot needs matplotlib, which is not installed; run `pip install matplotlib`"
         ) from error
 
 

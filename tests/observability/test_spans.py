@@ -140,7 +140,7 @@ def test_without_the_extra_the_error_says_how_to_get_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert "pip install 'quire[otel]'" in done.stdout
+    assert "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http" in done.stdout
 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:

@@ -35,7 +35,7 @@ class HfModel:
         except ImportError as error:
             raise ConfigurationError(
                 "the baseline hf needs transformers, which is not installed;"
-                " run `pip install quire[bench]`"
+                " run `pip install transformers accelerate`"
             ) from error
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

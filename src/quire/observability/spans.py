@@ -1,6 +1,6 @@
 """OpenTelemetry spans: begins and ends them, and sends them to a collector.
 
-The extra `quire[otel]` installs the libraries, which are imported only if an endpoint is set. A
+The extra `otel` installs the libraries, which are imported only if an endpoint is set. A
 thread of the exporter sends spans in batches and drops spans that exceed its buffer, so a slow or
 missing collector delays no call. Opened by `server.launch`, used by `server.telemetry.monitor`.
 """
@@ -101,7 +101,8 @@ def open_spans(endpoint: str, service_name: str = "quire") -> Spans:
     except ImportError as error:
         raise ConfigurationError(
             "otlp_endpoint is set, but the OpenTelemetry libraries are not installed; run"
-            " pip install 'quire[otel]', or leave otlp_endpoint out"
+            " pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http, or leave"
+            " otlp_endpoint out"
         ) from error
     resource = Resource.create({"service.name": service_name, "service.version": __version__})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -323,7 +323,8 @@ class ServerConfig(Options):
         None,
         Text("the address of a Ray cluster"),
         group="fleet",
-        help="a Ray cluster, whose nodes have the replicas: auto, or HOST:PORT; needs quire[ray]",
+        help="a Ray cluster, whose nodes have the replicas: auto, or HOST:PORT; needs the package"
+        " ray",
         flag=Flag(metavar="ADDRESS", shown="none"),
     )
     replica_cpus: float = option(

@@ -107,7 +107,7 @@ def test_a_gpu_that_can_be_used_is_described_and_leaves_nothing_to_advise() -> N
             "--tensor-parallel-size 2 shares each layer",
         ),
         ({"cache_free_bytes": GIB}, "the disk of /home/someone/.cache has 1.0 GiB left"),
-        ({"extras": {"fast": ("httptools",)}}, r"quire\[fast\]'. brings httptools, with which"),
+        ({"extras": {"fast": ("httptools",)}}, "`pip install httptools`: with it the server"),
     ],
 )
 def test_an_advice_says_what_would_be_better(change: dict[str, object], expected: str) -> None:

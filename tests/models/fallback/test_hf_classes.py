@@ -63,7 +63,7 @@ def test_a_config_names_no_code():
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedModelError, match=r"pip install 'quire\[transformers\]'"):
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'transformers>=5\.0'"):
         find_class({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
 
 

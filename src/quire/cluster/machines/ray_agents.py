@@ -4,7 +4,7 @@ Ray is the control plane only: an actor starts an agent on its node and reports 
 Tokens travel between the API server and the agents over direct connections, not over Ray. An agent
 ends with its actor, and an actor with its node, so no engine runs on a node that Ray has given up.
 
-Needs the extra `quire[ray]`. Called by `server`.
+Needs the extra `ray`. Called by `server`.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ def load_ray() -> Any:
         import ray  # an optional dependency that most servers lack
     except ImportError as error:
         raise ConfigurationError(
-            "ray_address is set, but Ray is not installed; pip install 'quire[ray]', on every node"
+            "ray_address is set, but Ray is not installed; pip install 'ray>=2.50', on every node"
         ) from error
     return ray
 

@@ -22,7 +22,7 @@ ATTENTION = "quire"
 """The name under which quire's attention and experts are registered with transformers."""
 
 FIRST_VERSION = 5
-INSTALL = "pip install 'quire[transformers]'"
+INSTALL = f"pip install 'transformers>={FIRST_VERSION}.0'"
 
 
 def why_no_transformers() -> str | None:
