@@ -8,6 +8,7 @@ library that needs newer ones, or other libraries, has no such tag and is refuse
 packaging hook; needs readelf, which comes with each compiler.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -46,9 +47,8 @@ def read_elf(library: Path) -> Elf:
     """Read the headers of a library. Raises TagError if they can't be read."""
     command = ["readelf", "--wide", "--file-header", "--dynamic", "--version-info", str(library)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env={"LC_ALL": "C"}
-        )
+        environment = os.environ | {"LC_ALL": "C"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     except OSError as error:
         raise TagError(f"readelf can't be started ({error}); it is in the package binutils") from (
             error
