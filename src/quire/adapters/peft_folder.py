@@ -24,7 +24,7 @@ from quire.adapters.slots import AdapterSlots
 from quire.errors import AdapterError, CheckpointError, shown
 from quire.hub.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.hub.model_files import read_json_object, shown_name
-from quire.models.checkpoints.safetensors_header import StoredTensor, read_header
+from quire.hub.safetensors_header import StoredTensor, read_header
 
 MAX_FILE_BYTES = 16 << 30
 """An adapter of rank 256 for all linears of a model of 70 billion weights takes 12 GiB in fp32."""

@@ -15,8 +15,8 @@ import torch
 
 from quire.errors import CheckpointError
 from quire.hub.model_files import shown_name
+from quire.hub.safetensors_header import read_header
 from quire.hub.weight_files import INDEX_FILE, SINGLE_FILE, read_weight_map, weight_paths
-from quire.models.checkpoints.safetensors_header import read_header
 from quire.models.checkpoints.source import CheckpointSource
 
 _DTYPES = {

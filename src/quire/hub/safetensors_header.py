@@ -4,7 +4,7 @@
 
 Checks the format's rules (https://github.com/huggingface/safetensors): after the header, the
 tensors fill the file without gaps or overlaps, and the size of each matches its shape. Imports no
-torch. Called by `safetensors_files.py`.
+torch. Called by `weight_check` and by the reader of checkpoints.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.errors import CheckpointError
-from quire.models.checkpoints.safetensors_header import (
+from quire.hub.safetensors_header import (
     DTYPE_BITS,
     MAX_HEADER_BYTES,
     StoredTensor,
