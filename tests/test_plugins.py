@@ -241,7 +241,7 @@ def test_names_of_the_sample_are_refused_with_all_names(launched: Any) -> None:
     server = launched("--scheduling-policy", "shortest_promt")
     assert server.process.wait(60) == 1
     assert server.output() == (
-        "quire: error: scheduling_policy is 'shortest_promt', but must be one of fcfs, priority,"
+        "quire: error: --scheduling-policy is 'shortest_promt', but must be one of fcfs, priority,"
         " fair, longest_prefix, deadline, shortest_prompt\n"
     )
 

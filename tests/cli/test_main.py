@@ -165,7 +165,7 @@ def test_bad_sampling_is_refused_before_a_model_is_loaded(
     monkeypatch.setitem(sys.modules, "quire.offline.llm", None)  # an import of it would fail
     assert cli.main(["generate", "x", "--temperature", "101"]) == 1
     assert capsys.readouterr().err == (
-        "quire: error: temperature is 101.0, but must be at least 0 and at most 100\n"
+        "quire: error: --temperature is 101.0, but must be at least 0 and at most 100\n"
     )
 
 
@@ -303,10 +303,10 @@ def test_keys_that_are_missing_open_no_server(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("serve --port 70000", "port is 70000, but must be from 0"),
-        ("serve --log-format xml", "log_format is 'xml', but must be one of text, json"),
-        ("serve --max-body-bytes big", "max_body_bytes is 'big', but must be a number of bytes"),
-        ("serve --keep-alive-s 0", "keep_alive_s is 0, but must be above 0"),
+        ("serve --port 70000", "--port is 70000, but must be from 0"),
+        ("serve --log-format xml", "--log-format is 'xml', but must be one of text, json"),
+        ("serve --max-body-bytes big", "--max-body-bytes is 'big', but must be a number of bytes"),
+        ("serve --keep-alive-s 0", "--keep-alive-s is 0, but must be above 0"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused_in_one_line(

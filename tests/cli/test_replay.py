@@ -68,7 +68,7 @@ def test_a_failed_conversion_leaves_no_file(tmp_path: Path, capsys: Capture) -> 
         ("--convert azure -o x --url http://h", "--convert writes a file and asks no server"),
         ("--vocab-size 9", "--vocab-size is about a server; name it with --url"),
         ("m --url http://h", "model would describe an engine to simulate"),
-        ("--block-size 32 --convert azure -o x", "block_size would describe an engine"),
+        ("--block-size 32 --convert azure -o x", "--block-size would describe an engine"),
         ("--measure --url http://h", "--measure would describe an engine to simulate"),
         ("--costs none", "were not measured on this machine; --measure does it"),
         ("--speed 0", "speed is 0.0"),

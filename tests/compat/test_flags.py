@@ -147,9 +147,9 @@ def test_flags_that_ask_for_the_default_are_accepted() -> None:
         ),
         (
             'serve --speculative-config {"method":"eagle"}',
-            "speculative_config asks for 'eagle', but of heads only 'mtp' and 'eagle3' draft",
+            "--speculative-config asks for 'eagle', but of heads only 'mtp' and 'eagle3' draft",
         ),
-        ("serve --speculative-config ngram", "speculative_config is 'ngram', which is not JSON"),
+        ("serve --speculative-config ngram", "--speculative-config is 'ngram', which is not JSON"),
         ("doctor --spec-type none", "there is no option --spec-type"),
         # Where the command lacks ours, theirs is as unknown as any other.
         ("chat --alias x", "there is no option --alias"),

@@ -73,7 +73,7 @@ def test_other_heads_are_refused_by_name(method: str) -> None:
     ("config", "message"),
     [
         ("ngram", "speculative_config is 'ngram', but must be a mapping"),
-        ({}, "has the method None, but must have one of .'ngram', 'suffix', 'draft_mod"),
+        ({}, "names no method, but must have one of ngram, suffix, draft_mod"),
         ({"method": "guess"}, "has the method 'guess', but must have one of"),
         ({"method": ["ngram"]}, "has the method .'ngram'., but must have one of"),
         ({"method": "draft_model"}, "has the method 'draft_model', but no model; name one"),

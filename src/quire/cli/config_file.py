@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.cli.typed_options import Typed, told, typed_words
 from quire.cli.words import Parser
-from quire.compat.flags import KNOWN
+from quire.compat.flags import KNOWN, SAME
 from quire.errors import ConfigurationError, did_you_mean
 from quire.plugins import PLUGIN_FLAG
 
@@ -43,12 +44,26 @@ class Entry:
     """One key of the file, or one variable, with its values."""
 
     flag: str
+    #: The key or the variable, as it is written.
+    name: str
     #: One or more texts as they are written, or one boolean.
     values: tuple[str, ...] | bool
     #: The file and the line, or the variable.
     place: str
     #: Whether the values are written as a list.
     is_list: bool = False
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is a variable of the environment."""
+        return self.place == self.name
+
+    def typed(self, *, has_place: bool) -> Typed:
+        """How it gives its option. With `has_place`, an entry of a file names the file."""
+        value = None if isinstance(self.values, bool) else ",".join(self.values)
+        if self.is_variable:
+            return Typed(self.name, value, "=")
+        return Typed(self.name, value, ": ", self.place if has_place else "")
 
 
 class ConfiguredParser(Parser):
@@ -59,6 +74,8 @@ class ConfiguredParser(Parser):
     environment: Mapping[str, str] = {}
     #: Whether a variable that seems to misspell a flag is refused.
     refuses_misspelt = False
+    #: The entries of the file and of the environment that count.
+    _used: list[Entry]
     #: Called with a namespace that has only one flag; raises ConfigurationError if the command
     #: would refuse its value. None if values are not checked while the file is read.
     check: Callable[[Any], None] | None = None
@@ -69,6 +86,7 @@ class ConfiguredParser(Parser):
         found, rest = super().parse_known_args(args, namespace)
         if args is None:
             return found, rest
+        self._used = []
         words = self._words_of(self._variables(), self._given(found))
         path = getattr(found, "config", None)
         if path is None and "--config" in self._option_string_actions:
@@ -76,19 +94,33 @@ class ConfiguredParser(Parser):
         if path is not None:
             given = self._given(found) | self._names_of(words)
             words = [*self._words_of_file(path, given), *words]
-        return super().parse_known_args([*words, *args], namespace) if words else (found, rest)
+        if words:
+            found, rest = super().parse_known_args([*words, *args], namespace)
+        self.typed = {
+            **{self._dest(entry): entry.typed(has_place=True) for entry in self._used},
+            **typed_words(args, self._option_string_actions),
+        }
+        return found, rest
+
+    def _dest(self, entry: Entry) -> str:
+        """The name in the namespace of the option that an entry gives."""
+        action = self._option_string_actions.get(SAME.get(entry.flag, entry.flag))
+        return entry.flag if action is None else action.dest
 
     def _names_of(self, words: Sequence[str]) -> set[str]:
         """Names of the options that these words give."""
         return self._given(super().parse_known_args(words, None)[0]) if words else set()
 
-    def _check_values(self, namespace: Any) -> None:
-        """Report a value that the command would refuse, with the line that has it."""
+    def _check_values(self, namespace: Any, entry: Entry) -> None:
+        """Report a value that the command would refuse, with the line or variable that has it."""
         try:
             if self.check is not None:
                 self.check(namespace)
         except ConfigurationError as error:
-            self.error(str(error))
+            text = told(str(error), self, {self._dest(entry): entry.typed(has_place=False)})
+            if text.startswith(entry.place):
+                self.blame = ""
+            self.error(text)
 
     def _given(self, namespace: Any) -> set[str]:
         """Names of the options that were given: those whose values are neither None nor the
@@ -123,10 +155,10 @@ class ConfiguredParser(Parser):
         if action.nargs == 0:
             if value.lower() not in (*_TRUE, *_FALSE):
                 self.error(f"{name} is {value!r}, but must be true or false")
-            return Entry(flag, value.lower() in _TRUE, name)
+            return Entry(flag, name, value.lower() in _TRUE, name)
         if not _may_be_repeated(action):
-            return Entry(flag, (value,), name)
-        return Entry(flag, tuple(filter(None, value.split(","))), name, is_list=True)
+            return Entry(flag, name, (value,), name)
+        return Entry(flag, name, tuple(filter(None, value.split(","))), name, is_list=True)
 
     def _words_of_file(self, path: str, given: Collection[str]) -> list[str]:
         """The words that the file adds, without options in `given` (namespace names)."""
@@ -146,9 +178,10 @@ class ConfiguredParser(Parser):
             mine = self._words_of_entry(entry)
             # Parse each entry separately, so that an error names the entry's line.
             alone, _ = super().parse_known_args(mine, None)
-            self._check_values(alone)
+            self._check_values(alone, entry)
             if not self._given(alone) & set(given):
                 words += mine
+                self._used.append(entry)
         self.blame = ""
         return words
 
@@ -222,7 +255,8 @@ def read_entries(path: str) -> list[Entry]:
             )
         values = _values(f"{path}, line {line}: {key.value}", value)
         place = f"{path}, line {line}"
-        entries[flag] = Entry(flag, values, place, is_list=value.tag == f"{_YAML}seq")
+        is_list = value.tag == f"{_YAML}seq"
+        entries[flag] = Entry(flag, str(key.value), values, place, is_list=is_list)
     return list(entries.values())
 
 

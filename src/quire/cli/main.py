@@ -91,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except QuireError as error:
         if debug:
             raise
-        _complain(error)
+        _complain(parser.chosen(args).told(str(error)))
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -103,19 +103,19 @@ def main(words: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, a file that can't be written
         if debug:
             raise
-        _complain(error)
+        _complain(str(error))
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
-def _complain(error: Exception) -> None:
-    """Print an error as one sentence to stderr, or log it if the log is in JSON."""
+def _complain(message: str) -> None:
+    """Print an error's sentence to stderr, or log it if the log is in JSON."""
     from quire.observability import log  # `--version` and `--help` need no logging
 
     if log.is_json():
-        log.get_logger("quire").error("%s", error)
+        log.get_logger("quire").error("%s", message)
     else:
-        print(f"quire: error: {error}", file=sys.stderr)
+        print(f"quire: error: {message}", file=sys.stderr)
 
 
 def _version(is_verbose: bool) -> int:

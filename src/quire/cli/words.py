@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from quire.cli.typed_options import Typed, told, typed_words
 from quire.compat.flags import translate_flags
 from quire.errors import did_you_mean
 
@@ -26,21 +27,25 @@ class Parser(argparse.ArgumentParser):
         takes_foreign: bool = False,
         **options: Any,
     ) -> None:
-        """`moved` maps each former sub-command to a sentence that names its replacement."""
+        """`moved` maps each former or foreign sub-command to a sentence that names what to type
+        instead."""
         super().__init__(**options, allow_abbrev=False)
         #: Names of the parser's sub-commands; empty if it has none.
         self._commands = tuple(commands)
-        #: Maps each former sub-command to a sentence that names its replacement.
+        #: Maps each former or foreign sub-command to a sentence that names what to type instead.
         self._moved = moved or {}
         #: Whether the parser accepts flags of other engines (`compat.flags`).
         self._takes_foreign = takes_foreign
         #: The origin of the parsed words, such as a file and line; printed before error messages.
         self.blame = ""
+        #: How the options were given, by the names in the parsed namespace.
+        self.typed: dict[str, Typed] = {}
 
     def parse_known_args(  # type: ignore[override]  # the base has overloads for the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         if args is not None:
+            self.typed = typed_words(args, self._option_string_actions)
             if self._takes_foreign:
                 args = translate_flags(args, self._option_string_actions, self.error)
             self._refuse_unknown(args)
@@ -48,6 +53,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"quire: error: {self.blame}{message} (see '{self.prog} --help')\n")
+
+    def chosen(self, args: argparse.Namespace) -> "Parser":
+        """The parser of the command that the parsed arguments name, or this one."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found = action.choices.get(str(getattr(args, action.dest, None)))
+                return found.chosen(args) if isinstance(found, Parser) else self
+        return self
+
+    def told(self, message: str) -> str:
+        """The message of an error, with what was typed in place of the names of options."""
+        return told(message, self, self.typed)
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
         """Refuse the first unknown flag or command, before argparse reports another error."""

@@ -302,7 +302,7 @@ def _translated(flag: str, value: str | None, refuse: Callable[[str], NoReturn])
     try:
         return TRANSLATED[flag](value)
     except ConfigurationError as error:
-        refuse(str(error))
+        refuse(str(error).replace(flag[2:].replace("-", "_"), flag, 1))
 
 
 def _check_fixed(flag: str, value: str | None, refuse: Callable[[str], NoReturn]) -> None:

@@ -75,7 +75,8 @@ def read_speculative_config(config: Any) -> dict[str, Any]:
         method = "draft_model"  # a model alone
     if not isinstance(method, str) or method not in _METHODS:
         names = [name for name in _METHODS if not name.startswith("[")]
-        raise _wrong(f"has the method {method!r:.80}, but must have one of {names}")
+        said = "names no method" if method is None else f"has the method {method!r:.80}"
+        raise _wrong(f"{said}, but must have one of {', '.join(names)}")
     model = None
     if method in _MODEL_METHODS:
         model = given.pop("model", None)
