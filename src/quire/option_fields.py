@@ -126,15 +126,28 @@ class PowerOfTwo(Kind):
         return number
 
 
+MOST_UNITS = 4096
+"""Numbers of bytes from here on are not taken for numbers of larger units."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bytes(Kind):
     """A size in bytes, or as text such as "2GiB"."""
 
     minimum: int = 1
+    #: The unit that a number without one probably lacks if it is below `minimum`; empty to suggest
+    #: none.
+    usual_unit: str = ""
     metavar: ClassVar[str | None] = "SIZE"
 
     def validate(self, name: str, value: Any, *, is_optional: bool) -> int:
         size = parse_bytes(name, value)
+        has_unit = isinstance(value, str) and not value.strip().isdecimal()
+        if 0 < size < min(self.minimum, MOST_UNITS) and self.usual_unit and not has_unit:
+            raise ConfigurationError(
+                f"{name} is {value}, but must be at least {self.minimum} bytes; did you mean"
+                f" {size}{self.usual_unit}?"
+            )
         return Whole(self.minimum).validate(name, size, is_optional=is_optional)
 
 
@@ -208,6 +221,8 @@ class OneOf(Kind):
     others: tuple[tuple[str, str], ...] = ()
     #: Formats the names for errors.
     listed: Callable[[tuple[str, ...]], str] = str
+    #: A sentence without its period that ends the error for another name; empty for none.
+    advice: str = ""
     metavar: ClassVar[str | None] = "NAME"
 
     def validate(self, name: str, value: Any, *, is_optional: bool) -> str:
@@ -218,6 +233,7 @@ class OneOf(Kind):
         none = "None or " if is_optional else ""
         raise ConfigurationError(
             f"{name} is {value!r}, but must be {none}one of {self.listed(known)}"
+            + (f"; {self.advice}" if self.advice else "")
         )
 
     def names(self) -> tuple[str, ...]:

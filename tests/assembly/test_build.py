@@ -115,7 +115,7 @@ def test_a_rope_type_that_stretches_allows_more_but_only_when_asked(tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_cache_memory": 1000}, "kv_cache_memory=1000 leaves no room for the 1 KV blocks"),
+        ({"kv_cache_memory": 2000}, "kv_cache_memory=2000 leaves no room for the 1 KV blocks"),
         ({"kv_cache_memory": "1000TiB"}, "the machine has"),
         ({"num_blocks": 10**9}, "the machine has"),
         ({"gpu_memory_utilization": 1e-9}, "leaves no room"),

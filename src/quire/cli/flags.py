@@ -195,11 +195,13 @@ def _reading(kind: Kind, metavar: str | None) -> dict[str, Any]:
 
 
 def _number_of_tokens(text: str) -> int | str:
-    """Parse a number of tokens. Returns "auto" as it is; the option's kind interprets it later."""
+    """Parse a number of tokens. Returns "auto" as it is; the option's kind interprets it, and
+    negative numbers, later."""
     if text == "auto":
         return text
     try:
-        return -1 if text == "-1" else token_count(text)
+        is_negative = text.startswith("-") and text[1:].isdecimal()
+        return int(text) if is_negative else token_count(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

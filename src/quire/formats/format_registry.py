@@ -66,7 +66,11 @@ class FormatOptions(Options):
 
     quantization: str | None = option(
         None,
-        OneOf(WEIGHT_FORMATS),
+        OneOf(
+            WEIGHT_FORMATS,
+            advice="a model that is stored in AWQ, GPTQ, FP8, MXFP4 or GGUF is served as it is,"
+            " so leave this option out for it",
+        ),
         group="model",
         help="round weights to {names} while loading",
         doc="rounds the weights of linear layers during loading, from any checkpoint: "

@@ -44,6 +44,9 @@ OTHER_DTYPES = (("half", "float16"), ("float", "float32"))
 
 MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 
+LEAST_KV_BYTES = 1024
+"""Less than any block of a KV cache, so a smaller number lacks its unit."""
+
 _PLACE = "a folder, a GGUF file or a hub id"
 
 
@@ -157,7 +160,7 @@ class SizeOptions(Options):
 
     kv_cache_memory: int | str | None = option(
         None,
-        Bytes(),
+        Bytes(LEAST_KV_BYTES, usual_unit="GiB"),
         group="memory",
         help="size of the KV cache, such as 2GiB",
         doc='bytes of the KV cache, or text such as "2GiB". Without this and the next two: on a'
@@ -215,7 +218,7 @@ class ComputeOptions(Options):
         1,
         Whole(1),
         group="computation",
-        help="processes that share every layer, each on its own GPU",
+        help="processes that share every layer, each on its own GPU, or on cores of the CPU",
         doc="number of processes that compute a step together. Each holds a share of every layer,"
         " on its own GPU or on the CPU.",
         flag=Flag(others=("-tp",)),

@@ -39,7 +39,7 @@ class TierOptions(Options):
     )
     cache_size: int | str | None = option(
         None,
-        Bytes(LEAST_BYTES),
+        Bytes(LEAST_BYTES, usual_unit="GiB"),
         group="memory",
         help="bytes that cache_dir may hold, such as 100GiB",
         doc=f"bytes that cache_dir may hold, or text such as {DEFAULT_SIZE!r}; the oldest go"
@@ -58,7 +58,7 @@ class TierOptions(Options):
 
     host_cache_size: int | str | None = option(
         None,
-        Bytes(LEAST_BYTES),
+        Bytes(LEAST_BYTES, usual_unit="GiB"),
         group="memory",
         help="page-locked host memory for what the KV cache on a GPU has no room for, such as 8GiB."
         " On a CPU there is none: the KV cache is host memory itself",
