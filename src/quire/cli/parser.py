@@ -24,6 +24,7 @@ from quire.cli.flags import (
 )
 from quire.cli.words import Parser
 from quire.cluster.machines.agent_arguments import add_arguments as add_agent_arguments
+from quire.compat import commands as foreign
 from quire.server.config import ServerConfig
 
 COMMANDS = {
@@ -48,11 +49,11 @@ BENCHMARKS = {
     "throughput": "tokens per second and latencies, beside static batches and Hugging Face",
     "perplexity": "what a dtype or a quantization costs in quality",
 }
-MOVED_BENCHMARKS = {
+MOVED_BENCHMARKS = foreign.BENCHMARKS | {
     name: f"run `python -m benchmarks.{name}` in a checkout of quire"
     for name in ("claims", "memory")
 }
-"""For each benchmark that is not in the package, the command that runs it."""
+"""For each benchmark that is not in the package, what to type instead."""
 CACHE_ACTIONS = {
     "inspect": "say what a cache folder holds, also while an engine uses it",
     "verify": "read all records and check every byte; exit code 1 if any is damaged",
@@ -103,7 +104,9 @@ def build_parser(
     empty. `environment` has the variables that stand for flags of commands with an engine.
     """
     # First, the flags of `quire` itself.
-    parser = Parser(prog="quire", description=_DESCRIPTION, commands=COMMANDS)
+    parser = Parser(
+        prog="quire", description=_DESCRIPTION, commands=COMMANDS, moved=foreign.COMMANDS
+    )
     parser.add_argument("--version", action="store_true", help="show the version")
     parser.add_argument(
         "-v",
