@@ -160,7 +160,9 @@ def test_a_body_that_is_no_json_object_is_refused(http, content, message):
 
 
 def test_unknown_paths_methods_and_models(http, client):
-    check_error(http.get("/v1/nothing"), 404, None, "there is no /v1/nothing here")
+    check_error(http.get("/v1/nothing"), 404, None, "there is no /v1/nothing here; try /v1/")
+    misspelt = http.post("/v1/chat/completion", json={})
+    check_error(misspelt, 404, None, "here; did you mean /v1/chat/completions?")
     wrong = http.get(COMPLETIONS)
     check_error(wrong, 405, None, "does not take GET; use POST")
     assert wrong.headers["allow"] == "POST"

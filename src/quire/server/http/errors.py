@@ -24,6 +24,7 @@ from quire.errors import (
     ExhaustedError,
     InvalidRequestError,
     QuireError,
+    did_you_mean,
 )
 from quire.observability.log import get_logger
 
@@ -178,7 +179,8 @@ def _mark(scope: Scope, code: str | None) -> None:
 def _http_message(request: HTTPRequest, error: HTTPException, suggested: Sequence[str]) -> str:
     path = f"{request.url.path:.200}"
     if error.status_code == 404:
-        hint = f"; try {', '.join(suggested)}" if suggested else ""
+        known = getattr(request.app.state, "suggested_paths", ())
+        hint = did_you_mean(path, known) or (f"; try {', '.join(suggested)}" if suggested else "")
         return f"there is no {path} here{hint}"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
