@@ -10,6 +10,7 @@ from quire.errors import InvalidRequestError
 from quire.text.chat_messages import (
     MAX_NESTING,
     check_messages,
+    check_roles,
     plain_value,
     with_joined_parts,
     with_role_renamed,
@@ -265,3 +266,27 @@ def test_a_role_can_be_renamed() -> None:
         HI,
     ]
     assert messages[0]["role"] == "developer"
+
+
+@pytest.mark.parametrize(
+    ("role", "meant"),
+    [
+        ("usr", "user"),
+        ("User", "user"),
+        ("sytem", "system"),
+        ("human", "user"),
+        ("AI", "assistant"),
+    ],
+)
+def test_a_misspelt_role_is_refused_unless_the_template_has_it(role: str, meant: str) -> None:
+    messages = [{"role": "system", "content": "a"}, {"role": role, "content": "b"}]
+    with pytest.raises(InvalidRequestError) as caught:
+        check_roles(messages, lambda name: False)
+    assert str(caught.value) == f"messages[1] has the role {role!r}; did you mean {meant}?"
+    assert caught.value.param == "messages"
+    check_roles(messages, lambda name: name == role)
+
+
+@pytest.mark.parametrize("role", ["user", "developer", "function", "tool", "narrator", "ipython"])
+def test_other_roles_are_left_to_the_template(role: str) -> None:
+    check_roles([{"role": role, "content": "a"}], lambda name: False)

@@ -68,6 +68,11 @@ _NOT_LABELS = {
 _FIELDS_OF_ROLES = {"assistant": ("content", "tool_calls"), "tool": ("content", "tool_call_id")}
 _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The roles of OpenAI's API."""
+_MEANT = {"ai": "assistant", "bot": "assistant", "human": "user", "model": "assistant"}
+"""Other names of roles, which some data sets use -> the role of the API."""
+
 PART_ROLES = ("system", "user", "assistant")
 """The roles whose content a template may accept as a list of parts; a probe finds out for each
 role."""
@@ -102,6 +107,23 @@ def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[
     return [
         _check_message(message, f"messages[{at}]", left_out) for at, message in enumerate(messages)
     ]
+
+
+def check_roles(messages: Sequence[Mapping[str, Any]], knows: Callable[[str], bool]) -> None:
+    """Refuse roles that misspell a role of the API, or that are another name of one. `knows(name)`
+    is True if the template names a role so. Raises InvalidRequestError.
+
+    Other roles are accepted: some models were trained with roles of their own, which a template
+    may write without naming them.
+    """
+    for role in {message["role"]: None for message in messages}:
+        if role in ROLES or knows(role):
+            continue
+        meant = _MEANT.get(role.lower())
+        hint = did_you_mean(role, ROLES) if meant is None else f"; did you mean {meant}?"
+        if hint:
+            at = next(at for at, message in enumerate(messages) if message["role"] == role)
+            raise _wrong(f"messages[{at}] has the role {shown(role)}{hint}")
 
 
 def without_labels(

@@ -20,6 +20,7 @@ from quire.text.chat_messages import (
     PART_ROLES,
     LeftOut,
     check_messages,
+    check_roles,
     plain_value,
     with_joined_parts,
     with_role_renamed,
@@ -204,7 +205,9 @@ class ChatTemplate:
         checked_tools = _check_tools(tools)
         template = self._choose(has_tools=checked_tools is not None)
         left_out: LeftOut | None = {} if leaves_out else None
-        checked = without_labels(check_messages(messages, left_out), template.mentions, left_out)
+        checked = check_messages(messages, left_out)
+        check_roles(checked, template.mentions)
+        checked = without_labels(checked, template.mentions, left_out)
         # Second, convert tool calls and tools to a form that this template reads.
         checked = template.with_readable_calls(checked)
         if checked_tools and not template.mentions("tools"):
