@@ -44,7 +44,7 @@ def resolve_model_folder(
     `on_progress`: if None, a progress bar is drawn on stderr.
     Raises CheckpointError if `name` is none of these or can't be fetched.
     """
-    folder = _local_folder(name, revision)
+    folder = local_model(name, revision)
     if folder is not None:
         return folder
     assert name is not None
@@ -63,7 +63,7 @@ def find_model(
     """Find a model without fetching its weights. The result has all other files, or a copy of its
     GGUF file's header; or the whole model if it is already on this machine. Arguments and errors
     are those of `resolve_model_folder`, which fetches the weights."""
-    folder = _local_folder(name, revision)
+    folder = local_model(name, revision)
     if folder is not None:
         return FoundModel(folder)
     assert name is not None
@@ -75,7 +75,7 @@ def find_model(
 def resolve_text_folder(name: str | None, revision: str | None = None) -> Path:
     """The folder of a tokenizer. For a model of the hub, all files except the weights are fetched,
     or a copy of a GGUF file's header. Arguments and errors are those of `resolve_model_folder`."""
-    folder = _local_folder(name, revision)
+    folder = local_model(name, revision)
     if folder is not None:
         return folder
     assert name is not None
@@ -84,8 +84,9 @@ def resolve_text_folder(name: str | None, revision: str | None = None) -> Path:
     return fetch_text(hub_id_of(name) or name, revision)
 
 
-def _local_folder(name: str | None, revision: str | None) -> Path | None:
-    """The folder or GGUF file called `name`; None if `name` may be a hub id."""
+def local_model(name: str | None, revision: str | None = None) -> Path | None:
+    """The folder or GGUF file called `name`; None if `name` may be a hub id. Raises CheckpointError
+    and ConfigurationError as `resolve_model_folder`, which fetches hub ids."""
     folder = EMBEDDED_MODEL if name is None else Path(name).expanduser()
     is_file = bool(name) and folder.is_file() and (is_gguf(folder) or _is_called_gguf(folder))
     if name is not None and not is_file and not (name and folder.is_dir()):

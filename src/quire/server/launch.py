@@ -25,6 +25,7 @@ import pydantic.dataclasses  # noqa: F401 - pydantic would import it at the firs
 import uvicorn
 
 from quire.core.sampling_params import ModelLimits
+from quire.engine_client.early_checks import check_before_start, check_device
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.process.grammar_compilers import GrammarCompilers
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
@@ -139,6 +140,8 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
             "skip_tokenizer_init is set, but the server needs the tokenizer to take and give text"
         )
     check_fleet(server)
+    if not server.is_over_machines:
+        check_device(options.device)
     all_endpoints()  # imports them, which takes long, before the engine starts
     files = _load_files(options, server)
     name = files.model.name_for_clients(options.model or EMBEDDED_MODEL_NAME)
@@ -183,6 +186,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
 def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
     own = options.tokenizer is None
     model = find_model(options.model, options.revision, needs_tokenizer=own)
+    check_before_start(options, model)
     text_folder = model.folder if own else resolve_text_folder(options.tokenizer)
     tokenizer = Tokenizer.from_folder(text_folder, remembers_words=False)
     if server.chat_template_file is None:

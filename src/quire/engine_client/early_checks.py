@@ -1,0 +1,77 @@
+"""Refuses options before an engine starts, if the model's small files show that they can't be met.
+
+The engine makes all checks again when it is built. It needs seconds to get there, since it imports
+torch and runs in a process of its own; these checks take milliseconds. Each refuses only what the
+engine refuses. Called by the API server and by the commands that load a model.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigurationError
+from quire.hub.found_model import FoundModel
+from quire.hub.model_files import read_json_object
+from quire.hub.weight_check import check_weight_files
+from quire.observability.gpu_presence import lacks_gpu, torch_version
+from quire.options.engine_options import EngineOptions
+
+_POSITIONS = "max_position_embeddings"
+_ORIGINAL = "original_max_position_embeddings"
+_PARTS = ("text_config", "llm_config", "language_config")
+"""Fields of multimodal configs that hold the language model's own config."""
+
+
+def check_before_start(options: EngineOptions, model: FoundModel) -> None:
+    """Raise ConfigurationError or CheckpointError if the engine would refuse the model's files or
+    its length. Models that plugins may read are not checked."""
+    if options.plugins:
+        return
+    if model.has_weights:
+        check_weight_files(model.folder)
+    if options.max_model_len is not None and options.hf_overrides is None:
+        _check_length(options.max_model_len, model.folder)
+
+
+def check_device(name: str) -> None:
+    """Raise ConfigurationError if the device is a GPU and this machine clearly has none."""
+    if name.startswith("cuda") and lacks_gpu():
+        raise ConfigurationError(
+            f"device is {name!r}, but torch {torch_version()} sees no GPU; `quire doctor` says"
+            " what it sees, and device='cpu' computes without one"
+        )
+
+
+def _check_length(max_model_len: int, folder: Path) -> None:
+    path = folder / "config.json"
+    if not path.is_file():  # a GGUF file, whose metadata the engine reads
+        return
+    config = read_json_object(path)
+    inner = next((config[part] for part in _PARTS if isinstance(config.get(part), dict)), config)
+    positions = inner.get(_POSITIONS)
+    if not isinstance(positions, int) or max_model_len <= _most_positions(positions, inner):
+        return
+    raise ConfigurationError(
+        f"max_model_len is {max_model_len}, but the model was made for at most"
+        f" {_most_positions(positions, inner)} positions ({_POSITIONS} in its config.json is"
+        f" {positions}); lower max_model_len, or leave it out for {positions}"
+    )
+
+
+def _most_positions(positions: int, config: Mapping[str, Any]) -> int:
+    """The most positions to which any rope type of the config may stretch the model."""
+    most = positions
+    for name in ("rope_scaling", "rope_parameters"):
+        for rope in _ropes(config.get(name)):
+            factor, original = rope.get("factor"), rope.get(_ORIGINAL)
+            if isinstance(factor, (int, float)):
+                longest = max(positions, original if isinstance(original, (int, float)) else 0)
+                most = max(most, int(longest * factor))
+    return most
+
+
+def _ropes(given: Any) -> list[Mapping[str, Any]]:
+    """The rope parameters in a field, which may have them for each kind of layer."""
+    if not isinstance(given, dict):
+        return []
+    return [given, *(each for each in given.values() if isinstance(each, dict))]

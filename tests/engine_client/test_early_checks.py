@@ -1,0 +1,67 @@
+"""What is refused before an engine starts, and that nothing is which the engine accepts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine_client import early_checks
+from quire.engine_client.early_checks import check_before_start, check_device
+from quire.errors import CheckpointError, ConfigurationError
+from quire.hub.found_model import FoundModel
+from quire.hub.model_folder import EMBEDDED_MODEL
+from quire.options.engine_options import EngineOptions
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        ({"max_position_embeddings": 100}, 100),
+        ({"text_config": {"max_position_embeddings": 100}, "max_position_embeddings": 7}, 100),
+        ({"max_position_embeddings": 100, "rope_scaling": {"type": "linear", "factor": 4}}, 400),
+        (
+            {
+                "max_position_embeddings": 100,
+                "rope_parameters": {
+                    "full_attention": {
+                        "factor": 4.0,
+                        "original_max_position_embeddings": 200,
+                    }
+                },
+            },
+            800,
+        ),
+    ],
+)
+def test_a_length_beyond_the_models_is_refused(
+    config: dict[str, Any], most: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = FoundModel(tmp_path, has_weights=False)
+    check_before_start(EngineOptions(max_model_len=most), model)
+    with pytest.raises(ConfigurationError, match=f"max_model_len is {most + 1}, but the model"):
+        check_before_start(EngineOptions(max_model_len=most + 1), model)
+    check_before_start(EngineOptions(max_model_len=most + 1, hf_overrides={"a": 1}), model)
+
+
+def test_what_the_config_does_not_say_is_left_to_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"n_positions": 5}')
+    check_before_start(EngineOptions(max_model_len=6), FoundModel(tmp_path, has_weights=False))
+
+
+def test_files_are_checked_where_they_are(tmp_path: Path) -> None:
+    check_before_start(EngineOptions(), FoundModel(EMBEDDED_MODEL))
+    with pytest.raises(CheckpointError, match="has no weights"):
+        check_before_start(EngineOptions(), FoundModel(tmp_path))
+    check_before_start(EngineOptions(), FoundModel(tmp_path, has_weights=False))
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_checks, "lacks_gpu", lambda: True)
+    check_device("cpu")
+    check_device("auto")
+    with pytest.raises(ConfigurationError, match=r"device is 'cuda:1', but torch .* sees no GPU"):
+        check_device("cuda:1")
+    monkeypatch.setattr(early_checks, "lacks_gpu", lambda: False)
+    check_device("cuda")
