@@ -29,6 +29,15 @@ class Timeline:
     arrival_s: float
     token_times_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    #: Number of tokens by the server's count, if one time stands for several tokens; None: each has
+    #: its time.
+    num_output_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of output tokens."""
+        times = len(self.token_times_s)
+        return times if self.num_output_tokens is None else self.num_output_tokens
 
     @property
     def ttft_s(self) -> float:
@@ -45,18 +54,20 @@ class Timeline:
 
     @property
     def tpot_s(self) -> float | None:
-        count = len(self.token_times_s)
+        count = self.num_tokens
         return (self.e2el_s - self.ttft_s) / (count - 1) if count > 1 else None
 
 
-def figures(timelines: Sequence[Timeline], duration_s: float) -> Figures:
+def figures(
+    timelines: Sequence[Timeline], duration_s: float, percentiles: Sequence[float] = PERCENTILES
+) -> Figures:
     """All figures of one run.
 
     duration_s is the time from the first arrival to the last end. A latency without samples is
-    None, such as the ITL if all outputs have one token.
+    None, such as the ITL if all outputs have one token. `percentiles` are from 0 to 100.
     """
     num_input = sum(timeline.num_prompt_tokens for timeline in timelines)
-    num_output = sum(len(timeline.token_times_s) for timeline in timelines)
+    num_output = sum(timeline.num_tokens for timeline in timelines)
     found: Figures = {
         "duration": duration_s,
         "completed": len(timelines),
@@ -73,18 +84,18 @@ def figures(timelines: Sequence[Timeline], duration_s: float) -> Figures:
         "e2el": [timeline.e2el_s for timeline in timelines],
     }
     for name in LATENCIES:
-        found |= _distribution(name, samples[name])
+        found |= _distribution(name, samples[name], percentiles)
     return found
 
 
-def _distribution(name: str, seconds: Sequence[float]) -> Figures:
-    keys = ["mean", "median", "std", *(f"p{percent}" for percent in PERCENTILES)]
+def _distribution(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> Figures:
+    keys = ["mean", "median", "std", *(f"p{percent:g}" for percent in percentiles)]
     if not seconds:
         return {f"{key}_{name}_ms": None for key in keys}
     values = np.array(seconds) * 1e3
     # As in vLLM: the standard deviation of the population, and linearly interpolated percentiles.
     found = [np.mean(values), np.median(values), np.std(values)]
-    found += [np.percentile(values, percent) for percent in PERCENTILES]
+    found += [np.percentile(values, percent) for percent in percentiles]
     return {f"{key}_{name}_ms": float(value) for key, value in zip(keys, found, strict=True)}
 
 

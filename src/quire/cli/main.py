@@ -172,8 +172,10 @@ def _benchmarks() -> dict[str, Any]:
 
     return {
         "throughput": throughput,
+    from quire.replay import bench_serve
         "perplexity": perplexity,
     }
+        "serve": bench_serve,
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -39,13 +39,14 @@ COMMANDS = {
     "ps": "list the models that a running server has in memory",
     "batch": "answer a file of calls in OpenAI's batch format",
     "replay": "replay a recorded load, against a server or a simulated engine",
-    "bench": "measure throughput or quality, beside baselines",
+    "bench": "measure a server, an engine beside baselines, or quality",
     "plan": "say how to serve a load here: what fits, what to expect, and what is best",
     "doctor": "report on this machine, or on a model with its memory and speed here",
     "cluster": "run replicas on several machines: agents, and a server over a Ray cluster",
     "cache": "inspect, verify or empty a folder of cached prefixes",
 }
 BENCHMARKS = {
+    "serve": "latencies and goodput of a running server, under a load",
     "throughput": "tokens per second and latencies, beside static batches and Hugging Face",
     "perplexity": "what a dtype or a quantization costs in quality",
 }

@@ -1,8 +1,8 @@
-"""Replays a trace against a running server through OpenAI's API, with token ids as prompts.
+"""Replays a trace against a running server through OpenAI's API.
 
-Each answer has its recorded length, since requests set ignore_eos and min_tokens = max_tokens.
-Requests are sent at their recorded times, even if earlier ones have not ended. A later turn of a
-conversation waits for the answer before it.
+With token ids as prompts, each answer has its recorded length; see `call_forms`. Requests are sent
+at their recorded times, even if earlier ones have not ended. A later turn of a conversation waits
+for the answer before it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import ConfigurationError
+from quire.replay.call_forms import CallForm, TokenCalls
 from quire.replay.completion_client import (
     ServerAddress,
     StreamedAnswer,
@@ -46,13 +47,20 @@ class ServedModel:
     bounds: ModelBounds
 
 
+TOKENS = TokenCalls()
+
+
 async def find_model(
-    address: ServerAddress, name: str | None, vocab_size: int | None
+    address: ServerAddress,
+    name: str | None,
+    vocab_size: int | None,
+    usual: ModelBounds | None = None,
 ) -> ServedModel:
     """Ask the server for its model `name`, or for its first model if `name` is None.
 
-    If `vocab_size` is None, it comes from /api/show, which quire and Ollama serve. Raises
-    ConfigurationError if the server can't be reached or one of its responses lacks a needed field.
+    If `vocab_size` is None, it comes from /api/show, which quire and Ollama serve. `usual` has the
+    bounds of a server that does not report its own. Raises ConfigurationError if the server can't
+    be reached, or without `usual` if one of its responses lacks a needed field.
     """
     try:
         listed = await get_json(address, "GET", "/v1/models")
@@ -60,6 +68,8 @@ async def find_model(
         card = next((each for each in cards if each.get("id") == name), cards[0])
         name = name or card.get("id")
         longest = card.get("max_model_len")
+        if longest is None and usual is not None:
+            longest = usual.max_model_len
         if name is None or longest is None:
             raise ConfigurationError(
                 f"{address.host}:{address.port} does not list a model and its max_model_len at"
@@ -69,6 +79,8 @@ async def find_model(
             shown = await get_json(address, "POST", "/api/show", {"model": name})
             info = (shown or {}).get("model_info", {})
             sizes = [each for key, each in info.items() if key.endswith(".vocab_size")]
+            if not sizes and usual is not None:
+                sizes = [usual.vocab_size]
             if not sizes:
                 raise ConfigurationError(
                     f"{address.host}:{address.port} does not report the vocabulary size of {name};"
@@ -90,10 +102,13 @@ async def replay_to_server(
     *,
     is_closed: bool = True,
     on_reply: Callable[[Reply], None] | None = None,
+    form: CallForm = TOKENS,
+    most_open: int | None = None,
 ) -> ReplayFigures:
-    """Replay the whole trace. `on_reply` is called with the reply of each request when it ends."""
+    """Replay the whole trace. `on_reply` is called with the reply of each request when it ends.
+    `most_open` bounds the requests that are open at once; None means no bound."""
     script = ReplayScript(trace, model.bounds, is_closed=is_closed)
-    replay = _ServerReplay(script, address, model, on_reply)
+    replay = _ServerReplay(script, address, model, on_reply, form, most_open)
     replies = await replay.run()
     return ReplayFigures(trace, replies, script.left_out, replay.notes())
 
@@ -111,7 +126,10 @@ class _ServerReplay:
         address: ServerAddress,
         model: ServedModel,
         on_reply: Callable[[Reply], None] | None,
+        form: CallForm,
+        most_open: int | None,
     ) -> None:
+        self._form, self._most_open = form, most_open
         self._script, self._address = script, address
         self._model_name, self._max_model_len = model.name, model.bounds.max_model_len
         self._on_reply = on_reply
@@ -129,7 +147,8 @@ class _ServerReplay:
         heapq.heapify(self._waiting)
         async with asyncio.TaskGroup() as tasks:  # a bug in one task ends the replay
             while self._waiting or self._num_open:
-                wait_s = self._waiting[0][0] - self._now_s() if self._waiting else None
+                may_send = self._waiting and self._num_open != self._most_open
+                wait_s = self._waiting[0][0] - self._now_s() if may_send else None
                 if wait_s is None or wait_s > 0:
                     await self._until_one_ends(wait_s)
                     continue
@@ -177,14 +196,20 @@ class _ServerReplay:
         """Send a request and return its answer. If the client disconnected before the first token
         in the trace, do the same and return None."""
         if request.end != "disconnect":
-            return await complete(self._address, body)
+            return await self._complete(body)
         if request.num_output_tokens:
-            return await complete(self._address, body, leave_after=request.num_output_tokens)
+            return await self._complete(body, leave_after=request.num_output_tokens)
         try:
             async with asyncio.timeout(request.took_s or 0.0):
-                return await complete(self._address, body, leave_after=1)
+                return await self._complete(body, leave_after=1)
         except TimeoutError:
             return None
+
+    async def _complete(
+        self, body: Mapping[str, Any], leave_after: int | None = None
+    ) -> StreamedAnswer:
+        path = self._form.path
+        return await complete(self._address, body, path=path, leave_after=leave_after)
 
     def _body(
         self, request: TraceRequest, prompt: list[int], num_output_tokens: int
@@ -197,15 +222,11 @@ class _ServerReplay:
             num_output_tokens = min(wanted, self._max_model_len - len(prompt))
         body: dict[str, Any] = {
             "model": self._model_name,
-            "prompt": prompt,
-            "max_tokens": num_output_tokens,
-            "min_tokens": num_output_tokens,
-            "ignore_eos": True,
+            **self._form.fields(prompt, num_output_tokens),
             "temperature": 0 if options.is_greedy else 1,
             "n": options.num_choices,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "return_token_ids": True,
         }
         self._count_change(options.has_grammar, "requests had a grammar, which is not replayed")
         self._count_change(options.adapter, "requests named an adapter, and ran on the base model")
@@ -236,11 +257,10 @@ class _ServerReplay:
         details = usage.get("prompt_tokens_details") or {}
         reply.num_cached_tokens = int(details.get("cached_tokens") or 0)
         if usage:  # a client that left early gets no usage
-            reply.num_prompt_tokens = num_prompt_tokens
+            reply.num_prompt_tokens = int(usage.get("prompt_tokens") or num_prompt_tokens)
             reply.num_output_tokens = int(usage.get("completion_tokens") or 0)
-            self._count_change(
-                not answer.token_ids, "answers came without token ids: later turns miss"
-            )
+            lacks_ids = not answer.token_ids and self._form.path == TOKENS.path
+            self._count_change(lacks_ids, "answers came without token ids: later turns miss")
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_s

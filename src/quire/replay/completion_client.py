@@ -1,4 +1,4 @@
-"""A small HTTP client that streams POST /v1/completions with token ids.
+"""A small HTTP client that streams completions and chats, and notes when tokens come.
 
 It does little work per token, since it may run on the same cores as the server. It uses OpenAI's
 API with vLLM's extra fields, and only Python's standard library.
@@ -85,15 +85,21 @@ async def get_json(address: ServerAddress, method: str, path: str, body: Any = N
 
 
 async def complete(
-    address: ServerAddress, body: Mapping[str, Any], *, leave_after: int | None = None
+    address: ServerAddress,
+    body: Mapping[str, Any],
+    *,
+    path: str = "/v1/completions",
+    leave_after: int | None = None,
 ) -> StreamedAnswer:
-    """Stream a completion to its end, or close the connection after `leave_after` tokens.
+    """Stream a completion, or a chat with the path of chats, to its end.
+
+    With `leave_after`, the connection is closed after that number of tokens.
 
     Raises OSError if the connection fails, asyncio.IncompleteReadError if the answer breaks off,
     and ValueError if the answer is malformed.
     """
     async with _connection(address) as (reader, writer):
-        writer.write(_request_bytes(address, "POST", "/v1/completions", body))
+        writer.write(_request_bytes(address, "POST", path, body))
         status, headers = await _head(reader)
         answer = StreamedAnswer(status)
         if status != 200:
@@ -129,11 +135,16 @@ def _taken(answer: StreamedAnswer, event: Mapping[str, Any]) -> int:
     for choice in event.get("choices", ()):
         if choice.get("index", 0) == 0:
             ids = choice.get("token_ids") or ()
-            num_tokens += len(ids) or bool(choice.get("text"))
+            num_tokens += len(ids) or bool(choice.get("text") or _said(choice.get("delta") or {}))
             answer.token_ids += ids
     if num_tokens:
         answer.times_s.append((time.perf_counter(), num_tokens))
     return num_tokens
+
+
+def _said(delta: Mapping[str, Any]) -> object:
+    """The text of a chat's event, be it reasoning or answer."""
+    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
 
 
 def _error_code(raw: bytes) -> str | None:
