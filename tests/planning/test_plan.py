@@ -58,7 +58,7 @@ def test_an_unmeasured_plan_says_not_measured_here(tmp_path: Path) -> None:
     assert (plan.found, plan.best) == ((), None)
     lines = list(plan_lines(plan, None))
     assert any(line.split()[:2] == ["int4", "auto"] for line in lines)
-    assert lines[-1].startswith("what to expect: not measured here; `quire plan --measure`")
+    assert lines[-1].startswith("what to expect: not measured here; `--measure`")
     data = plan_data(plan, 2.0)
     assert data["best"] is None
     assert data["memory"][0]["steps"] == "not measured here"

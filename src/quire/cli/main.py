@@ -60,6 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     if args.command == "generate" and not (args.prompts or args.prompt):
         parser.error("the following arguments are required: PROMPT")
+    args.words = words
     if args.command == "batch" and args.input is None:
         parser.error("the following arguments are required: FILE")
     if args.command == "plan" and args.load is None:

@@ -19,6 +19,9 @@ SCOPE = (
     "times are those of the engine: what HTTP and tokenizing add is not in them; a replica is one"
     " machine (or device) like this one, and gets every Nth request"
 )
+RELIABLE_ERROR = 0.15
+"""The largest mean relative error of step times that raises no doubt. Configurations of a plan
+often differ by less than this."""
 _HOUR_S = 3600.0
 
 
@@ -33,7 +36,7 @@ def plan_lines(plan: Plan, price: float | None) -> Iterator[str]:
     yield f"  sequences: of {plan.load.longest:,} tokens, the load's longest, that fit together"
     yield ""
     if not plan.found:
-        yield f"what to expect: {NOT_MEASURED}; `quire plan --measure` measures it, once"
+        yield f"what to expect: {NOT_MEASURED}; `--measure` measures it, once"
         return
     head: tuple[str, ...] = (
         "precision",
@@ -108,6 +111,7 @@ def plan_data(plan: Plan, price: float | None) -> dict[str, Any]:
         "expected": [_expectation_data(each, price) for each in plan.found],
         "best": None if plan.best is None else _expectation_data(plan.best, price),
         "why": plan.why,
+        "doubt": None if plan.best is None else _doubt(plan, plan.best),
         "keeps_objectives": plan.best is not None and plan.best.keeps,
     }
 
@@ -200,12 +204,33 @@ def _best_lines(plan: Plan, price: float | None) -> Iterator[str]:
     if not best.is_in_time:
         yield "no configuration that was measured keeps the objectives; this one comes nearest"
     yield f"best: {serve_words(plan, best)}"
+    if (doubt := _doubt(plan, best)) is not None:
+        yield f"doubt: {doubt}"
     if best.replicas > 1:
         yield f"      on {best.replicas} machines like this one, each with a part of the load"
     yield f"why:  {plan.why}"
     if price is not None:
         hourly = best.replicas * price
         yield f"cost: {hourly:g} an hour, {cost_of_tokens(best, price):.3g} a million tokens"
+
+
+def _doubt(plan: Plan, best: Expectation) -> str | None:
+    """Why the best configuration may be another one; None if the step times are reliable."""
+    name = (best.candidate.precision, best.candidate.kv_format)
+    costs = next(each.costs for each in plan.precisions if (each.name, each.kv_format) == name)
+    if costs is None or max(costs.accuracy.held_out, costs.accuracy.repeated) <= RELIABLE_ERROR:
+        return None
+    accuracy = costs.accuracy
+    if accuracy.repeated > RELIABLE_ERROR:
+        return (
+            f"the same steps differed by {accuracy.repeated:.0%} when they were measured twice, so"
+            " other programs disturbed the machine, and another configuration may be better;"
+            " measure again while nothing else runs"
+        )
+    return (
+        f"predicted step times are off by {accuracy.held_out:.0%} in the mean, so another"
+        " configuration may be better; a longer --measure-time may help"
+    )
 
 
 def _verdict(found: Expectation) -> str:
