@@ -7,7 +7,7 @@ Exit codes are 0 for success, 1 for a refusal or failure, 2 for wrong usage, and
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from quire.cli.flags import (
 from quire.cli.parser import DEFAULT_DOCTOR_TOKENS, build_parser
 from quire.cli.words import Parser
 from quire.errors import ConfigurationError, QuireError
+from quire.hub.found_model import FoundModel
+from quire.hub.model_folder import local_model
 from quire.option_fields import served_defaults
 from quire.options.engine_options import EngineOptions
 from quire.plugins import load_plugins_of
@@ -58,9 +60,9 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(words)
+    args.words = words
     if args.command == "generate" and not (args.prompts or args.prompt):
         parser.error("the following arguments are required: PROMPT")
-    args.words = words
     if args.command == "batch" and args.input is None:
         parser.error("the following arguments are required: FILE")
     if args.command == "plan" and args.load is None:
@@ -170,24 +172,42 @@ def _benchmarks() -> dict[str, Any]:
     """Maps each benchmark to its module, which has `add_arguments` and `main`."""
     from quire.bench import throughput  # only one command needs them
     from quire.bench.quality import perplexity
+    from quire.replay import bench_serve
 
     return {
+        "serve": bench_serve,
         "throughput": throughput,
-    from quire.replay import bench_serve
         "perplexity": perplexity,
     }
-        "serve": bench_serve,
 
 
-def _load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Make the LLM and the SamplingParams. Bad sampling options fail before the model is loaded."""
+def _sampling(args: argparse.Namespace) -> Any:
+    """Make the SamplingParams, which is done before a model is loaded."""
     from quire.core.sampling_params import SamplingParams  # light; needed by two commands
 
-    params = SamplingParams(**sampling_options(args))
-    with _named_interrupt(LOADING_INTERRUPTED), _spinning("loading the model"):
-        from quire.offline.llm import LLM  # brings torch: more than a second
+    return SamplingParams(**sampling_options(args))
 
-        return LLM(**engine_options(args)), params
+
+def _load(given: Mapping[str, Any]) -> Any:
+    """Make the LLM with these engine options."""
+    _check_early(given)
+    from quire.offline.llm import LLM  # brings torch: more than a second
+
+    return LLM(**given)
+
+
+def _check_early(given: Mapping[str, Any]) -> None:
+    """Refuse options and local models that the engine would refuse after it has imported torch."""
+    from quire.engine_client.early_checks import (  # only commands that load a model need it
+        check_before_start,
+        check_device,
+    )
+
+    options = EngineOptions.from_mapping(given)
+    check_device(options.device)
+    found = local_model(options.model, options.revision)
+    if found is not None:
+        check_before_start(options, FoundModel(found))
 
 
 @contextmanager
@@ -216,7 +236,9 @@ def _named_interrupt(text: str) -> Iterator[None]:
 def _generate(args: argparse.Namespace) -> int:
     texts = [*args.prompts, *(args.prompt or ())]
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in texts]
-    llm, params = _load(args)
+    params = _sampling(args)
+    with _named_interrupt(LOADING_INTERRUPTED), _spinning("loading the model"):
+        llm = _load(engine_options(args))
     for index, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"{chr(10) if index else ''}==> {prompt} <==")
@@ -234,16 +256,15 @@ def _chat(args: argparse.Namespace) -> int:
     )
     from quire.cli.chat.session import ChatSession, load_readline  # only these commands need it
 
+    params = _sampling(args)
     answers: Answers
     if args.url is not None:
-        from quire.core.sampling_params import SamplingParams  # without an engine
-
-        params = SamplingParams(**sampling_options(args))
         answers = ServerAnswers(args.url, args.model, args.api_key)
     else:
-        llm, params = _load(args)
-        answers = EngineAnswers(args.model or "the embedded model", llm)
-    session = ChatSession(answers, args.system, params, shows_stats=args.stats)
+        with _named_interrupt(LOADING_INTERRUPTED), _spinning("loading the model"):
+            answers = EngineAnswers(lambda name: _loaded(args, name))
+    is_plain = args.plain or bool(os.environ.get("NO_COLOR"))
+    session = ChatSession(answers, args.system, params, shows_stats=args.stats, is_plain=is_plain)
     if args.prompt is not None:
         session.ask(args.prompt)
         return 0
@@ -252,6 +273,22 @@ def _chat(args: argparse.Namespace) -> int:
         print(f"{answers.name} is ready; /help lists the commands")
     session.run()
     return 0
+
+
+def _loaded(args: argparse.Namespace, name: str | None) -> Any:
+    """Load the model of the chat, or the one called `name` with the same options."""
+    from quire.cli.chat.answers import LoadedModel  # only a chat needs them
+    from quire.hub.model_folder import resolve_text_folder
+
+    given = engine_options(args)
+    if name is not None:
+        # These belong to the model that the command line names.
+        given = {key: value for key, value in given.items() if key not in ("revision", "tokenizer")}
+        given["model"] = name
+    llm = _load(given)
+    model, revision = given.get("model"), given.get("revision")
+    folder = resolve_text_folder(given.get("tokenizer") or model, revision)
+    return LoadedModel(model or "the embedded model", llm, folder)
 
 
 def _serve(args: argparse.Namespace) -> int:

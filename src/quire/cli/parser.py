@@ -238,6 +238,9 @@ def _add_talk(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show tokens per second after each answer",
     )
+    parser.add_argument(
+        "--plain", action="store_true", help="print answers as they are, without Markdown's styles"
+    )
     parser.add_argument("--url", metavar="URL", help=f"talk with a running server: {DEFAULT_URL}")
     parser.add_argument("--api-key", metavar="KEY", help="for the server (none)")
     add_sampling(parser, max_tokens=None)

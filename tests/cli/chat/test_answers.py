@@ -1,17 +1,25 @@
 """Answers of an engine and of a server, with their tokens and times."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from tests.server.launching import launched
+from tests.server.thinking_folder import make_thinking_tokenizer
 
 from quire import LLM
 from quire.cli.chat.answers import (
     CHAT_DEFAULTS,
     EngineAnswers,
+    LoadedModel,
     ServerAnswers,
     with_chat_defaults,
 )
 from quire.core.sampling_params import SamplingParams
-from quire.errors import EngineDeadError, InvalidRequestError
+from quire.errors import CheckpointError, EngineDeadError, InvalidRequestError
+from quire.hub.model_folder import EMBEDDED_MODEL
+from quire.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "What does os.path.join do?"}]
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
@@ -24,8 +32,8 @@ def server():
 
 
 def test_an_engine_and_a_server_answer_the_same(server):
-    llm = LLM()
-    local, remote = EngineAnswers("embedded", llm), ServerAnswers(f"{server.url}/v1/")
+    local = EngineAnswers(lambda name: LoadedModel("embedded", LLM(), EMBEDDED_MODEL))
+    remote = ServerAnswers(f"{server.url}/v1/")
     assert remote.name == "embedded"
     texts = [
         "".join(piece.text for piece in each.stream(MESSAGES, PARAMS)) for each in (local, remote)
@@ -39,6 +47,11 @@ def test_an_engine_and_a_server_answer_the_same(server):
     assert local.with_defaults(PARAMS) is PARAMS
     with pytest.raises(InvalidRequestError, match="not served here"):
         list(ServerAnswers(server.url, "other").stream(MESSAGES, PARAMS))
+    with pytest.raises(
+        InvalidRequestError, match="does not serve 'embeded'; did you mean embedded"
+    ):
+        remote.switch("embeded")
+    remote.switch("embedded")
 
 
 def test_where_no_server_listens_the_url_is_named():
@@ -50,3 +63,49 @@ def test_options_of_a_chat_fill_in_what_the_caller_left_open():
     found = with_chat_defaults(SamplingParams(temperature=0.2))
     assert (found.temperature, found.top_p, found.min_p) == (0.2, 0.95, 0.05)
     assert with_chat_defaults(SamplingParams()).temperature == CHAT_DEFAULTS["temperature"]
+
+
+class FakeLLM:
+    """Answers each question with the same text, in pieces of two characters."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.text = text
+        self.engine = SimpleNamespace(stats=lambda: SimpleNamespace(num_generated_tokens=0))
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def stream(self, prompt: dict[str, Any], params: SamplingParams):
+        assert prompt["prompt_token_ids"]
+        for at in range(0, len(self.text), 2):
+            yield self.text[at : at + 2]
+
+
+def test_reasoning_of_an_engine_is_told_from_its_answer(tmp_path):
+    make_thinking_tokenizer(tmp_path)
+    llm = FakeLLM(tmp_path, "let me see</think>\n\nIt joins paths.")
+    answers = EngineAnswers(lambda name: LoadedModel("m", llm, tmp_path))
+    pieces = list(answers.stream(MESSAGES, PARAMS))
+    said = {
+        flag: "".join(p.text for p in pieces if p.is_reasoning is flag) for flag in (True, False)
+    }
+    assert said[True].strip() == "let me see" and said[False] == "It joins paths."
+
+
+def test_a_model_that_can_not_be_loaded_leaves_the_one_before(tmp_path):
+    make_thinking_tokenizer(tmp_path)
+    loads = []
+
+    def load(name: str | None) -> LoadedModel:
+        loads.append(name)
+        if name == "broken":
+            raise CheckpointError("there is no model 'broken'")
+        return LoadedModel(name or "first", FakeLLM(tmp_path, "x"), tmp_path)
+
+    answers = EngineAnswers(load)
+    answers.switch("second")
+    with pytest.raises(CheckpointError):
+        answers.switch("broken")
+    assert answers.name == "second" and loads == [None, "second", "broken", "second"]
+    assert "".join(piece.text for piece in answers.stream(MESSAGES, PARAMS)) == "x"

@@ -5,13 +5,15 @@ import readline
 import signal
 import stat
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quire.cli.chat import session
-from quire.cli.chat.answers import AnswerUsage, Message, Piece
+from quire.cli.chat.answers import AnswerUsage, Message
 from quire.cli.chat.session import ChatSession, interruptible, load_readline
+from quire.cli.chat.terminal import Piece
 from quire.core.sampling_params import SamplingParams
 from quire.errors import InvalidRequestError, PromptTooLongError
 
@@ -47,7 +49,12 @@ class Echo:
             self.usage = AnswerUsage(len(words), 0.25, 2.25)
 
     def with_defaults(self, params: SamplingParams) -> SamplingParams:
-        return params
+        return params if self.name == "echo" else replace(params, min_p=0.5)
+
+    def switch(self, name: str) -> None:
+        if name == "none":
+            raise InvalidRequestError("there is no model 'none'")
+        self.name = name
 
 
 def _type(monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseException]]) -> None:
@@ -129,6 +136,22 @@ def test_options_and_the_system_message_are_set_while_talking(
     assert _roles(echo.asked[0]) == "system user"
     out = capsys.readouterr().out
     assert "model echo\ntemperature 0.3\ntop_k 5\nsystem message: Be kind." in out
+
+
+def test_another_model_goes_on_with_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    echo = _run(monkeypatch, "one", "/model", "/model none", "/model other", "two")
+    out, err = capsys.readouterr()
+    assert "other answers from now on." in out
+    assert "/model needs the name of a model" in err and "there is no model 'none'" in err
+    assert _roles(echo.asked[1]) == "user assistant user"
+    assert [params.min_p for params in echo.params] == [None, 0.5]
+
+
+def test_options_that_were_set_are_kept_with_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    echo = _run(monkeypatch, "/set top_k 5", "/model other", "hello")
+    assert (echo.params[0].top_k, echo.params[0].min_p) == (5, None)
 
 
 def test_a_question_is_answered_again_or_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

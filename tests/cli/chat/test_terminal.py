@@ -1,11 +1,13 @@
 """What is written to a terminal, read back from a screen of our own."""
 
 import io
+import re
 
 import pytest
 
-from quire.cli.chat.answers import Piece
-from quire.cli.chat.terminal import DIM, PLAIN, AnswerWriter, Spinner
+from quire.cli.chat.terminal import AnswerWriter, Piece, Spinner
+
+DIM, PLAIN, BOLD, CODE = "\x1b[2m", "\x1b[0m", "\x1b[1m", "\x1b[36m"
 
 
 class Terminal(io.StringIO):
@@ -18,7 +20,7 @@ class Terminal(io.StringIO):
 def screen(written: str) -> str:
     """The lines that a terminal shows: only what the writer uses is known."""
     lines, column = [""], 0
-    text = iter(written.replace(DIM, "").replace(PLAIN, ""))
+    text = iter(re.sub(r"\x1b\[\d+m", "", written))
     for character in text:
         if character == "\n":
             lines.append("")
@@ -76,6 +78,37 @@ def test_reasoning_is_dimmed() -> None:
         writer.write(piece)
     writer.end()
     assert out.getvalue() == f"{DIM}hm so{PLAIN}\n\nyes\n"
+
+
+def shown(*texts: str, is_plain: bool = False, width: int = 80) -> str:
+    out = Terminal()
+    writer = AnswerWriter(out, width, is_plain=is_plain)
+    for text in texts:
+        writer.write(Piece(text))
+    writer.end()
+    return out.getvalue()
+
+
+def test_markdown_is_shown_by_styles() -> None:
+    assert shown("a **b** `c`\n# D\ne") == (f"a {BOLD}b{PLAIN} {CODE}c{PLAIN}\n{BOLD}D{PLAIN}\ne\n")
+    assert shown("```py\nx = 1\n```\n") == f"{CODE}x = 1{PLAIN}\n\n"
+
+
+def test_a_word_keeps_its_style_in_the_next_line() -> None:
+    written = shown("one **two**", width=7)
+    assert screen(written) == "one \ntwo\n"
+    assert written.endswith(f"\ntwo{PLAIN}\n") and written.count(BOLD) == 1
+
+
+def test_plain_answers_have_no_styles() -> None:
+    text = "a **b** `c`\n# D\n```\ne\n```"
+    assert shown(text, is_plain=True) == f"{text}\n"
+    out = Terminal()
+    writer = AnswerWriter(out, 80, is_plain=True)
+    for piece in (Piece("hm", True), Piece("yes")):
+        writer.write(piece)
+    writer.end()
+    assert out.getvalue() == "hm\n\nyes\n"
 
 
 def test_a_pipe_gets_the_text_alone() -> None:

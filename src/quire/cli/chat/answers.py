@@ -2,14 +2,22 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from quire.cli.chat.terminal import Piece
 from quire.core.sampling_params import SamplingDefaults, SamplingParams
-from quire.errors import EngineDeadError, InvalidRequestError
+from quire.errors import EngineDeadError, InvalidRequestError, QuireError, did_you_mean
+from quire.text.chat_encoding import encode_chat
+from quire.text.chat_template import ChatTemplate
+from quire.text.parsers.message_events import MessageEvent, ReasoningPiece
+from quire.text.parsers.model_dialect import model_dialect
+from quire.text.parsers.tool_use import NO_TOOLS
+from quire.text.tokenizer_config import tokenizer_fields
 
 if TYPE_CHECKING:
     from quire.offline.llm import LLM
@@ -21,14 +29,6 @@ CHAT_DEFAULTS: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95, "min_p"
 
 TIMEOUT_S = 600.0
 """Maximum seconds to wait for the next piece of a server's answer."""
-
-
-class Piece(NamedTuple):
-    """A piece of an answer."""
-
-    text: str
-    #: Whether the text is part of the reasoning before the answer.
-    is_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +64,83 @@ class Answers(Protocol):
         """The params with CHAT_DEFAULTS, if neither the caller nor the model names any."""
         ...
 
+    def switch(self, name: str) -> None:
+        """Answer with another model from now on. Raises QuireError, and keeps the model, if it
+        can't be had."""
+        ...
+
+
+class LoadedModel(NamedTuple):
+    """A model in this process."""
+
+    name: str
+    llm: "LLM"
+    #: The folder or GGUF file that has its chat template.
+    text_folder: Path
+
 
 class EngineAnswers:
     """Answers of an engine in this process."""
 
-    def __init__(self, name: str, llm: "LLM") -> None:
-        self.name = name
+    def __init__(self, load: Callable[[str | None], LoadedModel]) -> None:
+        """`load` loads a model by name, and the one that the command line names for None."""
         self.usage: AnswerUsage | None = None
-        self._llm = llm
+        self._load = load
+        self._use(None)
+
+    def _use(self, name: str | None) -> None:
+        """Load a model, and answer with it."""
+        self.name, self._llm, folder = self._load(name)
+        self._loaded = name
+        self._template = ChatTemplate.from_folder(folder)
+        tokenizer = self._llm.get_tokenizer()
+        found = model_dialect(self._template, tokenizer, tokenizer_fields(folder))
+        self._dialect = found.dialect
+
+    def switch(self, name: str) -> None:
+        """See `Answers`. Only one model is in memory at a time."""
+        before = self._loaded
+        del self._llm  # frees its memory
+        try:
+            self._use(name)
+        except QuireError:
+            self._use(before)
+            raise
 
     def stream(self, messages: list[Message], params: SamplingParams) -> Iterator[Piece]:
         """See `Answers`."""
         began_s, first_s = time.monotonic(), None
         before = self._num_generated()
-        pieces = self._llm.stream_chat(messages, params)
+        pieces = self._pieces(messages, params)
         try:
-            for text in pieces:
+            for piece in pieces:
                 first_s = first_s or time.monotonic() - began_s
-                yield Piece(text)
+                yield piece
         finally:
             pieces.close()
             total_s = time.monotonic() - began_s
             self.usage = AnswerUsage(self._num_generated() - before, first_s or total_s, total_s)
+
+    def _pieces(
+        self, messages: list[Message], params: SamplingParams
+    ) -> Generator[Piece, None, None]:
+        if not self._dialect.has_reasoning:
+            for text in self._llm.stream_chat(messages, params):
+                yield Piece(text)
+            return
+        # The marks of reasoning may be special tokens, which the parser needs to see.
+        tokenizer = self._llm.get_tokenizer()
+        if tokenizer.special_ids_of(self._dialect.tokens_kept_for(NO_TOOLS)):
+            params = replace(params, skip_special_tokens=False)
+        encoded = encode_chat(self._template, tokenizer, messages, finds_beginning=True)
+        parser = self._dialect.parser(NO_TOOLS, encoded.beginning)
+        texts = self._llm.stream({"prompt_token_ids": encoded.token_ids}, params)
+        try:
+            for text in texts:
+                yield from _as_pieces(parser.push(text))
+            yield from _as_pieces(parser.finish())
+        finally:
+            texts.close()
 
     def with_defaults(self, params: SamplingParams) -> SamplingParams:
         """See `Answers`."""
@@ -94,6 +149,15 @@ class EngineAnswers:
 
     def _num_generated(self) -> int:
         return self._llm.engine.stats().num_generated_tokens
+
+
+def _as_pieces(events: Sequence[MessageEvent]) -> Iterator[Piece]:
+    """The text and the reasoning among the events. There are no calls, as there are no tools."""
+    for event in events:
+        if isinstance(event, ReasoningPiece):
+            yield Piece(event.text, is_reasoning=True)
+        elif isinstance(event, str):
+            yield Piece(event)
 
 
 class ServerAnswers:
@@ -105,7 +169,21 @@ class ServerAnswers:
         self.usage: AnswerUsage | None = None
         self._url = url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key
-        self.name = name or str(self._ask("/v1/models")["data"][0]["id"])
+        self.name = name or self._served()[0]
+
+    def switch(self, name: str) -> None:
+        """See `Answers`."""
+        served = self._served()
+        if name not in served:
+            raise InvalidRequestError(
+                f"the server at {self._url} does not serve {name!r:.80}"
+                f"{did_you_mean(name, served)}; it serves {', '.join(served):.400}"
+            )
+        self.name = name
+
+    def _served(self) -> list[str]:
+        """The names of the server's models."""
+        return [str(each["id"]) for each in self._ask("/v1/models")["data"]]
 
     def stream(self, messages: list[Message], params: SamplingParams) -> Iterator[Piece]:
         """See `Answers`."""

@@ -21,6 +21,7 @@ from quire.errors import ConfigurationError, PromptTooLongError, QuireError, did
 COMMANDS = {
     "/help": "show this",
     "/set NAME VALUE": "set a sampling option: temperature, top_p, top_k, min_p, seed, max_tokens",
+    "/model NAME": "talk with another model, or with another one that the server serves",
     "/system TEXT": "set the system message, and forget the conversation",
     "/show": "show the model, the sampling options and the system message",
     "/stats": "show tokens per second after each answer; again: no longer",
@@ -91,8 +92,14 @@ class ChatSession:
         params: SamplingParams | None = None,
         *,
         shows_stats: bool = False,
+        is_plain: bool = False,
     ) -> None:
-        self.params = answers.with_defaults(params or SamplingParams(max_tokens=None))
+        """`is_plain` prints answers as they are, without styles."""
+        self._given = params or SamplingParams(max_tokens=None)
+        #: The params before any /set; the present model's defaults are among them.
+        self._defaults = answers.with_defaults(self._given)
+        self.params = self._defaults
+        self._is_plain = is_plain
         self._answers = answers
         self._system = system
         self._shows_stats = shows_stats
@@ -110,7 +117,7 @@ class ChatSession:
         Raises InvalidRequestError if the question can't be answered, and forgets the question.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
-        answer, writer, spinner = "", AnswerWriter(), Spinner()
+        answer, writer, spinner = "", AnswerWriter(is_plain=self._is_plain), Spinner()
         try:
             with interruptible() as interrupt:
                 pieces = self._answers.stream(messages, self.params)
@@ -157,6 +164,7 @@ class ChatSession:
         actions: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
             "/set": self._set,
+            "/model": self._switch_model,
             "/system": self._set_system,
             "/show": self._show,
             "/stats": self._toggle_stats,
@@ -184,6 +192,18 @@ class ChatSession:
         except ValueError as error:
             raise ConfigurationError(f"{name} must be a number, not {value!r}") from error
         print(f"{name} is {value} from now on.")
+
+    def _switch_model(self, name: str) -> None:
+        if not name:
+            raise ConfigurationError("/model needs the name of a model")
+        spinner = Spinner(text=f"loading {name}")
+        try:
+            self._answers.switch(name)
+        finally:
+            spinner.stop()
+        if self.params == self._defaults:
+            self.params = self._defaults = self._answers.with_defaults(self._given)
+        print(f"{self._answers.name} answers from now on.")
 
     def _set_system(self, text: str) -> None:
         self._system = text or None
