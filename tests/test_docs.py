@@ -15,11 +15,13 @@ from quire.bench import throughput
 from quire.bench.quality import perplexity
 from quire.cli.parser import build_parser
 from quire.compat.flags import KNOWN
+from quire.replay import bench_serve
 from quire.simulation.workload import SimulationConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
 BENCHMARKS = {
+    "serve": bench_serve.add_arguments,
     "throughput": throughput.add_arguments,
     "perplexity": perplexity.add_arguments,
 }

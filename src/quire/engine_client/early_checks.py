@@ -1,4 +1,4 @@
-"""Refuses options before an engine starts, if the model's small files show that they can't be met.
+"""Refuses options that a model's small files contradict, before an engine starts.
 
 The engine makes all checks again when it is built. It needs seconds to get there, since it imports
 torch and runs in a process of its own; these checks take milliseconds. Each refuses only what the

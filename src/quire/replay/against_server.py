@@ -1,6 +1,6 @@
 """Replays a trace against a running server through OpenAI's API.
 
-With token ids as prompts, each answer has its recorded length; see `call_forms`. Requests are sent
+With token ids as prompts, each answer has its recorded length; see `call_kinds`. Requests are sent
 at their recorded times, even if earlier ones have not ended. A later turn of a conversation waits
 for the answer before it.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import ConfigurationError
-from quire.replay.call_forms import CallForm, TokenCalls
+from quire.replay.call_kinds import CallKind, TokenCalls
 from quire.replay.completion_client import (
     ServerAddress,
     StreamedAnswer,
@@ -63,6 +63,7 @@ async def find_model(
     be reached, or without `usual` if one of its responses lacks a needed field.
     """
     try:
+        # First, find the model and its length.
         listed = await get_json(address, "GET", "/v1/models")
         cards = (listed or {}).get("data") or [{}]
         card = next((each for each in cards if each.get("id") == name), cards[0])
@@ -75,6 +76,7 @@ async def find_model(
                 f"{address.host}:{address.port} does not list a model and its max_model_len at"
                 " /v1/models; a replay needs a server of quire or vLLM"
             )
+        # Then, find the size of its vocabulary.
         if vocab_size is None:
             shown = await get_json(address, "POST", "/api/show", {"model": name})
             info = (shown or {}).get("model_info", {})
@@ -102,13 +104,13 @@ async def replay_to_server(
     *,
     is_closed: bool = True,
     on_reply: Callable[[Reply], None] | None = None,
-    form: CallForm = TOKENS,
+    kind: CallKind = TOKENS,
     most_open: int | None = None,
 ) -> ReplayFigures:
     """Replay the whole trace. `on_reply` is called with the reply of each request when it ends.
     `most_open` bounds the requests that are open at once; None means no bound."""
     script = ReplayScript(trace, model.bounds, is_closed=is_closed)
-    replay = _ServerReplay(script, address, model, on_reply, form, most_open)
+    replay = _ServerReplay(script, address, model, on_reply, kind, most_open)
     replies = await replay.run()
     return ReplayFigures(trace, replies, script.left_out, replay.notes())
 
@@ -126,10 +128,10 @@ class _ServerReplay:
         address: ServerAddress,
         model: ServedModel,
         on_reply: Callable[[Reply], None] | None,
-        form: CallForm,
+        kind: CallKind,
         most_open: int | None,
     ) -> None:
-        self._form, self._most_open = form, most_open
+        self._kind, self._most_open = kind, most_open
         self._script, self._address = script, address
         self._model_name, self._max_model_len = model.name, model.bounds.max_model_len
         self._on_reply = on_reply
@@ -208,7 +210,7 @@ class _ServerReplay:
     async def _complete(
         self, body: Mapping[str, Any], leave_after: int | None = None
     ) -> StreamedAnswer:
-        path = self._form.path
+        path = self._kind.path
         return await complete(self._address, body, path=path, leave_after=leave_after)
 
     def _body(
@@ -222,7 +224,7 @@ class _ServerReplay:
             num_output_tokens = min(wanted, self._max_model_len - len(prompt))
         body: dict[str, Any] = {
             "model": self._model_name,
-            **self._form.fields(prompt, num_output_tokens),
+            **self._kind.fields(prompt, num_output_tokens),
             "temperature": 0 if options.is_greedy else 1,
             "n": options.num_choices,
             "stream": True,
@@ -259,7 +261,7 @@ class _ServerReplay:
         if usage:  # a client that left early gets no usage
             reply.num_prompt_tokens = int(usage.get("prompt_tokens") or num_prompt_tokens)
             reply.num_output_tokens = int(usage.get("completion_tokens") or 0)
-            lacks_ids = not answer.token_ids and self._form.path == TOKENS.path
+            lacks_ids = not answer.token_ids and self._kind.path == TOKENS.path
             self._count_change(lacks_ids, "answers came without token ids: later turns miss")
 
     def _now_s(self) -> float:

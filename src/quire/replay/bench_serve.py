@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.errors import ConfigurationError
 from quire.replay.against_server import ServedModel, find_model, replay_to_server
-from quire.replay.call_forms import CallForm, ChatCalls, TokenCalls
+from quire.replay.call_kinds import CallKind, ChatCalls, TokenCalls
 from quire.replay.completion_client import ServerAddress
 from quire.replay.figures import ReplayFigures
 from quire.replay.script import ModelBounds
@@ -30,7 +30,7 @@ from quire.replay.served_results import ServedResults, parse_goodput, write_resu
 from quire.traces.trace import Trace
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-BACKENDS: Mapping[str, CallForm] = {"openai": TokenCalls(), "openai-chat": ChatCalls()}
+BACKENDS: Mapping[str, CallKind] = {"openai": TokenCalls(), "openai-chat": ChatCalls()}
 USUAL_BOUNDS = ModelBounds(vocab_size=1000, max_model_len=1 << 20)
 """Bounds for a server that does not report its own. Every vocabulary has these token ids."""
 PERCENTILES = "50,90,99"
@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_load(group: Any, spec: ServedLoadSpec) -> None:
+    # First, the data set and the arrivals.
     group.add_argument(
         "--dataset-name",
         choices=DATASETS,
@@ -102,6 +103,7 @@ def _add_load(group: Any, spec: ServedLoadSpec) -> None:
         metavar="N",
         help="most requests that are open at once (no bound)",
     )
+    # Then, the lengths of random prompts and answers.
     for flag, default, text in (
         ("input-len", spec.input_len, "tokens of a prompt of random length"),
         ("output-len", spec.output_len, "tokens of an answer of random length"),
@@ -243,10 +245,10 @@ async def _run(
     load: Trace, address: ServerAddress, args: argparse.Namespace
 ) -> tuple[ServedModel, ReplayFigures]:
     """Send the warm-up, then the load."""
-    form = BACKENDS[args.backend]
+    kind = BACKENDS[args.backend]
     model = await find_model(address, args.model, args.vocab_size, USUAL_BOUNDS)
     for _ in range(args.num_warmups):
-        found = await replay_to_server(load.first(1), address, model, form=form)
+        found = await replay_to_server(load.first(1), address, model, kind=kind)
         for reply in found.replies:
             if reply.first_s is None:
                 raise ConfigurationError(
@@ -261,7 +263,7 @@ async def _run(
             print(f"\r{num_ended} of {total} requests", end="", file=sys.stderr)
 
     figures = await replay_to_server(
-        load, address, model, on_reply=on_reply, form=form, most_open=args.max_concurrency
+        load, address, model, on_reply=on_reply, kind=kind, most_open=args.max_concurrency
     )
     if shows:
         print(file=sys.stderr)

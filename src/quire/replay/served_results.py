@@ -1,4 +1,4 @@
-"""The results of `quire bench serve`: as lines, and as JSON in the form of vLLM's benchmark."""
+"""The results of `quire bench serve`, as lines and as vLLM's JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -89,8 +89,8 @@ class ServedResults:
         return [*lines, *self.figures.notes]
 
     def _is_good(self, timeline: Timeline) -> bool:
-        """Whether a request keeps all bounds. One token has no time per output token, so it keeps
-        that bound."""
+        """Whether a request keeps all bounds. An answer of one token has no time per output token,
+        and keeps that bound."""
         times = {"ttft": timeline.ttft_s, "tpot": timeline.tpot_s or 0.0, "e2el": timeline.e2el_s}
         return all(1e3 * times[name] <= bound for name, bound in self.goodput.items())
 

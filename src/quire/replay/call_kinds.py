@@ -1,4 +1,4 @@
-"""The forms in which a load is sent: token ids of exact lengths, or chats of plain words.
+"""Turns requests of a load into calls: token ids of exact lengths, or chats of words.
 
 Token ids need a server that takes them and `ignore_eos`: quire, vLLM and SGLang do. Chats have only
 fields of OpenAI's API, so any server with that API takes them. Their answers end by themselves.
@@ -111,7 +111,7 @@ WORDS = [
 """Common words, each of which is one token in most vocabularies."""
 
 
-class CallForm(Protocol):
+class CallKind(Protocol):
     """How a request of a load becomes a call."""
 
     #: The path of the server's endpoint.
@@ -128,7 +128,7 @@ class TokenCalls:
     path = "/v1/completions"
 
     def fields(self, prompt: list[int], num_output_tokens: int) -> dict[str, Any]:
-        """See `CallForm`."""
+        """See `CallKind`."""
         return {
             "prompt": prompt,
             "max_tokens": num_output_tokens,
@@ -144,7 +144,7 @@ class ChatCalls:
     path = "/v1/chat/completions"
 
     def fields(self, prompt: list[int], num_output_tokens: int) -> dict[str, Any]:
-        """See `CallForm`."""
+        """See `CallKind`."""
         text = " ".join(WORDS[token % len(WORDS)] for token in prompt)
         messages = [{"role": "user", "content": text}]
         return {"messages": messages, "max_tokens": num_output_tokens}
