@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ def _chat(args: argparse.Namespace) -> int:
         answers = ServerAnswers(args.url, args.model, args.api_key)
     else:
         with _named_interrupt(LOADING_INTERRUPTED), _spinning("loading the model"):
-            answers = EngineAnswers(lambda name: _loaded(args, name))
+            answers = EngineAnswers(partial(_loaded, args), partial(_fetch, args))
     is_plain = args.plain or bool(os.environ.get("NO_COLOR"))
     session = ChatSession(answers, args.system, params, shows_stats=args.stats, is_plain=is_plain)
     if args.prompt is not None:
@@ -280,15 +281,27 @@ def _loaded(args: argparse.Namespace, name: str | None) -> Any:
     from quire.cli.chat.answers import LoadedModel  # only a chat needs them
     from quire.hub.model_folder import resolve_text_folder
 
-    given = engine_options(args)
-    if name is not None:
-        # These belong to the model that the command line names.
-        given = {key: value for key, value in given.items() if key not in ("revision", "tokenizer")}
-        given["model"] = name
+    given = _of_model(args, name)
+    options = EngineOptions.from_mapping(given)
     llm = _load(given)
-    model, revision = given.get("model"), given.get("revision")
-    folder = resolve_text_folder(given.get("tokenizer") or model, revision)
-    return LoadedModel(model or "the embedded model", llm, folder)
+    source = options.tokenizer or options.model
+    folder = resolve_text_folder(source, None if options.tokenizer else options.revision)
+    return LoadedModel(options.model or "the embedded model", llm, folder)
+
+
+def _fetch(args: argparse.Namespace, name: str) -> None:
+    """Fetch a model for the chat if it is not here, and check what `_check_early` checks."""
+    from quire.hub.model_folder import resolve_model_folder  # only a chat needs it
+
+    resolve_model_folder(name, needs_tokenizer=True)
+    _check_early(_of_model(args, name))
+
+
+def _of_model(args: argparse.Namespace, name: str | None) -> dict[str, Any]:
+    """The given engine options; for another model than the given one, without those of the given
+    one's files."""
+    given = engine_options(args)
+    return given if name is None else dict(given, model=name, revision=None, tokenizer=None)
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ def server():
 
 
 def test_an_engine_and_a_server_answer_the_same(server):
-    local = EngineAnswers(lambda name: LoadedModel("embedded", LLM(), EMBEDDED_MODEL))
+    local = EngineAnswers(lambda name: LoadedModel("embedded", LLM(), EMBEDDED_MODEL), str)
     remote = ServerAnswers(f"{server.url}/v1/")
     assert remote.name == "embedded"
     texts = [
@@ -85,7 +85,7 @@ class FakeLLM:
 def test_reasoning_of_an_engine_is_told_from_its_answer(tmp_path):
     make_thinking_tokenizer(tmp_path)
     llm = FakeLLM(tmp_path, "let me see</think>\n\nIt joins paths.")
-    answers = EngineAnswers(lambda name: LoadedModel("m", llm, tmp_path))
+    answers = EngineAnswers(lambda name: LoadedModel("m", llm, tmp_path), str)
     pieces = list(answers.stream(MESSAGES, PARAMS))
     said = {
         flag: "".join(p.text for p in pieces if p.is_reasoning is flag) for flag in (True, False)
@@ -103,8 +103,15 @@ def test_a_model_that_can_not_be_loaded_leaves_the_one_before(tmp_path):
             raise CheckpointError("there is no model 'broken'")
         return LoadedModel(name or "first", FakeLLM(tmp_path, "x"), tmp_path)
 
-    answers = EngineAnswers(load)
+    def fetch(name: str) -> None:
+        if name == "missing":
+            raise CheckpointError("there is no model 'missing'")
+
+    answers = EngineAnswers(load, fetch)
     answers.switch("second")
+    with pytest.raises(CheckpointError):
+        answers.switch("missing")
+    assert loads == [None, "second"], "the model before was not unloaded"
     with pytest.raises(CheckpointError):
         answers.switch("broken")
     assert answers.name == "second" and loads == [None, "second", "broken", "second"]

@@ -82,10 +82,13 @@ class LoadedModel(NamedTuple):
 class EngineAnswers:
     """Answers of an engine in this process."""
 
-    def __init__(self, load: Callable[[str | None], LoadedModel]) -> None:
-        """`load` loads a model by name, and the one that the command line names for None."""
+    def __init__(
+        self, load: Callable[[str | None], LoadedModel], fetch: Callable[[str], object]
+    ) -> None:
+        """`load` loads a model by name, and the one that the command line names for None. `fetch`
+        fetches a model that is not here, and raises QuireError if it can't be had or served."""
         self.usage: AnswerUsage | None = None
-        self._load = load
+        self._load, self._fetch = load, fetch
         self._use(None)
 
     def _use(self, name: str | None) -> None:
@@ -99,6 +102,7 @@ class EngineAnswers:
 
     def switch(self, name: str) -> None:
         """See `Answers`. Only one model is in memory at a time."""
+        self._fetch(name)
         before = self._loaded
         del self._llm  # frees its memory
         try:
@@ -152,7 +156,7 @@ class EngineAnswers:
 
 
 def _as_pieces(events: Sequence[MessageEvent]) -> Iterator[Piece]:
-    """The text and the reasoning among the events. There are no calls, as there are no tools."""
+    """The text and the reasoning among the events. A chat has no tools, so no event is a call."""
     for event in events:
         if isinstance(event, ReasoningPiece):
             yield Piece(event.text, is_reasoning=True)
