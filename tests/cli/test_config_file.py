@@ -189,7 +189,8 @@ def test_errors_name_the_variable(
     assert words in capsys.readouterr().err
 
 
-def test_other_commands_take_their_own_flags_alone() -> None:
+@pytest.mark.parametrize("words", [["chat"], ["generate", "a text"], ["run", "a/b"]])
+def test_other_commands_take_their_own_flags_alone(words: list[str]) -> None:
     variables = {"QUIRE_PORT": "x", "QUIRE_MAX_NUM_SEQ": "1", "QUIRE_NUM_THREADS": "2"}
-    args = build_parser(environment=variables).parse_args(["chat"])
+    args = build_parser(environment=variables).parse_args(words)
     assert args.num_threads == 2

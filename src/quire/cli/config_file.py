@@ -109,7 +109,18 @@ class ConfiguredParser(Parser):
 
     def _names_of(self, words: Sequence[str]) -> set[str]:
         """Names of the options that these words give."""
-        return self._given(super().parse_known_args(words, None)[0]) if words else set()
+        return self._given(self._parsed_alone(words)) if words else set()
+
+    def _parsed_alone(self, words: Sequence[str]) -> Any:
+        """The namespace of an entry's words, without the arguments that the command needs."""
+        needed = [each for each in self._actions if each.required]
+        for each in needed:
+            each.required = False
+        try:
+            return super().parse_known_args(words, None)[0]
+        finally:
+            for each in needed:
+                each.required = True
 
     def _check_values(self, namespace: Any, entry: Entry) -> None:
         """Report a value that the command would refuse, with the line or variable that has it."""
@@ -123,12 +134,12 @@ class ConfiguredParser(Parser):
             self.error(text)
 
     def _given(self, namespace: Any) -> set[str]:
-        """Names of the options that were given: those whose values are neither None nor the
-        default."""
+        """Names of the options that were given: those whose values are neither None, nor the
+        default, nor the empty list of a positional argument that may be missing."""
         return {
             name
             for name, value in vars(namespace).items()
-            if value is not None and value != self.get_default(name)
+            if value not in (None, []) and value != self.get_default(name)
         }
 
     def _variables(self) -> list[Entry]:
@@ -177,7 +188,7 @@ class ConfiguredParser(Parser):
             self.blame = f"{entry.place}: "
             mine = self._words_of_entry(entry)
             # Parse each entry separately, so that an error names the entry's line.
-            alone, _ = super().parse_known_args(mine, None)
+            alone = self._parsed_alone(mine)
             self._check_values(alone, entry)
             if not self._given(alone) & set(given):
                 words += mine
