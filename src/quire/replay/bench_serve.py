@@ -33,7 +33,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 BACKENDS: Mapping[str, CallKind] = {"openai": TokenCalls(), "openai-chat": ChatCalls()}
 USUAL_BOUNDS = ModelBounds(vocab_size=1000, max_model_len=1 << 20)
 """Bounds for a server that does not report its own. Every vocabulary has these token ids."""
-PERCENTILES = "50,90,99"
+PERCENTILES = "90,99"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
