@@ -29,6 +29,7 @@ LINE = ["--kv-cache-memory", "900GiB", "-np=3", "--enable-lora", "model"]
             "kv_cache_memory=966367641600 asks for 900.0 GiB; lower num_blocks, kv_cache_memory",
             "--kv-cache-memory 900GiB asks for 900.0 GiB; lower --num-blocks, --kv-cache-memory",
         ),
+        ("kv_cache_memory is 966367641600 (5)", "--kv-cache-memory is 900GiB (5)"),
         ("max_num_seqs is 3, too many", "-np is 3, too many"),
         ("say device='cpu', or leave kernels out", "say --device cpu, or leave --kernels out"),
         (
@@ -36,6 +37,7 @@ LINE = ["--kv-cache-memory", "900GiB", "-np=3", "--enable-lora", "model"]
             "--device is 'gpu', but must be one of a, b",
         ),
         ("(enable_lora=False)", "(--no-enable-lora)"),
+        ("(enable_lora is False)", "(--no-enable-lora)"),
         ("x: enable_lora=True does it", "x: --enable-lora does it"),
         # Ordinary words, and advice for Python, stay as they are.
         ("the device of the kernels is a device", "the device of the kernels is a device"),
@@ -49,6 +51,11 @@ def test_fields_become_what_was_typed(
 ) -> None:
     typed = typed_words(LINE, parser._option_string_actions)
     assert told(message, parser, typed) == expected
+
+
+def test_an_opposite_that_was_typed_is_named_once(parser: argparse.ArgumentParser) -> None:
+    typed = typed_words(["--no-enable-lora"], parser._option_string_actions)
+    assert told("(enable_lora is False)", parser, typed) == "(--no-enable-lora)"
 
 
 def test_keys_and_variables_have_their_own_form(parser: argparse.ArgumentParser) -> None:

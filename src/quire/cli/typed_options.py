@@ -38,9 +38,12 @@ class Typed(NamedTuple):
 
     def with_value(self, value: str) -> str:
         """The name with `value`, which a message names: as it was typed, or else a proposal."""
-        if self.value is None or not _is_equal(self.value, value):
-            return f"{self.name}{self.between}{value}"
-        return f"{self.name}{self.between}{self.value}{self._shown_place}"
+        place = self._shown_place if self.value and _is_equal(self.value, value) else ""
+        return f"{self.name}{self.between}{self.typed_value(value)}{place}"
+
+    def typed_value(self, value: str) -> str:
+        """The text that was typed if it means `value`, or else `value`."""
+        return self.value if self.value and _is_equal(self.value, value) else value
 
     @property
     def _shown_place(self) -> str:
@@ -98,15 +101,20 @@ def told(message: str, parser: argparse.ArgumentParser, typed: Mapping[str, Type
                 return f"{match[before]}{names[match[name]]}"
         if match["compound"]:
             return str(names[match["compound"]])
+        if match["counted"]:
+            each = names[match["counted"]]
+            return f"{each} is {each.typed_value(match['number'])}"
         each, value = names[match["assigned"]], match["value"].strip("'\"")
         if value in ("True", "False"):
-            return str(each) if value == "True" else str(each).replace("--", "--no-", 1)
+            is_typed = value == "True" or each.name.startswith("--no-")
+            return str(each) if is_typed else str(each).replace("--", "--no-", 1)
         return each.with_value(value)
 
     # A name of one word may be an ordinary word, so it counts only where a sentence is about it.
     message = re.sub(rf"\b({listed}) is (True|False)(?=[,;)]|$)", r"\1=\2", message)
     forms = (
         rf"(?<![\w.-])(?<!LLM\()(?P<assigned>{listed})=(?P<value>{_VALUE}){_IN_PYTHON}",
+        rf"(?<![\w./'\"-])(?P<counted>{compound}) is (?P<number>\d+)(?![\w.])",
         rf"(?P<start>^|: |; )(?P<subject>{listed})(?= (?:is|are|has|names|must)\b|: )",
         rf"(?P<verb>\b(?:{_ADVICE}) )(?P<object>{listed})(?![\w=-])",
         rf"(?<![\w./'\"-])(?P<compound>{compound})(?![\w(=./-])",
