@@ -25,8 +25,6 @@ from quire.cli.flags import (
 from quire.cli.parser import DEFAULT_DOCTOR_TOKENS, build_parser
 from quire.cli.words import Parser
 from quire.errors import ConfigurationError, QuireError
-from quire.hub.found_model import FoundModel
-from quire.hub.model_folder import local_model
 from quire.option_fields import served_defaults
 from quire.options.engine_options import EngineOptions
 from quire.plugins import load_plugins_of
@@ -203,6 +201,8 @@ def _check_early(given: Mapping[str, Any]) -> None:
         check_before_start,
         check_device,
     )
+    from quire.hub.found_model import FoundModel  # the same
+    from quire.hub.model_folder import local_model  # the same
 
     options = EngineOptions.from_mapping(given)
     check_device(options.device)
@@ -278,8 +278,8 @@ def _chat(args: argparse.Namespace) -> int:
 
 def _loaded(args: argparse.Namespace, name: str | None) -> Any:
     """Load the model of the chat, or the one called `name` with the same options."""
-    from quire.cli.chat.answers import LoadedModel  # only a chat needs them
-    from quire.hub.model_folder import resolve_text_folder
+    from quire.cli.chat.answers import LoadedModel  # only a chat needs it
+    from quire.hub.model_folder import resolve_text_folder  # the same
 
     given = _of_model(args, name)
     options = EngineOptions.from_mapping(given)
