@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(words)
-    args.words = words
+    args.words, args.told = words, parser.chosen(args).told
     if args.command == "generate" and not (args.prompts or args.prompt):
         parser.error("the following arguments are required: PROMPT")
     if args.command == "batch" and args.input is None:
@@ -93,7 +93,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except QuireError as error:
         if debug:
             raise
-        _complain(parser.chosen(args).told(str(error)))
+        _complain(args.told(str(error)))
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -265,7 +265,9 @@ def _chat(args: argparse.Namespace) -> int:
         with _named_interrupt(LOADING_INTERRUPTED), _spinning("loading the model"):
             answers = EngineAnswers(partial(_loaded, args), partial(_fetch, args))
     is_plain = args.plain or bool(os.environ.get("NO_COLOR"))
-    session = ChatSession(answers, args.system, params, shows_stats=args.stats, is_plain=is_plain)
+    session = ChatSession(
+        answers, args.system, params, shows_stats=args.stats, is_plain=is_plain, told=args.told
+    )
     if args.prompt is not None:
         session.ask(args.prompt)
         return 0

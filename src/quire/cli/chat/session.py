@@ -93,8 +93,10 @@ class ChatSession:
         *,
         shows_stats: bool = False,
         is_plain: bool = False,
+        told: Callable[[str], str] = str,
     ) -> None:
-        """`is_plain` prints answers as they are, without styles."""
+        """`is_plain` prints answers as they are, without styles. `told` names flags in an error."""
+        self._told = told
         self._given = params or SamplingParams(max_tokens=None)
         #: The params before any /set; the present model's defaults are among them.
         self._defaults = answers.with_defaults(self._given)
@@ -144,20 +146,22 @@ class ChatSession:
                     return
                 self._try(self._run_command, line)
             elif line:
-                self._try(self.ask, line)
+                self._try(self.ask, line, self._told)
 
-    def _try(self, action: Callable[[str], None], text: str) -> None:
-        """Act, and print an error as a sentence."""
+    def _try(
+        self, action: Callable[[str], None], text: str, told: Callable[[str], str] = str
+    ) -> None:
+        """Act, and print an error as a sentence, which `told` rewords."""
         try:
             action(text)
         except PromptTooLongError as error:
             print(
-                f"The conversation no longer fits into the model's context: {error}. "
+                f"The conversation no longer fits into the model's context: {told(str(error))}. "
                 "Type /reset to begin a new one.",
                 file=sys.stderr,
             )
         except (QuireError, OSError) as error:
-            print(f"quire: error: {error}", file=sys.stderr)
+            print(f"quire: error: {told(str(error))}", file=sys.stderr)
 
     def _run_command(self, line: str) -> None:
         command, _, rest = line.partition(" ")
