@@ -150,7 +150,11 @@ def _add_results(group: Any) -> None:
         help="percentiles of latencies (%(default)s)",
     )
     group.add_argument(
-        "-o", "--output", metavar="FILE", help="write the results, in the form of vLLM's benchmark"
+        "-o",
+        "--output",
+        "--result-filename",
+        metavar="FILE",
+        help="write the results, in the form of vLLM's benchmark",
     )
     group.add_argument(
         "--save-result",
