@@ -446,6 +446,8 @@ def test_a_requested_restart_is_neither_a_death_nor_a_warning(
         assert (found["num_restarts"], found["num_requested_restarts"]) == (0, 1)
         assert "replica r0 was stopped as requested" in caplog.text
         await fleet.engines.scale(1)
+        assert "replica r1 was stopped as requested" in caplog.text
 
     with_fleet(test, SLOW, SLOW)
+    assert "replica r0 was stopped for the shutdown" in caplog.text
     assert not [record for record in caplog.records if record.levelno > logging.INFO]

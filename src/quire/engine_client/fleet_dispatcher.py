@@ -107,6 +107,8 @@ class FleetDispatcher:
         self._waiting: dict[str, OpenRequest] = {}
         self.trials = IsolatedTrials(self.replicas, self, clock)
         self._is_paused = False
+        #: Whether all replicas are being ended, so that no request goes on.
+        self.is_ending = False
         #: Number of requests that continued in another replica.
         self.num_moved = 0
         #: Number of requests that were ended because they had killed engines.
@@ -212,7 +214,9 @@ class FleetDispatcher:
         suspects = self.trials.attribution
         verdict = suspects.on_death(death, requests, had_trial=self.trials.run_in(replica))
         label = f"replica {name}" if name else "the engine"
-        if death.cause is Cause.REQUESTED:
+        if death.cause is Cause.REQUESTED and self.is_ending:
+            logger.info("%s was stopped for the shutdown", label)
+        elif death.cause is Cause.REQUESTED:
             logger.info(
                 "%s was stopped as requested; requests that go on: %d",
                 *(label, len(verdict.continuing)),

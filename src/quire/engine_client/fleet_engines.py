@@ -219,7 +219,7 @@ class FleetEngines:
     async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
         """End all engines. With `drain`, they finish their open requests first. Engines that still
         run after `timeout_s` are killed."""
-        self.is_closing = True
+        self.is_closing = self._dispatcher.is_ending = True
         ending = [
             engine.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)
             for engine in self.all.values()
