@@ -153,7 +153,7 @@ BODIES: dict[str, tuple[dict[str, Value], ...]] = {
     ),
     "/api/generate": (
         {"prompt": "a", "system": "Be brief.", "options": OPTIONS, "stream": False, "think": "low"},
-        {"prompt": "a", "format": SCHEMA, "options": OPTIONS, "stream": True},
+        {"prompt": "a", "format": SCHEMA, "options": OPTIONS, "stream": True, "raw": True},
     ),
     "/api/show": ({"model": "embedded", "verbose": True},),
     "/api/pull": ({"model": "embedded", "stream": False, "insecure": False},),

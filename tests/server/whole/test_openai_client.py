@@ -76,6 +76,14 @@ def there_are_n_choices(ask, tokenizer):
     assert answer.usage.completion_tokens <= 24
 
 
+@drives("suffix", apis=[COMPLETIONS])
+def a_gap_needs_a_model_that_knows_gaps(ask, tokenizer):
+    with pytest.raises(openai.BadRequestError, match="no tokens for filling a gap") as caught:
+        ask(suffix="end")
+    assert caught.value.param == "suffix"
+    assert ask(suffix="").texts == ask().texts
+
+
 @drives("best_of", apis=[COMPLETIONS])
 def the_best_of_n_are_all(ask, tokenizer):
     assert ask(n=2, best_of=2).texts == ask(n=2).texts

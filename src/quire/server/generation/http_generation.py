@@ -93,6 +93,8 @@ class Prompts:
     left_out: Collection[str] = ()
     #: The tokens that the caller expects of each answer, for drafts.
     prediction_token_ids: tuple[int, ...] = ()
+    #: Tokens that end an answer besides those that the params name.
+    end_token_ids: tuple[int, ...] = ()
 
 
 class Placed(Protocol):
@@ -408,6 +410,8 @@ async def prepare(
     """Tokenize and check the prompts; the answers are computed with `adapter`. Raises
     InvalidRequestError, ServerDrainingError, OverloadedError if the server has no room."""
     service.check_accepting()
+    if prompts.end_token_ids and params.beams is None:
+        params = _with_ends(params, prompts.end_token_ids)
     # If the engine has no room for the call, refuse it before any other work.
     service.engine.check_room(len(prompts.inputs) * params.sampling.n)
     words = params.sampling.bad_words or ()
@@ -420,6 +424,12 @@ async def prepare(
     token_ids = await call_for_text(size, _tokenize, inputs, prompts.inputs, words)
     maker = _RequestMaker(service, caller, inputs, prompts, params, options, grammar, adapter)
     return await service.work.run(maker.make(token_ids))
+
+
+def _with_ends(params: Params, end_token_ids: Sequence[int]) -> Params:
+    """The params with further tokens that end an answer."""
+    ends = [*(params.sampling.stop_token_ids or ()), *end_token_ids]
+    return Params(replace(params.sampling, stop_token_ids=ends), params.beams)
 
 
 def _tokenize(

@@ -63,6 +63,20 @@ def test_an_answer_tells_how_long_it_took(talker):
     assert all(line.total_duration is None for line in lines)
 
 
+def test_a_raw_prompt_has_no_template(talker, client):
+    prompt = "import os\n"
+    text = client.completions.create(model="embedded", prompt=prompt, temperature=0, max_tokens=60)
+    whole = talker.generate(model="embedded", prompt=prompt, raw=True, options=GREEDY)
+    assert whole.response == text.choices[0].text
+    assert whole.prompt_eval_count == text.usage.prompt_tokens and whole.thinking is None
+    lines = talker.generate(model="embedded", prompt=prompt, raw=True, options=GREEDY, stream=True)
+    assert "".join(line.response for line in lines) == whole.response
+    form = talker.generate(
+        model="embedded", prompt="{", raw=True, options=GREEDY, format={"enum": ["x"]}
+    )
+    assert form.response == '"x"'
+
+
 def test_tags_and_show_describe_the_served_model(talker):
     (model,) = talker.list().models
     assert model.model == "embedded" and model.modified_at.year >= 2020
@@ -166,7 +180,9 @@ def test_a_body_is_json_whatever_its_content_type_says(http, kind):
         ("/api/chat", {"messages": QUESTION, "options": {"top_p": 7}}, 400, "top_p"),
         ("/api/chat", {"messages": QUESTION, "tools": [{}] * 4097}, 400, "tools has 4097 entries"),
         ("/api/generate", {"options": {"stop": ["a"] * 65}}, 400, "options.stop has 65 entries"),
-        ("/api/generate", {"prompt": "a", "raw": True}, 400, "raw is not supported"),
+        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "no tokens for filling a gap"),
+        ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "system is set, but"),
+        ("/api/generate", {"prompt": "a", "raw": True, "think": True}, 400, "think is set, but"),
         ("/api/generate", {"prompt": "a", "images": ["x"]}, 400, "images is not supported"),
     ],
 )

@@ -14,13 +14,18 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.core.request import FinishReason
+from quire.engine_client.grammar_forms import WholeMessage
 from quire.engine_client.results import Delta
 from quire.errors import QuireError
 from quire.server.generation.answer import LATER, AnsweredCall, generate
 from quire.server.generation.chat_answer import ChatAnswer
+from quire.server.generation.chat_prompt import ChatPrompt
 from quire.server.generation.collected_message import CallPart, CollectedMessage
+from quire.server.generation.http_generation import Prompts, blamed_on
 from quire.server.http.errors import error_body
+from quire.server.http.long_work import call_for_text
 from quire.server.http.streaming import NDJSON
+from quire.server.limits import check_text
 from quire.server.routes.anthropic.block_writer import input_of
 from quire.server.routes.ollama.ollama_body import (
     OllamaBody,
@@ -30,8 +35,11 @@ from quire.server.routes.ollama.ollama_body import (
 from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.ollama.served_models import ERROR_RESPONSES, rfc3339
 from quire.server.routes.openapi import answers
-from quire.server.service import service_of
+from quire.server.service import Service, service_of
+from quire.text.fill_in_middle import FillInMiddle
+from quire.text.parsers.dialect_choice import find_dialect
 from quire.text.parsers.message_events import CallEnd, MessageEvent, ReasoningPiece
+from quire.text.parsers.tool_use import NO_TOOLS
 
 router = OllamaEndpoints(generating_paths=("/api/chat", "/api/generate"))
 
@@ -199,6 +207,13 @@ class _ChatLines(_OllamaLines[OllamaChatRequest]):
 class _TextLines(_OllamaLines[OllamaGenerateRequest]):
     """The lines of a completion."""
 
+    @classmethod
+    async def prompts(cls, service: Service, body: OllamaGenerateRequest) -> Prompts:
+        if not body.is_raw:
+            return await super().prompts(service, body)
+        size = len(body.prompt) + len(body.suffix or "")
+        return await call_for_text(size, _raw_prompt, service, body)
+
     def _line(self, message: OllamaMessage, **end: Any) -> OllamaText:
         return OllamaText(
             model=self._service.answered_name(self._body.model),
@@ -207,6 +222,27 @@ class _TextLines(_OllamaLines[OllamaGenerateRequest]):
             thinking=message.thinking,
             **end,
         )
+
+
+def _raw_prompt(service: Service, body: OllamaGenerateRequest) -> ChatPrompt:
+    """The prompt without a chat template. Its answer is all text."""
+    longest = service.engine.limits.max_model_len
+    for name, text in (("prompt", body.prompt), ("suffix", body.suffix or "")):
+        check_text(text, service.tokenizer, longest, name, is_truncated=False)
+    form = WholeMessage(NO_TOOLS, body.raw_format, None, "")
+    fill = FillInMiddle(service.tokenizer)
+    with blamed_on("prompt"):
+        if body.suffix:
+            token_ids = fill.encode(body.prompt, body.suffix)
+        else:
+            token_ids = service.tokenizer.encode(body.prompt)
+    return ChatPrompt(
+        inputs=[token_ids],
+        form=None if form.is_free else form,
+        end_token_ids=fill.end_token_ids if body.suffix else (),
+        dialect=find_dialect(None),
+        has_answer_format=body.raw_format is not None,
+    )
 
 
 def _encoded(line: msgspec.Struct) -> bytes:

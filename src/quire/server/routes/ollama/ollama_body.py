@@ -210,21 +210,43 @@ class OllamaGenerateRequest(OllamaBody):
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **OllamaBody.not_supported,
         "context": ([],),
-        "raw": (False,),
-        "suffix": ("",),
         "template": ("",),
     }
     notes: ClassVar[Mapping[str, str]] = {
         "prompt": "the user's message",
         "system": "what the model is told before it",
+        "raw": "the prompt is the model's raw input, without a chat template",
+        "suffix": "the text after the gap that the answer fills; only where the model's tokenizer"
+        " has tokens for that",
     }
 
     prompt: str = ""
     system: str | None = None
+    raw: bool = False
+    #: Text after the gap that the answer fills; "" is as None.
+    suffix: str | None = None
 
     @property
     def has_prompt(self) -> bool:
-        return bool(self.prompt)
+        return bool(self.prompt or self.suffix)
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the prompt becomes the model's input without a chat template."""
+        return self.raw or bool(self.suffix)
+
+    @property
+    def raw_format(self) -> StructuredOutputsParams | None:
+        """The form of the answer to a raw prompt. Raises InvalidRequestError for fields that only
+        a chat template can obey."""
+        for name, value in (("system", self.system), ("think", self.think)):
+            if value:
+                raise InvalidRequestError(
+                    f"{name} is set, but a raw prompt and one with a suffix have no chat template"
+                    " that could obey it; leave it out",
+                    name,
+                )
+        return self._answer_format()
 
     def to_chat_call(self) -> ChatCall:
         """Raises InvalidRequestError."""

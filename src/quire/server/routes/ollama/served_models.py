@@ -22,6 +22,7 @@ from quire.server.routes.ollama.ollama_body import without_tag
 from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.openapi import answers, error_responses
 from quire.server.service import Service, service_of
+from quire.text.fill_in_middle import FillInMiddle
 from quire.version import __version__
 
 ERROR_RESPONSES = error_responses(
@@ -95,8 +96,8 @@ class OllamaVersion(msgspec.Struct):
 
 
 class OllamaShow(msgspec.Struct):
-    """A model in Ollama's form. Its capabilities are "completion", "tools" and "thinking", or
-    "embedding"."""
+    """A model in Ollama's form. Its capabilities are "completion", "tools", "thinking" and "insert"
+    (a suffix), or "embedding"."""
 
     modified_at: str
     capabilities: list[str]
@@ -233,8 +234,9 @@ def _capabilities(service: Service) -> list[str]:
     if not service.engine.limits.generates:
         return ["embedding"]
     template = service.chat_template
+    insert = ["insert"] if FillInMiddle(service.tokenizer).format is not None else []
     if not template.exists:
-        return ["completion"]
+        return ["completion", *insert]
     asked = ReasoningOptions(effort="high", is_enabled=True)
     can_think = bool(reasoning_variables(template, asked, has_tools=False))
-    return ["completion", "tools", *(["thinking"] if can_think else [])]
+    return ["completion", "tools", *(["thinking"] if can_think else []), *insert]

@@ -45,6 +45,7 @@ from quire.server.routes.openai.logprobs import (
 )
 from quire.server.routes.openapi import answers
 from quire.server.service import Service
+from quire.text.fill_in_middle import FillInMiddle
 
 router = Endpoints(generating_paths=("/v1/completions",))
 
@@ -56,11 +57,13 @@ class CompletionRequest(GenerationBody):
     """The body of POST /v1/completions."""
 
     hints: ClassVar[frozenset[str]] = GenerationBody.hints | {"parallel_tool_calls"}
-    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NOT_SUPPORTED, "suffix": ("",)}
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_SUPPORTED
     not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NOT_FOR_BEAMS, "logprobs": ()}
 
     notes: ClassVar[Mapping[str, str]] = {
         "prompt": "a text, the token ids of one, or a list of either",
+        "suffix": "the text after the gap that the answer fills; only where the model's tokenizer"
+        " has tokens for that",
         "echo": "the prompt stands before the text",
         "logprobs": "the chosen token's log-probability, and those of this many likeliest "
         "ones, at each position",
@@ -72,6 +75,8 @@ class CompletionRequest(GenerationBody):
 
     #: A prompt as text or as token ids, or a list of either. Each prompt gets n choices.
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    #: Text after the gap that the answer fills; "" is as None.
+    suffix: str | None = None
     #: Whether the text and the logprobs begin with the prompt. If so, max_tokens may be 0, so that
     #: only the prompt is scored.
     echo: bool = False
@@ -118,6 +123,11 @@ class CompletionRequest(GenerationBody):
 
     def to_params(self) -> Params:
         """Raises InvalidRequestError."""
+        if self.suffix and (self.echo or self.is_truncated):
+            other = "echo" if self.echo else "truncate_prompt_tokens"
+            raise InvalidRequestError(
+                f"suffix and {other} are both set, but don't go together; leave one out", "suffix"
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError(
                 f"best_of is {self.best_of}, but choosing the best of more than n is not supported "
@@ -177,6 +187,17 @@ async def create_completion(body: CompletionRequest, http: HTTPRequest) -> Respo
     return await generate(http, body, _CompletionAnswer)
 
 
+def _fill_prompts(service: Service, body: CompletionRequest, suffix: str) -> Prompts:
+    """The prompts of a gap before `suffix`."""
+    fill = FillInMiddle(service.tokenizer)
+    with blamed_on("prompt"):
+        found = [
+            fill.encode(prompt, suffix, add_special_tokens=body.add_special_tokens)
+            for prompt in body.prompts
+        ]
+    return Prompts(found, end_token_ids=fill.end_token_ids)
+
+
 def _without_special_tokens(service: Service, body: CompletionRequest) -> list[Any]:
     with blamed_on("prompt"):
         return [
@@ -201,6 +222,10 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         for prompt in body.prompts:
             if isinstance(prompt, str):
                 check_text(prompt, service.tokenizer, longest, "prompt", is_truncated=is_cut)
+        if body.suffix:
+            check_text(body.suffix, service.tokenizer, longest, "suffix", is_truncated=False)
+            size = len(body.suffix) * len(body.prompts) + sum(map(len, body.prompts))
+            return await call_for_text(size, _fill_prompts, service, body, body.suffix)
         if body.add_special_tokens:
             return Prompts(body.prompts)
         num_characters = sum(len(prompt) for prompt in body.prompts)
