@@ -86,6 +86,17 @@ class Request:
         return replace(again, params=params, resumed=resumed)
 
 
+class PhaseTimes(NamedTuple):
+    """How long the phases of a sequence took in the engine, in seconds."""
+
+    #: From the request's arrival to its first step.
+    queue_s: float
+    #: From the first step to the first token.
+    prefill_s: float
+    #: From the first token of the sequence to its last token so far.
+    decode_s: float
+
+
 class SequenceOutput(NamedTuple):
     """The output of one step for one sequence, that is, one branch of a request."""
 
@@ -111,6 +122,8 @@ class SequenceOutput(NamedTuple):
     pooled: bytes | None = None
     #: Whether the last token completed the grammar and is part of the answer, not an end token.
     ends_with_text: bool = False
+    #: Set with the request's first token, and at the sequence's end; None for a beam search.
+    phases: PhaseTimes | None = None
 
 
 def prompt_too_long(

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from quire.core.request import SequenceOutput
+from quire.core.request import PhaseTimes, SequenceOutput
 from quire.core.sequence import Sequence, counted_as
 from quire.observability.histogram import Histogram
 
@@ -49,18 +49,19 @@ class RequestTimes:
         requests: Mapping[str, list[Sequence]],
         now_s: float,
     ) -> None:
-        """Record the outputs of a step.
+        """Record the outputs of a step, and put `phases` into those that begin or end a sequence.
 
         requests: the branches of all known requests, including those that have just ended. now_s:
         engine time.
         """
-        for output in outputs:
+        for at, output in enumerate(outputs):
             num_tokens = len(output.token_ids)
             if not num_tokens and output.pooled is None:
                 continue
             self.num_generated_tokens += num_tokens
             request_id, branch_index = output.request_id, output.branch_index
             begun = self._first_tokens.get(request_id)
+            is_first = begun is None
             if begun is None:
                 begun = self._first_tokens[request_id] = {}
                 self._begin(requests[request_id], branch_index, now_s)
@@ -68,6 +69,10 @@ class RequestTimes:
                 begun[branch_index] = now_s
             elif output.finish_reason is not None:
                 self.decode_s.observe(now_s - begun[branch_index])
+            if is_first or output.finish_reason is not None:
+                branch = _branch(requests[request_id], branch_index)
+                phases = _phases(branch, min(begun.values()), begun[branch_index], now_s)
+                outputs[at] = output._replace(phases=phases)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that the engine no longer knows."""
@@ -88,9 +93,7 @@ class RequestTimes:
         A beam search returns all of its tokens at its end, so its prefill and decoding can't be
         told apart: only its queue time is counted.
         """
-        first = next(
-            (branch for branch in branches if branch.branch_index == branch_index), branches[0]
-        )
+        first = _branch(branches, branch_index)
         if first.miss is not None:
             self.prefix_misses[counted_as(first.miss.reason).value] += 1
         if first.first_scheduled_s is None:
@@ -98,3 +101,21 @@ class RequestTimes:
         self.queue_s.observe(first.first_scheduled_s - first.arrival_s)
         if not first.is_beam:
             self.prefill_s.observe(now_s - first.first_scheduled_s)
+
+
+def _branch(branches: list[Sequence], branch_index: int) -> Sequence:
+    """The branch of this index, or the first one if it is not among them."""
+    return next((each for each in branches if each.branch_index == branch_index), branches[0])
+
+
+def _phases(
+    branch: Sequence, first_token_s: float, own_first_token_s: float, now_s: float
+) -> PhaseTimes | None:
+    """The phases of a branch. `first_token_s` is the time of the request's first token,
+    `own_first_token_s` of the branch's."""
+    if branch.is_beam or branch.first_scheduled_s is None:
+        return None
+    # A branch that was forked has its parent's time, which may be after the request's first token.
+    prefill_s = max(0.0, first_token_s - branch.first_scheduled_s)
+    queue_s = branch.first_scheduled_s - branch.arrival_s
+    return PhaseTimes(queue_s, prefill_s, now_s - own_first_token_s)

@@ -25,7 +25,7 @@ from typing import Protocol, Self, cast
 from starlette.requests import Request as HTTPRequest
 
 from quire.core.adapters import AdapterRef
-from quire.core.request import Request, SequenceOutput
+from quire.core.request import PhaseTimes, Request, SequenceOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.grammar_forms import GrammarForm, WholeAnswer
 from quire.engine_client.inputs import InputProcessor, RequestOptions
@@ -173,6 +173,10 @@ class HTTPGeneration:
         self.arrival_s = caller.arrival_s
         #: Time of the call's first tokens by time.monotonic, in seconds; None before them.
         self.first_output_s: float | None = None
+        #: Time of the latest tokens by time.monotonic, in seconds; None before the first.
+        self.last_output_s: float | None = None
+        #: The engine's times of the sequence that began or ended last; None before the first token.
+        self.phases: PhaseTimes | None = None
         self._service = service
         self._caller = caller
         self._assemblers = {assembler.request.request_id: assembler for assembler in assemblers}
@@ -311,6 +315,8 @@ class HTTPGeneration:
         assert self._stream and self._record and self._lease, "outputs come inside `async with`"
         if self.first_output_s is None:
             self.first_output_s = time.monotonic()
+        self.last_output_s = time.monotonic()
+        self.phases = output.phases or self.phases
         self._record.on_output(output)
         self._lease.count(len(output.token_ids))
         assembler = self._assemblers[output.request_id]

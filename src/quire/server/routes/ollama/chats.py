@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from quire.core.request import FinishReason
+from quire.core.request import FinishReason, PhaseTimes
 from quire.engine_client.grammar_forms import WholeMessage
 from quire.engine_client.results import Delta
 from quire.errors import QuireError
@@ -21,7 +21,7 @@ from quire.server.generation.answer import LATER, AnsweredCall, generate
 from quire.server.generation.chat_answer import ChatAnswer
 from quire.server.generation.chat_prompt import ChatPrompt
 from quire.server.generation.collected_message import CallPart, CollectedMessage
-from quire.server.generation.http_generation import Prompts, blamed_on
+from quire.server.generation.http_generation import HTTPGeneration, Prompts, blamed_on
 from quire.server.http.errors import error_body
 from quire.server.http.long_work import call_for_text
 from quire.server.http.streaming import NDJSON
@@ -183,16 +183,16 @@ class _OllamaLines(ChatAnswer[OllamaBodyT]):
 
     def _end(self, delta: Delta) -> dict[str, Any]:
         usage, came_s, now_s = self._usage(), self._generation.arrival_s, time.monotonic()
-        first_s = self._generation.first_output_s or now_s
+        phases = _phases_of(self._generation)
         return {
             "done": True,
             "done_reason": "length" if delta.finish_reason == FinishReason.LENGTH.value else "stop",
             "total_duration": int((now_s - came_s) * 1e9),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": int((first_s - came_s) * 1e9),
+            "prompt_eval_duration": int(phases.prefill_s * 1e9),
             "eval_count": usage.completion_tokens,
-            "eval_duration": int((now_s - first_s) * 1e9),
+            "eval_duration": int(phases.decode_s * 1e9),
         }
 
 
@@ -222,6 +222,16 @@ class _TextLines(_OllamaLines[OllamaGenerateRequest]):
             thinking=message.thinking,
             **end,
         )
+
+
+def _phases_of(generation: HTTPGeneration) -> PhaseTimes:
+    """The engine's times of the only sequence. A sequence that a stop string ended has no end in
+    the engine, so its decoding is timed by the arrival of its tokens."""
+    phases = generation.phases or PhaseTimes(0.0, 0.0, 0.0)
+    first_s, last_s = generation.first_output_s, generation.last_output_s
+    if phases.decode_s or first_s is None or last_s is None:
+        return phases
+    return phases._replace(decode_s=last_s - first_s)
 
 
 def _raw_prompt(service: Service, body: OllamaGenerateRequest) -> ChatPrompt:
