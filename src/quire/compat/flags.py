@@ -244,7 +244,7 @@ FAMILIES: Mapping[str, str] = {
     "--ray-": "--ray-address places replicas; the ranks of an engine are processes of one machine",
     "--replayssm-": _STATES,
     "--safetensors-": "a checkpoint is read a few MiB at a time, on --num-threads threads",
-    "--sleep-mode-": "the Python API's LLM.sleep() gives the KV cache's memory back",
+    "--sleep-mode-": "POST /sleep and LLM.sleep() need no flag",
     "--draft-": _DRAFTS,
     "--spec-": _DRAFTS,
     "--speculative-": _DRAFTS,

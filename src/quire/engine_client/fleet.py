@@ -23,6 +23,7 @@ from quire.engine_client.engine_slot import ONLY_ENGINE, EngineSlots
 from quire.engine_client.fleet_dispatcher import FleetDispatcher, Placement
 from quire.engine_client.fleet_engine import FleetEngine
 from quire.engine_client.fleet_engines import FleetEngines, any_ready
+from quire.engine_client.fleet_sleep import FleetSleep
 from quire.engine_client.loop_task import LoopTask
 from quire.engine_client.messages import Control, GetStats, OnProgress, Ping, Question
 from quire.engine_client.process.adapter_search import AdapterSearch
@@ -68,6 +69,8 @@ class EngineFleet:
         self.scaling = scaling
         #: Tasks that run from the end of `start` to the shutdown.
         self.watches: Sequence[LoopTask] = ()
+        #: Puts the engines to sleep and wakes them up.
+        self.sleeping = FleetSleep(self.engines, self.dispatcher)
         self._adapters = AdapterSearch(partial(_next_link, self))
 
     async def start(self) -> None:
@@ -97,6 +100,8 @@ class EngineFleet:
             return EngineState.FAILED
         if self.engines.ready:
             return EngineState.READY
+        if self.sleeping.is_on:
+            return EngineState.ASLEEP
         return EngineState.STARTING if self.engines.limits is None else EngineState.RECOVERING
 
     @property
@@ -120,8 +125,9 @@ class EngineFleet:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the fleet takes requests, now or as soon as an engine has recovered."""
-        return self.state in (EngineState.READY, EngineState.RECOVERING)
+        """Whether the fleet takes requests, now or as soon as an engine has recovered or woken
+        up."""
+        return self.state in (EngineState.READY, EngineState.RECOVERING, EngineState.ASLEEP)
 
     @property
     def num_open(self) -> int:
@@ -147,7 +153,9 @@ class EngineFleet:
         kills its engine, and with EngineDeadError if the engines fail for good or are shut down.
         """
         self._check_alive()
-        return self.dispatcher.open(requests, sink)
+        stream = self.dispatcher.open(requests, sink)
+        self.sleeping.note_request()
+        return stream
 
     async def send_control(self, message: Control) -> None:
         """Pause or continue the steps of all engines, or clear their cached prefixes.
@@ -192,6 +200,7 @@ class EngineFleet:
         engines share the adapter's files. If that engine dies, another engine is asked, because the
         dead engine's machine may not come back. Waits while no engine is ready."""
         self._check_alive()
+        self.sleeping.note_request()
         return await self._adapters.find(name, path, anew=anew)
 
     async def wait_failed(self) -> QuireError:
@@ -221,7 +230,7 @@ class EngineFleet:
 async def _next_link(fleet: EngineFleet) -> EngineLink:
     """A link to a ready engine, waiting for one if necessary. Raises EngineDeadError if all engines
     have failed."""
-    while fleet.state is EngineState.RECOVERING:
+    while fleet.state in (EngineState.RECOVERING, EngineState.ASLEEP):
         await asyncio.sleep(RECOVERY_POLL_S)
     link = any_ready(fleet.engines).supervisor.link
     assert link is not None, "it is ready"

@@ -100,6 +100,7 @@ class FleetDispatcher:
         fixed point."""
         self._book = RequestBook(max_num_open, self.abort, self._remove_ended)
         self.check_room = self._book.check_room
+        self.fail_all = self._book.fail_all
         self._clock = clock
         self.placement = placement
         self.replicas = ConnectedReplicas()

@@ -1,10 +1,10 @@
 """Messages between the API server and the engine process.
 
-The API server sends Start once, then AddRequest, AbortRequest, FindAdapter, SetPaused,
-ClearPrefixes, questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown. An agent between
-server and engine sends AbortAll. The engine sends Progress while it loads, Ready once, then Outputs
-(one message a step), RequestFailed and AdapterReply. The engine answers questions in their order,
-and sends Fatal before it dies of an error. `ipc` encodes messages.
+The API server may send Prepare, and sends Start once, then AddRequest, AbortRequest, FindAdapter,
+SetPaused, ClearPrefixes, questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown. An agent
+between server and engine sends AbortAll. The engine sends Progress while it loads, Ready once, then
+Outputs (one message a step), RequestFailed and AdapterReply. The engine answers questions in their
+order, and sends Fatal before it dies of an error. `ipc` encodes messages.
 
 Called by `engine_process` and `link`.
 """
@@ -35,6 +35,10 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
     """The engine's options; always the first message."""
 
     options: dict[str, Any]
+
+
+class Prepare(msgspec.Struct, tag="prepare", array_like=True, frozen=True):
+    """Load the engine's libraries, since Start will follow. May come before Start. Not answered."""
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
@@ -186,7 +190,15 @@ Question: TypeAlias = Ping | GetStats | GetMemory | GetBlocks
 Reply: TypeAlias = Pong | StatsReply | MemoryReply | BlocksReply
 Control: TypeAlias = SetPaused | ClearPrefixes
 ToEngine: TypeAlias = (
-    Start | AddRequest | AbortRequest | AbortAll | FindAdapter | Control | Question | Shutdown
+    Prepare
+    | Start
+    | AddRequest
+    | AbortRequest
+    | AbortAll
+    | FindAdapter
+    | Control
+    | Question
+    | Shutdown
 )
 ToServer: TypeAlias = Progress | Ready | Outputs | RequestFailed | AdapterReply | Reply | Fatal
 

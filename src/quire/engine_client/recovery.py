@@ -30,6 +30,7 @@ class EngineState(StrEnum):
     STARTING = "starting"  # the first process is not ready yet
     READY = "ready"
     RECOVERING = "recovering"  # a process has died and the next is not ready yet
+    ASLEEP = "asleep"  # ended on purpose until it is woken up
     FAILED = "failed"  # failed for good; no process is started any more
     CLOSING = "closing"  # being shut down
 

@@ -236,6 +236,11 @@ class RequestBook:
         self._on_end(request)
         request.stream.end(error)
 
+    def fail_all(self, error: QuireError) -> None:
+        """End all open requests with an error. Engines may still compute them."""
+        for request_id in list(self._open):
+            self.fail(request_id, error)
+
     def end(self, error: QuireError) -> None:
         """End all streams."""
         streams = list(dict.fromkeys(request.stream for request in self._open.values()))

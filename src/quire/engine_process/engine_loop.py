@@ -42,6 +42,7 @@ from quire.engine_client.messages import (
     Outputs,
     Ping,
     Pong,
+    Prepare,
     Progress,
     Question,
     Ready,
@@ -276,7 +277,7 @@ class EngineLoop:
                 self._is_draining = True
                 self._is_ending = not drain
                 self._is_paused = False  # so that open requests can end
-            case Start():
+            case Prepare() | Start():
                 raise MessageError("the API server sent its options twice")
 
     def _find_adapter(self, find_id: int, name: str, path: str, anew: bool) -> None:
@@ -349,15 +350,17 @@ def build_and_serve(
     wakeup: socket.socket | None = None,
     on_ready: Callable[[EngineLoop], None] | None = None,
     record: ActivityRecord | None = None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> int:
     """Receive the options, build the engine, and run its loop. Returns the process's exit code.
 
     `on_ready` is called with the loop when the engine is built, so that the caller can install
-    signal handlers. `record` is as in `EngineLoop`.
+    signal handlers. `record` is as in `EngineLoop`. `prepare` loads libraries ahead of the options,
+    if the API server asks for that.
     """
     channel = Channel(sock, wakeup)
     try:
-        engine = _build(build, channel)
+        engine = _build(build, channel, prepare)
         loop = EngineLoop(engine, channel, record)
         if on_ready is not None:
             on_ready(loop)
@@ -379,16 +382,19 @@ def build_and_serve(
     return 0
 
 
-def _build(build: Build, channel: Channel) -> Engine:
+def _build(build: Build, channel: Channel, prepare: Callable[[], None]) -> Engine:
     def report(text: str, done: int, total: int) -> None:
         channel.send(Progress(text, done, total))
 
-    return build(_receive_options(channel), report)
+    return build(_receive_options(channel, prepare), report)
 
 
-def _receive_options(channel: Channel) -> Mapping[str, object]:
+def _receive_options(channel: Channel, prepare: Callable[[], None]) -> Mapping[str, object]:
     while True:
         messages = channel.receive(None)
+        if messages and isinstance(messages[0], Prepare):
+            del messages[0]
+            prepare()
         if not messages:
             continue
         if len(messages) != 1 or not isinstance(messages[0], Start):

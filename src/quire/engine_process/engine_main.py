@@ -42,7 +42,18 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
 
         signal.signal(signal.SIGTERM, on_sigterm)
 
-    return build_and_serve(sock, build or _build_engine, wakeup, drain_on_sigterm, record)
+    prepare = _load_libraries if build is None else _load_nothing
+    return build_and_serve(sock, build or _build_engine, wakeup, drain_on_sigterm, record, prepare)
+
+
+def _load_libraries() -> None:
+    """Import what building an engine needs, which takes most of the time of a small model's
+    start."""
+    import quire.assembly.build  # noqa: F401 - imports torch, which takes long
+
+
+def _load_nothing() -> None:
+    """For an engine that the caller builds."""
 
 
 def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> Engine:

@@ -361,6 +361,16 @@ class ServerConfig(Options):
         group="fleet",
         help="which replica gets a request: {names}",
     )
+    idle_unload_s: float | None = option(
+        None,
+        Seconds(),
+        group="server",
+        help="release the model's memory after this time without a request; the next one loads it"
+        " again",
+        doc="release the model's memory after this time without a request; the next one loads it"
+        " again. None: the model stays.",
+        flag=Flag("idle-unload", metavar="S", shown="the model stays"),
+    )
     heartbeat_timeout_s: float = option(
         60.0, Seconds(), group="recovery", help="restart the engine if a step takes longer"
     )

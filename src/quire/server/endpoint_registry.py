@@ -25,6 +25,7 @@ ENDPOINTS: "Registry[Endpoints]" = Registry(
         "tokenizer_info": "quire.server.routes.vllm.tokenizer_info:router",
         "models": "quire.server.routes.openai.models:router",
         "adapters": "quire.server.routes.vllm.adapters:router",
+        "sleep_mode": "quire.server.routes.vllm.sleep_mode:router",
         "version": "quire.server.routes.admin.version:router",
         "health": "quire.server.routes.admin.health:router",
         "memory": "quire.server.routes.admin.memory:router",

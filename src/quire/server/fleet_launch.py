@@ -78,6 +78,7 @@ async def start_engines(
 def check_fleet(server: ServerConfig) -> None:
     """Raises ConfigurationError for options that contradict each other or have no effect."""
     _check_needed(server)
+    _check_sleep(server)
     if server.max_replicas is not None and server.max_replicas < server.replicas:
         raise ConfigurationError(
             f"max_replicas is {server.max_replicas}, below replicas, {server.replicas}"
@@ -99,6 +100,17 @@ def check_fleet(server: ServerConfig) -> None:
     if server.agents and server.cluster_key_file is None:
         raise ConfigurationError(
             "agents are named, but no cluster_key_file; give the one that they were started with"
+        )
+
+
+def _check_sleep(server: ServerConfig) -> None:
+    if server.idle_unload_s is not None and (
+        server.is_over_machines or server.max_replicas is not None
+    ):
+        raise ConfigurationError(
+            "idle_unload_s is set, but engines on other machines and a fleet that scales by itself"
+            " can't be put to sleep; leave it out, or leave out agents, ray_address and"
+            " max_replicas"
         )
 
 

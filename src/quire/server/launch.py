@@ -48,6 +48,7 @@ from quire.server.http.guard import AccessConfig
 from quire.server.http.listener import Listener, bind_failure, bound_socket
 from quire.server.http.open_connections import OpenConnections
 from quire.server.http.open_files import raise_open_files
+from quire.server.idle_unload import idle_unload
 from quire.server.limits import CallLimits
 from quire.server.loading_progress import LoadingProgress
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
@@ -235,6 +236,8 @@ async def _load_and_serve(
         if recorder is not None:
             recorder.begin(engine.limits, engine.facts)
         await service.adapters.read_all(plan.lora_modules.read_first)
+        if service.idle_unload is not None:
+            service.idle_unload.start()
         http = _HTTPServer(service, plan, sock)
         _stay_responsive()
         stopper.on_first = http.drain
@@ -243,6 +246,8 @@ async def _load_and_serve(
         try:
             await http.serve(sockets=[sock])
         finally:
+            if service.idle_unload is not None:
+                await service.idle_unload.stop()
             watch.cancel()
             trim.cancel()
         if http.failure is not None:
@@ -303,6 +308,7 @@ def make_service(plan: ServerPlan, engine: EngineFleet, monitor: Monitor) -> Ser
         unknown_fields=cast(UnknownFields | None, plan.server.unknown_fields),
         system_fingerprint=_fingerprint(engine.facts),
         answers=AnswerStore(plan.server.response_store_bytes or 0),
+        idle_unload=idle_unload(engine, plan.server.idle_unload_s),
         grammars=GrammarChecks(compilers),
         dialect=plan.files.dialect.dialect,
         default_chat_template_kwargs=plan.server.default_chat_template_kwargs or {},

@@ -22,6 +22,7 @@ from quire.server.http.body import UnknownFields
 from quire.server.http.body_budget import BodyBudget, ParseTurns
 from quire.server.http.long_work import WorkPieces
 from quire.server.http.open_connections import OpenConnections
+from quire.server.idle_unload import IdleUnload
 from quire.server.limits import CallLimits
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.tenants import TenantBook
@@ -95,6 +96,8 @@ class Service:
     tokenizer_fields: Mapping[str, Any] = field(default_factory=dict)
     #: Value of OpenAI's `system_fingerprint`: names the settings that influence the answers.
     system_fingerprint: str | None = None
+    #: Puts the idle engine to sleep; None if it stays awake.
+    idle_unload: IdleUnload | None = None
     drain: Drain = field(default_factory=Drain)
     #: Runs the slow parts of large calls without blocking the event loop.
     work: WorkPieces = field(default_factory=WorkPieces)

@@ -52,6 +52,8 @@ EXAMPLES = {
     ("POST", "/replicas/restart"): {"replica": "0"},
     ("POST", "/replicas/scale"): {"num_replicas": 2},
     ("POST", "/detokenize"): {"tokens": list(range(300, 330))},
+    ("POST", "/sleep"): {},
+    ("POST", "/wake_up"): {},
 }
 EXAMPLES |= {
     ("POST", path): {"query": "alpha", "documents": [TEXT, "beta"]}
@@ -68,6 +70,7 @@ NAMES |= {
     f"/v1/responses/{{response_id}}{rest}": f"/v1/responses/resp_1{rest}"
     for rest in ("", "/input_items")
 }
+NAMES["/sleep"] = "/sleep?level=3"  # the server must stay awake
 """What to ask for where the table's path is none."""
 
 MISTAKES = [

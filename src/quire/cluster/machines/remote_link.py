@@ -52,6 +52,8 @@ class AgentAccess:
 class RemoteLink(EngineLink):
     """A link through an agent."""
 
+    ends_process = False  # the agent keeps it for another server
+
     def __init__(self, owner: LinkOwner, listener: OutputListener, access: AgentAccess) -> None:
         super().__init__(owner, listener)
         self._access = access

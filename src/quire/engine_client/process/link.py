@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
 from quire.core.adapters import AdapterRef
 from quire.engine_client.messages import (
@@ -118,6 +118,9 @@ class EngineLink(asyncio.Protocol):
     Invariant: `on_death` is called exactly once for a link that was opened, as its last call. After
     a `kill`, the call comes within UNDEAD_S plus some seconds, even if the process does not end.
     """
+
+    #: Whether the process ends, with all its memory, when it is told to shut down.
+    ends_process: ClassVar[bool] = True
 
     def __init__(self, owner: LinkOwner, listener: OutputListener) -> None:
         """Create the link without a process; `open` starts it."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.messages import (
     OnProgress,
+    Prepare,
     Progress,
     Question,
     Ready,
@@ -96,6 +97,8 @@ class Supervisor:
         self._began_s = self._loop.time()
         #: Whether the present process is being ended by `renew`.
         self._is_renewing = False
+        #: A process that waits for `wake`, without a model; None if there is none.
+        self._standby: EngineLink | None = None
         #: Set in order to end the pause before the next start early.
         self._ends_pause = asyncio.Event()
         self._closed_error: QuireError = EngineDeadError(
@@ -144,32 +147,57 @@ class Supervisor:
         time (it may be ready later).
         """
         if (link := self.link) is not None:
-            await self._end_to_renew(link)
+            self._is_renewing = True
+            await _end_now(link)
         elif self.state is not EngineState.RECOVERING:
             raise EngineDeadError(
                 f"there is no engine process to restart: the engine is {self.state.value}"
             )
         else:
             self._ends_pause.set()
+        await self._wait_ready("the requested restart")
+
+    async def _wait_ready(self, what: str) -> None:
+        """Wait until a process that is being started takes requests. Raises EngineDeadError."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.build_limit_s):
                 while self.state is EngineState.RECOVERING:
                     await asyncio.sleep(RECOVERY_POLL_S)
         if self.state is not EngineState.READY:
             raise EngineDeadError(
-                f"the requested restart failed: the engine is {self.state.value}; the server's log"
-                " says why"
+                f"{what} failed: the engine is {self.state.value}; the server's log says why"
             )
 
-    async def _end_to_renew(self, link: EngineLink) -> None:
-        self._is_renewing = True
-        link.send(encode(Shutdown(False)))
-        try:
-            async with asyncio.timeout(RENEW_LIMIT_S):
-                await link.wait_dead()
-        except TimeoutError:
-            link.kill("it did not end in time for a requested restart")
-            await link.wait_dead()
+    async def sleep(self, *, keeps_process: bool) -> None:
+        """End the process until `wake`; its open requests go on then. With `keeps_process`, a new
+        process loads the libraries and waits for `wake`. Raises EngineDeadError if no process takes
+        requests, OSError if no new process can be started."""
+        if (link := self.link) is None:
+            raise EngineDeadError(f"the engine is {self.state.value}, so it can't be put to sleep")
+        self.state = EngineState.ASLEEP
+        await _end_now(link)
+        logger.info("the engine sleeps")
+        if keeps_process and self.state is EngineState.ASLEEP:
+            self._standby = self._new_link(self, self._listener)
+            await self._standby.open(encode(Prepare()))
+
+    async def wake(self) -> None:
+        """Start a process again and wait until it takes requests; does nothing if one does. Raises
+        EngineDeadError if it is not ready in time (it may be ready later)."""
+        if self.state is EngineState.ASLEEP:
+            self.state = EngineState.RECOVERING
+            self._ends_pause.clear()
+            self._restarting = self._loop.create_task(self._wake())
+        await self._wait_ready("the wake-up")
+
+    async def _wake(self) -> None:
+        logger.info("the engine wakes up")
+        self._link, self._standby = self._standby, None
+        if self._link is None:
+            await self._start_again()
+            return
+        self._link.send(encode(Start(self._options)))
+        self._limit_build()
 
     async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
         """End the process. With `drain`, it finishes its open requests first. A process that still
@@ -192,6 +220,8 @@ class Supervisor:
                 self._build_timer.cancel()
             if link is not None:
                 await link.close()
+            if self._standby is not None:
+                await self._standby.close()
             if not self._started.done():  # so that `start` stops waiting
                 self._started.set_exception(self._closed_error)
                 # Marks the error as seen, since `start` may not be waiting.
@@ -240,6 +270,9 @@ class Supervisor:
         if link is self._link:
             self._link = None
             self._handle_death(error, death)
+        elif link is self._standby:
+            self._standby = None
+            logger.warning("the process that waited for the wake-up has ended: %s", error)
 
     # ---- restarting -------------------------------------------------------------------------
 
@@ -255,6 +288,8 @@ class Supervisor:
                     self._started.exception()
             case EngineState.CLOSING:
                 self._listener.on_end(self._closed_error)
+            case EngineState.ASLEEP:
+                self._listener.on_death(replace(death, is_requested=True))
             # Last, a process that was ready or restarting has died.
             case EngineState.READY | EngineState.RECOVERING:
                 self.state = EngineState.RECOVERING
@@ -296,6 +331,10 @@ class Supervisor:
         else:
             self.num_restarts += 1
             logger.warning("the engine is started again; restarts so far: %d", self.num_restarts)
+        await self._start_again()
+
+    async def _start_again(self) -> None:
+        """Start a process. A process that can't be started counts as a death."""
         try:
             await self._open_link()
         # Starting a process may fail in any way; each failure counts as a death.
@@ -308,6 +347,10 @@ class Supervisor:
                 Death(Activity(Doing.LOADING), status=None),
             )
             return
+        self._limit_build()
+
+    def _limit_build(self) -> None:
+        """Kill the present process if it is not ready in time."""
         if self._link is not None:  # else it has died already
             why = f"it was not ready after {self.build_limit_s:g} s, so it was killed"
             self._build_timer = self._loop.call_later(self.build_limit_s, self._link.kill, why)
@@ -324,6 +367,17 @@ class Supervisor:
         self._listener.on_end(
             EngineDeadError("the engine has failed for good; the server's log says how")
         )
+
+
+async def _end_now(link: EngineLink) -> None:
+    """End a process without waiting for its requests."""
+    link.send(encode(Shutdown(False)))
+    try:
+        async with asyncio.timeout(RENEW_LIMIT_S):
+            await link.wait_dead()
+    except TimeoutError:
+        link.kill("it did not end in time for a requested restart or sleep")
+        await link.wait_dead()
 
 
 async def ask_link(link: EngineLink | None, question: Question, timeout_s: float) -> dict[str, Any]:

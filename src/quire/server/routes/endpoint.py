@@ -28,6 +28,7 @@ from quire.server.http.errors import (
     openai_error,
     unreadable_body,
 )
+from quire.server.http.guard import brings_key
 from quire.server.http.json_body import LONG_BODY_BYTES, MAX_VALUES, parse
 from quire.server.http.streaming import json_response
 from quire.server.limits import CallLimits
@@ -191,6 +192,19 @@ class JSONRoute(Route):
     def has_json(self, http: HTTPRequest) -> bool:
         """Whether the body must be read as JSON, according to its Content-Type."""
         return _JSON_TYPE.match(http.headers.get("content-type", "")) is not None
+
+
+def refuse_unasked_page(http: HTTPRequest) -> None:
+    """Refuse a call of a web page that its browser has sent without asking whether it may.
+
+    Browsers ask first if a call has a header for keys, or JSON. Raises InvalidRequestError.
+    """
+    is_asked = _JSON_TYPE.match(http.headers.get("content-type", "")) is not None
+    if "origin" in http.headers and not is_asked and not brings_key(http.scope["headers"]):
+        raise InvalidRequestError(
+            "a web page that makes this call must send an Authorization header, so that its browser"
+            " asks first"
+        )
 
 
 def _validated(validate: Callable[..., Any], value: Any, *place: str) -> Any:

@@ -33,6 +33,7 @@ DETAILS_TIMEOUT_S = 2.0
 
 _NOT_READY = {
     EngineState.STARTING: "the model is being loaded",
+    EngineState.ASLEEP: "the engine sleeps",
     EngineState.RECOVERING: "the engine has died and is being started again",
     EngineState.FAILED: "the engine can't be started any more",
     EngineState.CLOSING: "the server is about to end",

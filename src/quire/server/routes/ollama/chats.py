@@ -25,6 +25,7 @@ from quire.server.generation.http_generation import HTTPGeneration, Prompts, bla
 from quire.server.http.errors import error_body
 from quire.server.http.long_work import call_for_text
 from quire.server.http.streaming import NDJSON
+from quire.server.idle_unload import keep_alive_s
 from quire.server.limits import check_text
 from quire.server.routes.anthropic.block_writer import input_of
 from quire.server.routes.ollama.ollama_body import (
@@ -71,8 +72,9 @@ class OllamaMessage(msgspec.Struct):
 class OllamaLine(msgspec.Struct, kw_only=True):
     """A line of a stream, or an unstreamed answer. The fields after `done` are in the last line.
 
-    Durations are in nanoseconds: prompt_eval_duration until the first token, including the wait;
-    eval_duration from there to the end; load_duration is 0, since the model is already loaded.
+    Durations are in nanoseconds. The engine measures prompt_eval_duration, from the prompt's first
+    step to the first token, and eval_duration, from there to the end. load_duration is the time
+    until a sleeping engine has woken up.
     """
 
     model: str
@@ -108,25 +110,38 @@ def _lines(kind: type[OllamaLine]) -> dict[int | str, dict[str, Any]]:
 @router.post("/api/chat", responses=_lines(OllamaChat))
 async def ollama_chat(body: OllamaChatRequest, http: HTTPRequest) -> Response:
     """Answer the messages, in Ollama's form."""
+    _keep_alive(http, body)
     if not body.has_prompt:
-        return _without_prompt(http, body, OllamaChat, message=OllamaMessage())
+        return await _without_prompt(http, body, OllamaChat, message=OllamaMessage())
     return await generate(http, body, _ChatLines)
 
 
 @router.post("/api/generate", responses=_lines(OllamaText))
 async def ollama_generate(body: OllamaGenerateRequest, http: HTTPRequest) -> Response:
     """Answer one prompt, in Ollama's form."""
+    _keep_alive(http, body)
     if not body.has_prompt:
-        return _without_prompt(http, body, OllamaText, response="")
+        return await _without_prompt(http, body, OllamaText, response="")
     return await generate(http, body, _TextLines)
 
 
-def _without_prompt(
-    http: HTTPRequest, body: OllamaBody, kind: type[OllamaLine], **content: Any
-) -> Response:
-    """The answer to a call that asks to load or unload the model. Raises UnknownModelError."""
+def _keep_alive(http: HTTPRequest, body: OllamaBody) -> None:
+    """Obey the body's `keep_alive` if the server unloads an idle model. Raises
+    InvalidRequestError."""
     service = service_of(http)
     service.check_model(body.model)
+    if service.idle_unload is not None:
+        given = body.keep_alive
+        service.idle_unload.keep(None if given is None else keep_alive_s(given))
+
+
+async def _without_prompt(
+    http: HTTPRequest, body: OllamaBody, kind: type[OllamaLine], **content: Any
+) -> Response:
+    """The answer to a call that asks to load or unload the model. Raises EngineDeadError."""
+    service = service_of(http)
+    if service.idle_unload is not None and body.done_reason_without_prompt == "load":
+        await service.idle_unload.load()
     line = kind(
         model=service.answered_name(body.model),
         created_at=rfc3339(time.time()),
@@ -184,11 +199,12 @@ class _OllamaLines(ChatAnswer[OllamaBodyT]):
     def _end(self, delta: Delta) -> dict[str, Any]:
         usage, came_s, now_s = self._usage(), self._generation.arrival_s, time.monotonic()
         phases = _phases_of(self._generation)
+        awake_since_s = self._service.engine.sleeping.awake_since_s
         return {
             "done": True,
             "done_reason": "length" if delta.finish_reason == FinishReason.LENGTH.value else "stop",
             "total_duration": int((now_s - came_s) * 1e9),
-            "load_duration": 0,
+            "load_duration": int(max(0.0, awake_since_s - came_s) * 1e9),
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": int(phases.prefill_s * 1e9),
             "eval_count": usage.completion_tokens,

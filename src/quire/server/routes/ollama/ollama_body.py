@@ -1,7 +1,8 @@
 """The bodies of Ollama's API, and their conversion to a chat call and params.
 
-Options for running a model (`num_ctx`, `num_gpu`) and `keep_alive` are accepted without effect, as
-is a call without a prompt, by which Ollama's clients load and unload models.
+Options for running a model (`num_ctx`, `num_gpu`) are accepted without effect. So are `keep_alive`
+and a call without a prompt, by which Ollama's clients load and unload models, unless the server
+unloads an idle model.
 Other unknown fields are ignored and named in a header of the answer.
 """
 
@@ -92,8 +93,8 @@ class OllamaBody(ChatBody):
         "format": "`json`, or a JSON schema that the answer obeys",
         "options": "`temperature`, `top_k`, `top_p`, `min_p`, `seed`, `stop`, `num_predict` and "
         "the penalties; those for running a model are accepted, and change nothing",
-        "keep_alive": "without a prompt, 0 asks to unload the model and other values to load it; "
-        "both change nothing",
+        "keep_alive": "how long the model stays in memory after the call, as `5m`; -1: for good."
+        " Only a server with `--idle-unload` obeys it",
         "think": "whether the model thinks before it answers, or how much: `low`, `medium`, `high`",
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",

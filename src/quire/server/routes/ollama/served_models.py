@@ -5,6 +5,8 @@ that it was started with, so a pull of a served model succeeds at once, and all 
 refused.
 """
 
+import math
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, ClassVar
@@ -36,6 +38,10 @@ ARCHITECTURE = "quire"
 """Prefix of the names in `model_info`, since clients read `<architecture>.context_length`."""
 
 
+FOR_GOOD = "9999-12-31T23:59:59Z"
+"""The expiry of a model that stays in memory."""
+
+
 class OllamaDetails(msgspec.Struct):
     """Ollama's details of a model file. Most are empty, since quire's models are folders."""
 
@@ -65,8 +71,8 @@ class OllamaRunning(OllamaModel, kw_only=True):
     size_vram: int
     #: The model's maximum number of tokens of a sequence.
     context_length: int
-    #: The model stays in memory until the server ends.
-    expires_at: str = "9999-12-31T23:59:59Z"
+    #: When the model leaves the memory if no call comes.
+    expires_at: str = FOR_GOOD
     #: Always empty, since models are folders.
     digest: str = ""
 
@@ -186,8 +192,10 @@ async def ollama_show(body: ShowRequest, http: HTTPRequest) -> Response:
 
 @router.get("/api/ps", responses=answers(OllamaRunningModels, errors=ERROR_RESPONSES))
 async def ollama_running(http: HTTPRequest) -> Response:
-    """The one model of this server, which is always in memory."""
+    """The one model of this server, unless the engine sleeps."""
     service = service_of(http)
+    if service.engine.sleeping.is_on:
+        return json_response(OllamaRunningModels([]))
     name, facts = service.model_name, service.engine.facts
     size = int(facts.get("weight_bytes") or 0)
     model = OllamaRunning(
@@ -197,6 +205,7 @@ async def ollama_running(http: HTTPRequest) -> Response:
         size=size,
         size_vram=size if "device_memory_bytes" in facts else 0,
         context_length=service.engine.limits.max_model_len,
+        expires_at=_expiry(service),
     )
     return json_response(OllamaRunningModels([model]))
 
@@ -223,6 +232,12 @@ for _path in ("/api/create", "/api/copy", "/api/push", "/api/delete"):
 async def ollama_version() -> Response:
     """The version of the server."""
     return json_response(OllamaVersion(__version__))
+
+
+def _expiry(service: Service) -> str:
+    """When the idle model leaves the memory."""
+    left_s = math.inf if service.idle_unload is None else service.idle_unload.seconds_left
+    return FOR_GOOD if math.isinf(left_s) else rfc3339(time.time() + left_s)
 
 
 def rfc3339(time_s: float) -> str:
