@@ -192,9 +192,15 @@ BODIES |= {
     "/v1/unload_lora_adapter": ({"lora_name": "a", "lora_int_id": 1},),
     "/replicas/restart": ({"replica": "0", "timeout_s": 0.5},),
     "/replicas/scale": ({"num_replicas": 2},),
+    "/v1/batches": (
+        {
+            **{"input_file_id": "file-1", "endpoint": "/v1/completions"},
+            **{"completion_window": "24h", "metadata": {"a": "b"}},
+        },
+    ),
 }
-"""By path: bodies that are answered with 200, with many fields in one or the other; the last four
-are so by a server that has adapters, or replicas, alone."""
+"""By path: bodies that are answered with 200, with many fields in one or the other; the last five
+are so by a server that has adapters, replicas, or a folder of batches, alone."""
 
 JUNK: tuple[Value, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 2**64, -(2**63) - 1, 10**30, 1.5, -0.0),

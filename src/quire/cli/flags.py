@@ -38,6 +38,7 @@ SERVER_GROUPS: Mapping[str, str | None] = {
     "adapters": "LoRA adapters, which a call names as its model; see docs/adapters.md.",
     "access": "Without any key, all clients are served.",
     "limits": "A call above a limit is refused with an error that names it.",
+    "batches": "Files of calls are answered in the background; see docs/serving.md#batches.",
     "fleet": None,
     "recovery": None,
     "recording": "The load is recorded for replays; see docs/record-replay.md.",

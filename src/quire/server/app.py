@@ -28,6 +28,9 @@ SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
 
 OPEN = AccessConfig()
 
+FORM_BYTES = 64 << 10
+"""Bytes that an upload may have beside its file."""
+
 
 def all_endpoints() -> list[Endpoints]:
     """The endpoints that are registered. Raises ConfigurationError if one can't be imported, or if
@@ -59,9 +62,19 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.service = service
     app.state.suggested_paths = _suggested(endpoints)
+    app.state.batch_paths = suggested
     app.state.error_forms = [form for each in endpoints for form in each.error_forms]
     _add_middlewares(app, service, access, endpoints)
     return app
+
+
+def _upload_bytes(service: Service, endpoints: Sequence[Endpoints]) -> dict[str, int]:
+    """The bound of a body by path, for the paths that write files; empty if the server has no
+    folder for them."""
+    if service.batches is None:
+        return {}
+    bound = service.batches.files.max_file_bytes + FORM_BYTES
+    return {path: bound for each in endpoints for path in each.upload_paths}
 
 
 def _suggested(endpoints: Sequence[Endpoints]) -> list[str]:
@@ -82,6 +95,7 @@ def _add_middlewares(
         max_bytes=access.max_body_bytes,
         timeout_s=access.body_timeout_s,
         budget=access.bodies,
+        upload_bytes=_upload_bytes(service, endpoints),
     )
     app.add_middleware(
         AccessGuard,

@@ -282,6 +282,30 @@ class ServerConfig(Options):
         doc="memory for each tenant's responses, kept for previous_response_id; None: none is.",
         flag=Flag(shown="none is stored"),
     )
+    batch_dir: str | None = option(
+        None,
+        Text("a folder", is_path=True),
+        group="batches",
+        help="folder of clients' files and batches, which are answered in the background"
+        " (/v1/files, /v1/batches); made if it does not exist",
+        doc="folder of clients' files and batches, which are answered in the background; None: both"
+        " are refused.",
+        flag=Flag(metavar="DIR", shown="none: both are refused"),
+    )
+    max_batch_file_bytes: int = option(
+        100 << 20,
+        Bytes(),
+        group="batches",
+        help="size of one uploaded file",
+        flag=Flag(shown="100MiB"),
+    )
+    max_tenant_batch_bytes: int = option(
+        1 << 30,
+        Bytes(),
+        group="batches",
+        help="size of all files of one tenant; above: uploads and new batches are refused",
+        flag=Flag(shown="1GiB"),
+    )
     default_deadline_s: float | None = option(
         None,
         Seconds(),

@@ -19,6 +19,8 @@ ENDPOINTS: "Registry[Endpoints]" = Registry(
         "served_models": "quire.server.routes.ollama.served_models:router",
         "responses": "quire.server.routes.openai.responses.responses:router",
         "stored_responses": "quire.server.routes.openai.responses.stored_responses:router",
+        "files": "quire.server.routes.openai.uploaded_files:router",
+        "batches": "quire.server.routes.openai.batches:router",
         "embeddings": "quire.server.routes.openai.embeddings:router",
         "scoring": "quire.server.routes.vllm.scoring:router",
         "tokenize": "quire.server.routes.vllm.tokenize:router",

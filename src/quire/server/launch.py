@@ -36,6 +36,8 @@ from quire.observability.spans import Spans, open_spans
 from quire.options.engine_options import EngineOptions
 from quire.server.adapter_names import AdapterNames, LoRAModules, read_modules
 from quire.server.app import SECURITY_HEADERS, all_endpoints, create_app
+from quire.server.batch.background import answering_batches
+from quire.server.batch.batch_book import BatchBook, open_batches
 from quire.server.config import ServerConfig
 from quire.server.fleet_launch import check_fleet, start_engines
 from quire.server.generation.answer_defaults import AnswerDefaults
@@ -102,6 +104,8 @@ class ServerPlan:
     tenants: TenantBook
     spans: Spans | None
     lora_modules: LoRAModules
+    #: Clients' batches; None without a folder for them.
+    batches: BatchBook | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
         ),
         None if server.otlp_endpoint is None else open_spans(server.otlp_endpoint),
         read_modules(server.lora_modules, names),
+        open_batches(server),
     )
 
 
@@ -244,7 +249,8 @@ async def _load_and_serve(
         watch = asyncio.create_task(http.watch_engine())
         trim = asyncio.create_task(_return_memory())
         try:
-            await http.serve(sockets=[sock])
+            async with answering_batches(http.app, service, plan.access.max_body_bytes):
+                await http.serve(sockets=[sock])
         finally:
             if service.idle_unload is not None:
                 await service.idle_unload.stop()
@@ -308,6 +314,7 @@ def make_service(plan: ServerPlan, engine: EngineFleet, monitor: Monitor) -> Ser
         unknown_fields=cast(UnknownFields | None, plan.server.unknown_fields),
         system_fingerprint=_fingerprint(engine.facts),
         answers=AnswerStore(plan.server.response_store_bytes or 0),
+        batches=plan.batches,
         idle_unload=idle_unload(engine, plan.server.idle_unload_s),
         grammars=GrammarChecks(compilers),
         dialect=plan.files.dialect.dialect,
@@ -340,9 +347,11 @@ class _HTTPServer(uvicorn.Server):
     """
 
     def __init__(self, service: Service, plan: ServerPlan, sock: socket.socket) -> None:
+        #: The application that is served.
+        self.app = create_app(service, plan.access)
         super().__init__(
             uvicorn.Config(
-                create_app(service, plan.access),
+                self.app,
                 http=connection_class(ConnectionLimits(), service.connections),
                 ws="none",
                 log_config=None,

@@ -13,6 +13,7 @@ from starlette.requests import Request as HTTPRequest
 from quire.engine_client.fleet import EngineFleet
 from quire.errors import InvalidRequestError, QuireError, ServerDrainingError
 from quire.server.adapter_names import ANY_MODEL, AdapterNames
+from quire.server.batch.batch_book import BatchBook
 from quire.server.config import KEEP_ALIVE_S
 from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_store import AnswerStore
@@ -103,6 +104,8 @@ class Service:
     work: WorkPieces = field(default_factory=WorkPieces)
     #: Stored answers, which later calls can continue.
     answers: AnswerStore = field(default_factory=AnswerStore)
+    #: Batches that are answered in the background; None without a folder for them.
+    batches: BatchBook | None = None
     #: Compiles the grammars that answers must obey.
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     #: The markup that the model writes around reasoning and tool calls.

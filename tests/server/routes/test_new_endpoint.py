@@ -154,7 +154,7 @@ def test_it_is_in_the_document_on_its_page_and_in_the_hints(service):
     assert fields["suffix"]["description"] == "not supported yet"
     assert PATH in ask(service, path="/docs", method="GET").text
     assert PATH in ask(service, path="/nope", method="GET").json()["error"]["message"]
-    assert PATH in ask(service, path="/v1/files", method="GET").json()["error"]["message"]
+    assert PATH in ask(service, path="/v1/audio", method="GET").json()["error"]["message"]
 
 
 def test_its_errors_have_its_own_form_wherever_they_arise(service, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from quire.server.routes.unsupported import FAMILIES
 
-SERVED = {"chat", "completions", "embeddings", "models", "responses"}
+SERVED = {"batches", "chat", "completions", "embeddings", "files", "models", "responses"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,6 +32,14 @@ def test_stored_chats_are_refused_and_wrong_methods_told(http):
     assert http.get("/v1/chat/completions/x").json()["error"]["code"] == "not_supported"
     answer = http.get("/v1/chat/completions")
     assert answer.status_code == 405
+
+
+def test_files_and_batches_are_off_without_a_folder(http, client):
+    for path in ("/v1/files", "/v1/files/file-1", "/v1/batches", "/v1/batches/batch_1"):
+        error = http.get(path).json()["error"]
+        assert error["code"] == "not_supported" and "--batch-dir" in error["message"]
+    with pytest.raises(openai.NotFoundError, match="--batch-dir"):
+        client.files.create(file=("a", b"x"), purpose="batch")
 
 
 def test_other_paths_are_simply_not_there(http):

@@ -51,6 +51,7 @@ def test_only_routes_that_need_no_engine_have_no_deadline():
         "/replicas/restart",
         "/replicas/scale",
         "/tokenize",
+        "/v1/batches",
         "/v1/load_lora_adapter",
         "/v1/messages/count_tokens",
         "/v1/responses/input_tokens",

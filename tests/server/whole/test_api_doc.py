@@ -13,11 +13,13 @@ from quire.server.generation.body import StreamOptions
 from quire.server.http import guard
 from quire.server.http.errors import _CODES
 from quire.server.routes.admin.health import NotReadyError
+from quire.server.routes.openai.batches import UnknownBatchError
 from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 from quire.server.routes.openai.embeddings import EmbeddingRequest
 from quire.server.routes.openai.responses.request_body import ResponsesRequest
 from quire.server.routes.openai.responses.stored_responses import UnknownResponseError
+from quire.server.routes.openai.uploaded_files import UnknownFileError
 from quire.server.routes.unsupported import FAMILIES, NotSupportedError
 from quire.server.routes.vllm.scoring import RerankRequest, ScoreRequest
 from quire.server.routes.vllm.tokenize import DetokenizeRequest, TokenizeRequest
@@ -119,7 +121,7 @@ def test_the_codes_of_errors_are_those_that_clients_can_meet():
         and not issubclass(kind, errors.ConfigurationError)
     ]
     more = (NotReadyError, NotSupportedError, UnknownModelError, UnknownResponseError)
-    more += (UnknownAdapterError,)
+    more += (UnknownAdapterError, UnknownBatchError, UnknownFileError)
     codes = {kind.code for kind in (*kinds, *more)} | set(_CODES.values())
     codes |= set(guard.CODES.values())
     inner = {errors.SchedulerStalledError.code, errors.NoReplicaError.code}  # met by no client

@@ -52,6 +52,12 @@ EXAMPLES = {
     ("POST", "/replicas/restart"): {"replica": "0"},
     ("POST", "/replicas/scale"): {"num_replicas": 2},
     ("POST", "/detokenize"): {"tokens": list(range(300, 330))},
+    ("POST", "/v1/files"): {},
+    ("POST", "/v1/batches"): {
+        **{"input_file_id": "file-1", "endpoint": "/v1/completions"},
+        "completion_window": "24h",
+    },
+    ("POST", "/v1/batches/{batch_id}/cancel"): {},
     ("POST", "/sleep"): {},
     ("POST", "/wake_up"): {},
 }
@@ -69,6 +75,10 @@ NAMES = {"/v1/models/{name}": "/v1/models/embedded", ANY_OTHER: "/no/such/path"}
 NAMES |= {
     f"/v1/responses/{{response_id}}{rest}": f"/v1/responses/resp_1{rest}"
     for rest in ("", "/input_items")
+}
+NAMES |= {f"/v1/files/{{file_id}}{rest}": f"/v1/files/file-1{rest}" for rest in ("", "/content")}
+NAMES |= {
+    f"/v1/batches/{{batch_id}}{rest}": f"/v1/batches/batch_1{rest}" for rest in ("", "/cancel")
 }
 NAMES["/sleep"] = "/sleep?level=3"  # the server must stay awake
 """What to ask for where the table's path is none."""

@@ -52,14 +52,15 @@ class BatchInput:
     Invariant: no two calls have the same custom_id.
     """
 
-    def __init__(self, path: Path, urls: Collection[str]) -> None:
-        """`urls` are the paths that may be called. Raises ConfigurationError with the number of a
-        faulty line."""
+    def __init__(self, path: Path, urls: Collection[str], name: str | None = None) -> None:
+        """`urls` are the paths that may be called. `name` is the file's name in errors; None means
+        its path. Raises ConfigurationError with the number of a faulty line."""
         self.path = path
+        self._name = name or str(path)
         self.custom_ids: set[str] = set()
         for number, line in self._lines():
             call = self._parse(number, line)
-            where = f"line {number} of {path}"
+            where = f"line {number} of {self._name}"
             if call.url not in urls:
                 raise ConfigurationError(
                     f"{where} calls {call.url!r:.80}{did_you_mean(call.url, urls)}; a batch may"
@@ -72,7 +73,7 @@ class BatchInput:
                 )
             self.custom_ids.add(call.custom_id)
         if not self.custom_ids:
-            raise ConfigurationError(f"{path} has no calls in it: one JSON object a line")
+            raise ConfigurationError(f"{self._name} has no calls in it: one JSON object a line")
 
     def calls(self) -> Iterator[BatchCall]:
         """The calls in the order of the file. Each line is read when its call is requested."""
@@ -87,10 +88,10 @@ class BatchInput:
                     if line.strip():
                         yield number, line
         except OSError as error:
-            raise ConfigurationError(f"{self.path} can't be read: {error.strerror}") from error
+            raise ConfigurationError(f"{self._name} can't be read: {error.strerror}") from error
 
     def _parse(self, number: int, line: bytes) -> _Line:
-        where = f"line {number} of {self.path}"
+        where = f"line {number} of {self._name}"
         try:
             call = msgspec.json.decode(line, type=_Line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

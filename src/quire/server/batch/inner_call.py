@@ -4,6 +4,7 @@ The application makes the same checks and gives the same answers as over HTTP.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Scope
@@ -18,9 +19,16 @@ class InnerAnswer:
     body: bytes = b""
 
 
-async def post(app: ASGIApp, path: str, body: bytes) -> InnerAnswer:
-    """Call the application; returns the complete answer. Exceptions that the application does not
-    handle are raised here."""
+async def post(
+    app: ASGIApp,
+    path: str,
+    body: bytes,
+    state: Mapping[str, object] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> InnerAnswer:
+    """Call the application; returns the complete answer. `state` is the call's state at its
+    beginning, `headers` are further headers. Exceptions that the application does not handle are
+    raised here."""
     answer = InnerAnswer()
     pieces: list[bytes] = []
     is_sent = False
@@ -42,7 +50,12 @@ async def post(app: ASGIApp, path: str, body: bytes) -> InnerAnswer:
         else:
             pieces.append(message.get("body", b""))
 
-    await app(_scope(path, len(body)), receive, send)
+    scope = _scope(path, len(body))
+    scope["state"] |= state or {}
+    scope["headers"] += [
+        (name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()
+    ]
+    await app(scope, receive, send)
     answer.body = b"".join(pieces)
     return answer
 

@@ -8,12 +8,11 @@ HTTP. Called by the command line.
 import asyncio
 import sys
 import time
-import uuid
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,8 +21,9 @@ from tqdm import tqdm
 from quire.engine_client.fleet import EngineFleet
 from quire.errors import ConfigurationError, QuireError
 from quire.server.app import create_app
+from quire.server.batch.answering import RETRIED, answer_call, answer_line
 from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
-from quire.server.batch.inner_call import InnerAnswer, post
+from quire.server.batch.inner_call import InnerAnswer
 from quire.server.config import ServerConfig
 from quire.server.endpoint_registry import ENDPOINTS
 from quire.server.launch import ServerPlan, make_plan, make_service, start_engine
@@ -33,8 +33,7 @@ OPEN_CALLS_PER_ROW = 2
 """Open calls per sequence that the engine runs at once: enough that no row waits for a call."""
 
 RETRY_S = 0.2
-RETRIED = (429, 503)
-"""Statuses of calls that are made again after RETRY_S, since the server may answer them later."""
+"""Seconds before a call with a status of RETRIED is made again."""
 
 LINE_EVERY_S = 10.0
 """Seconds between two progress lines, which are printed if stderr is no terminal."""
@@ -151,10 +150,8 @@ class _Batch:
             progress.update(self._tally)
 
     async def _answer(self, call: BatchCall) -> InnerAnswer:
-        if _is_streamed(call):
-            return InnerAnswer(400, body=STREAMED)
         while True:
-            answer = await post(self._app, call.url, call.body)
+            answer = await answer_call(self._app, call)
             if answer.status not in RETRIED:
                 return answer
             if not self._engine.is_alive:
@@ -162,37 +159,10 @@ class _Batch:
             await asyncio.sleep(RETRY_S)
 
     def _write(self, call: BatchCall, answer: InnerAnswer) -> None:
-        response = {
-            "status_code": answer.status,
-            "request_id": answer.headers.get("x-request-id"),
-            "body": msgspec.Raw(answer.body),
-        }
-        line = {
-            "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": call.custom_id,
-            "response": response,
-            "error": None,
-        }
-        self._output.write(call.custom_id, line)
+        self._output.write(call.custom_id, answer_line(call, answer))
         self._tally.num_answered += 1
         self._tally.num_failed += answer.status >= 400
         self._tally.num_generated_tokens += _num_generated(answer.body)
-
-
-STREAMED = msgspec.json.encode(
-    {
-        "error": {
-            "message": "stream is set, but a batch has whole answers; leave it out",
-            "type": "invalid_request_error",
-            "param": "stream",
-            "code": "invalid_request",
-        }
-    }
-)
-
-
-class _StreamField(msgspec.Struct):
-    stream: Any = None
 
 
 class _UsageField(msgspec.Struct):
@@ -204,10 +174,6 @@ class _UsageField(msgspec.Struct):
 
 class _Answered(msgspec.Struct):
     usage: _UsageField | None = None
-
-
-def _is_streamed(call: BatchCall) -> bool:
-    return msgspec.json.decode(call.body, type=_StreamField).stream is True
 
 
 def _num_generated(body: bytes) -> int:

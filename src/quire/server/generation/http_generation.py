@@ -126,7 +126,8 @@ def options_of(
     `default_deadline_s`; None means no deadline. `speculation_history` is the body's."""
     deadline_s, tenant = body.deadline_s, tenant_of(http)
     options = RequestOptions(
-        priority=body.priority,
+        # A batch's calls go after live calls, see `batch.background`.
+        priority=body.priority + http.scope.get("state", {}).get("added_priority", 0),
         tenant=tenant.name,
         cache_salt=body.cache_salt or "",
         deadline_s=default_deadline_s if deadline_s is None else deadline_s,

@@ -15,7 +15,7 @@ they change with the calls of other tenants; docs/security.md has the table.
 
 import asyncio
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from urllib.parse import unquote
@@ -360,31 +360,37 @@ class BodyLimit:
         max_bytes: int = MAX_BODY_BYTES,
         timeout_s: float = BODY_TIMEOUT_S,
         budget: BodyBudget | None = None,
+        upload_bytes: Mapping[str, int] | None = None,
     ) -> None:
         """A body must be complete within `timeout_s` plus one second per MIN_BYTES_PER_S bytes. The
         same time limit applies to each section of PROGRESS_BYTES, from the end of the previous one.
-        `budget` bounds all bodies together; None means no bound."""
+        `budget` bounds all bodies together; None means no bound. `upload_bytes` has the bounds of
+        paths that write bodies to disk as they arrive, which the budget leaves out."""
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._budget = BodyBudget() if budget is None else budget
+        self._upload_bytes = upload_bytes or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         announced = _announced_bytes(scope)
-        if announced > self._max_bytes:
-            await error_response(scope, _body_too_long(self._max_bytes))(scope, receive, send)
+        upload_bytes = self._upload_bytes.get(scope.get("path", ""))
+        max_bytes = self._max_bytes if upload_bytes is None else upload_bytes
+        if announced > max_bytes:
+            await error_response(scope, _body_too_long(max_bytes))(scope, receive, send)
             return
-        upload = self._budget.open(scope.get("state", {}).get("tenant", NO_TENANT).name)
+        budget = self._budget if upload_bytes is None else BodyBudget()
+        upload = budget.open(scope.get("state", {}).get("tenant", NO_TENANT).name)
         try:
             try:
                 upload.expect(announced)
             except (TenantBusyError, UploadsFullError) as error:
                 await error_response(scope, error)(scope, receive, send)
                 return
-            body = _Body(receive, self._max_bytes, self._timeout_s, upload)
+            body = _Body(receive, max_bytes, self._timeout_s, upload)
             await self._app(scope, body.receive, send)
         finally:
             upload.close()

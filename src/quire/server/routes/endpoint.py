@@ -233,6 +233,7 @@ class Endpoints:
         is_suggested: bool = True,
         error_form: ErrorForm = openai_error,
         generating_paths: Iterable[str] = (),
+        upload_paths: Iterable[str] = (),
         responses: Responses | None = None,
     ) -> None:
         """`responses` describes answers of all these routes for the OpenAPI document. Each route
@@ -259,6 +260,8 @@ class Endpoints:
         self.error_form = error_form
         #: Paths that generate text; a recording of the load includes their refused calls.
         self.generating_paths = frozenset(generating_paths)
+        #: Paths that write long bodies to disk as they arrive.
+        self.upload_paths = tuple(upload_paths)
 
     def route(
         self,

@@ -1,0 +1,366 @@
+"""Answers clients' batches while the server runs, in rows that live calls leave free.
+
+A batch's call begins only while the engine has a free row beyond those of live calls. When live
+calls need the rows, or wait for memory, the youngest calls of batches are withdrawn and made again
+later. Under the priority policy, a batch's calls also have lower priority. After a restart, a batch
+continues with the calls that have no answer in its files.
+
+Started by `launch`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.engine_client.fleet import EngineFleet
+from quire.engine_client.recovery import EngineState
+from quire.errors import ConfigurationError, QuireError
+from quire.observability.log import get_logger
+from quire.server.batch.answering import RETRIED, answer_call, answer_line, unanswered_line
+from quire.server.batch.batch_book import Batch, BatchBook
+from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
+from quire.server.http.guard import BodyLimit
+from quire.server.service import Service
+from quire.server.telemetry.monitor import BugReporter, Monitor, RequestIdMiddleware
+from quire.server.tenants.tenants import Tenant
+
+POLL_S = 0.05
+"""Seconds between two looks at the engine's load."""
+
+STATS_PERIOD_S = 0.25
+"""Seconds between two questions whether live calls wait in the engine."""
+
+RETRY_S = 1.0
+"""Seconds for which a batch makes no call after one with a status of RETRIED."""
+
+ADDED_PRIORITY = 1 << 20
+"""Added to the priority of a batch's calls; smaller numbers go first."""
+
+UNWRITTEN = "the server could not write the answers; its log says why"
+
+logger = get_logger(__name__)
+
+
+class InnerApp:
+    """The routes of an application without the check of keys, which was made when the batch's file
+    was uploaded."""
+
+    def __init__(self, app: Starlette, monitor: Monitor, max_body_bytes: int) -> None:
+        self._app = app
+        handlers = ExceptionMiddleware(app.router, handlers=app.exception_handlers)
+        bounded = BugReporter(BodyLimit(handlers, max_body_bytes))
+        self._chain: ASGIApp = RequestIdMiddleware(bounded, monitor)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self._app
+        await self._chain(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def answering_batches(
+    app: Starlette, service: Service, max_body_bytes: int
+) -> AsyncIterator[None]:
+    """Answer the service's batches, if it takes any, until the end of `async with`."""
+    if service.batches is None:
+        yield
+        return
+    inner = InnerApp(app, service.monitor, max_body_bytes)
+    running = asyncio.create_task(BatchRunner(inner, service.engine, service.batches).run())
+    running.add_done_callback(_report_bug)
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        service.batches.close()
+
+
+def _report_bug(running: "asyncio.Task[None]") -> None:
+    if not running.cancelled() and (error := running.exception()) is not None:
+        logger.error("batches are answered no more, because of a bug", exc_info=error)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A batch in progress. Invariant: a call is in `calls`, in `again`, open, or answered."""
+
+    batch: Batch
+    answers: BatchOutput
+    errors: BatchOutput
+    #: Calls that were not made yet.
+    calls: Iterator[BatchCall]
+    #: Calls that were withdrawn, or that the server could not take, the oldest first.
+    again: deque[BatchCall] = field(default_factory=deque)
+    #: Open calls with their generations, the oldest first.
+    open: dict[asyncio.Task[None], int] = field(default_factory=dict)
+    #: Time before which no call begins, by time.monotonic.
+    not_before_s: float = 0.0
+    #: Whether every call has begun at least once.
+    is_read: bool = False
+    #: Whether an answer could not be written, after which the files can't be continued.
+    has_failed: bool = False
+
+    def next_call(self) -> BatchCall | None:
+        """The next call to make; None if there is none."""
+        if self.again:
+            return self.again.popleft()
+        call = next(self.calls, None)
+        self.is_read = call is None
+        return call
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every call has an answer."""
+        return self.is_read and not self.again and not self.open
+
+    def count(self) -> None:
+        """Write the numbers of answers into the batch."""
+        counts = self.batch.request_counts
+        counts.completed, counts.failed = len(self.answers.answered), len(self.errors.answered)
+
+    def close(self) -> None:
+        """Close the files of the answers."""
+        self.answers.__exit__(None, None, None)
+        self.errors.__exit__(None, None, None)
+
+
+class BatchRunner:
+    """The batches of a running server. Invariant: `_jobs` has a job for each batch in progress."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        engine: EngineFleet,
+        book: BatchBook,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`app` answers the calls. `clock` is in seconds since 1970."""
+        self._app = app
+        self._clock = clock
+        self._engine = engine
+        self._book = book
+        self._jobs: deque[_Job] = deque()
+        self._new: deque[Batch] = deque(book.unfinished())
+        self._news = asyncio.Event()
+        self._asked_s = 0.0
+        book.on_change = self._on_change
+
+    def _on_change(self, batch: Batch) -> None:
+        if batch.status == "validating":
+            self._new.append(batch)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Answer batches until cancelled; calls that are open then are made after a restart."""
+        try:
+            while True:
+                await self._begin_jobs()
+                await self._finish_jobs()
+                self._fill_rows()
+                await self._withdraw()
+                # Without work, only a new batch wakes the runner.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S if self._jobs or self._new else None):
+                        await self._news.wait()
+                self._news.clear()
+        finally:
+            for job in self._jobs:
+                await _end_open(job)
+                job.close()
+
+    # ---- jobs -------------------------------------------------------------------------------
+
+    async def _begin_jobs(self) -> None:
+        while self._new:
+            batch = self._new.popleft()
+            if batch.status == "finalizing":  # the server ended while it published the answers
+                self._book.publish(batch, "completed")
+                continue
+            path, name = self._book.files.path_of(batch.input_file_id), batch.input_file_id
+            try:
+                found = await asyncio.to_thread(BatchInput, path, [batch.endpoint], name)
+                job = self._open_job(batch, found)
+            except ConfigurationError as error:
+                self._book.fail(batch, str(error))
+                continue
+            if batch.status == "validating":
+                self._book.set_status(batch, "in_progress")
+            self._jobs.append(job)
+
+    def _open_job(self, batch: Batch, found: BatchInput) -> _Job:
+        answers_path, errors_path = self._book.working_paths(batch)
+        answers = BatchOutput(answers_path, found.custom_ids)
+        errors = BatchOutput(errors_path, found.custom_ids)
+        done = answers.answered | errors.answered
+        calls = (call for call in found.calls() if call.custom_id not in done)
+        job = _Job(batch, answers, errors, calls)
+        batch.request_counts.total = len(found.custom_ids)
+        job.count()
+        return job
+
+    async def _finish_jobs(self) -> None:
+        now_s = self._clock()
+        for job in list(self._jobs):
+            if job.batch.status == "cancelling":
+                await self._finish(job, "cancelled")
+            elif now_s >= job.batch.expires_at:
+                await self._finish(job, "expired")
+            elif job.is_over or job.has_failed:
+                await self._finish(job, "completed")
+
+    async def _finish(
+        self, job: _Job, status: Literal["completed", "expired", "cancelled"]
+    ) -> None:
+        self._jobs.remove(job)
+        await _end_open(job)
+        batch = job.batch
+        try:
+            if status == "expired":
+                self._write_unanswered(job)
+            job.count()
+            job.close()
+            if job.has_failed:
+                self._book.fail(batch, UNWRITTEN)
+                return
+            if status == "completed":
+                self._book.set_status(batch, "finalizing")
+            self._book.publish(batch, status)
+        except OSError as error:
+            logger.error("the answers of %s can't be written: %s", batch.id, error)
+            self._book.fail(batch, UNWRITTEN)
+
+    def _write_unanswered(self, job: _Job) -> None:
+        """Write a line for each call that was not answered before the batch's time was over."""
+        text = "this call was not answered within the batch's completion window"
+        while (call := job.next_call()) is not None:
+            line = unanswered_line(call.custom_id, "batch_expired", text)
+            job.errors.write(call.custom_id, line)
+
+    # ---- calls ------------------------------------------------------------------------------
+
+    @property
+    def _num_own(self) -> int:
+        """Generations of all open calls of batches."""
+        return sum(sum(job.open.values()) for job in self._jobs)
+
+    @property
+    def _num_free(self) -> int:
+        """Rows that neither live calls nor batches use. One row stays free for the next live call,
+        unless the engine has a single row. Negative if live calls need rows of batches."""
+        rows = int(self._engine.facts.get("max_num_seqs") or 1)
+        # Calls of batches that have just begun are not open in the engine yet.
+        return max(1, rows - 1) - max(self._engine.num_open, self._num_own)
+
+    def _fill_rows(self) -> None:
+        """Begin calls while there are free rows, one of each batch in turn."""
+        sleeping = self._engine.sleeping
+        is_woken = sleeping.is_on and sleeping.on_wanted is not None
+        if self._engine.state is not EngineState.READY and not is_woken:
+            return
+        free, waiting = self._num_free, 0
+        while free > 0 and waiting < len(self._jobs):
+            job = self._jobs[0]
+            self._jobs.rotate(-1)
+            is_late = job.has_failed or job.not_before_s > time.monotonic()
+            call = None if is_late or job.batch.status == "cancelling" else job.next_call()
+            if call is None:
+                waiting += 1
+                continue
+            waiting = 0
+            weight = num_generations(call.body)
+            free -= weight
+            task = asyncio.get_running_loop().create_task(self._make(job, call))
+            job.open[task] = weight
+            task.add_done_callback(partial(self._on_done, job))
+
+    def _on_done(self, job: _Job, task: asyncio.Task[None]) -> None:
+        job.open.pop(task, None)
+        self._news.set()
+
+    async def _make(self, job: _Job, call: BatchCall) -> None:
+        owner = self._book.owner_of(job.batch)
+        state: dict[str, Any] = {"tenant": Tenant(owner.tenant), "is_operator": False}
+        if self._engine.limits.reads_priority:
+            state["added_priority"] = ADDED_PRIORITY
+        # On a server without keys, callers stay apart by this header as by their own keys.
+        headers = {"x-api-key": f"batch {owner.caller}"} if owner.caller else {}
+        try:
+            answer = await answer_call(self._app, call, state, headers)
+        except asyncio.CancelledError:
+            job.again.appendleft(call)  # withdrawn
+            raise
+        if answer.status in RETRIED:
+            job.again.appendleft(call)
+            job.not_before_s = time.monotonic() + RETRY_S
+            return
+        output = job.answers if answer.status < 400 else job.errors
+        try:
+            output.write(call.custom_id, answer_line(call, answer))
+        except OSError as error:
+            logger.error("the answers of %s can't be written: %s", job.batch.id, error)
+            job.has_failed = True
+        job.count()
+
+    async def _withdraw(self) -> None:
+        """Withdraw the youngest calls of batches if live calls need their rows or memory."""
+        num_own = self._num_own
+        is_crowded = num_own > 0 and self._num_free < 0 and self._engine.num_open > num_own
+        if not is_crowded and not (num_own and await self._do_live_calls_wait(num_own)):
+            return
+        needed = max(1, -self._num_free)
+        for job in self._jobs:
+            for task, weight in reversed(list(job.open.items())):
+                if needed <= 0:
+                    return
+                task.cancel()
+                needed -= weight
+
+    async def _do_live_calls_wait(self, num_own: int) -> bool:
+        """Whether calls wait in the engine although it has rows for them. Asks at intervals."""
+        now_s = time.monotonic()
+        if self._engine.num_open <= num_own or now_s - self._asked_s < STATS_PERIOD_S:
+            return False
+        self._asked_s = now_s
+        try:
+            stats = await self._engine.stats(STATS_PERIOD_S)
+        except QuireError:
+            return False  # a long step, or a restart; ask again later
+        return bool(stats["num_waiting"])
+
+
+async def _end_open(job: _Job) -> None:
+    """Withdraw all open calls of a job."""
+    tasks = list(job.open)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Counted(msgspec.Struct):
+    """The fields that tell how many generations a call has."""
+
+    n: int | None = None
+    prompt: object = None
+    input: object = None
+
+
+def num_generations(body: bytes) -> int:
+    """The number of generations that a call asks for, prompts times n; 1 if it can't be told."""
+    try:
+        counted = msgspec.json.decode(body, type=_Counted)
+    except msgspec.ValidationError:
+        return 1  # the call's answer will name the mistake
+    given = counted.prompt or counted.input
+    has_many = isinstance(given, list) and bool(given) and not isinstance(given[0], (int, dict))
+    num_prompts = len(given) if has_many and isinstance(given, list) else 1
+    return max(1, num_prompts * (counted.n or 1))
