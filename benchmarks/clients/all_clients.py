@@ -99,7 +99,7 @@ GROUPS = {
     "javascript": Group(
         (
             *("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai"),
-            *("@langchain/core", "@langchain/openai", "zod"),
+            *("@langchain/core", "@langchain/openai", "zod", "openai", "ollama"),
         )
     ),
 }
@@ -120,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, group in groups.items():
             group.install(folder.resolve() / name)
         log = Path(tempfile.gettempdir()) / f"quire_clients_{os.getpid()}.log"
-        server = stack.enter_context(served(SERVE_ARGUMENTS, log))
+        batches = stack.enter_context(tempfile.TemporaryDirectory())
+        arguments = [*SERVE_ARGUMENTS, "--batch-dir", batches]
+        server = stack.enter_context(served(arguments, log))
         url = f"http://{server.host}:{server.port}"
         codes = [group.run(folder.resolve() / name, url) for name, group in groups.items()]
     sys.exit(1 if any(codes) else 0)

@@ -1,4 +1,5 @@
-// JavaScript clients against a running server, in their default forms: Vercel's `ai`, LangChain.
+// JavaScript clients against a running server, in their default forms: Vercel's `ai`, LangChain,
+// OpenAI's and Ollama's own.
 //
 //     python -m benchmarks.clients.all_clients --only javascript
 //
@@ -7,19 +8,20 @@
 // throws nothing and finds the form that it asked for.
 
 import assert from 'node:assert';
-import { createRequire } from 'node:module';
+import { readFileSync } from 'node:fs';
 
 const [url, model = 'embedded'] = process.argv.slice(2);
 const baseURL = `${url}/v1`;
 const apiKey = 'none';
 const PROMPT = 'Which unit has the temperature of the sea?';
-const require = createRequire(import.meta.url);
 let numFailed = 0;
 
 /** The versions of packages, as text; undefined where one is not installed. */
 function versions(names) {
   try {
-    return names.map((name) => `${name} ${require(`${name}/package.json`).version}`).join(', ');
+    // Some packages don't let `require` read their package.json.
+    const read = (name) => readFileSync(new URL(`node_modules/${name}/package.json`, import.meta.url));
+    return names.map((name) => `${name} ${JSON.parse(read(name)).version}`).join(', ');
   } catch {
     return undefined;
   }
@@ -220,7 +222,76 @@ async function langchain() {
   });
 }
 
+// ---- OpenAI's and Ollama's own ------------------------------------------------------------------
+
+async function openai() {
+  const make = async () => new (await import('openai')).default({ baseURL, apiKey, maxRetries: 0 });
+  const messages = [{ role: 'user', content: PROMPT }];
+  const asked = { model, messages, max_tokens: 8, temperature: 0 };
+  await check(['openai'], 'chat, whole and streamed; models', async () => {
+    const client = await make();
+    const whole = await client.chat.completions.create(asked);
+    let joined = '';
+    for await (const chunk of await client.chat.completions.create({ ...asked, stream: true })) {
+      joined += chunk.choices[0]?.delta?.content ?? '';
+    }
+    assert.equal(joined, whole.choices[0].message.content);
+    assert.equal(whole.usage.completion_tokens, 8);
+    assert((await client.models.list()).data.some((each) => each.id === model));
+  });
+  await check(['openai'], 'responses, streamed; embeddings', async () => {
+    const client = await make();
+    const stream = client.responses.stream({ model, input: PROMPT, max_output_tokens: 8 });
+    assert.equal((await stream.finalResponse()).usage.output_tokens, 8);
+    assert((await client.embeddings.create({ model, input: 'a' })).data[0].embedding.length > 8);
+  });
+  await check(['openai'], 'files and batches', async () => {
+    const client = await make();
+    const body = { messages, max_tokens: 4 };
+    const call = { custom_id: 'a', method: 'POST', url: '/v1/chat/completions', body };
+    const upload = new File([`${JSON.stringify(call)}\n`], 'calls.jsonl');
+    const file = await client.files.create({ file: upload, purpose: 'batch' });
+    let batch = await client.batches.create({
+      input_file_id: file.id,
+      endpoint: '/v1/chat/completions',
+      completion_window: '24h',
+    });
+    while (!['completed', 'failed', 'expired'].includes(batch.status)) {
+      await new Promise((resolve) => setTimeout(resolve, 50));
+      batch = await client.batches.retrieve(batch.id);
+    }
+    const answers = await (await client.files.content(batch.output_file_id)).text();
+    assert.equal(JSON.parse(answers).response.status_code, 200);
+    assert((await client.files.delete(file.id)).deleted);
+  });
+}
+
+async function ollama() {
+  await check(['ollama'], 'chat, generate, embed, list, show, ps, pull', async () => {
+    const { Ollama } = await import('ollama');
+    const client = new Ollama({ host: url });
+    const messages = [{ role: 'user', content: PROMPT }];
+    const options = { num_predict: 8, temperature: 0 };
+    const whole = await client.chat({ model, messages, options });
+    let joined = '';
+    for await (const part of await client.chat({ model, messages, options, stream: true })) {
+      joined += part.message.content;
+    }
+    assert.equal(joined, whole.message.content);
+    assert((await client.generate({ model, prompt: 'import', raw: true, options })).response);
+    assert.equal((await client.embed({ model, input: ['a', 'b'] })).embeddings.length, 2);
+    assert((await client.list()).models.length && (await client.ps()).models.length);
+    assert((await client.show({ model })).capabilities.includes('completion'));
+    assert.equal((await client.pull({ model })).status, 'success');
+    const form = { type: 'object', properties: { a: { enum: [1] } }, required: ['a'] };
+    const formed = await client.chat({ model, messages, format: form });
+    assert.equal(JSON.parse(formed.message.content).a, 1);
+  });
+}
+
 globalThis.AI_SDK_LOG_WARNINGS = false;
 await vercel();
 await langchain();
+await openai();
+await ollama();
 process.exit(numFailed ? 1 : 0);

@@ -5,6 +5,8 @@
 installs them, starts a server and runs this; `cases` says what a case is.
 """
 
+import json
+import time
 from typing import Any, ClassVar
 
 from benchmarks.clients.cases import (
@@ -111,6 +113,23 @@ def openai_responses_tools(url: str, model: str) -> None:
         answer = stream.get_final_response()
     calls = [item for item in answer.output if item.type == "function_call"]
     assert calls and Reading.model_validate_json(calls[0].arguments)
+
+
+@case("openai", "files and batches")
+def openai_batches(url: str, model: str) -> None:
+    client = _openai(url)
+    body = {"messages": MESSAGES, "max_tokens": 4}
+    call = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = client.files.create(file=("calls.jsonl", json.dumps(call).encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    while batch.status not in ("completed", "failed", "expired"):
+        time.sleep(0.05)
+        batch = client.batches.retrieve(batch.id)
+    (answer,) = client.files.content(batch.output_file_id).text.splitlines()
+    assert json.loads(answer)["response"]["status_code"] == 200
+    assert client.files.delete(file.id).deleted
 
 
 @case("openai", "embeddings")
@@ -354,12 +373,17 @@ def hugging_face(url: str, model: str) -> None:
     assert called.choices[0].message.tool_calls
 
 
-@case("ollama", "chat, generate, list")
+@case("ollama", "chat, generate, embed, list, show, ps, pull")
 def ollama(url: str, model: str) -> None:
     from ollama import Client
 
     client = Client(host=url)
-    assert client.list().models
+    assert client.list().models and client.ps().models
+    assert "completion" in client.show(model).capabilities
+    assert client.pull(model).status == "success"
+    assert len(client.embed(model=model, input=["a", "b"]).embeddings) == 2
+    assert client.embeddings(model=model, prompt="a").embedding
+    assert client.generate(model=model, prompt="import", raw=True, options={"num_predict": 4}).done
     assert client.chat(model=model, messages=MESSAGES, options={"num_predict": 4}).message.content
     pieces = list(client.generate(model=model, prompt="import", stream=True))
     assert pieces[-1].done
