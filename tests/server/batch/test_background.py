@@ -3,8 +3,10 @@
 import io
 import json
 import signal
+import socket
 import time
 
+import httpx
 import openai
 import pytest
 from tests.server.launching import SEED, launched
@@ -57,6 +59,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("batches")
     keys = ["alice:alice-key-1", "bob:bob-key-1", "operator:operator-key-1"]
     with launched(OPTIONS, batch_dir=str(folder), api_keys=keys, max_batch_file_bytes=5000) as run:
+        run.batch_dir = folder
         run.operator = {"Authorization": "Bearer operator-key-1"}
         yield run
 
@@ -146,6 +149,27 @@ def test_long_files_are_refused(alice):
         with pytest.raises(openai.APIStatusError, match="longer than") as caught:
             alice.files.create(file=("a", io.BytesIO(b"x" * size)), purpose="batch")
         assert caught.value.status_code == 413
+
+
+def test_an_upload_that_is_cut_off_leaves_nothing(server):
+    head = (
+        "POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer alice-key-1\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 900\r\n\r\n"
+        '--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    )
+    address = httpx.URL(server.url)
+    before = set(server.batch_dir.glob("files/*"))
+    with socket.create_connection((address.host, address.port)) as connection:
+        connection.sendall(head.encode() + b"x" * 500)
+        until_s = time.monotonic() + WAIT_S
+        while set(server.batch_dir.glob("files/*")) == before:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    while set(server.batch_dir.glob("files/*")) != before:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    routes = server.http.get("/metrics", headers=server.operator).text
+    assert 'route="/v1/files",status="499"' in routes and 'status="500"' not in routes
 
 
 def test_a_file_that_is_no_batch_fails_by_its_line(alice):

@@ -5,12 +5,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import Field
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import FileResponse, Response
 
 from quire.errors import InvalidRequestError, QuireError
 from quire.server.batch.batch_book import Batch, BatchBook
 from quire.server.batch.file_store import FileUpload, StoredFile
+from quire.server.http.errors import CLIENT_GONE_STATUS
 from quire.server.http.multipart import Form, FormReader
 from quire.server.http.streaming import json_response
 from quire.server.routes.endpoint import Endpoints, refuse_unasked_page
@@ -82,7 +84,10 @@ async def upload_file(http: HTTPRequest) -> Response:
     service_of(http).check_accepting()
     with FileUpload(book.files, owner) as upload:
         reader = FormReader(http.headers.get("content-type", ""), "file", upload.write)
-        form = await reader.read(http.stream())
+        try:
+            form = await reader.read(http.stream())
+        except ClientDisconnect:  # the client left while it sent its file
+            return Response(status_code=CLIENT_GONE_STATUS)
         _check_form(form)
         return json_response(upload.finish(form.filename or upload.file_id, "batch"))
 
