@@ -31,6 +31,12 @@ def test_a_batch_is_its_owner_s_alone_and_outlives_the_server(tmp_path):
     assert again.is_in_use("file-x") and not again.is_in_use("file-y")
 
 
+def test_new_folders_are_their_owner_s_alone(tmp_path):
+    book(tmp_path / "new" / "batches")
+    for path in ("new/batches", "new/batches/batches", "new/batches/files"):
+        assert (tmp_path / path).stat().st_mode & 0o777 == 0o700
+
+
 def test_two_servers_can_t_share_a_folder(tmp_path):
     first = book(tmp_path)
     with pytest.raises(ConfigurationError, match="another server uses the batch folder"):

@@ -118,7 +118,8 @@ class BatchBook:
         self._clock = clock
         self._folder = folder / "batches"
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for each in (folder, self._folder):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
             _lock(self._lock, folder)
             self.files = FileStore(folder / "files", max_file_bytes, max_tenant_bytes)
