@@ -50,6 +50,23 @@ def test_a_request_s_time_falls_into_three_parts() -> None:
     assert times.num_generated_tokens == 3
 
 
+def test_the_outputs_that_begin_and_end_a_request_tell_its_times() -> None:
+    times, known = RequestTimes(), {"a": [sequence("a")]}
+    begins, goes_on, ends = [output("a")], [output("a")], [output("a", ends=True)]
+    for outputs, now_s in ((begins, 102.0), (goes_on, 102.1), (ends, 105.0)):
+        times.on_outputs(outputs, known, now_s)
+    assert begins[0].phases == pytest.approx((0.5, 1.5, 0.0))
+    assert goes_on[0].phases is None
+    assert ends[0].phases == pytest.approx((0.5, 1.5, 3.0))
+
+
+def test_a_beam_s_outputs_tell_no_times() -> None:
+    times, known = RequestTimes(), {"a": [sequence("a", beam_width=2)]}
+    outputs = [output("a", ends=True)]
+    times.on_outputs(outputs, known, 102.0)
+    assert outputs[0].phases is None
+
+
 def test_branches_wait_and_compute_their_prompt_once_and_decode_each() -> None:
     times, known = RequestTimes(), {"a": [sequence("a", branch) for branch in range(3)]}
     times.on_outputs([output("a", branch) for branch in range(3)], known, 101.0)
