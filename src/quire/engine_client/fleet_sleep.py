@@ -27,8 +27,6 @@ class FleetSleep:
     def __init__(self, engines: FleetEngines, dispatcher: FleetDispatcher) -> None:
         #: Called when a request comes while the engines sleep; None means that it waits.
         self.on_wanted: Callable[[], None] | None = None
-        #: Time of the last wake-up by the loop's clock; minus infinity before the first.
-        self.awake_since_s = -math.inf
         #: Time of the latest request by the loop's clock.
         self.last_request_s = -math.inf
         self._engines = engines
@@ -40,6 +38,12 @@ class FleetSleep:
         """Whether the engines sleep."""
         states = [engine.state for engine in self._engines.all.values()]
         return EngineState.ASLEEP in states and EngineState.READY not in states
+
+    @property
+    def awake_since_s(self) -> float:
+        """Time of the last wake-up by the loop's clock; minus infinity before the first."""
+        times = [engine.supervisor.awake_since_s for engine in self._engines.all.values()]
+        return max(times, default=-math.inf)
 
     def note_request(self) -> None:
         """Record that a request has come."""
@@ -77,7 +81,6 @@ class FleetSleep:
             if not self.is_on:
                 return
             await asyncio.gather(*(each.supervisor.wake() for each in self._engines.all.values()))
-            self.awake_since_s = asyncio.get_running_loop().time()
 
     async def _settle(self, mode: SleepMode) -> None:
         """End the open requests, or wait for their end, as `mode` says."""

@@ -7,6 +7,7 @@ The links pass outputs to the listener directly.
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -97,6 +98,9 @@ class Supervisor:
         self._began_s = self._loop.time()
         #: Whether the present process is being ended by `renew`.
         self._is_renewing = False
+        #: Time by the loop's clock at which `wake` had a ready process; minus infinity before.
+        self.awake_since_s = -math.inf
+        self._is_waking = False
         #: A process that waits for `wake`, without a model; None if there is none.
         self._standby: EngineLink | None = None
         #: Set in order to end the pause before the next start early.
@@ -186,6 +190,7 @@ class Supervisor:
         EngineDeadError if it is not ready in time (it may be ready later)."""
         if self.state is EngineState.ASLEEP:
             self.state = EngineState.RECOVERING
+            self._is_waking = True
             self._ends_pause.clear()
             self._restarting = self._loop.create_task(self._wake())
         await self._wait_ready("the wake-up")
@@ -260,6 +265,8 @@ class Supervisor:
             return
         self.limits, self.facts = ready.limits, ready.facts
         self.state = EngineState.READY
+        if self._is_waking:
+            self._is_waking, self.awake_since_s = False, self._loop.time()
         if not self._started.done():
             self._started.set_result(None)
         link.watch(self._recovery.heartbeat_timeout_s)

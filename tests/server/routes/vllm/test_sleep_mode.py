@@ -128,6 +128,8 @@ def test_an_idle_engine_is_unloaded_and_the_next_call_wakes_it(tmp_path):
         awake = talker.generate(model="embedded", prompt="a", options=options)
         assert awake.load_duration == 0
         wait_asleep(server)
+        ready = server.http.get("/ready")  # or a load balancer would keep the next call away
+        assert (ready.status_code, ready.json()) == (200, {"status": "asleep"})
         woken = talker.generate(model="embedded", prompt="a", options=options)
         assert woken.response == awake.response
         assert 0 < woken.load_duration < woken.total_duration

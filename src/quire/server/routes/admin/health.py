@@ -86,10 +86,11 @@ async def live(http: HTTPRequest) -> dict[str, str]:
 async def ready(http: HTTPRequest) -> dict[str, str]:
     """Whether to send requests here. Raises NotReadyError, which is 503; the operator gets the
     reason."""
-    reason = why_not_ready(service_of(http))
+    service = service_of(http)
+    reason = why_not_ready(service)
     if reason is not None:
         raise NotReadyError(f"not ready: {reason}" if http.state.is_operator else "not ready")
-    return {"status": "ready"}
+    return {"status": "asleep" if service.engine.state is EngineState.ASLEEP else "ready"}
 
 
 def _check_alive(engine: EngineFleet) -> None:
@@ -101,7 +102,11 @@ def why_not_ready(service: Service) -> str | None:
     """The reason to send no requests here now; None if requests are accepted."""
     if service.drain.is_on:
         return _NOT_READY[EngineState.CLOSING]
-    return _NOT_READY.get(service.engine.state)
+    state = service.engine.state
+    # The next request wakes this engine, so a load balancer must not keep requests away.
+    if state is EngineState.ASLEEP and service.engine.sleeping.on_wanted is not None:
+        return None
+    return _NOT_READY.get(state)
 
 
 async def _details(engine: EngineFleet) -> dict[str, Any] | None:
