@@ -103,7 +103,9 @@ def _with_head(name: str, folder: Path) -> Path:
     if path.exists():
         return path
     if name in WITH_LAYER_HEADS:
-        add_layer_head(saved(name, path))
+        kinds = ["dense", "sparse", "sparse"]  # the head has experts
+        changes = {"mlp_layer_types": kinds} if name == "glm4_moe_lite" else {}
+        add_layer_head(saved(name, path, **changes))
     else:
         kinds = ["linear_attention", "full_attention"] * 2
         add_named_head(saved(name, path, layer_types=kinds, num_hidden_layers=len(kinds)))

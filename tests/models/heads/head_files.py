@@ -53,6 +53,8 @@ def add_layer_head(folder: Path, *, repeats_ends: bool = False) -> dict[str, tor
     tensors |= {f"model.layers.{number}.{name}": tensor for name, tensor in added.items()}
     save_file(tensors, path)
     config |= {"num_hidden_layers": number, "num_nextn_predict_layers": 1}
+    if "mlp_layer_types" in config:
+        config["mlp_layer_types"] = config["mlp_layer_types"][:number]
     config_path.write_text(json.dumps(config))
     return added
 
