@@ -331,7 +331,7 @@ def test_doctor_has_the_exit_code_of_what_it_found(monkeypatch: pytest.MonkeyPat
     assert calls == [(8000, True), (81, False)]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
 def test_completion_knows_commands_and_flags(shell: str, capsys: Capture) -> None:
     assert cli.main(["--print-completion", shell]) == 0
     printed = capsys.readouterr().out

@@ -119,7 +119,7 @@ def test_a_model_and_a_prompt_go_by_place_and_by_flag() -> None:
 def test_a_shell_is_not_taken_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--print-completion", "zsh"], ["--print-completion=zsh"]):
         assert build_parser().parse_args(words).print_completion == "zsh"
-    assert "invalid choice: 'fish'" in _refusal("--print-completion fish", capsys)
+    assert "invalid choice: 'ksh'" in _refusal("--print-completion ksh", capsys)
 
 
 def test_doctor_takes_a_port_and_may_leave_out_the_measurement() -> None:

@@ -64,7 +64,7 @@ CLUSTER_ACTIONS = {
     "agent": "start and watch the engine of one replica on this machine, for a server elsewhere",
     "serve": "as `quire serve`, with the replicas on the nodes of a Ray cluster",
 }
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 _USAGES = {
     "generate": "%(prog)s [options] PROMPT ...",
     "chat": "%(prog)s [options] [MODEL]",
