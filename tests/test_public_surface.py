@@ -23,10 +23,12 @@ from quire.bench.quality import perplexity
 from quire.cli.parser import build_parser
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.options.engine_options import EngineOptions
+from quire.replay import bench_serve
 
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tests" / "data" / "public_surface.json"
 BENCHMARKS = {
+    "serve": bench_serve.add_arguments,
     "throughput": throughput.add_arguments,
     "perplexity": perplexity.add_arguments,
 }

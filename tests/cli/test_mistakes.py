@@ -101,6 +101,9 @@ def answer(
         ("chat --temperature 101", "--temperature is 101.0, but must be at least 0"),
         ("serve --replicas 2 --agents a:1", "--agents are named, each of which has one replica"),
         ("serve --lora-modules a=/a", "set --enable-lora, or leave it out"),
+        ("bench serve --tokenizer x", "no option --tokenizer; no tokenizer is needed, since"),
+        ("bench serve --endpoint /v1/completions", "--backend openai asks /v1/completions"),
+        ("bench serve --hots x", "did you mean --host?"),
         ("bench serve --num-prompts 0", "--num-prompts is 0, but must be at least 1"),
         ("bench throughput --reps 0", "--reps is 0, but must be at least 1"),
         # What the model's files and the machine refuse, before an engine starts.

@@ -11,6 +11,7 @@ from tests.server.launching import RunningServer, launched
 
 from quire.cli.main import main
 
+KEY = ("--api-key", "bench-key-1")
 Capture = pytest.CaptureFixture[str]
 
 
@@ -23,8 +24,7 @@ def server() -> Iterator[RunningServer]:
 
 
 def bench(server: RunningServer, *words: object) -> int:
-    key = ("--api-key", "bench-key-1")
-    return main(["bench", "serve", server.url, *key, *map(str, words)])
+    return main(["bench", "serve", server.url, *KEY, *map(str, words)])
 
 
 def test_a_load_is_sent_at_its_rate_and_measured(
@@ -72,10 +72,27 @@ def test_a_trace_keeps_its_times(server: RunningServer, tmp_path: Path, capsys: 
     assert found["duration"] >= 0.1
 
 
+def test_a_line_of_vllms_benchmark_runs_unchanged(server: RunningServer, tmp_path: Path) -> None:
+    where = ["--host", "127.0.0.1", "--port", server.url.rpartition(":")[2], *KEY]
+    line = (
+        "bench serve --backend vllm --model org/tokenizer --served-model-name embedded"
+        " --num-prompts 2 --random-input-len 8 --random-output-len 3 --ignore-eos --save-result"
+        f" --result-dir {tmp_path} --result-filename found.json"
+    )
+    assert main([*line.split(), *where]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["backend"], found["model_id"]) == ("vllm", "embedded")
+    assert (found["completed"], found["total_output_tokens"]) == (2, 6)
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         ("--base-url http://h", "two servers are named"),
+        ("--host h", "two servers are named"),
+        ("--port 1", "two servers are named"),
+        ("--result-dir /tmp", "--result-dir alone writes no file; set --save-result, too"),
+        ("--result-dir /no/such --save-result", "--result-dir is '/no/such', but there is no such"),
         ("--max-concurrency 0", "--max-concurrency is 0, but must be at least 1"),
         ("--input-len 0", "--input-len is 0, but must be at least 1"),
         ("--metric-percentiles 50,x", "--metric-percentiles is '50,x', but must be numbers"),

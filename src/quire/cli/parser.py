@@ -135,7 +135,8 @@ def build_parser(
     if benchmarks:
         kinds = bench.add_subparsers(dest="benchmark", metavar="BENCHMARK", parser_class=Parser)
         for name, add_arguments in benchmarks.items():
-            kind = kinds.add_parser(name, help=BENCHMARKS.get(name))
+            moved = foreign.FLAGS_OF_BENCH_SERVE if name == "serve" else None
+            kind = kinds.add_parser(name, help=BENCHMARKS.get(name), moved=moved)
             add_arguments(kind)
             add_debug(kind, default=argparse.SUPPRESS)
     _add_model_commands(commands)

@@ -27,12 +27,13 @@ class Parser(argparse.ArgumentParser):
         takes_foreign: bool = False,
         **options: Any,
     ) -> None:
-        """`moved` maps each former or foreign sub-command to a sentence that names what to type
-        instead."""
+        """`moved` maps each former or foreign sub-command or flag to a sentence that names what to
+        type instead."""
         super().__init__(**options, allow_abbrev=False)
         #: Names of the parser's sub-commands; empty if it has none.
         self._commands = tuple(commands)
-        #: Maps each former or foreign sub-command to a sentence that names what to type instead.
+        #: Maps each former or foreign sub-command or flag to a sentence that names what to type
+        #: instead.
         self._moved = moved or {}
         #: Whether the parser accepts flags of other engines (`compat.flags`).
         self._takes_foreign = takes_foreign
@@ -78,19 +79,22 @@ class Parser(argparse.ArgumentParser):
                 continue
             if self._commands and not word.startswith("-"):
                 if word not in self._commands:
-                    moved = self._moved.get(word)
-                    hint = f"; {moved}" if moved else did_you_mean(word, self._commands)
-                    self.error(f"there is no command {word!r}{hint}")
+                    self.error(f"there is no command {word!r}{self._advice(word, self._commands)}")
                 return
             flag, equals, _ = word.partition("=")
             if _looks_like_a_flag(flag) and flag not in flags:
-                self.error(f"there is no option {flag}{did_you_mean(flag, flags)}")
+                self.error(f"there is no option {flag}{self._advice(flag, flags)}")
             # Before the command, skip a flag's value, so that it is not taken for the command.
             # After the command, argparse pairs flags with values.
             is_value = bool(self._commands) and not equals and self._takes_a_value(flag)
         given = {word.partition("=")[0] for word in words}
         if self._commands and not DO_WITHOUT_COMMAND & given:
             self.error(f"name a command: {', '.join(self._commands)}")
+
+    def _advice(self, word: str, known: Iterable[str]) -> str:
+        """A clause about what to type instead of an unknown word; empty if nothing is near."""
+        moved = self._moved.get(word)
+        return f"; {moved}" if moved else did_you_mean(word, known)
 
     def _takes_a_value(self, flag: str) -> bool:
         action = self._option_string_actions.get(flag)

@@ -1,6 +1,6 @@
 """Commands of other engines, with a sentence about quire's command for the same purpose.
 
-`cli.parser` refuses such a command with its sentence.
+`cli.parser` refuses such a command, or a flag of such a command, with its sentence.
 """
 
 _LIFE = "`quire serve MODEL` loads one model and ends with Ctrl-C"
@@ -45,3 +45,38 @@ BENCHMARKS: dict[str, str] = {
     "sweep": "`quire plan MODEL --load LOAD` compares configurations",
 }
 """Sub-command of `bench` -> what to type instead."""
+
+_TOKEN_IDS = (
+    "no tokenizer is needed, since prompts are random token ids below --vocab-size, or words with"
+    " --backend openai-chat"
+)
+_SAMPLING = "no call sets how its answer is sampled, so the server's defaults decide"
+_RATE = "--request-rate and --burstiness set the arrivals, or a trace with --dataset-name trace"
+_PLOTS = "-o FILE writes the results, and --save-detailed the times of each request, as JSON"
+
+FLAGS_OF_BENCH_SERVE: dict[str, str] = {
+    "--append-result": "each run writes its own file",
+    "--disable-tqdm": "progress is shown on a terminal only",
+    "--endpoint": "--backend openai asks /v1/completions, openai-chat asks /v1/chat/completions",
+    "--frequency-penalty": _SAMPLING,
+    "--label": "--result-filename names the file",
+    "--metadata": "--result-filename names the file",
+    "--min-p": _SAMPLING,
+    "--percentile-metrics": "TTFT, TPOT, ITL and E2EL are all printed",
+    "--plot-dataset-stats": _PLOTS,
+    "--plot-timeline": _PLOTS,
+    "--presence-penalty": _SAMPLING,
+    "--ramp-up-end-rps": _RATE,
+    "--ramp-up-start-rps": _RATE,
+    "--ramp-up-strategy": _RATE,
+    "--repetition-penalty": _SAMPLING,
+    "--sharegpt-output-len": "the data set has the lengths of its answers",
+    "--temperature": _SAMPLING,
+    "--tokenizer": _TOKEN_IDS,
+    "--tokenizer-mode": _TOKEN_IDS,
+    "--top-k": _SAMPLING,
+    "--top-p": _SAMPLING,
+    "--trust-remote-code": _TOKEN_IDS,
+    "--use-beam-search": _SAMPLING,
+}
+"""Flag of vLLM's `bench serve` -> what to do instead, or why it is not needed."""

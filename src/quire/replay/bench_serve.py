@@ -9,7 +9,7 @@ import datetime
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,14 @@ from quire.replay.served_load import (
 from quire.replay.served_results import ServedResults, parse_goodput, write_results
 from quire.traces.trace import Trace
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-BACKENDS: Mapping[str, CallKind] = {"openai": TokenCalls(), "openai-chat": ChatCalls()}
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+BACKENDS: Mapping[str, Callable[[bool], CallKind]] = {
+    "openai": lambda _: TokenCalls(),
+    "vllm": lambda _: TokenCalls(),
+    "openai-chat": ChatCalls,
+}
+"""Backend -> the function that makes its kind of calls, given the value of --ignore-eos."""
 USUAL_BOUNDS = ModelBounds(vocab_size=1000, max_model_len=1 << 20)
 """Bounds for a server that does not report its own. Every vocabulary has these token ids."""
 PERCENTILES = "90,99"
@@ -43,14 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", metavar="URL", help=f"the server ({DEFAULT_URL})")
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", metavar="URL", help="the same as URL")
+    server.add_argument("--host", metavar="HOST", help="the server's host, instead of a URL")
+    server.add_argument(
+        "--port", type=int, metavar="PORT", help="the server's port, instead of a URL"
+    )
     server.add_argument("--model", metavar="NAME", help="the model to ask for (the server's first)")
+    server.add_argument(
+        "--served-model-name", metavar="NAME", help="the model to ask for, before --model"
+    )
     server.add_argument("--api-key", metavar="KEY", help="for the server (none)")
     server.add_argument(
         "--backend",
+        "--endpoint-type",
         choices=tuple(BACKENDS),
         default="openai",
         help="openai: token ids at /v1/completions, answers of exact lengths (quire, vLLM,"
-        " SGLang); openai-chat: words at /v1/chat/completions (any server) (%(default)s)",
+        " SGLang); vllm: the same; openai-chat: words at /v1/chat/completions (any server)"
+        " (%(default)s)",
     )
     server.add_argument(
         "--vocab-size",
@@ -63,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_load(group: Any, spec: ServedLoadSpec) -> None:
-    # First, the data set and the arrivals.
+    # First, the data set and its size.
     group.add_argument(
         "--dataset-name",
         choices=DATASETS,
@@ -83,6 +98,7 @@ def _add_load(group: Any, spec: ServedLoadSpec) -> None:
         metavar="N",
         help=f"requests ({DEFAULT_NUM_PROMPTS}, or all of a trace)",
     )
+    # Then the arrivals.
     group.add_argument(
         "--request-rate",
         type=float,
@@ -103,7 +119,19 @@ def _add_load(group: Any, spec: ServedLoadSpec) -> None:
         metavar="N",
         help="most requests that are open at once (no bound)",
     )
-    # Then, the lengths of random prompts and answers.
+    # Last, the lengths, and what is the same for all loads.
+    _add_lengths(group, spec)
+    group.add_argument("--seed", type=int, default=spec.seed, help="of the draws (%(default)s)")
+    group.add_argument(
+        "--num-warmups",
+        type=int,
+        default=1,
+        metavar="N",
+        help="requests before the measurement (%(default)s)",
+    )
+
+
+def _add_lengths(group: Any, spec: ServedLoadSpec) -> None:
     for flag, default, text in (
         ("input-len", spec.input_len, "tokens of a prompt of random length"),
         ("output-len", spec.output_len, "tokens of an answer of random length"),
@@ -124,13 +152,10 @@ def _add_load(group: Any, spec: ServedLoadSpec) -> None:
         metavar="X",
         help="draw lengths from (1 - X) to (1 + X) times these (%(default)g)",
     )
-    group.add_argument("--seed", type=int, default=spec.seed, help="of the draws (%(default)s)")
     group.add_argument(
-        "--num-warmups",
-        type=int,
-        default=1,
-        metavar="N",
-        help="requests before the measurement (%(default)s)",
+        "--ignore-eos",
+        action="store_true",
+        help="chats, too, ask for answers of exact lengths; token ids always do",
     )
 
 
@@ -159,7 +184,10 @@ def _add_results(group: Any) -> None:
     group.add_argument(
         "--save-result",
         action="store_true",
-        help="the same, to a file here that is named after rate, model and time",
+        help="the same, to a file that is named after rate, model and time",
+    )
+    group.add_argument(
+        "--result-dir", metavar="DIR", default="", help="folder of the file of results (this one)"
     )
     group.add_argument(
         "--save-detailed", action="store_true", help="the file has the times of each request, too"
@@ -171,17 +199,18 @@ def main(args: argparse.Namespace) -> int:
     """Run the benchmark, print its results, and write the requested file. Returns the exit code: 1
     if no request was answered. Raises ConfigurationError."""
     # First, check everything, so that nothing fails after the measurement.
-    if None not in (args.url, args.base_url) and args.url != args.base_url:
-        raise ConfigurationError(f"two servers are named: {args.url} and {args.base_url}")
+    address = _address(args)
     _check_counts(args)
     goodput, percentiles = parse_goodput(args.goodput), _percentiles(args.metric_percentiles)
-    if args.save_detailed and not (args.save_result or args.output):
-        raise ConfigurationError("save_detailed alone writes no file; set save_result, too")
-    if args.output is not None and not Path(args.output).parent.is_dir():
+    for name in ("save_detailed", "result_dir"):
+        if getattr(args, name) and not (args.save_result or args.output):
+            raise ConfigurationError(f"{name} alone writes no file; set save_result, too")
+    if args.output is not None and not Path(args.result_dir, args.output).parent.is_dir():
         raise ConfigurationError(
             f"output is {args.output!r}, but there is no such folder; make it first"
         )
-    address = ServerAddress.of(args.url or args.base_url or DEFAULT_URL, args.api_key)
+    if not Path(args.result_dir).is_dir():
+        raise ConfigurationError(f"result_dir is {args.result_dir!r}, but there is no such folder")
     load = make_load(_spec(args))
     # Then run the load.
     model, figures = asyncio.run(_run(load, address, args))
@@ -192,12 +221,24 @@ def main(args: argparse.Namespace) -> int:
     results = ServedResults(_setting(args, load, model), figures, goodput, percentiles)
     path = args.output or (_default_name(results.setting) if args.save_result else None)
     if path is not None:
-        write_results(results, Path(path), is_detailed=args.save_detailed)
+        write_results(results, Path(args.result_dir, path), is_detailed=args.save_detailed)
     if args.json:
         print(json.dumps(results.data(is_detailed=args.save_detailed), indent=1))
     else:
         print("\n".join(results.lines()))
     return 0 if results.answered else 1
+
+
+def _address(args: argparse.Namespace) -> ServerAddress:
+    """The address of the server. Raises ConfigurationError if two are named."""
+    urls = [each for each in (args.url, args.base_url) if each is not None]
+    if (args.host, args.port) != (None, None):
+        port = DEFAULT_PORT if args.port is None else args.port
+        host = args.host or DEFAULT_HOST
+        urls.append(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    if len(set(urls)) > 1:
+        raise ConfigurationError(f"two servers are named: {urls[0]} and {urls[-1]}")
+    return ServerAddress.of(urls[0] if urls else DEFAULT_URL, args.api_key)
 
 
 def _check_counts(args: argparse.Namespace) -> None:
@@ -249,8 +290,9 @@ async def _run(
     load: Trace, address: ServerAddress, args: argparse.Namespace
 ) -> tuple[ServedModel, ReplayFigures]:
     """Send the warm-up, then the load."""
-    kind = BACKENDS[args.backend]
-    model = await find_model(address, args.model, args.vocab_size, USUAL_BOUNDS)
+    kind = BACKENDS[args.backend](args.ignore_eos)
+    name = args.served_model_name or args.model
+    model = await find_model(address, name, args.vocab_size, USUAL_BOUNDS)
     for _ in range(args.num_warmups):
         found = await replay_to_server(load.first(1), address, model, kind=kind)
         for reply in found.replies:

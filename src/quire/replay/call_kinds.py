@@ -1,7 +1,8 @@
 """Turns requests of a load into calls: token ids of exact lengths, or chats of words.
 
 Token ids need a server that takes them and `ignore_eos`: quire, vLLM and SGLang do. Chats have only
-fields of OpenAI's API, so any server with that API takes them. Their answers end by themselves.
+fields of OpenAI's API, so any server with that API takes them. Their answers end by themselves,
+except with `ignores_eos`.
 """
 
 from typing import Any, Protocol
@@ -143,8 +144,15 @@ class ChatCalls:
 
     path = "/v1/chat/completions"
 
+    def __init__(self, ignores_eos: bool = False) -> None:
+        #: Whether answers have exactly the given length, which needs vLLM's field `ignore_eos`.
+        self.ignores_eos = ignores_eos
+
     def fields(self, prompt: list[int], num_output_tokens: int) -> dict[str, Any]:
         """See `CallKind`."""
         text = " ".join(WORDS[token % len(WORDS)] for token in prompt)
         messages = [{"role": "user", "content": text}]
-        return {"messages": messages, "max_tokens": num_output_tokens}
+        fields: dict[str, Any] = {"messages": messages, "max_tokens": num_output_tokens}
+        if self.ignores_eos:
+            fields |= {"min_tokens": num_output_tokens, "ignore_eos": True}
+        return fields
