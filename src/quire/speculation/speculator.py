@@ -1,8 +1,8 @@
 """Chooses between the guesses of several proposers; implements `core`'s `Speculator`.
 
 The chance that a guess is accepted depends on its proposer and grade, and on the outcomes of the
-sequence's last drafts: a text that repeats another one goes on doing so, and a text in which drafts
-were rejected several times in a row is likely to reject the next ones, whatever other texts did.
+sequence's last drafts. A text that repeats an earlier text usually continues to repeat it. A text
+in which drafts were rejected several times in a row is likely to reject the next ones, too.
 """
 
 from collections.abc import Mapping
