@@ -296,5 +296,9 @@ def test_a_name_in_the_form_of_a_browser_gets_its_hub_id(name, advice, hub):
 
 def test_a_name_without_an_owner_is_told_what_a_hub_id_looks_like(monkeypatch):
     for error in (LocalEntryNotFoundError("no"), RepositoryNotFoundError("no", response=_ANSWER)):
-        assert "a hub id has an owner, as in" in _refusal(monkeypatch, error, "mymodel")
+        message = _refusal(monkeypatch, error, "mymodel")
+        assert "a hub id has an owner, as in" in message
+        # No command is proposed that can't work.
+        assert "hf download" not in message and "did you mean" not in message
         assert "has an owner" not in _refusal(monkeypatch, error)
+        assert "; did you mean tinyllama?" in _refusal(monkeypatch, error, "tinylama")

@@ -1,10 +1,11 @@
 """Reads names of Ollama's library, such as `qwen3:0.6b`, as hub ids.
 
 The table is the file aliases.toml. It must be updated when Ollama's library changes. Called by
-`model_folder`.
+`model_folder`, and by `failures` for the nearest name.
 """
 
 import tomllib
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ def hub_id_of(name: str) -> str | None:
         return hub_id
     size = sizes[0] if tag in ("", LATEST) else tag
     return hub_id.format(size.upper() if family.get("upper", True) else size)
+
+
+def family_names() -> Collection[str]:
+    """The names in the table, without tags."""
+    return _families().keys()
 
 
 @cache

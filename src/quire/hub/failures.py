@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from huggingface_hub import errors
 
-from quire.errors import CheckpointError, QuireError
+from quire.errors import CheckpointError, QuireError, did_you_mean
+from quire.hub.aliases import family_names
 from quire.hub.model_files import shown_text
 
 _KINDS = [kind for kind in errors.HfHubHTTPError.__mro__ if issubclass(kind, Exception)]
@@ -77,10 +78,14 @@ def _why_not(name: str, error: Exception) -> str:
     # Last, the hub can't be reached, or fails in another way.
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         reason = "" if error.__cause__ is None else f": {shown_text(error.__cause__)}"
+        # A name without an owner can't be fetched elsewhere either.
+        fetch = (
+            "; fetch it where there is a network with `hf"
+            f" download {name} --local-dir FOLDER`, and name that folder"
+        )
         return (
             f"the hub can't be reached from here (no network, or HF_HUB_OFFLINE is set{reason}), "
-            "and the model is not in the cache; fetch it where there is a network with `hf"
-            f" download {name} --local-dir FOLDER`, and name that folder{_without_owner(name)}"
+            f"and the model is not in the cache{_without_owner(name) or fetch}"
         )
     return (
         f"can't be fetched from the hub as a model id: {shown_text(error)} -- name a folder in"
@@ -89,6 +94,12 @@ def _why_not(name: str, error: Exception) -> str:
 
 
 def _without_owner(name: str) -> str:
-    """Advice to add the owner to a hub id without "OWNER/"; "" if the id has an owner. (Few models,
-    all of them old, have ids without an owner.)"""
-    return "" if "/" in name else "; a hub id has an owner, as in 'Qwen/Qwen3-0.6B'"
+    """Advice about a name without "OWNER/"; empty for a name with an owner.
+
+    It is the nearest name of Ollama's library, or else the form of a hub id. Few models, all of
+    them old, have hub ids without an owner.
+    """
+    if "/" in name:
+        return ""
+    of_id = "; a hub id has an owner, as in 'Qwen/Qwen3-0.6B'"
+    return did_you_mean(name, family_names()) or of_id
