@@ -256,6 +256,14 @@ def test_a_name_that_is_no_hub_id_says_both_ways(name):
     assert "a hub id such as" in str(caught.value)
 
 
+def test_the_embedded_model_has_a_name_unless_a_folder_has_it(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model_folder("embedded") == resolve_model_folder(None)
+    Path("embedded").mkdir()
+    assert resolve_model_folder("embedded") == Path("embedded")
+    assert not hub.requests
+
+
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "~/nowhere", "a/b/c", "..\\a"])
 def test_a_path_that_leads_nowhere_is_no_matter_of_the_hub(name, hub):
     with pytest.raises(CheckpointError, match="is not a folder here") as caught:

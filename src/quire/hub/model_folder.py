@@ -21,6 +21,7 @@ _HUB_PAGES = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "h
 """Prefixes that browsers, and Ollama for models of the hub, put before a hub id."""
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded_model"
+EMBEDDED_MODEL_NAME = "embedded"
 
 
 def resolve_model_folder(
@@ -35,8 +36,8 @@ def resolve_model_folder(
     the network.
 
     `name`: a folder, a GGUF file, a hub id such as "Qwen/Qwen3-0.6B" or
-        "Qwen/Qwen3-0.6B-GGUF:Q8_0", a name of Ollama's library such as "qwen3:0.6b", or None for
-        the embedded model.
+        "Qwen/Qwen3-0.6B-GGUF:Q8_0", a name of Ollama's library such as "qwen3:0.6b". None, or
+        "embedded" if no folder here has this name, is the embedded model.
     `revision`: branch, tag or commit of a hub repository; refused for a folder.
     `check`: called before the weights are fetched, to refuse unsupported models; see `Check`.
     `needs_tokenizer`: whether a hub repository of safetensors must have tokenizer.json.
@@ -87,6 +88,8 @@ def resolve_text_folder(name: str | None, revision: str | None = None) -> Path:
 def local_model(name: str | None, revision: str | None = None) -> Path | None:
     """The folder or GGUF file called `name`; None if `name` may be a hub id. Raises CheckpointError
     and ConfigurationError as `resolve_model_folder`, which fetches hub ids."""
+    if name == EMBEDDED_MODEL_NAME and not Path(name).exists():
+        name = None
     folder = EMBEDDED_MODEL if name is None else Path(name).expanduser()
     is_file = bool(name) and folder.is_file() and (is_gguf(folder) or _is_called_gguf(folder))
     if name is not None and not is_file and not (name and folder.is_dir()):

@@ -30,7 +30,7 @@ from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.process.grammar_compilers import GrammarCompilers
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.hub.found_model import FoundModel
-from quire.hub.model_folder import find_model, resolve_text_folder
+from quire.hub.model_folder import EMBEDDED_MODEL_NAME, find_model, resolve_text_folder
 from quire.observability import log
 from quire.observability.spans import Spans, open_spans
 from quire.options.engine_options import EngineOptions
@@ -66,8 +66,6 @@ from quire.text.parsers.model_dialect import ModelDialect, model_dialect
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_config import tokenizer_fields
 from quire.version import __version__
-
-EMBEDDED_MODEL_NAME = "embedded"
 
 IDLE_CONNECTION_S = 75
 """Seconds for which an idle connection stays open: longer than proxies usually reuse a connection,
