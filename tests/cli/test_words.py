@@ -40,3 +40,36 @@ def test_flags_of_others_are_known_where_that_is_asked_for(
     with pytest.raises(SystemExit):
         parser.parse_args(["--threads", "4"])
     assert "there is no option --threads; did you mean --num-threads?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("topic", "shown"),
+    [
+        ("Memory", ["--blocks", "--pages"]),  # a group, with an option that lacks the word
+        ("red", ["--colour"]),
+        ("--pa", ["--pages"]),
+        ("ES", ["--blocks", "--pages"]),
+    ],
+)
+def test_help_is_searched(topic: str, shown: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("--colour", help="such as red, not memory")
+    memory = parser.add_argument_group("memory")
+    memory.add_argument("--blocks", help="how many pages")
+    memory.add_argument("--pages")
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args([f"--help={topic}"])
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert [flag for flag in ("--blocks", "--pages", "--colour") if f"{flag} " in printed] == shown
+
+
+def test_a_word_that_no_option_has_is_answered_with_the_groups(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        Parser(prog="x").parse_args(["--help=blocks"])
+    assert stop.value.code == 2
+    assert "no option is about 'blocks'; the groups of options are options (" in (
+        capsys.readouterr().err
+    )

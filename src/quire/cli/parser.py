@@ -88,9 +88,10 @@ _NAMED_MODEL = "a hub id, or a name of Ollama's library such as qwen3:0.6b"
 _DESCRIPTION = "An inference engine for large language models."
 
 
-_ENVIRONMENT = (
+_EPILOG = (
     "Each flag may also be given in the environment: QUIRE_MAX_NUM_SEQS=32 stands for"
-    " --max-num-seqs 32."
+    " --max-num-seqs 32. --help=WORD shows the options with this word,"
+    " or one group, such as memory."
 )
 
 
@@ -171,7 +172,7 @@ def _add_plain_commands(commands: Any, environment: Mapping[str, str]) -> None:
             description=text[0].upper() + text[1:] + ".",
             usage=_USAGES[name],
             takes_foreign=name != "doctor",
-            epilog=_ENVIRONMENT if name != "doctor" else None,
+            epilog=_EPILOG if name != "doctor" else None,
         )
         if name != "doctor":
             command.environment = environment
@@ -196,7 +197,7 @@ def _add_cluster(commands: Any, environment: Mapping[str, str]) -> None:
         help=CLUSTER_ACTIONS["serve"],
         usage=_USAGES["serve"],
         takes_foreign=True,
-        epilog=_ENVIRONMENT,
+        epilog=_EPILOG,
     )
     over_ray.environment = environment
     add_serve(over_ray)

@@ -1,10 +1,11 @@
 """An argument parser that refuses abbreviations and suggests corrections for misspelt words.
 
-Independent of quire's flags. Used by the modules that add flags.
+`--help=WORD` searches the help. Independent of quire's flags. Used by the modules that add flags.
 """
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -81,7 +82,9 @@ class Parser(argparse.ArgumentParser):
                 if word not in self._commands:
                     self.error(f"there is no command {word!r}{self._advice(word, self._commands)}")
                 return
-            flag, equals, _ = word.partition("=")
+            flag, equals, value = word.partition("=")
+            if flag == "--help" and value:
+                self._print_help_about(value)
             if _looks_like_a_flag(flag) and flag not in flags:
                 self.error(f"there is no option {flag}{self._advice(flag, flags)}")
             # Before the command, skip a flag's value, so that it is not taken for the command.
@@ -91,6 +94,28 @@ class Parser(argparse.ArgumentParser):
         if self._commands and not DO_WITHOUT_COMMAND & given:
             self.error(f"name a command: {', '.join(self._commands)}")
 
+    def _print_help_about(self, topic: str) -> NoReturn:
+        """Print the group of options with this title, or else the options whose name or text has
+        these words. Then exit."""
+        wanted = topic.lower()
+        groups = [group for group in self._action_groups if group._group_actions]
+        named = [group for group in groups if (group.title or "").lower() == wanted]
+        formatter = self._get_formatter()
+        for group in named or groups:
+            actions = group._group_actions
+            if not named:
+                actions = [each for each in actions if wanted in _searched_text(each)]
+            if actions:
+                formatter.start_section(group.title)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+        found = formatter.format_help()
+        if not found:
+            titles = ", ".join(str(group.title) for group in groups)
+            self.error(f"no option is about {topic!r}; the groups of options are {titles}")
+        self._print_message(found, sys.stdout)
+        self.exit()
+
     def _advice(self, word: str, known: Iterable[str]) -> str:
         """A clause about what to type instead of an unknown word; empty if nothing is near."""
         moved = self._moved.get(word)
@@ -99,6 +124,10 @@ class Parser(argparse.ArgumentParser):
     def _takes_a_value(self, flag: str) -> bool:
         action = self._option_string_actions.get(flag)
         return action is not None and action.nargs is None
+
+
+def _searched_text(action: argparse.Action) -> str:
+    return " ".join([*action.option_strings, action.help or ""]).lower()
 
 
 def _looks_like_a_flag(word: str) -> bool:
