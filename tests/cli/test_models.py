@@ -99,6 +99,18 @@ def test_where_no_hub_can_be_reached_a_package_has_the_model(
     assert not path.exists()
 
 
+def test_a_packaged_model_is_removed_by_the_name_that_was_pulled(
+    monkeypatch: pytest.MonkeyPatch, wheel: Path, home: Path, capsys: Capture
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = packaged_models.packaged_model("org/tiny")
+    assert path is not None and path.exists()
+    assert cli.main(["rm", "org/tiny"]) == 0
+    assert capsys.readouterr().out == "removed org/tiny: 100 B\n"
+    assert not path.exists()
+    assert cli.main(["rm", "org/tiny"]) == 1
+
+
 def test_a_file_that_is_not_the_expected_one_is_refused(
     monkeypatch: pytest.MonkeyPatch, wheel: Path, home: Path
 ) -> None:

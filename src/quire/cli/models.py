@@ -15,10 +15,10 @@ from urllib.request import Request, urlopen
 
 from quire.core.memory.memory_report import format_bytes
 from quire.errors import CheckpointError, EngineDeadError, shown
+from quire.hub import packaged_models
 from quire.hub.aliases import hub_id_of
 from quire.hub.gguf.choice import split_choice
 from quire.hub.gguf.naming import SUFFIX
-from quire.hub.packaged_models import MODELS
 from quire.hub.weight_files import has_weights
 
 if TYPE_CHECKING:
@@ -57,26 +57,30 @@ def list_models() -> int:
 
 
 def remove(name: str) -> int:
-    """Remove all revisions of a model from the cache. Returns the exit code. Raises CheckpointError
-    if it is not there."""
+    """Remove all revisions of a model from the cache, and the file of it that a Python package
+    brought. Returns the exit code. Raises CheckpointError if there is neither."""
     repository, choice = split_choice(hub_id_of(name) or name)
     if choice is not None:
         raise CheckpointError(
             f"{shown(name)} names a file; quire rm {repository} removes all of the model's files"
         )
-    for path in _packaged():
-        if name in (path.name, path.stem):
-            size = path.stat().st_size
-            path.unlink()
-            return _tell_removed(name, size)
+    package = packaged_models.PACKAGES.get(repository)
+    held = None if package is None else packaged_models.path_of(package)
+    files = [path for path in _packaged() if path == held or name in (path.name, path.stem)]
     cache = _scan()
     found = [repo for repo in _models_of(cache) if repo.repo_id == repository]
-    if cache is None or not found:
+    if not files and not found:
         raise CheckpointError(f"{shown(name)} is not in the cache; quire list shows what is")
-    commits = [revision.commit_hash for repo in found for revision in repo.revisions]
-    strategy = cache.delete_revisions(*commits)
-    strategy.execute()
-    return _tell_removed(name, strategy.expected_freed_size)
+    num_bytes = sum(path.stat().st_size for path in files)
+    for path in files:
+        path.unlink()
+    if cache is not None and found:
+        commits = [revision.commit_hash for repo in found for revision in repo.revisions]
+        strategy = cache.delete_revisions(*commits)
+        strategy.execute()
+        num_bytes += strategy.expected_freed_size
+    print(f"removed {name}: {format_bytes(num_bytes)}")
+    return 0
 
 
 def list_running(url: str, api_key: str | None) -> int:
@@ -96,11 +100,6 @@ def list_running(url: str, api_key: str | None) -> int:
         (each["name"], format_bytes(each["size"]), f"{each['context_length']:,}") for each in models
     ]
     _print_table([("NAME", "SIZE", "CONTEXT"), *rows])
-    return 0
-
-
-def _tell_removed(name: str, num_bytes: int) -> int:
-    print(f"removed {name}: {format_bytes(num_bytes)}")
     return 0
 
 
@@ -142,7 +141,7 @@ def _cached_rows() -> Iterator[Row]:
 
 def _packaged() -> list[Path]:
     """The files of models that came in Python packages."""
-    return sorted(MODELS.expanduser().glob(f"*{SUFFIX}"))
+    return sorted(packaged_models.MODELS.expanduser().glob(f"*{SUFFIX}"))
 
 
 def _row(path: Path) -> Row:

