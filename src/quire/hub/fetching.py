@@ -9,7 +9,7 @@ Called by `model_folder` for hub ids only, since this module imports the hub's c
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -164,9 +164,9 @@ def _cached_model(name: str, choice: str | None, revision: str | None, reason: E
     if snapshot is None and choice is None and revision is None:
         packaged = packaged_model(name)
         if packaged is not None:
-            logger.warning(
-                "the hub can't be reached (%s); %s is used, from a Python package",
-                *(shown_text(reason), packaged),
+            _warn_once(
+                f"the hub can't be reached ({shown_text(reason)}); {packaged} is used, from a"
+                " Python package"
             )
             return packaged
     names = [] if snapshot is None else [path.name for path in snapshot.iterdir()]
@@ -213,10 +213,16 @@ def _cached(name: str, file: str, revision: str | None) -> Path | None:
 
 
 def _log_cached_files(name: str, reason: Exception) -> None:
-    logger.warning(
-        "the hub does not give %s (%s), so the files in the cache are served",
-        *(name, shown_text(reason)),
+    _warn_once(
+        f"the hub does not give {name} ({shown_text(reason)}), so the files in the cache are served"
     )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Log a warning that a command would otherwise repeat, since it looks a model up several
+    times."""
+    logger.warning("%s", message)
 
 
 def _not_cached(name: str, reason: Exception) -> Exception:
