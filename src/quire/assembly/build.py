@@ -388,6 +388,7 @@ def _model_facts(
         "architecture": kind.config.architecture,
         "runner": GENERATE if kind.generates else POOLING,
         "num_parameters": _num_parameters(kind.folder),
+        "hidden_size": kind.config.hidden_size,
         "quantization": options.quantization,
         "kv_cache_bytes": memory_plan.num_blocks * layout.bytes_per_block,
         "num_blocks": memory_plan.num_blocks,

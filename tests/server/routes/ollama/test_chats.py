@@ -101,11 +101,14 @@ def test_a_raw_prompt_has_no_template(talker, client):
 def test_tags_and_show_describe_the_served_model(talker):
     (model,) = talker.list().models
     assert model.model == "embedded" and model.modified_at.year >= 2020
+    # Ollama's own program takes the first 12 characters, and fails if there are fewer.
+    assert re.fullmatch("[0-9a-f]{64}", model.digest) and model.size > 1_000_000
     shown = talker.show("embedded:latest")
     assert shown.capabilities == ["completion", "tools"] and "messages" in shown.template
     assert shown.modified_at == model.modified_at and shown.details == model.details
     family = shown.modelinfo["general.architecture"]
     assert shown.modelinfo[f"{family}.context_length"] == 1024
+    assert shown.modelinfo[f"{family}.embedding_length"] > 0
     with pytest.raises(ollama.ResponseError, match="not served here") as caught:
         talker.show("llama3")
     assert caught.value.status_code == 404
@@ -125,6 +128,7 @@ def test_the_served_model_runs_and_is_pulled_at_once(talker, http):
     (model,) = talker.ps().models
     assert model.model == "embedded" and model.context_length == 1024
     assert model.size > 1_000_000 and model.size_vram == 0
+    assert model.digest == talker.list().models[0].digest
     assert talker.pull("embedded").status == "success"
     assert [line.status for line in talker.pull("embedded", stream=True)][-1] == "success"
     with pytest.raises(ollama.ResponseError, match="not served here"):

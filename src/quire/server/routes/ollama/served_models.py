@@ -5,6 +5,7 @@ that it was started with, so a pull of a served model succeeds at once, and all 
 refused.
 """
 
+import hashlib
 import math
 import time
 from collections.abc import Mapping
@@ -59,22 +60,22 @@ class OllamaModel(msgspec.Struct):
     name: str
     model: str
     modified_at: str
+    #: A SHA-256 of the name and the engine's fingerprint. Ollama's `list` and `ps` fail without it.
+    digest: str
+    #: Bytes of the weights; of an adapter those of its model.
+    size: int
     details: OllamaDetails = msgspec.field(default_factory=OllamaDetails)
 
 
 class OllamaRunning(OllamaModel, kw_only=True):
     """A model in memory."""
 
-    #: Bytes of the weights.
-    size: int
     #: The part of `size` in a GPU's memory.
     size_vram: int
     #: The model's maximum number of tokens of a sequence.
     context_length: int
     #: When the model leaves the memory if no call comes.
     expires_at: str = FOR_GOOD
-    #: Always empty, since models are folders.
-    digest: str = ""
 
 
 class OllamaRunningModels(msgspec.Struct):
@@ -164,11 +165,12 @@ async def running() -> Response:
 async def ollama_tags(http: HTTPRequest) -> Response:
     """The one model of this server, and its adapters."""
     service = service_of(http)
-    name = service.model_name
-    found = [OllamaModel(name, name, rfc3339(service.created_s))]
+    name, size = service.model_name, _num_weight_bytes(service)
+    found = [OllamaModel(name, name, rfc3339(service.created_s), _digest(service, name), size)]
     for each in service.adapters.listed():
-        details = OllamaDetails(parent_model=name)
-        found.append(OllamaModel(each.name, each.name, rfc3339(each.created_s), details))
+        details, digest = OllamaDetails(parent_model=name), _digest(service, each.name)
+        modified_at = rfc3339(each.created_s)
+        found.append(OllamaModel(each.name, each.name, modified_at, digest, size, details))
     return json_response(OllamaModels(found))
 
 
@@ -182,6 +184,7 @@ async def ollama_show(body: ShowRequest, http: HTTPRequest) -> Response:
         "general.architecture": ARCHITECTURE,
         "general.basename": service.model_name,
         f"{ARCHITECTURE}.context_length": limits.max_model_len,
+        f"{ARCHITECTURE}.embedding_length": int(service.engine.facts.get("hidden_size") or 0),
         f"{ARCHITECTURE}.vocab_size": limits.vocab_size,
     }
     template = service.chat_template.source_for_tools or ""
@@ -197,12 +200,13 @@ async def ollama_running(http: HTTPRequest) -> Response:
     if service.engine.sleeping.is_on:
         return json_response(OllamaRunningModels([]))
     name, facts = service.model_name, service.engine.facts
-    size = int(facts.get("weight_bytes") or 0)
+    size = _num_weight_bytes(service)
     model = OllamaRunning(
         name,
         name,
         rfc3339(service.created_s),
-        size=size,
+        _digest(service, name),
+        size,
         size_vram=size if "device_memory_bytes" in facts else 0,
         context_length=service.engine.limits.max_model_len,
         expires_at=_expiry(service),
@@ -232,6 +236,15 @@ for _path in ("/api/create", "/api/copy", "/api/push", "/api/delete"):
 async def ollama_version() -> Response:
     """The version of the server."""
     return json_response(OllamaVersion(__version__))
+
+
+def _digest(service: Service, name: str) -> str:
+    fingerprint = service.engine.facts.get("fingerprint")
+    return hashlib.sha256(f"{name} {fingerprint}".encode()).hexdigest()
+
+
+def _num_weight_bytes(service: Service) -> int:
+    return int(service.engine.facts.get("weight_bytes") or 0)
 
 
 def _expiry(service: Service) -> str:
