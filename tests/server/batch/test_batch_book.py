@@ -1,10 +1,13 @@
 """The states of batches, on disk and after a crash at any place."""
 
+import errno
+
 import pytest
 
 from quire.errors import ConfigurationError, InvalidRequestError
 from quire.server.batch import batch_book
 from quire.server.batch.batch_book import BatchBook
+from quire.server.batch.file_store import StorageError
 from quire.server.generation.answer_store import Owner
 
 ALICE, BOB = Owner("alice"), Owner("bob")
@@ -112,6 +115,22 @@ def test_the_numbers_of_batches_are_bounded(tmp_path, monkeypatch):
     assert len(found.listed(ALICE)) == 3 and {first.id, second.id} & {
         batch.id for batch in found.listed(ALICE)
     }
+
+
+def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
+    found = book(tmp_path)
+    batch = begin(found)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(batch_book, "write_record", full)
+        for change in (lambda: begin(found), lambda: found.cancel(batch)):
+            with pytest.raises(StorageError):
+                change()
+    assert found.unfinished() == [batch]
+    assert (batch.status, batch.cancelling_at) == ("validating", None)
 
 
 def test_a_batch_that_has_ended_can_t_be_cancelled(tmp_path):

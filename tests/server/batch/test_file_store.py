@@ -1,9 +1,13 @@
 """Stored files: owners, bounds, and what a server finds that was ended in the middle."""
 
+import errno
+import os
+import resource
+
 import pytest
 
 from quire.errors import BodyTooLongError, ConfigurationError, InvalidRequestError
-from quire.server.batch.file_store import FileStore, FileUpload
+from quire.server.batch.file_store import FileStore, FileUpload, StorageError, new_file_id
 from quire.server.generation.answer_store import Owner
 
 ALICE, BOB = Owner("alice"), Owner("bob")
@@ -49,10 +53,47 @@ def test_what_a_crash_left_behind_is_removed(tmp_path):
     store = stored(tmp_path)
     file, lost = upload(store, ALICE), upload(store, ALICE)
     store.path_of(lost.id).unlink()
-    (tmp_path / "file-1.part").write_bytes(b"half")
-    (tmp_path / "file-2").write_bytes(b"without a record")
+    (tmp_path / f"{new_file_id()}.part").write_bytes(b"half")
+    (tmp_path / new_file_id()).write_bytes(b"without a record")
     assert stored(tmp_path).listed(ALICE) == [file]
     assert {path.name for path in tmp_path.iterdir()} == {file.id, f"{file.id}.json"}
+
+
+def test_files_that_are_not_the_server_s_stay(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / "file-1").mkdir()
+    stored(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"thesis.txt", "file-1"}
+
+
+def test_files_of_one_second_are_listed_in_their_order(tmp_path):
+    store = stored(tmp_path, max_tenant_bytes=1 << 20)
+    files = [upload(store, ALICE) for _ in range(9)]
+    assert store.listed(ALICE) == files
+
+
+@pytest.mark.parametrize("when", ["write", "record"])
+def test_a_full_disk_is_named_and_nothing_stays(tmp_path, monkeypatch, when):
+    store = stored(tmp_path, max_tenant_bytes=9000)
+    number = resource.RLIMIT_FSIZE
+    before = resource.getrlimit(number)
+    with monkeypatch.context() as patched:
+        if when == "record":
+            patched.setattr(os, "fsync", full)
+        else:
+            resource.setrlimit(number, (2, before[1]))  # Python ignores SIGXFSZ
+        try:
+            with pytest.raises(StorageError, match="can't store this now"):
+                upload(store, ALICE)
+        finally:
+            resource.setrlimit(number, before)
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):  # the room is free again
+        upload(store, ALICE)
+
+
+def full(descriptor):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path):

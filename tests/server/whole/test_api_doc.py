@@ -9,6 +9,7 @@ from tests.server.asking import CHAT, COMPLETIONS, RESPONSES, openai_fields
 
 from quire import errors
 from quire.server.adapter_names import UnknownAdapterError
+from quire.server.batch.file_store import StorageError
 from quire.server.generation.body import StreamOptions
 from quire.server.http import guard
 from quire.server.http.errors import _CODES
@@ -121,7 +122,7 @@ def test_the_codes_of_errors_are_those_that_clients_can_meet():
         and not issubclass(kind, errors.ConfigurationError)
     ]
     more = (NotReadyError, NotSupportedError, UnknownModelError, UnknownResponseError)
-    more += (UnknownAdapterError, UnknownBatchError, UnknownFileError)
+    more += (UnknownAdapterError, UnknownBatchError, UnknownFileError, StorageError)
     codes = {kind.code for kind in (*kinds, *more)} | set(_CODES.values())
     codes |= set(guard.CODES.values())
     inner = {errors.SchedulerStalledError.code, errors.NoReplicaError.code}  # met by no client

@@ -9,12 +9,18 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from quire.errors import ConfigurationError, InvalidRequestError
-from quire.server.batch.file_store import FileStore, new_file_id, read_records, write_record
+from quire.server.batch.file_store import (
+    FileStore,
+    new_file_id,
+    read_records,
+    storage_errors,
+    write_record,
+)
 from quire.server.config import ServerConfig
 from quire.server.generation.answer_store import Owner
 
@@ -144,12 +150,12 @@ class BatchBook:
     def listed(self, owner: Owner) -> list[Batch]:
         """The owner's batches, the oldest first."""
         found = [each.batch for each in self._records.values() if each.owner == owner]
-        return sorted(found, key=lambda batch: (batch.created_at, batch.id))
+        return sorted(found, key=lambda batch: batch.created_at)
 
     def unfinished(self) -> list[Batch]:
         """The batches of all owners that have not ended, the oldest first."""
         found = [each.batch for each in self._records.values() if not each.batch.has_ended]
-        return sorted(found, key=lambda batch: (batch.created_at, batch.id))
+        return sorted(found, key=lambda batch: batch.created_at)
 
     def owner_of(self, batch: Batch) -> Owner:
         """The owner of a batch of this book."""
@@ -172,7 +178,7 @@ class BatchBook:
         metadata: Mapping[str, str] | None,
     ) -> Batch:
         """Begin a batch. Raises InvalidRequestError if the tenant has too many, or no room for the
-        answers."""
+        answers; StorageError."""
         self.files.check_room(owner)
         own = [each for each in self._records.values() if each.owner.tenant == owner.tenant]
         if sum(not each.batch.has_ended for each in own) >= MAX_UNFINISHED:
@@ -194,19 +200,22 @@ class BatchBook:
             expires_at=now_s + window_s,
             metadata=None if metadata is None else dict(metadata),
         )
-        self._records[batch.id] = _BatchRecord(owner, batch)
-        self._write(batch)
+        record = _BatchRecord(owner, batch)
+        with storage_errors():
+            write_record(self._path(batch), record)  # first, since this may fail
+        self._records[batch.id] = record
         self.on_change(batch)
         return batch
 
     def cancel(self, batch: Batch) -> None:
-        """Begin to end a batch early. Raises InvalidRequestError if it has ended."""
+        """Begin to end a batch early. Raises InvalidRequestError if it has ended, StorageError."""
         if batch.has_ended or batch.status == "finalizing":
             raise InvalidRequestError(
                 f"the batch {batch.id} is {batch.status}, so it can't be cancelled", "batch_id"
             )
         if batch.status != "cancelling":
-            self.set_status(batch, "cancelling")
+            with storage_errors():
+                self.set_status(batch, "cancelling")
             self.on_change(batch)
 
     def fail(self, batch: Batch, message: str) -> None:
@@ -217,10 +226,12 @@ class BatchBook:
         self.set_status(batch, "failed")
 
     def set_status(self, batch: Batch, status: Status) -> None:
-        """Change a batch's status, and record the time."""
-        batch.status = status
-        setattr(batch, f"{status}_at", int(self._clock()))
-        self._write(batch)
+        """Change a batch's status, and record the time. If this raises OSError, nothing changes."""
+        changes: dict[str, Any] = {"status": status, f"{status}_at": int(self._clock())}
+        changed = msgspec.structs.replace(batch, **changes)
+        write_record(self._path(batch), _BatchRecord(self.owner_of(batch), changed))
+        for name, value in changes.items():
+            setattr(batch, name, value)
 
     def publish(self, batch: Batch, status: Status) -> None:
         """End a batch: make the files of its answers and errors findable. A crash within this
@@ -244,7 +255,7 @@ class BatchBook:
 
     def _forget(self, batch: Batch) -> None:
         del self._records[batch.id]
-        self._path(batch).unlink()
+        self._path(batch).unlink(missing_ok=True)
 
     def _write(self, batch: Batch) -> None:
         write_record(self._path(batch), self._records[batch.id])

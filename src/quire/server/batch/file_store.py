@@ -6,16 +6,20 @@ are read again when the server starts. Called by the routes of files and by `bat
 
 import contextlib
 import os
+import re
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 import msgspec
 
-from quire.errors import BodyTooLongError, ConfigurationError, InvalidRequestError
+from quire.errors import BodyTooLongError, ConfigurationError, InvalidRequestError, QuireError
+from quire.observability.log import get_logger
 from quire.server.generation.answer_store import Owner
 
 _OVERHEAD_BYTES = 4096
@@ -23,7 +27,30 @@ _OVERHEAD_BYTES = 4096
 
 _RECORD = ".json"
 
+_UNFINISHED = re.compile(r"file-[0-9a-f]{32}(\.part|\.new)?")
+"""Names of files that a crash may leave without a record."""
+
 Record = TypeVar("Record", bound=msgspec.Struct)
+
+logger = get_logger(__name__)
+
+
+class StorageError(QuireError):
+    """The server's disk takes no files now. The message leaves out what only the operator sees."""
+
+    http_status = 503
+    code = "storage_failed"
+    retry_after_s = 60.0
+
+
+@contextlib.contextmanager
+def storage_errors() -> Iterator[None]:
+    """Log an error of the disk, and raise StorageError in its place."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("the batch folder can't be written: %s", error)
+        raise StorageError("the server can't store this now, because its disk has failed") from None
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -47,13 +74,19 @@ class _FileRecord(msgspec.Struct, frozen=True):
 
 
 def write_record(path: Path, record: msgspec.Struct) -> None:
-    """Replace a record's file. A reader finds the old or the new record, never a part of one."""
-    new = path.with_suffix(".new")
-    with contextlib.suppress(FileNotFoundError):
-        new.unlink()
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(record))
-    new.replace(path)
+    """Replace a record's file. A reader finds the old or the new record, never a part of one, even
+    after a power failure. Raises OSError, and leaves the old record then."""
+    content, new = msgspec.json.encode(record), path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def read_records(folder: Path, kind: type[Record]) -> list[Record]:
@@ -94,7 +127,7 @@ class FileStore:
         for record in self._records.values():
             self._num_bytes[record.owner.tenant] += record.file.bytes + _OVERHEAD_BYTES
         for path in folder.iterdir():  # what an upload that was cut off has left
-            if path.suffix != _RECORD and path.name not in self._records:
+            if _UNFINISHED.fullmatch(path.name) and path.name not in self._records:
                 path.unlink()
 
     def find(self, owner: Owner, file_id: str) -> StoredFile | None:
@@ -105,7 +138,7 @@ class FileStore:
     def listed(self, owner: Owner) -> list[StoredFile]:
         """The owner's files, the oldest first."""
         found = [record.file for record in self._records.values() if record.owner == owner]
-        return sorted(found, key=lambda file: (file.created_at, file.id))
+        return sorted(found, key=lambda file: file.created_at)
 
     def path_of(self, file_id: str) -> Path:
         """The path of a file's content."""
@@ -161,28 +194,35 @@ class FileUpload:
     """A file that is being uploaded. Leaving `with` removes it unless `finish` was called."""
 
     def __init__(self, store: FileStore, owner: Owner) -> None:
+        """Raises StorageError."""
         self.file_id = new_file_id()
         self._store = store
         self._owner = owner
         self._num_bytes = 0
         self._path = store.path_of(self.file_id).with_suffix(".part")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self._file = os.fdopen(os.open(self._path, flags, 0o600), "wb")
+        with storage_errors():
+            # Unbuffered, so that a full disk fails `write`, and not the close after it.
+            self._file = FileIO(os.open(self._path, flags, 0o600), "wb")
 
     def write(self, data: bytes) -> None:
-        """Append bytes. Raises BodyTooLongError, InvalidRequestError, OSError."""
+        """Append bytes. Raises BodyTooLongError, InvalidRequestError, StorageError."""
         most = self._store.max_file_bytes
         if self._num_bytes + len(data) > most:
             raise BodyTooLongError(f"the file is longer than {most} bytes; send less in one file")
         self._store.check_room(self._owner, len(data) + _OVERHEAD_BYTES)
         self._store.count(self._owner, len(data))
         self._num_bytes += len(data)
-        self._file.write(data)
+        rest = memoryview(data)
+        with storage_errors():
+            while rest:  # an almost full disk takes a part
+                rest = rest[self._file.write(rest) :]
 
     def finish(self, filename: str, purpose: str) -> StoredFile:
-        """Make the file findable."""
-        self._file.close()
-        return self._store.add(self._owner, self._path, self.file_id, filename, purpose)
+        """Make the file findable. Raises StorageError."""
+        with storage_errors():
+            self._file.close()
+            return self._store.add(self._owner, self._path, self.file_id, filename, purpose)
 
     def __enter__(self) -> Self:
         return self
@@ -193,7 +233,7 @@ class FileUpload:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
-        self._path.unlink(missing_ok=True)
         # A finished file has been counted by `add`.
         self._store.count(self._owner, -self._num_bytes)
+        self._file.close()
+        self._path.unlink(missing_ok=True)
