@@ -38,6 +38,25 @@ def test_a_form_is_read_however_it_is_cut(size):
     assert (form.fields, form.filename) == ({"purpose": "batch"}, "käse.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("filename*=UTF-8''k%C3%A4se", "käse"),
+        ("filename*=''%ff", "\ufffd"),
+        ("a=b", ""),
+    ],
+)
+def test_the_file_s_name_may_be_encoded(given, name):
+    form, _ = read(part("file", b"", f"; {given}") + b"\r\n--x-y--")
+    assert form.filename == name
+
+
+@pytest.mark.parametrize("boundary", ['""', "x" * 71])
+def test_boundaries_have_a_length(boundary):
+    with pytest.raises(InvalidRequestError, match="must have 1 to 70"):
+        read(b"", content_type=f"multipart/form-data; boundary={boundary}")
+
+
 def test_the_file_is_passed_on_before_the_body_has_ended():
     written = []
     reader = FormReader(TYPE, "file", written.append)
@@ -60,6 +79,9 @@ def test_the_file_is_passed_on_before_the_body_has_ended():
         (b"--x-y\r\nA: b\r\n\r\nx\r\n--x-y--", "a part has no name"),
         (FILE + FILE + b"--x-y--", "two fields 'file'"),
         (b"--x-y\r\n" + b"A" * 9000, "bytes of headers"),
+        (part("file", b"", f'; a="{"A" * 9000}"'), "bytes of headers"),
+        (part("file", b"", "; filename*=utf-7''+2AA-"), "name is not in UTF-8"),
+        (part("file", b"", "; filename*=idna''xn--a"), "name is not in UTF-8"),
         (part("purpose", b"x" * (MAX_FIELD_BYTES + 99)), "field 'purpose' has more than"),
         (part("a", b"\r\n") * 2 + b"--x-y--", "two fields 'a'"),
         (

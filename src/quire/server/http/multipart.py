@@ -14,7 +14,9 @@ from quire.errors import InvalidRequestError
 MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
 MAX_HEADER_BYTES = 8192
-"""Maximum number of fields beside the file, bytes of one field, and bytes of one part's headers."""
+MAX_BOUNDARY_CHARACTERS = 70
+"""Maximum number of fields beside the file, bytes of one field, bytes of one part's headers, and
+characters of the boundary (RFC 2046)."""
 
 
 @dataclass(slots=True)
@@ -40,6 +42,11 @@ class FormReader:
             raise InvalidRequestError(
                 f"the Content-Type is {content_type!r:.80}, but must be multipart/form-data with a"
                 " boundary"
+            )
+        if not 0 < len(boundary) <= MAX_BOUNDARY_CHARACTERS:
+            raise InvalidRequestError(
+                f"the form's boundary has {len(boundary)} characters, but must have 1 to"
+                f" {MAX_BOUNDARY_CHARACTERS}"
             )
         self.form = Form()
         self._delimiter = b"\r\n--" + boundary.encode("latin-1", "replace")
@@ -90,9 +97,9 @@ class FormReader:
 
     def _begin_part(self) -> bool:
         at = self._buffer.find(b"\r\n\r\n")
+        if (len(self._buffer) if at < 0 else at) > MAX_HEADER_BYTES:
+            raise _malformed(f"a part has more than {MAX_HEADER_BYTES} bytes of headers")
         if at < 0:
-            if len(self._buffer) > MAX_HEADER_BYTES:
-                raise _malformed(f"a part has more than {MAX_HEADER_BYTES} bytes of headers")
             return False
         headers = message_from_string(self._buffer[: at + 4].decode("utf-8", "replace"))
         name = headers.get_param("name", header="content-disposition")
@@ -102,7 +109,7 @@ class FormReader:
         if name == self._file_field:
             if self.form.filename is not None:
                 raise InvalidRequestError(f"there are two fields {name!r}; send one file", name)
-            self.form.filename = headers.get_filename() or ""
+            self.form.filename = _filename_of(headers)
         self._buffer, self._is_in_headers = self._buffer[at + 4 :], False
         return True
 
@@ -126,6 +133,17 @@ class FormReader:
         if len(self.form.fields) >= MAX_FIELDS:
             raise _malformed(f"it has more than {MAX_FIELDS} fields")
         self.form.fields[self._name] = self._value.decode("utf-8", "replace")
+
+
+def _filename_of(headers: Message) -> str:
+    """The name of a part's file; "" without one. Raises InvalidRequestError for a name in another
+    character set than UTF-8, since Python has some that give no valid text."""
+    given = headers.get_param("filename", header="content-disposition", failobj="")
+    if not isinstance(given, tuple):
+        return given
+    if (given[0] or "utf-8").lower() not in ("utf-8", "us-ascii"):
+        raise _malformed("the file's name is not in UTF-8")
+    return given[2].encode("latin-1", "replace").decode("utf-8", "replace")
 
 
 def _malformed(what: str) -> InvalidRequestError:
