@@ -247,7 +247,7 @@ async def _load_and_serve(
         watch = asyncio.create_task(http.watch_engine())
         trim = asyncio.create_task(_return_memory())
         try:
-            async with answering_batches(http.app, service, plan.access.max_body_bytes):
+            async with answering_batches(http.app, service, plan.access):
                 await http.serve(sockets=[sock])
         finally:
             if service.idle_unload is not None:

@@ -167,6 +167,8 @@ class TestFile:
         file.write_text("alice:alice-key-2 speculation_history=false")
         keys = ApiKeys([f"alice:{ALICE}"], file, clock=clock)
         assert keys.tenant_of([ALICE.encode()]).speculation_history is False
+        assert keys.tenant_named("alice").speculation_history is False
+        assert keys.tenant_named("nobody") is None
         file.write_text("alice:alice-key-2")
         clock.now_s = 1.0
         assert keys.tenant_of([ALICE.encode()]).speculation_history is True

@@ -49,7 +49,7 @@ def answer_line(call: BatchCall, answer: InnerAnswer) -> dict[str, Any]:
     response = {
         "status_code": answer.status,
         "request_id": answer.headers.get("x-request-id"),
-        "body": msgspec.Raw(answer.body),
+        "body": msgspec.Raw(answer.body) if answer.body else None,
     }
     return _line(call.custom_id, response, None)
 

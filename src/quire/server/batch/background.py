@@ -11,8 +11,8 @@ Started by `launch`.
 import asyncio
 import contextlib
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -27,9 +27,9 @@ from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError, QuireError
 from quire.observability.log import get_logger
 from quire.server.batch.answering import RETRIED, answer_call, answer_line, unanswered_line
-from quire.server.batch.batch_book import Batch, BatchBook
+from quire.server.batch.batch_book import Batch, BatchBook, Status
 from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
-from quire.server.http.guard import BodyLimit
+from quire.server.http.guard import AccessConfig, BodyLimit
 from quire.server.service import Service
 from quire.server.telemetry.monitor import BugReporter, Monitor, RequestIdMiddleware
 from quire.server.tenants.tenants import Tenant
@@ -46,7 +46,23 @@ RETRY_S = 1.0
 ADDED_PRIORITY = 1 << 20
 """Added to the priority of a batch's calls; smaller numbers go first."""
 
-UNWRITTEN = "the server could not write the answers; its log says why"
+DISK_RETRY_S = 30.0
+"""Seconds before a batch goes on whose state or answers could not be written."""
+
+ENDS: Mapping[Status, Literal["completed", "cancelled"]] = {
+    "finalizing": "completed",
+    "cancelling": "cancelled",
+}
+"""How a batch ends by its status, if it is not expired."""
+
+MAX_CALLS = 50_000
+"""The maximum number of a batch's calls, as OpenAI has it."""
+
+MAX_OPEN_JOBS = 8
+"""The maximum number of one tenant's batches in progress; each takes memory and three open files.
+The others wait."""
+
+UNUSABLE = "the server can't go on with this batch; its log says why"
 
 logger = get_logger(__name__)
 
@@ -68,14 +84,16 @@ class InnerApp:
 
 @contextlib.asynccontextmanager
 async def answering_batches(
-    app: Starlette, service: Service, max_body_bytes: int
+    app: Starlette, service: Service, access: AccessConfig
 ) -> AsyncIterator[None]:
     """Answer the service's batches, if it takes any, until the end of `async with`."""
     if service.batches is None:
         yield
         return
-    inner = InnerApp(app, service.monitor, max_body_bytes)
-    running = asyncio.create_task(BatchRunner(inner, service.engine, service.batches).run())
+    inner = InnerApp(app, service.monitor, access.max_body_bytes)
+    find_tenant = Tenant if access.keys is None else access.keys.tenant_named
+    runner = BatchRunner(inner, service.engine, service.batches, find_tenant)
+    running = asyncio.create_task(runner.run())
     running.add_done_callback(_report_bug)
     try:
         yield
@@ -92,7 +110,8 @@ def _report_bug(running: "asyncio.Task[None]") -> None:
 
 @dataclass(slots=True)
 class _Job:
-    """A batch in progress. Invariant: a call is in `calls`, in `again`, open, or answered."""
+    """A batch in progress. Invariant: a call is in `calls`, in `again`, open, or answered, unless
+    `has_failed` or `disk_error` is set."""
 
     batch: Batch
     answers: BatchOutput
@@ -107,7 +126,9 @@ class _Job:
     not_before_s: float = 0.0
     #: Whether every call has begun at least once.
     is_read: bool = False
-    #: Whether an answer could not be written, after which the files can't be continued.
+    #: Why a file could not be read or written; None if all could.
+    disk_error: OSError | None = None
+    #: Whether a call met a bug of the server.
     has_failed: bool = False
 
     def next_call(self) -> BatchCall | None:
@@ -142,15 +163,22 @@ class BatchRunner:
         app: ASGIApp,
         engine: EngineFleet,
         book: BatchBook,
+        find_tenant: Callable[[str], Tenant | None] = Tenant,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`app` answers the calls. `clock` is in seconds since 1970."""
+        """`app` answers the calls. `find_tenant` finds a tenant by its name. It returns None for a
+        tenant whose keys were removed, and then the tenant's batches wait. `clock` is in seconds
+        since 1970."""
         self._app = app
+        self._find_tenant = find_tenant
         self._clock = clock
         self._engine = engine
         self._book = book
         self._jobs: deque[_Job] = deque()
+        #: Batches that wait for their begin.
         self._new: deque[Batch] = deque(book.unfinished())
+        #: Times before which batches don't go on since the disk has failed, by time.monotonic.
+        self._not_before_s: dict[str, float] = {}
         self._news = asyncio.Event()
         self._asked_s = 0.0
         book.on_change = self._on_change
@@ -164,7 +192,7 @@ class BatchRunner:
         """Answer batches until cancelled; calls that are open then are made after a restart."""
         try:
             while True:
-                await self._begin_jobs()
+                await self._begin_next()
                 await self._finish_jobs()
                 self._fill_rows()
                 await self._withdraw()
@@ -180,27 +208,70 @@ class BatchRunner:
 
     # ---- jobs -------------------------------------------------------------------------------
 
-    async def _begin_jobs(self) -> None:
-        while self._new:
-            batch = self._new.popleft()
-            if batch.status == "finalizing":  # the server ended while it published the answers
-                self._book.publish(batch, "completed")
-                continue
-            path, name = self._book.files.path_of(batch.input_file_id), batch.input_file_id
+    async def _begin_next(self) -> None:
+        """Begin the next batch that may begin. It is one at a time, so that those in progress go on
+        while the files of others are checked."""
+        num_open = Counter(self._book.owner_of(job.batch).tenant for job in self._jobs)
+        batch = next((each for each in self._new if self._may_begin(each, num_open)), None)
+        if batch is None:
+            return
+        self._new.remove(batch)
+        self._news.set()  # for the batch after this one
+        self._not_before_s.pop(batch.id, None)
+        try:
+            await self._begin(batch)
+        except OSError as error:
+            self._postpone(batch, error)
+
+    def _may_begin(self, batch: Batch, num_open: Mapping[str, int]) -> bool:
+        """Whether a batch may begin; `num_open` has the batches in progress by tenant."""
+        if time.monotonic() < self._not_before_s.get(batch.id, 0.0):
+            return False
+        if batch.status == "cancelling" or self._clock() >= batch.expires_at:
+            return True  # it ends at once
+        return num_open.get(self._book.owner_of(batch).tenant, 0) < MAX_OPEN_JOBS
+
+    async def _begin(self, batch: Batch) -> None:
+        """Begin a batch, or end it. Raises OSError."""
+        if batch.status == "finalizing" or batch.output_file_id or batch.error_file_id:
+            # The server ended, or the disk failed, while the answers were published.
+            self._book.publish(batch, ENDS.get(batch.status, "expired"))
+            return
+        path, name = self._book.files.path_of(batch.input_file_id), batch.input_file_id
+        try:
+            found = await asyncio.to_thread(BatchInput, path, [batch.endpoint], name, MAX_CALLS)
+        except ConfigurationError as error:
+            self._book.fail(batch, str(error))
+            return
+        try:
+            job = self._open_job(batch, found)
+        except ConfigurationError as error:  # names a path, which is for the log alone
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from error
+            logger.error("%s can't go on: %s", batch.id, error)
+            self._book.fail(batch, UNUSABLE)
+            return
+        if batch.status == "validating":
             try:
-                found = await asyncio.to_thread(BatchInput, path, [batch.endpoint], name)
-                job = self._open_job(batch, found)
-            except ConfigurationError as error:
-                self._book.fail(batch, str(error))
-                continue
-            if batch.status == "validating":
                 self._book.set_status(batch, "in_progress")
-            self._jobs.append(job)
+            except OSError:
+                job.close()
+                raise
+        self._jobs.append(job)
+
+    def _postpone(self, batch: Batch, error: OSError) -> None:
+        """Let a batch go on later as after a restart, since the disk has failed."""
+        text = "the files of %s can't be used (%s); it goes on in %g s"
+        logger.error(text, batch.id, error, DISK_RETRY_S)
+        self._not_before_s[batch.id] = time.monotonic() + DISK_RETRY_S
+        self._new.append(batch)
 
     def _open_job(self, batch: Batch, found: BatchInput) -> _Job:
         answers_path, errors_path = self._book.working_paths(batch)
-        answers = BatchOutput(answers_path, found.custom_ids)
-        errors = BatchOutput(errors_path, found.custom_ids)
+        with contextlib.ExitStack() as opened:
+            answers = opened.enter_context(BatchOutput(answers_path, found.custom_ids))
+            errors = opened.enter_context(BatchOutput(errors_path, found.custom_ids))
+            opened.pop_all()
         done = answers.answered | errors.answered
         calls = (call for call in found.calls() if call.custom_id not in done)
         job = _Job(batch, answers, errors, calls)
@@ -215,7 +286,7 @@ class BatchRunner:
                 await self._finish(job, "cancelled")
             elif now_s >= job.batch.expires_at:
                 await self._finish(job, "expired")
-            elif job.is_over or job.has_failed:
+            elif job.is_over or job.has_failed or job.disk_error is not None:
                 await self._finish(job, "completed")
 
     async def _finish(
@@ -225,19 +296,20 @@ class BatchRunner:
         await _end_open(job)
         batch = job.batch
         try:
-            if status == "expired":
-                self._write_unanswered(job)
-            job.count()
-            job.close()
+            with contextlib.closing(job):
+                if job.disk_error is not None:
+                    raise job.disk_error
+                if status == "expired":
+                    self._write_unanswered(job)
+                job.count()
             if job.has_failed:
-                self._book.fail(batch, UNWRITTEN)
+                self._book.fail(batch, UNUSABLE)
                 return
             if status == "completed":
                 self._book.set_status(batch, "finalizing")
             self._book.publish(batch, status)
         except OSError as error:
-            logger.error("the answers of %s can't be written: %s", batch.id, error)
-            self._book.fail(batch, UNWRITTEN)
+            self._postpone(batch, error)
 
     def _write_unanswered(self, job: _Job) -> None:
         """Write a line for each call that was not answered before the batch's time was over."""
@@ -271,8 +343,7 @@ class BatchRunner:
         while free > 0 and waiting < len(self._jobs):
             job = self._jobs[0]
             self._jobs.rotate(-1)
-            is_late = job.has_failed or job.not_before_s > time.monotonic()
-            call = None if is_late or job.batch.status == "cancelling" else job.next_call()
+            call = self._next_call(job)
             if call is None:
                 waiting += 1
                 continue
@@ -281,24 +352,39 @@ class BatchRunner:
             free -= weight
             task = asyncio.get_running_loop().create_task(self._make(job, call))
             job.open[task] = weight
-            task.add_done_callback(partial(self._on_done, job))
+            task.add_done_callback(partial(self._on_done, job, call))
 
-    def _on_done(self, job: _Job, task: asyncio.Task[None]) -> None:
+    def _next_call(self, job: _Job) -> BatchCall | None:
+        """The call of a job to make now; None if there is none."""
+        is_late = job.not_before_s > time.monotonic() or job.batch.status == "cancelling"
+        if is_late or job.has_failed or job.disk_error is not None:
+            return None
+        if self._find_tenant(self._book.owner_of(job.batch).tenant) is None:
+            return None
+        try:
+            return job.next_call()
+        except ConfigurationError as error:  # the file can't be read any more
+            job.disk_error = OSError(str(error))
+            return None
+
+    def _on_done(self, job: _Job, call: BatchCall, task: asyncio.Task[None]) -> None:
         job.open.pop(task, None)
         self._news.set()
+        if task.cancelled():  # withdrawn, maybe before it had begun
+            job.again.appendleft(call)
+        elif (error := task.exception()) is not None:
+            logger.error("a call of %s has met a bug", job.batch.id, exc_info=error)
+            job.has_failed = True
 
     async def _make(self, job: _Job, call: BatchCall) -> None:
         owner = self._book.owner_of(job.batch)
-        state: dict[str, Any] = {"tenant": Tenant(owner.tenant), "is_operator": False}
+        tenant = self._find_tenant(owner.tenant) or Tenant(owner.tenant)
+        state: dict[str, Any] = {"tenant": tenant, "is_operator": False}
         if self._engine.limits.reads_priority:
             state["added_priority"] = ADDED_PRIORITY
         # On a server without keys, callers stay apart by this header as by their own keys.
         headers = {"x-api-key": f"batch {owner.caller}"} if owner.caller else {}
-        try:
-            answer = await answer_call(self._app, call, state, headers)
-        except asyncio.CancelledError:
-            job.again.appendleft(call)  # withdrawn
-            raise
+        answer = await answer_call(self._app, call, state, headers)
         if answer.status in RETRIED:
             job.again.appendleft(call)
             job.not_before_s = time.monotonic() + RETRY_S
@@ -307,8 +393,7 @@ class BatchRunner:
         try:
             output.write(call.custom_id, answer_line(call, answer))
         except OSError as error:
-            logger.error("the answers of %s can't be written: %s", job.batch.id, error)
-            job.has_failed = True
+            job.disk_error = error
         job.count()
 
     async def _withdraw(self) -> None:
@@ -358,7 +443,7 @@ def num_generations(body: bytes) -> int:
     """The number of generations that a call asks for, prompts times n; 1 if it can't be told."""
     try:
         counted = msgspec.json.decode(body, type=_Counted)
-    except msgspec.ValidationError:
+    except (msgspec.DecodeError, RecursionError):
         return 1  # the call's answer will name the mistake
     given = counted.prompt or counted.input
     has_many = isinstance(given, list) and bool(given) and not isinstance(given[0], (int, dict))

@@ -52,9 +52,16 @@ class BatchInput:
     Invariant: no two calls have the same custom_id.
     """
 
-    def __init__(self, path: Path, urls: Collection[str], name: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        urls: Collection[str],
+        name: str | None = None,
+        max_calls: int | None = None,
+    ) -> None:
         """`urls` are the paths that may be called. `name` is the file's name in errors; None means
-        its path. Raises ConfigurationError with the number of a faulty line."""
+        its path. `max_calls` bounds the number of calls; None means no bound. Raises
+        ConfigurationError with the number of a faulty line."""
         self.path = path
         self._name = name or str(path)
         self.custom_ids: set[str] = set()
@@ -72,6 +79,10 @@ class BatchInput:
                     " must have its own"
                 )
             self.custom_ids.add(call.custom_id)
+            if max_calls is not None and len(self.custom_ids) > max_calls:
+                raise ConfigurationError(
+                    f"{self._name} has more than {max_calls} calls; split it into several files"
+                )
         if not self.custom_ids:
             raise ConfigurationError(f"{self._name} has no calls in it: one JSON object a line")
 
@@ -94,7 +105,8 @@ class BatchInput:
         where = f"line {number} of {self._name}"
         try:
             call = msgspec.json.decode(line, type=_Line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            str(call.body, "utf-8")  # msgspec does not check this part
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigurationError(
                 f"{where} is no call: {error}; it must be an object with custom_id, method, url"
                 " and body"

@@ -83,6 +83,11 @@ class ApiKeys:
                 return found
         return None
 
+    def tenant_named(self, name: str) -> Tenant | None:
+        """Find the tenant of a name. Returns None if the server has no key of that name now."""
+        self._reload_file()
+        return next((tenant for tenant in self._all.values() if tenant.name == name), None)
+
     def _reload_file(self) -> None:
         """Read the file again, at most once a second. A file that can't be read changes nothing.
 
