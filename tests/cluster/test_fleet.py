@@ -96,6 +96,47 @@ def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
     with_fleet(test, SLOW, SLOW)
 
 
+def test_an_engine_that_dies_while_all_fall_asleep_does_not_keep_the_others_asleep() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        victim, other = fleet.engines.all.values()
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)  # so that the next death is followed by a pause
+        await until(lambda: victim.num_restarts == 1 and victim.state is EngineState.READY)
+        streams = [generate(fleet, f"q{number}", max_tokens=40) for number in range(2)]
+        reading = [asyncio.ensure_future(tokens(stream)) for stream in streams]
+        await asyncio.sleep(0.1)
+        falling = asyncio.ensure_future(fleet.sleeping.sleep("wait", keeps_process=False))
+        await asyncio.sleep(0)
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="can't be put to sleep"):
+            await falling
+        assert other.state is EngineState.ASLEEP
+        assert await asyncio.gather(*reading) == [COUNT] * 2
+        assert victim.state is EngineState.READY
+        await fleet.sleeping.sleep("keep", keeps_process=False)  # the rest
+        assert fleet.state is EngineState.ASLEEP
+        await fleet.sleeping.wake()
+        assert len(fleet.engines.ready) == 2
+        await other.supervisor.sleep(keeps_process=False)
+        await fleet.sleeping.wake()
+        assert len(fleet.engines.ready) == 2
+
+    with_fleet(test, SLOW, SLOW, recovery=RecoveryConfig(first_backoff_s=1.5))
+
+
+def test_engines_take_requests_again_if_they_do_not_fall_asleep() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        reading = asyncio.ensure_future(tokens(generate(fleet, "q", max_tokens=40)))
+        falling = asyncio.ensure_future(fleet.sleeping.sleep("wait", keeps_process=False))
+        await asyncio.sleep(0.05)
+        falling.cancel()
+        assert await tokens(generate(fleet, "r", max_tokens=3)) == [11, 12, 13]
+        assert await reading == COUNT
+
+    with_fleet(test, SLOW)
+
+
 def test_a_replica_that_computes_something_else_is_refused() -> None:
     async def test(fleet: EngineFleet) -> None:
         with pytest.raises(ReplicaDiffersError, match="differs from the first one in fingerprint"):

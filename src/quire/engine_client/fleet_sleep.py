@@ -7,7 +7,7 @@ from the tokens received so far. Made by `fleet`.
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Literal, TypeAlias
 
 from quire.engine_client.fleet_dispatcher import FleetDispatcher
@@ -52,16 +52,16 @@ class FleetSleep:
             self.on_wanted()
 
     async def sleep(self, mode: SleepMode, *, keeps_process: bool) -> None:
-        """Release the memory of all engines; does nothing if they sleep.
+        """Release the memory of all engines that do not sleep yet.
 
         With `keeps_process`, each has a process that waits with its libraries loaded, so that the
         wake-up takes less time. Raises InvalidRequestError for engines on other machines,
-        EngineDeadError if an engine is not ready.
+        EngineDeadError if an engine is not ready. If one dies meanwhile, the others may sleep.
         """
         async with self._changes:
-            engines = list(self._engines.all.values())
-            if self.is_on:
-                return
+            engines = [
+                each for each in self._engines.all.values() if each.state is not EngineState.ASLEEP
+            ]
             links = [link for each in engines if (link := each.supervisor.link) is not None]
             if len(links) < len(engines):
                 raise EngineDeadError("an engine is not ready, so it can't be put to sleep")
@@ -69,18 +69,24 @@ class FleetSleep:
                 raise InvalidRequestError(
                     "engines on other machines can't be put to sleep; end their agents instead"
                 )
-            await self._settle(mode)
-            await asyncio.gather(
-                *(each.supervisor.sleep(keeps_process=keeps_process) for each in engines)
-            )
+            replicas = list(self._dispatcher.replicas)
+            accepting = [name for name, replica in replicas if not replica.is_closed]
+            try:
+                await self._settle(mode)
+                await _all_of(
+                    each.supervisor.sleep(keeps_process=keeps_process) for each in engines
+                )
+            finally:
+                for name in accepting:  # an engine that did not fall asleep takes requests again
+                    self._dispatcher.set_accepting(name, True)
 
     async def wake(self) -> None:
-        """Start the engines again, and wait until they take requests; does nothing if they are
-        awake. Raises EngineDeadError if one does not start."""
+        """Start the engines that sleep, and wait until they and those that recover take requests.
+        Raises EngineDeadError if one does not start."""
         async with self._changes:
-            if not self.is_on:
-                return
-            await asyncio.gather(*(each.supervisor.wake() for each in self._engines.all.values()))
+            coming = (EngineState.ASLEEP, EngineState.RECOVERING)
+            engines = [each for each in self._engines.all.values() if each.state in coming]
+            await _all_of(each.supervisor.wake() for each in engines)
 
     async def _settle(self, mode: SleepMode) -> None:
         """End the open requests, or wait for their end, as `mode` says."""
@@ -93,3 +99,10 @@ class FleetSleep:
                 self._dispatcher.set_accepting(name, False)
             while any(replica.requests for _, replica in self._dispatcher.replicas):
                 await asyncio.sleep(WAIT_POLL_S)
+
+
+async def _all_of(changes: Iterable[Awaitable[None]]) -> None:
+    """Wait for the end of all changes. Then raises the first error of them."""
+    for found in await asyncio.gather(*changes, return_exceptions=True):
+        if found is not None:
+            raise found

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -133,6 +134,43 @@ def test_a_process_that_dies_is_started_again_with_what_was_chosen() -> None:
             assert told == [("loading nothing", 1, 1)], "of the first process only"
 
     run(test)
+
+
+class NoProcess(ProcessLink):
+    """A link to a process that can't be started."""
+
+    async def open(self, start_frame: bytes) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def test_it_sleeps_and_wakes_although_no_process_can_wait_for_the_wake_up() -> None:
+    async def test() -> None:
+        async with kept() as (supervisor, listener):
+            supervisor._new_link = NoProcess
+            await supervisor.sleep(keeps_process=True)
+            assert (supervisor.state, supervisor.pid) == (EngineState.ASLEEP, None)
+            supervisor._new_link = OPEN_LINK
+            await supervisor.wake()
+            assert supervisor.state is EngineState.READY and len(listener.links) == 2
+
+    run(test)
+
+
+def test_a_shutdown_while_it_falls_asleep_or_wakes_leaves_no_process() -> None:
+    async def test(change: str, delay_s: float) -> None:
+        async with kept() as (supervisor, _):
+            if change == "wake":
+                await supervisor.sleep(keeps_process=True)
+                changing = asyncio.ensure_future(supervisor.wake())
+            else:
+                changing = asyncio.ensure_future(supervisor.sleep(keeps_process=True))
+            await asyncio.sleep(delay_s)
+            await supervisor.shutdown(drain=False, timeout_s=2, reason=None)
+            await asyncio.gather(changing, return_exceptions=True)
+
+    for change in ("sleep", "wake"):
+        for delay_s in (0.0, 0.002, 0.01, 0.03):
+            run(partial(test, change, delay_s))
 
 
 def test_while_it_recovers_there_is_no_link() -> None:

@@ -174,16 +174,23 @@ class Supervisor:
 
     async def sleep(self, *, keeps_process: bool) -> None:
         """End the process until `wake`; its open requests go on then. With `keeps_process`, a new
-        process loads the libraries and waits for `wake`. Raises EngineDeadError if no process takes
-        requests, OSError if no new process can be started."""
+        process loads the libraries and waits for `wake`, if one can be started. Raises
+        EngineDeadError if no process takes requests."""
         if (link := self.link) is None:
             raise EngineDeadError(f"the engine is {self.state.value}, so it can't be put to sleep")
         self.state = EngineState.ASLEEP
         await _end_now(link)
         logger.info("the engine sleeps")
         if keeps_process and self.state is EngineState.ASLEEP:
-            self._standby = self._new_link(self, self._listener)
-            await self._standby.open(encode(Prepare()))
+            self._standby = standby = self._new_link(self, self._listener)
+            try:
+                await standby.open(encode(Prepare()))
+            except OSError as error:  # `wake` starts one instead
+                self._standby = None
+                logger.warning("no process can be started that waits for the wake-up: %s", error)
+                return
+            if self._standby is not standby:  # `shutdown` came meanwhile
+                await standby.close()
 
     async def wake(self) -> None:
         """Start a process again and wait until it takes requests; does nothing if one does. Raises
@@ -225,8 +232,9 @@ class Supervisor:
                 self._build_timer.cancel()
             if link is not None:
                 await link.close()
-            if self._standby is not None:
-                await self._standby.close()
+            standby, self._standby = self._standby, None
+            if standby is not None:
+                await standby.close()
             if not self._started.done():  # so that `start` stops waiting
                 self._started.set_exception(self._closed_error)
                 # Marks the error as seen, since `start` may not be waiting.
