@@ -17,7 +17,10 @@ from quire.observability.log import get_logger
 
 POLL_S = 0.2
 
-_PARTS = re.compile(r"([0-9]*\.?[0-9]+)(ms|us|µs|ns|h|m|s)")
+MAX_CHARACTERS = 64
+"""Maximum length of a duration."""
+
+_PARTS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ms|us|µs|ns|h|m|s)")
 _DURATION = re.compile(rf"-?(?:{_PARTS.pattern})+")
 _UNITS = {
     "ns": timedelta(microseconds=1e-3),
@@ -37,7 +40,7 @@ def keep_alive_s(value: float | str) -> float:
     Infinity for a negative one. Raises InvalidRequestError."""
     if isinstance(value, str):
         text = value.strip()
-        if _DURATION.fullmatch(text):
+        if len(text) <= MAX_CHARACTERS and _DURATION.fullmatch(text):
             seconds = sum(
                 float(number) * _UNITS[unit].total_seconds()
                 for number, unit in _PARTS.findall(text)

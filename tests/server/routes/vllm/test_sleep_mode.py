@@ -137,6 +137,12 @@ def test_an_idle_engine_is_unloaded_and_the_next_call_wakes_it(tmp_path):
         talker.generate(model="embedded", keep_alive="1h")
         (model,) = talker.ps().models
         assert 3500 < model.expires_at.timestamp() - time.time() <= 3600
+        talker.generate(model="embedded", keep_alive=1e300)
+        assert server.http.get("/api/ps").json()["models"][0]["expires_at"].startswith("9999")
+        # A call with a key is a tenant's, and the model is there for all.
+        with_key = {"headers": {"Authorization": "Bearer some-key"}}
+        body = {"model": "embedded", "keep_alive": 0}
+        assert server.http.post("/api/generate", json=body, **with_key).status_code == 200
         time.sleep(1.0)
         assert not is_sleeping(server)
         talker.generate(model="embedded", keep_alive=0)
@@ -159,13 +165,23 @@ def test_an_idle_engine_is_unloaded_and_the_next_call_wakes_it(tmp_path):
         ("-1m", float("inf")),
         ("250ms", 0.25),
         ("10", 10.0),
+        ("1.s", 1.0),
+        (".5s", 0.5),
     ],
 )
 def test_keep_alive_is_a_duration(value, seconds):
     assert keep_alive_s(value) == seconds
 
 
-@pytest.mark.parametrize("value", ["soon", "", "5 minutes", float("nan"), "5x"])
+def test_a_long_keep_alive_takes_no_time():
+    began_s = time.process_time()
+    for text in ("1" * 1_000_000 + "x", "1." * 500_000, "1s" * 500_000):
+        with pytest.raises(InvalidRequestError, match="keep_alive"):
+            keep_alive_s(text)
+    assert time.process_time() - began_s < 2
+
+
+@pytest.mark.parametrize("value", ["soon", "", "5 minutes", float("nan"), "5x", "1" * 70 + "s"])
 def test_other_values_of_keep_alive_are_refused(value):
     with pytest.raises(InvalidRequestError, match="keep_alive"):
         keep_alive_s(value)

@@ -126,13 +126,14 @@ async def ollama_generate(body: OllamaGenerateRequest, http: HTTPRequest) -> Res
 
 
 def _keep_alive(http: HTTPRequest, body: OllamaBody) -> None:
-    """Obey the body's `keep_alive` if the server unloads an idle model. Raises
-    InvalidRequestError."""
-    service = service_of(http)
+    """Obey the operator's `keep_alive` if the server unloads an idle model. That of a tenant has no
+    effect, since the model is there for all. Raises InvalidRequestError."""
+    service, given = service_of(http), body.keep_alive
     service.check_model(body.model)
     if service.idle_unload is not None:
-        given = body.keep_alive
-        service.idle_unload.keep(None if given is None else keep_alive_s(given))
+        seconds = None if given is None else keep_alive_s(given)
+        if http.state.is_operator:
+            service.idle_unload.keep(seconds)
 
 
 async def _without_prompt(

@@ -94,7 +94,7 @@ class OllamaBody(ChatBody):
         "options": "`temperature`, `top_k`, `top_p`, `min_p`, `seed`, `stop`, `num_predict` and "
         "the penalties; those for running a model are accepted, and change nothing",
         "keep_alive": "how long the model stays in memory after the call, as `5m`; -1: for good."
-        " Only a server with `--idle-unload` obeys it",
+        " Only a server with `--idle-unload` obeys it, and only the operator",
         "think": "whether the model thinks before it answers, or how much: `low`, `medium`, `high`",
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",

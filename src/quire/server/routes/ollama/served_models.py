@@ -42,6 +42,9 @@ ARCHITECTURE = "quire"
 FOR_GOOD = "9999-12-31T23:59:59Z"
 """The expiry of a model that stays in memory."""
 
+MAX_SHOWN_S = 1e9
+"""Seconds, about 30 years. A model with more of them left is shown as one that stays."""
+
 
 class OllamaDetails(msgspec.Struct):
     """Ollama's details of a model file. Most are empty, since quire's models are folders."""
@@ -250,7 +253,7 @@ def _num_weight_bytes(service: Service) -> int:
 def _expiry(service: Service) -> str:
     """When the idle model leaves the memory."""
     left_s = math.inf if service.idle_unload is None else service.idle_unload.seconds_left
-    return FOR_GOOD if math.isinf(left_s) else rfc3339(time.time() + left_s)
+    return FOR_GOOD if left_s > MAX_SHOWN_S else rfc3339(time.time() + left_s)
 
 
 def rfc3339(time_s: float) -> str:
