@@ -44,6 +44,8 @@ LINE = ["--kv-cache-memory", "900GiB", "-np=3", "--enable-lora", "model"]
         ("LLM(enable_lora=True) in Python", "LLM(enable_lora=True) in Python"),
         ("give kv_cache_memory=50 in Python", "give kv_cache_memory=50 in Python"),
         ("/tmp/num_blocks.json is missing", "/tmp/num_blocks.json is missing"),
+        ("no '/tmp/num_blocks=3/x'", "no '/tmp/num_blocks=3/x'"),
+        ("'device=cpu' is no model", "'device=cpu' is no model"),
     ],
 )
 def test_fields_become_what_was_typed(

@@ -113,7 +113,7 @@ def told(message: str, parser: argparse.ArgumentParser, typed: Mapping[str, Type
     # A name of one word may be an ordinary word, so it counts only where a sentence is about it.
     message = re.sub(rf"\b({listed}) is (True|False)(?=[,;)]|$)", r"\1=\2", message)
     forms = (
-        rf"(?<![\w.-])(?<!LLM\()(?P<assigned>{listed})=(?P<value>{_VALUE}){_IN_PYTHON}",
+        rf"(?<![\w./'\"-])(?<!LLM\()(?P<assigned>{listed})=(?P<value>{_VALUE}){_IN_PYTHON}",
         rf"(?<![\w./'\"-])(?P<counted>{compound}) is (?P<number>\d+)(?![\w.])",
         rf"(?P<start>^|: |; )(?P<subject>{listed})(?= (?:is|are|has|names|must)\b|: )",
         rf"(?P<verb>\b(?:{_ADVICE}) )(?P<object>{listed})(?![\w=-])",
