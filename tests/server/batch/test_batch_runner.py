@@ -177,6 +177,21 @@ def test_calls_have_their_tenant_s_settings_and_end_with_its_key(tmp_path):
     assert keyless.status == "completed"
 
 
+def test_a_batch_waits_while_its_answers_fill_the_tenant_s_room(world):
+    batch, files = world.begin(*map(line, range(20))), world.book.files
+    files.max_tenant_bytes = 4096 + 2000
+    answers, _ = world.book.working_paths(batch)
+    world.run(lambda: answers.exists() and not files.has_room(ALICE, answers.stat().st_size))
+    num_answered = batch.request_counts.completed
+    assert batch.status == "in_progress" and 0 < num_answered < 20
+    other = world.begin(line(0), owner=BOB)
+    world.run(lambda: other.has_ended)
+    assert batch.request_counts.completed == num_answered, "nor does it go on after a restart"
+    world.book.files.max_tenant_bytes = 20_000
+    world.run(lambda: batch.has_ended)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 20)
+
+
 @pytest.mark.parametrize("when", ["begin", "answer", "finalizing", "publish"])
 def test_a_batch_goes_on_once_the_full_disk_has_room(world, monkeypatch, when):
     monkeypatch.setattr(background, "DISK_RETRY_S", 0.2)

@@ -29,6 +29,7 @@ from quire.observability.log import get_logger
 from quire.server.batch.answering import RETRIED, answer_call, answer_line, unanswered_line
 from quire.server.batch.batch_book import Batch, BatchBook, Status
 from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
+from quire.server.generation.answer_store import Owner
 from quire.server.http.guard import AccessConfig, BodyLimit
 from quire.server.service import Service
 from quire.server.telemetry.monitor import BugReporter, Monitor, RequestIdMiddleware
@@ -359,13 +360,23 @@ class BatchRunner:
         is_late = job.not_before_s > time.monotonic() or job.batch.status == "cancelling"
         if is_late or job.has_failed or job.disk_error is not None:
             return None
-        if self._find_tenant(self._book.owner_of(job.batch).tenant) is None:
+        owner = self._book.owner_of(job.batch)
+        if self._find_tenant(owner.tenant) is None:
             return None
+        if not self._book.files.has_room(owner, self._num_written(owner)):
+            return None  # until the tenant deletes files, or the batch expires
         try:
             return job.next_call()
         except ConfigurationError as error:  # the file can't be read any more
             job.disk_error = OSError(str(error))
             return None
+
+    def _num_written(self, owner: Owner) -> int:
+        """Bytes of answers that a tenant's batches in progress have written."""
+        jobs = [
+            each for each in self._jobs if self._book.owner_of(each.batch).tenant == owner.tenant
+        ]
+        return sum(job.answers.num_bytes + job.errors.num_bytes for job in jobs)
 
     def _on_done(self, job: _Job, call: BatchCall, task: asyncio.Task[None]) -> None:
         job.open.pop(task, None)

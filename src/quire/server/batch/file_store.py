@@ -156,9 +156,13 @@ class FileStore:
         """Add to the counted bytes of a tenant; a negative number subtracts."""
         self._num_bytes[owner.tenant] += num_bytes
 
+    def has_room(self, owner: Owner, num_bytes: int = 0) -> bool:
+        """Whether a tenant's files and `num_bytes` keep the bound."""
+        return self._num_bytes[owner.tenant] + num_bytes <= self.max_tenant_bytes
+
     def check_room(self, owner: Owner, num_bytes: int = 0) -> None:
         """Raises InvalidRequestError if a tenant's files and `num_bytes` exceed the bound."""
-        if self._num_bytes[owner.tenant] + num_bytes > self.max_tenant_bytes:
+        if not self.has_room(owner, num_bytes):
             raise InvalidRequestError(
                 f"the files of one tenant may have {self.max_tenant_bytes} bytes in all, and there"
                 " is no room for more; delete files that are not needed",

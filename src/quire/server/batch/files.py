@@ -140,6 +140,8 @@ class BatchOutput:
         can't be written, or that contains anything but answers to these calls."""
         self.path = path
         self.answered: set[str] = set()
+        #: Bytes of the answers so far.
+        self.num_bytes = 0
         self._file: FileIO | None = None
         try:
             if path.is_file():  # a device or a pipe holds no earlier answers
@@ -167,6 +169,7 @@ class BatchOutput:
         """Append the answer as one line, without buffering. Raises OSError."""
         assert self._file is not None
         line = memoryview(msgspec.json.encode(answer) + b"\n")
+        size = len(line)
         try:
             while line:
                 line = line[self._file.write(line) :]
@@ -174,6 +177,7 @@ class BatchOutput:
             text = f"{error.strerror}; answers so far are kept: run the same command again later"
             raise OSError(error.errno, text, str(self.path)) from error
         self.answered.add(custom_id)
+        self.num_bytes += size
 
     def _resume_output(self, custom_ids: Collection[str]) -> None:
         size = 0
@@ -184,6 +188,7 @@ class BatchOutput:
                 self.answered.add(self._known_id(number, line, custom_ids))
                 size += len(line)
         os.truncate(self.path, size)
+        self.num_bytes = size
 
     def _known_id(self, number: int, line: bytes, custom_ids: Collection[str]) -> str:
         try:
