@@ -301,3 +301,17 @@ def test_two_endpoints_for_one_route_are_refused_by_name():
         message = f"the endpoints upper and second both answer POST {PATH}; give one of them"
         with pytest.raises(ConfigurationError, match=message):
             all_endpoints()
+
+
+def test_a_batch_may_not_call_the_operator_s_paths():
+    endpoints = Endpoints(operator_paths=("/v1/named",))
+
+    @endpoints.post("/v1/named")
+    async def name(body: Named) -> Response:
+        return JSONResponse({})
+
+    @endpoints.post("/v1/numbered")
+    async def number(body: Numbered) -> Response:
+        return JSONResponse({})
+
+    assert endpoints.batch_paths == ["/v1/numbered"]

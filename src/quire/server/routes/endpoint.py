@@ -28,7 +28,7 @@ from quire.server.http.errors import (
     openai_error,
     unreadable_body,
 )
-from quire.server.http.guard import brings_key
+from quire.server.http.guard import brings_key, is_below
 from quire.server.http.json_body import LONG_BODY_BYTES, MAX_VALUES, parse
 from quire.server.http.streaming import json_response
 from quire.server.limits import CallLimits
@@ -317,8 +317,10 @@ class Endpoints:
 
     @property
     def batch_paths(self) -> list[str]:
-        """The suggested paths below /v1/ that take a body."""
+        """The suggested paths below /v1/ that take a body, without those of the operator: a call of
+        a batch does not pass the check of who may call a path."""
         routes = [
             route for route in self.own_routes if self.is_suggested and route.body is not None
         ]
-        return [route.path for route in routes if route.path.startswith("/v1/")]
+        paths = [route.path for route in routes if route.path.startswith("/v1/")]
+        return [path for path in paths if not is_below(path, self.operator_paths)]
