@@ -73,5 +73,5 @@ def test_without_transformers_the_error_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # what makes its import fail
-    with pytest.raises(ConfigurationError, match=r"pip install quire\[bench\]"):
+    with pytest.raises(ConfigurationError, match="pip install transformers accelerate"):
         HfModel(resolve_model_folder(None, None), torch.float32)

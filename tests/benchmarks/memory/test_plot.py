@@ -22,7 +22,7 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigurationError, match=r"needs matplotlib, .*pip install quire\[bench\]"):
+    with pytest.raises(ConfigurationError, match=r"needs matplotlib, .*pip install matplotlib"):
         memory_plot.draw(FULL, tmp_path / "out.png")
 
 

@@ -125,9 +125,9 @@ def test_an_actor_that_is_gone_is_no_agent_for_now(ray, monkeypatch) -> None:
         agents.close()
 
 
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'quire\[ray\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'ray>=2\.50'"):
         ray_agents.load_ray()
 
 

@@ -1,9 +1,11 @@
 """One call's requests: what is given when, what ends a call, and that nothing is left behind."""
 
 import asyncio
+import math
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 from tests.server.working import StepClock
@@ -69,6 +71,7 @@ class FakeStream:
 
 
 LIMITS = ModelLimits(vocab_size=4096, max_model_len=512, end_token_ids=(0,))
+NEVER_ASLEEP = SimpleNamespace(awake_since_s=-math.inf)
 
 
 @dataclass
@@ -78,6 +81,7 @@ class FakeEngine:
     requests: list = field(default_factory=list)
     limits: ModelLimits = LIMITS
     room: int = 1000
+    sleeping: SimpleNamespace = field(default_factory=lambda: NEVER_ASLEEP)
 
     def check_room(self, num_generations):
         if num_generations > self.room:
