@@ -237,7 +237,7 @@ def test_bad_words_and_allowed_tokens(llm: LLM) -> None:
 def test_stream_yields_the_same_text(llm: LLM) -> None:
     params = SamplingParams(max_tokens=60)
     pieces = list(llm.stream_chat(QUESTION, params))
-    assert len(pieces) > 5
+    assert len(pieces) > 1  # accepted drafts join up to 16 tokens in a piece
     assert "".join(pieces) == llm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0].text
 
 

@@ -34,7 +34,8 @@ def test_a_chat_is_answered_whole_and_in_lines(talker, client):
     *lines, last = talker.chat(
         model="embedded:latest", messages=QUESTION, options=GREEDY, stream=True
     )
-    assert joined(lines) == whole.message.content and len(lines) > 3
+    # Accepted drafts, here of the same answer before, join up to 16 tokens in a line.
+    assert joined(lines) == whole.message.content and len(lines) > 1
     assert not any(line.done for line in lines)
     assert (last.done, last.done_reason, last.eval_count) == (True, "length", 60)
 
