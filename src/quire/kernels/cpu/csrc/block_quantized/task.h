@@ -39,7 +39,7 @@ inline MultiplyUnits choose_among(int64_t num_rows, std::integer_sequence<int, k
 }
 
 // As in linear_int4.cpp.
-constexpr int64_t kMinFetchedRows = 4;
+constexpr int64_t kMinFetchedRows = 2;
 constexpr int64_t kAheadBytes = 8192;
 
 // The chunks of U units, which are that far apart.
