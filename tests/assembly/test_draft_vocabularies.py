@@ -46,7 +46,7 @@ def test_a_vocabulary_that_ends_earlier_has_the_same_ids() -> None:
 
 
 def test_other_spellings_of_the_same_bytes() -> None:
-    """Of tokens with the same bytes, that of the character is taken, not that of the byte."""
+    """If two tokens have the same bytes, the token of the character is paired."""
     mine = byte_level("\u0120a", "A", "\u00c3\u00a9", "\u00e9")
     theirs = with_fallback("<0x41>", "\u00e9", "\u2581a", "A", "<0xE9>")
     assert paired(mine, theirs) == {0: 0, 1: 3, 2: 4, 3: 2, 4: 5}

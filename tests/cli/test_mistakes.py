@@ -16,7 +16,7 @@ from quire.hub.model_folder import EMBEDDED_MODEL
 Answer = Callable[[str], str]
 
 PYTHON = ("None", "kv_cache_memory", "max_num_seqs", "max_model_len", "device=", "('")
-"""What a shell's user must not read."""
+"""Words of Python that no error on the command line may have."""
 
 
 def _folder(path: Path, *left_out: str) -> Path:
@@ -106,7 +106,7 @@ def answer(
         ("bench serve --hots x", "did you mean --host?"),
         ("bench serve --num-prompts 0", "--num-prompts is 0, but must be at least 1"),
         ("bench throughput --reps 0", "--reps is 0, but must be at least 1"),
-        # What the model's files and the machine refuse, before an engine starts.
+        # Options that the files or the machine contradict are refused before an engine starts.
         ("serve --port 0 --device cuda", "--device is 'cuda', but torch"),
         ("chat --device cuda", "and --device cpu computes without one"),
         ("serve --port 0 --max-model-len 10000000", "--max-model-len is 10000000, but the model"),

@@ -4,6 +4,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,9 +80,9 @@ def test_a_trace_has_its_own_times_unless_a_rate_is_given(tmp_path: Path) -> Non
         ({"path": Path("x")}, "dataset_name is 'random', which reads no file"),
     ],
 )
-def test_impossible_loads_are_refused(values: dict[str, object], message: str) -> None:
+def test_impossible_loads_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        ServedLoadSpec(**values)  # type: ignore[arg-type]
+        ServedLoadSpec(**values)
 
 
 @pytest.mark.parametrize("content", ["x", "{}", "[5]", "[]"])

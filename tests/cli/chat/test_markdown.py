@@ -38,7 +38,7 @@ CASES = [
     ("```py\nx = **1**\n\n# c\n```\nend", [Span("x = **1**\n\n# c\n", CODE), Span("end")]),
     ("~~~\n```\n~~~\n", [Span("```\n", CODE)]),
     ("```\nunclosed", [Span("unclosed", CODE)]),
-    # What only looks like a mark stays.
+    # Characters that only look like a mark stay.
     ("f(*args, **kwargs)", [Span("f(*args, **kwargs)")]),
     ("2 * 3 * 4", [Span("2 * 3 * 4")]),
     ("snake_case_name", [Span("snake_case_name")]),

@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 _LINE_START = re.compile(r"[ \t]*(#{1,6} ?|[-*+] ?|\d{1,3}[.)]? ?|>|`{1,}[^`\n]*|~{1,}[^~\n]*)?")
-"""What may be the mark at a line's beginning; while all of the line matches, it is held back."""
+"""The beginnings of lines that may become a mark. A line is held back while all of it matches."""
 _HEADING = re.compile(r"#{1,6} +")
 _BULLET = re.compile(r"([ \t]*)[-*+] +")
 _NUMBER = re.compile(r"[ \t]*\d{1,3}[.)] +")
