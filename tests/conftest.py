@@ -129,8 +129,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may be missing
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What `-n auto` is: three processes for two processors, since a third of the time of tests is
-    waiting for other processes and for timeouts."""
+    """The number of processes of `-n auto`: three for two processors, because tests spend a third
+    of their time waiting for other processes and for timeouts."""
     num_processors = len(os.sched_getaffinity(0))
     return min(MAX_WORKERS, num_processors + num_processors // 2)
 

@@ -33,7 +33,7 @@ class TagError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Elf:
-    """What the headers of a library say."""
+    """The fields of a library's headers that its wheel's tag depends on."""
 
     #: The processor family, as `uname -m` names it.
     machine: str

@@ -1,4 +1,4 @@
-"""What is refused before an engine starts, and that nothing is which the engine accepts."""
+"""Checks before an engine starts refuse bad options, and nothing that the engine accepts."""
 
 import json
 from pathlib import Path

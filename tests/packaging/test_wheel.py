@@ -1,4 +1,4 @@
-"""What the packages contain: the sdist every file, a wheel the library that it is given."""
+"""The sdist contains every file of the repository, and a wheel the library that it is given."""
 
 import importlib.util
 import platform

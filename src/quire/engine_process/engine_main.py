@@ -4,6 +4,7 @@ The server starts it with one end of a socket pair as descriptor N. Descriptor M
 the process records its current activity (see `activity`). Started by `process_link`.
 """
 
+import importlib
 import os
 import signal
 import socket
@@ -42,18 +43,15 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
 
         signal.signal(signal.SIGTERM, on_sigterm)
 
-    prepare = _load_libraries if build is None else _load_nothing
-    return build_and_serve(sock, build or _build_engine, wakeup, drain_on_sigterm, record, prepare)
+    return build_and_serve(
+        sock, build or _build_engine, wakeup, drain_on_sigterm, record, _load_libraries
+    )
 
 
 def _load_libraries() -> None:
     """Import what building an engine needs, which takes most of the time of a small model's
     start."""
-    import quire.assembly.build  # noqa: F401 - imports torch, which takes long
-
-
-def _load_nothing() -> None:
-    """For an engine that the caller builds."""
+    importlib.import_module("quire.assembly.build")
 
 
 def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> Engine:

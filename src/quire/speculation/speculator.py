@@ -49,7 +49,8 @@ class OutcomeRecord(NamedTuple):
         return OutcomeRecord(LastOutcome.ALL_ACCEPTED if is_whole else LastOutcome.SOME_ACCEPTED)
 
     def kind(self) -> tuple[int, int]:
-        """Records whose next drafts have the same chance: 1, 2 to 3, 4 to 7, ... rejections."""
+        """A key under which chances are learned. Records with 1, 2 to 3, 4 to 7, and more
+        rejections in a row have different keys."""
         return self.last, min(self.num_rejections.bit_length(), MOST_DOUBLINGS)
 
 
