@@ -6,16 +6,20 @@ from tests.core.memory.tiers.slow_tiers import SlowTiers
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.tiers.loads import Loads
 from quire.core.scheduling.admission import MAX_OVERTAKEN
+from quire.core.scheduling.policy import Policy, PriorityPolicy
+from quire.core.sequence import SequenceState
 
 
 class LoadingHarness(Harness):
     """A harness whose memory has tiers with the prompts given, and nothing in the pool."""
 
-    def __init__(self, num_blocks: int, prompts: list[list[int]]) -> None:
+    def __init__(
+        self, num_blocks: int, prompts: list[list[int]], policy: Policy | None = None
+    ) -> None:
         self.tiers = SlowTiers()
         groups = make_groups(1)
         config = KVCacheConfig(groups, num_blocks, 4, True, b"secret", tiers=self.tiers)
-        super().__init__(KVCacheManager(config), max_num_seqs=32, budget=400)
+        super().__init__(KVCacheManager(config), max_num_seqs=32, budget=400, policy=policy)
         self.tiers.store = self.runner.store
         for number, prompt in enumerate(prompts):
             self.add(f"before {number}", prompt, 1)
@@ -69,4 +73,31 @@ def test_blocks_loaded_for_later_requests_do_not_delay_earlier_ones() -> None:
     assert all(sequence.is_finished for sequence in behind)
     assert not long.is_finished
     harness.turns(200)
+    harness.check_answers()
+
+
+def test_a_useless_load_is_dropped_when_the_only_running_sequence_preempts_itself() -> None:
+    """The first block of a preempted sequence can't be loaded, so that it can't use the others that
+    its load holds. It needs these blocks in the step in which nothing else can run."""
+    prompt = list(range(1000, 1036))
+    harness = LoadingHarness(15, [prompt], PriorityPolicy())
+    head = harness.add("head", prompt, 8, priority=1)
+    harness.turn()
+    harness.turn()
+    harness.add("urgent", 57, 1, priority=0)
+    for _ in range(3):
+        harness.turn(ends_loads=False)
+    assert head.state is SequenceState.PREEMPTED and not harness.scheduler.running
+    other = harness.add("other", 16, 24, priority=2)
+    for _ in range(2):
+        harness.turn(ends_loads=False)
+    first, *rest = harness.tiers.loads
+    harness.tiers.end([first], is_done=False)
+    harness.tiers.end(rest)
+    harness.turn()
+    assert harness.loads.num_held([head]) == 8 and harness.scheduler.running == [other]
+    while harness.scheduler.running == [other]:
+        harness.turn()
+    assert harness.scheduler.running == [head] and other.state is SequenceState.PREEMPTED
+    harness.turns(100)
     harness.check_answers()
