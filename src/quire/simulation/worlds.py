@@ -154,7 +154,7 @@ def draw_draft_world(
     seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
 ) -> SimulationConfig:
     """The world of `draw_world` with drafts, often other kinds of KV groups, and sometimes
-    adapters."""
+    adapters or contents."""
     rng = random.Random(f"draft world {index} of {seed}")
     world = draw_world(seed, index, num_steps, check_every)
     if rng.random() < 0.5:
@@ -165,6 +165,8 @@ def draw_draft_world(
         draft_error_rate=rng.choice((0.0, 0.1, 0.3, 0.3, 0.6, 1.0)),
         adapter_rate=rng.choice((0.0, 0.0, 0.3)),
         has_drafter=rng.random() < 0.5,
+        content_rate=rng.choice((0.0, 0.0, 0.3, 0.7)),
+        num_content_slots=rng.choice((1, 2, 4)),
     )
 
 
