@@ -29,7 +29,8 @@ from typing import Any
 import httpx
 import psutil
 
-OPTIONS = {"num_blocks": 768, "max_num_seqs": 48, "max_model_len": 512}
+OPTIONS = {"num_blocks": 768, "max_num_seqs": 48, "max_model_len": 512, "speculation": "off"}
+"""A killer counts steps, so each of its steps has to sample one token."""
 POISON = (7, 9, 7, 9, 7, 9)
 """A prompt that begins so, and goes on with the place of its kind in KINDS and a number of tokens,
 kills the engine when it has so many."""
