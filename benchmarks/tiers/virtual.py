@@ -1,36 +1,25 @@
 """A server in virtual time: the engine, over a machine and a disk that are only modelled.
 
-Steps take what a straight line says; nothing is computed, and tokens are numbers. The disk is one
-queue of reads and one of writes, at a rate each; what it keeps, and what it forgets when it is
-full, is up to the disk tier's own `SegmentStore`, over files with records of a few bytes.
+Steps take what a straight line says; nothing is computed, and tokens are numbers. The disk is the
+one of `simulation.virtual_disk`: a queue of reads and one of writes, at one rate for both.
 """
 
-import heapq
 import random
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tail
 from quire.core.memory.tiers.load_rule import ComputeTime
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.simulation.planned_work import PlannedWork
-from quire.simulation.virtual_engine import (
-    VOCABULARY,
-    EngineShape,
-    VirtualClock,
-    VirtualEngine,
-)
-from quire.tiers.disk.files import Targets
-from quire.tiers.disk.folder import CacheFolder
-from quire.tiers.disk.record import record_bytes
-from quire.tiers.disk.store import SegmentStore
+from quire.simulation.virtual_disk import DiskShape, DiskSpeeds
+from quire.simulation.virtual_engine import VOCABULARY, EngineShape, VirtualEngine
+from quire.tiers.disk.load_rate import NO_SPEED, LoadSpeed
 
-PAYLOAD = bytes(8)  # stands for the bytes of a block
+EVERYTHING = 1 << 50
+"""Bytes of a disk that forgets nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +45,13 @@ class Disk:
     bytes_per_s: float
     latency_s: float = 0.0005
     num_bytes: int | None = None
+
+    def shape(self, *, reads: bool) -> DiskShape:
+        """The disk tier; reads: whether anything may be loaded from it."""
+        s_per_byte = 1 / self.bytes_per_s
+        speed = LoadSpeed(self.latency_s, s_per_byte) if reads else NO_SPEED
+        num_bytes = EVERYTHING if self.num_bytes is None else self.num_bytes
+        return DiskShape(speeds=DiskSpeeds(speed, speed, s_per_byte), num_bytes=num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,94 +96,6 @@ class Figures:
         return self.output_tokens / self.virtual_s
 
 
-class VirtualDisk:
-    """Implements `core.memory.tiers.contract.Tiers` for blocks of one group."""
-
-    def __init__(self, disk: Disk, block_bytes: int, folder: Path, clock: VirtualClock) -> None:
-        num_records = 10_000_000 if disk.num_bytes is None else disk.num_bytes // block_bytes
-        self._cache_folder = CacheFolder.open(folder)
-        self.store = SegmentStore(
-            self._cache_folder,
-            bytes(16),
-            num_records * record_bytes(len(PAYLOAD)),
-            segment_bytes=max(1 << 14, num_records * record_bytes(len(PAYLOAD)) // 64),
-        )
-        self.store.prepare_to_write()
-        self.reads = True
-        self.written_bytes = 0
-        self._disk, self._block_bytes, self._clock = disk, block_bytes, clock
-        self._read_s = block_bytes / disk.bytes_per_s
-        self._free_s = {LoadOrder: 0.0, StoreOrder: 0.0}
-        self._under_way: dict[int, StoreOrder | LoadOrder] = {}
-        self._due: list[tuple[float, int]] = []
-
-    def find(self, group: int, name: bytes) -> bool:
-        return self.store.index.find(group, name)
-
-    def tails(self, parent: bytes) -> Sequence[Tail]:
-        return self.store.index.tails(parent)
-
-    def start(self, stores: Sequence[StoreOrder], loads: Sequence[LoadOrder]) -> None:
-        orders: list[StoreOrder | LoadOrder] = [*loads, *stores]
-        for order in orders:
-            kind = LoadOrder if isinstance(order, LoadOrder) else StoreOrder
-            free_s = max(self._free_s[kind], self._clock.now_s) + self._read_s
-            self._free_s[kind] = free_s
-            self._under_way[order.order_id] = order
-            heapq.heappush(self._due, (free_s + self._disk.latency_s, order.order_id))
-
-    def cancel(self, order_ids: Iterable[int]) -> None:
-        """What is read already comes; a queue is not shortened."""
-
-    def ended(self) -> list[MoveEnd]:
-        stores: list[StoreOrder] = []
-        loads: list[LoadOrder] = []
-        while self._due and self._due[0][0] <= self._clock.now_s:
-            order = self._under_way.pop(heapq.heappop(self._due)[1])
-            if isinstance(order, StoreOrder):
-                stores.append(order)
-            else:
-                loads.append(order)
-        if stores:
-            self.store.append(stores, [memoryview(PAYLOAD)] * len(stores))
-            self.written_bytes += len(stores) * self._block_bytes
-        done: list[bool] = []
-        if loads:
-            keys = [(order.group, order.name) for order in loads]
-            sizes = [len(PAYLOAD)] * len(loads)
-            targets = Targets.in_turn(bytearray(sum(sizes)), sizes)
-            done = self.store.read(keys, targets).done
-        ends = [MoveEnd(order.order_id, True) for order in stores]
-        return ends + [
-            MoveEnd(order.order_id, came) for order, came in zip(loads, done, strict=True)
-        ]
-
-    def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
-        if not self.reads:
-            return float("inf")
-        ahead_s = max(0.0, self._free_s[LoadOrder] - self._clock.now_s)
-        return ahead_s + self._disk.latency_s + len(contents) * self._read_s
-
-    @property
-    def takes_stores(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float) -> None:
-        """Move the clock to the end of the next move, if that is near."""
-        end_s = self._clock.now_s + timeout_s
-        self._clock.wait_until(min(self._due[0][0], end_s) if self._due else end_s)
-
-    def counts(self) -> Mapping[str, Mapping[str, float]]:
-        return {"disk": {"written_bytes": self.written_bytes}}
-
-    def clear(self) -> None:
-        self.store.remove_all()
-
-    def close(self) -> None:
-        self.store.close()
-        self._cache_folder.close()
-
-
 class _AlwaysLoad(ComputeTime):
     """Knows nothing, so that whatever is kept is loaded."""
 
@@ -225,14 +133,7 @@ class VirtualServer:
         self._machine = machine
         self._next_ask = next_ask
         self._noise = random.Random(seed)
-        self._folder = tempfile.TemporaryDirectory(prefix="quire-virtual-")
-        self._clock = VirtualClock()
-        self.disk: VirtualDisk | None = None
         block_bytes = machine.token_bytes * machine.block_size
-        if disk is not None:
-            folder = Path(self._folder.name) / "cache"
-            self.disk = VirtualDisk(disk, block_bytes, folder, self._clock)
-            self.disk.reads = decides != "compute"
         shape = EngineShape(
             groups=(KVGroup((0,), KVKind.FULL, block_bytes),),
             num_blocks=num_blocks,
@@ -240,10 +141,10 @@ class VirtualServer:
             max_model_len=VOCABULARY,
             max_num_seqs=machine.max_num_seqs,
             max_num_batched_tokens=machine.max_num_batched_tokens,
+            disk=None if disk is None else disk.shape(reads=decides != "compute"),
         )
-        self._virtual: VirtualEngine[Ask] = VirtualEngine(
-            shape, self, clock=self._clock, tiers=self.disk, tokens=count(1 << 30)
-        )
+        self._virtual: VirtualEngine[Ask] = VirtualEngine(shape, self, tokens=count(1 << 30))
+        self._clock = self._virtual.clock
         self.memory = self._virtual.memory
         if self.memory.moves is not None and decides == "load":
             self.memory.moves.loads.compute_time = _AlwaysLoad()
@@ -303,14 +204,13 @@ class VirtualServer:
         figures.virtual_s = self._clock.now_s
         figures.num_preemptions = stats.num_preemptions
         figures.num_recomputed_tokens = stats.num_recomputed_tokens
-        if self.disk is not None and self.memory.moves is not None:
+        if self.memory.moves is not None:
             loads = self.memory.moves.loads.stats
             figures.disk_tokens = loads.num_hit_tokens
             figures.memory_tokens -= loads.num_hit_tokens
             figures.num_loaded_tokens = loads.num_loaded_tokens
             figures.num_loads, figures.num_declined = loads.num_loads, loads.num_declined
             figures.num_late = loads.num_late
-            figures.written_bytes = self.disk.written_bytes
-            self.disk.close()
-        self._folder.cleanup()
+            stored = self.memory.moves.tiers.counts()["disk"]["stored_bytes"]
+            figures.written_bytes = int(stored)
         return figures

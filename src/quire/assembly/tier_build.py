@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from quire.assembly.device_setup import TRITON, choose_device
 from quire.assembly.rank_build import RankBuild
-from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.tiers.contract import Tiers
 from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.kernels.cpu.library import NativeUnavailableError, load_library
@@ -186,7 +185,7 @@ def build_disk_tier(
             rank.fingerprint.digest,
             DiskBudget(options.cache_bytes, options.cache_bytes_per_day),
             rank.runner.kv_storage.numpy() if storage is None else storage,
-            [_used_bytes(group) for group in rank.own_layout.groups],
+            [group.stored_bytes for group in rank.own_layout.groups],
             wake_up,
         )
     except OSError as error:
@@ -283,13 +282,3 @@ def _explain_cold(folder: CacheFolder, fingerprint: Fingerprint) -> None:
         *(folder.path, nearest.label, "; ".join(differences[:MOST_DIFFERENCES])),
         f"; and {more} more differences" if more > 0 else "",
     )
-
-
-def _used_bytes(group: KVGroup) -> int:
-    """The number of bytes at the beginning of a page that are used.
-
-    Pages of recurrent states count as full, since only a state's last page has unused bytes.
-    """
-    if group.kind is KVKind.STATE:
-        return group.bytes_per_block
-    return group.bytes_per_block - group.unused_bytes

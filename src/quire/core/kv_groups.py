@@ -28,3 +28,13 @@ class KVGroup:
     num_state_blocks: int = 0
     #: Bytes of one block (for states, of all blocks of a state) that no layer of the group uses.
     unused_bytes: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes at the beginning of a block that tiers store.
+
+        Blocks of recurrent states count as full, since only a state's last block has unused bytes.
+        """
+        if self.kind is KVKind.STATE:
+            return self.bytes_per_block
+        return self.bytes_per_block - self.unused_bytes

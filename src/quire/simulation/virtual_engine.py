@@ -20,7 +20,6 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.eviction import DEFAULT_ORDER
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.memory.tiers.contract import Tiers
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.options import SchedulerConfig
@@ -36,6 +35,7 @@ from quire.engine.tier_work import WAIT_S
 from quire.simulation.fakes.fake_adapters import FakeAdapters
 from quire.simulation.fakes.fake_grammar import InlineExecutor
 from quire.simulation.planned_work import PlannedWork, PlannedWorkCounter
+from quire.simulation.virtual_disk import DiskShape, VirtualDisk
 
 T = TypeVar("T")
 
@@ -125,6 +125,8 @@ class EngineShape:
     max_loras: int = 0
     #: Whether a step is planned while the previous one runs.
     overlap: bool = False
+    #: The disk tier behind the KV cache; None if there is none.
+    disk: DiskShape | None = None
 
 
 class CountingRunner:
@@ -247,16 +249,17 @@ class VirtualEngine(Generic[T]):
         costs: VirtualCosts,
         *,
         pacer: StepPacer | None = None,
-        clock: VirtualClock | None = None,
-        tiers: Tiers | None = None,
         tokens: Iterator[int] | None = None,
         secret: bytes = b"virtual",
     ) -> None:
-        """`pacer` sets the token budgets of steps; None means no pacing. The engine and its tiers
-        share `clock`. It samples `tokens` in turn; None means that all tokens differ. `secret` keys
-        the hashes of blocks."""
+        """`pacer` sets the token budgets of steps; None means no pacing. The engine samples
+        `tokens` in turn; None means that all tokens differ. `secret` keys the hashes of blocks.
+        Raises ConfigurationError if the disk tier is too small for a block."""
         # First the memory and the scheduler, then the engine around them and a counting runner.
-        self.clock = clock or VirtualClock()
+        self.clock = VirtualClock()
+        wait_until, tiers = self.clock.wait_until, None
+        if shape.disk is not None:
+            tiers = VirtualDisk(shape.disk, shape.groups, shape.num_blocks, self.clock, wait_until)
         self.memory = KVCacheManager(
             KVCacheConfig(
                 shape.groups,
@@ -270,8 +273,7 @@ class VirtualEngine(Generic[T]):
         )
         adapters = None
         if shape.max_loras:  # all are in the host's memory
-            chance, wait_until = random.Random(0), self.clock.wait_until
-            adapters = FakeAdapters(chance, self.clock, wait_until, max_read_s=0.0)
+            adapters = FakeAdapters(random.Random(0), self.clock, wait_until, max_read_s=0.0)
         self.scheduler = _TimedScheduler(
             SchedulerConfig(
                 shape.max_num_seqs, shape.max_num_batched_tokens, shape.num_lookahead_blocks
@@ -281,8 +283,6 @@ class VirtualEngine(Generic[T]):
             adapters=None if adapters is None else Residency(shape.max_loras, adapters),
         )
         self.scheduler.pass_time = self._end_sequences
-        if pacer is not None:
-            self.scheduler.pacer = pacer
         tokens = count(FIRST_NEW_TOKEN) if tokens is None else tokens
         self.engine = Engine(
             self.scheduler,
@@ -291,6 +291,11 @@ class VirtualEngine(Generic[T]):
             clock=self.clock,
             overlap=shape.overlap,
         )
+        if pacer is not None:
+            self.scheduler.pacer = pacer
+            self.engine.tier_work.expect(
+                pacer.model, shape.max_num_batched_tokens, shape.max_model_len
+            )
         self.engine.grammars = GrammarWork(
             AnyText(), (), threads=InlineExecutor(), clock=self.clock
         )

@@ -168,7 +168,7 @@ class SegmentStore:
             record = Record(
                 order.group, order.name, order.parent, order.tokens, 0, len(payload), digest
             )
-            needed = _needed_bytes(record)
+            needed = needed_bytes(record)
             if batch and not self._fits(batch_bytes + needed):
                 self._write(batch, batch_bytes)
                 batch, batch_bytes = [], 0
@@ -358,12 +358,12 @@ class SegmentStore:
         left = int(num_bytes * REWRITTEN_SHARE)
         for key, place in sorted(live, key=lambda entry: -self.index.num_hits(entry[0])):
             record = Record(*key, *self.index.tail_parts(key), 0, place.num_bytes, place.digest)
-            needed = _needed_bytes(record) + DESCRIPTOR_BYTES + TRAILER_BYTES
+            needed = needed_bytes(record) + DESCRIPTOR_BYTES + TRAILER_BYTES
             if needed > left or not self._may_rewrite(needed):
                 break
             payload = bytearray(place.num_bytes)
             if self.read([key], Targets.in_turn(payload, [len(payload)])).done[0]:
-                self._append([(record, memoryview(payload))], _needed_bytes(record))
+                self._append([(record, memoryview(payload))], needed_bytes(record))
                 left -= needed
                 self.index.clear_hits(key)
                 self.num_rewritten += 1
@@ -376,7 +376,7 @@ def _unlink(files: Files, path: Path) -> None:
         logger.warning("%s was removed by another program", path)
 
 
-def _needed_bytes(record: Record) -> int:
+def needed_bytes(record: Record) -> int:
     """Number of bytes of a record in a segment, including its entry in the footer."""
     return record_bytes(record.num_bytes, len(record.tokens)) + ENTRY_BYTES + len(record.tokens)
 
