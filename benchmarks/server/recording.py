@@ -301,7 +301,7 @@ def print_row(name: str, data: dict[str, Any]) -> None:
 
 def simulate(trace: Trace, options: argparse.Namespace) -> dict[str, Any]:
     """On the simulated engine, with steps that are measured now if they were not before."""
-    from quire.planning.plan import OWN, Planner, engine_shape
+    from quire.planning.plan import OWN, Planner
     from quire.planning.step_cost_file import StepCostFile
     from quire.replay.against_simulation import replay_in_simulation
 
@@ -314,9 +314,7 @@ def simulate(trace: Trace, options: argparse.Namespace) -> dict[str, Any]:
         planner.measure(OWN, found.kv_format, 2000, 10.0)
         found = planner.as_given()
     assert found.fit is not None and found.costs is not None
-    figures = replay_in_simulation(
-        trace, engine_shape(found.options, found.fit), found.costs, max_queued_requests=1024
-    )
+    figures = replay_in_simulation(trace, found.shape, found.costs, max_queued_requests=1024)
     return figures.data()
 
 

@@ -19,6 +19,8 @@ from quire.planning.objectives import Objectives, parse_objectives
 from quire.planning.plan import Planner
 from quire.planning.step_cost_file import StepCostFile
 from quire.planning.step_costs import StepCosts
+from quire.simulation.virtual_disk import DiskShape, DiskSpeeds
+from quire.tiers.disk.load_rate import LoadSpeed
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "kv_cache_memory": "16MiB"}
 LOAD = "prompt=40,output=8,rate=20,requests=20"
@@ -110,8 +112,8 @@ def test_options_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
     cost_file = StepCostFile(tmp_path / "costs.json")
     with pytest.raises(ConfigurationError, match="tensor_parallel_size is 2, but plans are made"):
         Planner({"tensor_parallel_size": 2}, cost_file)
-    with pytest.raises(ConfigurationError, match="cache_dir is '/kept', but plans and replays"):
-        Planner({"cache_dir": "/kept"}, cost_file)
+    with pytest.raises(ConfigurationError, match="cache_dir is '/kept', but block sizes are"):
+        Planner({"cache_dir": "/kept", "block_size": "auto"}, cost_file).tune(read_load(LOAD))
     with pytest.raises(ConfigurationError, match="host_cache_size is 8589934592, but plans and"):
         Planner({"host_cache_size": "8GiB"}, cost_file)
     with pytest.raises(ConfigurationError, match="quantization is 'int3', but must be"):
@@ -154,3 +156,42 @@ def test_short_models_are_measured_up_to_their_length(
     monkeypatch.setattr(measuring, "LEAST_RUNS", 8)
     planner = Planner({**SMALL, "max_model_len": 100}, StepCostFile(tmp_path / "costs.json"))
     assert planner.measure("own", "auto", 2000, 0.01).bounds.context <= 100
+
+
+def test_a_disk_tier_is_measured_with_the_steps_and_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan with a disk tier needs the speeds of its folder, and keeps the tier's sizes."""
+    speeds = DiskSpeeds(LoadSpeed(1e-3, 1e-9), LoadSpeed(1e-2, 4e-9), 1e-8)
+    asked: list[tuple[Path, int]] = []
+
+    def measure(folder: Path, block_bytes: int) -> DiskSpeeds:
+        asked.append((folder, block_bytes))
+        return speeds
+
+    monkeypatch.setattr("quire.planning.plan.measure_costs", lambda *_: known_step_costs())
+    monkeypatch.setattr("quire.planning.plan.measure_disk", measure)
+    cost_file = StepCostFile(tmp_path / "costs.json")
+    Planner({**SMALL, "quantization": "int8"}, cost_file).measure("own", "auto", 100, 0.01)
+    given = {"quantization": "int8", "cache_dir": str(tmp_path / "kept"), "cache_size": "64MiB"}
+    planner = Planner({**SMALL, **given}, cost_file)
+    assert planner.as_given().costs is None, "the disk was not measured"
+    assert asked == []
+    planner.measure("own", "auto", 100, 0.01)
+    found = planner.as_given()
+    assert found.fit is not None and found.costs is not None
+    assert asked == [(tmp_path / "kept", found.fit.groups[0].stored_bytes)]
+    shape = DiskShape(speeds=speeds, num_bytes=64 << 20, bytes_a_day=640 << 20)
+    assert found.shape.disk == shape
+    plan = Planner({**SMALL, **given}, cost_file).plan(read_load(LOAD), Objectives())
+    assert "the disk tier begins empty" in "\n".join(plan_lines(plan, None))
+    assert plan_data(plan, None)["expected"][0]["loaded_tokens"] == 0
+
+
+def test_a_damaged_disk_speed_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    speeds = DiskSpeeds(LoadSpeed(0.0, 1.0), LoadSpeed(0.0, 1.0), 1.0)
+    StepCostFile(path).store_disk({"cache_dir": "/kept"}, speeds)
+    assert StepCostFile(path).find_disk({"cache_dir": "/kept"}) is not None
+    path.write_text(path.read_text().replace("1.0", "null"))
+    assert StepCostFile(path).find_disk({"cache_dir": "/kept"}) is None

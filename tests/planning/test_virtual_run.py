@@ -12,6 +12,8 @@ from quire.planning.load import LoadRequest, at_once, read_load
 from quire.planning.objectives import quantile
 from quire.planning.virtual_run import RunOutcome, learned_pacer, run_virtually
 from quire.simulation.planned_work import PlannedWork
+from quire.simulation.virtual_disk import DiskShape, DiskSpeeds
+from quire.tiers.disk.load_rate import LoadSpeed
 
 COSTS = KnownCosts()
 
@@ -170,3 +172,22 @@ def test_idle_time_passes_until_the_next_arrival() -> None:
     assert outcome.duration_s > 9
     assert outcome.ttft_s[1] == pytest.approx(outcome.ttft_s[0])
     assert outcome.busy_s < 0.1
+
+
+def test_prompts_that_were_evicted_come_back_from_the_disk() -> None:
+    """Eight prompts of 400 tokens come three times, and the pool holds two of them."""
+    load = [
+        LoadRequest(float(number), range(1000 * (number % 8), 1000 * (number % 8) + 400), 4)
+        for number in range(24)
+    ]
+    speed = LoadSpeed(1e-3, 1e-9)
+    disk = DiskShape(speeds=DiskSpeeds(speed, speed, 1e-9), num_bytes=64 << 20)
+    without = run_virtually(load, small_shape(num_blocks=60), COSTS)
+    outcome = run_virtually(load, small_shape(num_blocks=60, disk=disk), COSTS)
+    assert (without.hit_tokens, without.loaded_tokens) == (0, 0)
+    assert outcome.hit_tokens >= outcome.loaded_tokens > 0.9 * 16 * 384
+    assert fmean(outcome.ttft_s[8:]) < 0.5 * fmean(without.ttft_s[8:])
+    slow = LoadSpeed(1e-3, 1e-3)
+    slow_disk = replace(disk, speeds=DiskSpeeds(slow, slow, 1e-9))
+    computed = run_virtually(load, small_shape(num_blocks=60, disk=slow_disk), COSTS)
+    assert computed.loaded_tokens == 0 and computed.ttft_s == without.ttft_s

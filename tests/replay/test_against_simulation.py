@@ -13,7 +13,9 @@ from quire.planning.step_costs import MeasuredBounds
 from quire.planning.virtual_run import run_virtually
 from quire.replay.against_simulation import replay_in_simulation
 from quire.replay.figures import ReplayFigures
+from quire.simulation.virtual_disk import DiskShape, DiskSpeeds
 from quire.simulation.virtual_engine import FIRST_NEW_TOKEN
+from quire.tiers.disk.load_rate import LoadSpeed
 from quire.traces.tokens import PromptTokens
 from quire.traces.trace import Trace, TraceOptions, TraceRequest
 
@@ -136,3 +138,16 @@ def test_every_request_is_answered_or_refused(trace: Trace, overlap: bool, queue
         asked = trace.requests[reply.number]
         if asked.end != "disconnect" and reply.refused is None:
             assert reply.num_output_tokens == max(1, asked.num_output_tokens)
+
+
+def test_a_disk_tier_keeps_prompts_and_its_loads_are_reported() -> None:
+    speed = LoadSpeed(1e-3, 1e-9)
+    disk = DiskShape(speeds=DiskSpeeds(speed, speed, 1e-9), num_bytes=64 << 20)
+    requests = [
+        replace(CALL, at_s=float(number), prefix_ids=(10 + number % 6,)) for number in range(12)
+    ]
+    figures = replayed(*requests, num_blocks=12, disk=disk)
+    num_cached = [each.num_cached_tokens for each in figures.replies]
+    assert num_cached == [0] * 6 + [32] * 6
+    (note,) = figures.notes
+    assert note == "192 prompt tokens were loaded from the disk tier, which began empty"

@@ -102,7 +102,7 @@ def _in_simulation(
     trace: Trace, args: argparse.Namespace, given: Mapping[str, Any]
 ) -> ReplayFigures:
     # These modules import torch, so the arguments are checked first.
-    from quire.planning.plan import OWN, Planner, engine_shape
+    from quire.planning.plan import OWN, Planner
     from quire.planning.step_cost_file import StepCostFile
     from quire.replay.against_simulation import replay_in_simulation
     from quire.server.config import MAX_QUEUED_REQUESTS
@@ -121,12 +121,13 @@ def _in_simulation(
         found = planner.as_given()
     if found.fit is None or found.costs is None:
         raise ConfigurationError(
-            "the step times of this model and configuration were not measured on this machine;"
-            " --measure does it, which loads the model"
+            "the step times of this model and configuration"
+            f"{'' if found.options.cache_dir is None else ', or the speeds of cache_dir,'}"
+            " were not measured on this machine; --measure does it, which loads the model"
         )
     return replay_in_simulation(
         trace,
-        engine_shape(found.options, found.fit),
+        found.shape,
         found.costs,
         bounds=found.costs.bounds,
         max_queued_requests=MAX_QUEUED_REQUESTS,

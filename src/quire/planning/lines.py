@@ -19,6 +19,7 @@ SCOPE = (
     "times are those of the engine: what HTTP and tokenizing add is not in them; a replica is one"
     " machine (or device) like this one, and gets every Nth request"
 )
+DISK_SCOPE = "the disk tier begins empty, and its loads and stores take no time from the steps"
 RELIABLE_ERROR = 0.15
 """The largest mean relative error of step times that raises no doubt. Configurations of a plan
 often differ by less than this."""
@@ -54,6 +55,8 @@ def plan_lines(plan: Plan, price: float | None) -> Iterator[str]:
         head += ("per 1M tokens",)
     yield from _table(head, [_expectation_row(each, price) for each in plan.found])
     yield f"  {SCOPE}"
+    if plan.has_disk:
+        yield f"  {DISK_SCOPE}"
     yield ""
     yield from _best_lines(plan, price)
 
@@ -279,6 +282,7 @@ def _expectation_data(each: Expectation, price: float | None) -> dict[str, Any]:
         "num_refused": each.num_refused,
         "num_preemptions": each.served.num_preemptions,
         "hit_tokens": each.served.hit_tokens,
+        "loaded_tokens": each.served.loaded_tokens,
     }
     if price is not None:
         data["cost_per_million_tokens"] = _finite(cost_of_tokens(each, price))

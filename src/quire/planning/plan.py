@@ -8,6 +8,7 @@ plan names the sizes that were not measured instead of extrapolating. `quire pla
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from quire.assembly.build import may_overlap_on_cpu
@@ -24,11 +25,13 @@ from quire.option_fields import served_defaults
 from quire.options.engine_options import EngineOptions
 from quire.planning.block_sizes import DEFAULT, SizeOutcome, choose_size, try_sizes
 from quire.planning.candidates import Candidate, Expectation, best_of, bound_of, expect, variants
+from quire.planning.disk_bench import measure_disk
 from quire.planning.load import Load
 from quire.planning.objectives import Objectives
 from quire.planning.step_bench import StepBench
 from quire.planning.step_cost_file import StepCostFile
 from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
+from quire.simulation.virtual_disk import DiskShape
 from quire.simulation.virtual_engine import EngineShape
 from quire.speculation.speculation_options import AUTO, OFF
 from quire.version import __version__
@@ -49,10 +52,19 @@ class ServedPrecision:
     options: EngineOptions
     #: The memory layout; None if these formats can't be served.
     fit: MemoryFit | None
-    #: The costs of steps; None if they were not measured on this machine.
+    #: The costs of steps; None if they, or the disk tier's speeds, were not measured on this
+    #: machine.
     costs: StepCosts | None
     #: The reason why the formats can't be served; None if they can.
     obstacle: str | None = None
+    #: The disk tier; None if there is none, or its speeds were not measured.
+    disk: DiskShape | None = None
+
+    @property
+    def shape(self) -> EngineShape:
+        """The shape of an engine that serves these formats; only with a `fit`."""
+        assert self.fit is not None, self.obstacle
+        return replace(engine_shape(self.options, self.fit), disk=self.disk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +84,11 @@ class Plan:
     best: Expectation | None
     #: Text that says what limits the best configuration.
     why: str
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether a disk tier was simulated."""
+        return any(each.disk is not None for each in self.precisions)
 
 
 class Planner:
@@ -98,10 +115,10 @@ class Planner:
                 f"speculative_model is {self._options.speculative_model!r}, but plans and replays"
                 " simulate no drafts; leave it out"
             )
-        for name, value in self._options.given_tiers.items():
+        if self._options.host_cache_size is not None:
             raise ConfigurationError(
-                f"{name} is {value}, but plans and replays simulate no tiers behind the KV cache;"
-                " leave it out"
+                f"host_cache_size is {self._options.host_cache_size}, but plans and replays"
+                " simulate the disk tier of a CPU only; leave it out"
             )
         self.tunes = self._options.block_size == AUTO_BLOCK_SIZE
         if self.tunes:
@@ -138,7 +155,8 @@ class Planner:
         time_limit_s: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> StepCosts:
-        """Load the model, measure its step costs and store them.
+        """Load the model, measure its step costs and the speeds of the disk tier, if the options
+        ask for one, and store them.
 
         `context` is the number of tokens of the longest sequence in later plans.
         """
@@ -150,6 +168,12 @@ class Planner:
         costs = measure_costs(found.options, found.fit, context, time_limit_s, clock)
         unbind_threads()  # the engine had bound them to its part of the machine
         self._cost_file.store(facts, costs)
+        folder = found.options.cache_folder
+        if folder is not None:
+            block_bytes = _block_bytes(found.fit)
+            self._cost_file.store_disk(
+                _disk_facts(folder, block_bytes), measure_disk(folder, block_bytes)
+            )
         return costs
 
     def tune(self, load: Load) -> list[SizeOutcome]:
@@ -161,6 +185,11 @@ class Planner:
             raise ConfigurationError(
                 f"num_blocks is {self._options.num_blocks}, but the bytes of a block depend on its"
                 " size, which is to be chosen; give kv_cache_memory instead"
+            )
+        if self._options.cache_dir is not None:
+            raise ConfigurationError(
+                f"cache_dir is {self._options.cache_dir!r}, but block sizes are compared without a"
+                " disk tier; give block_size, or leave cache_dir out"
             )
         first = self.precisions()[0]
         if first.fit is None or first.costs is None:
@@ -208,9 +237,7 @@ class Planner:
         objectives: Objectives,
         replicas: int | None,
     ) -> list[Expectation]:
-        base = Candidate(
-            precision.name, precision.kv_format, engine_shape(precision.options, fit), costs
-        )
+        base = Candidate(precision.name, precision.kv_format, precision.shape, costs)
         numbers = self._values_to_try("max_num_seqs", TRIED_NUM_SEQS)
         ratios = self._values_to_try("max_itl_ratio", TRIED_RATIOS)
         found: list[Expectation] = []
@@ -230,8 +257,26 @@ class Planner:
             fit = fit_memory(options, self._kind)
         except QuireError as error:
             return ServedPrecision(shown, kv_format, options, None, None, str(error))
-        costs = self._costs(options, fit)
-        return ServedPrecision(shown, kv_format, options, fit, costs)
+        if options.cache_folder is None:
+            costs = self._costs(options, fit)
+            return ServedPrecision(shown, kv_format, options, fit, costs)
+        if fit.device_type != "cpu":
+            obstacle = "plans and replays simulate a cache_dir on CPUs only; leave it out"
+            return ServedPrecision(shown, kv_format, options, None, None, obstacle)
+        disk = self._disk(options, options.cache_folder, fit)
+        costs = None if disk is None else self._costs(options, fit)
+        return ServedPrecision(shown, kv_format, options, fit, costs, disk=disk)
+
+    def _disk(self, options: EngineOptions, folder: Path, fit: MemoryFit) -> DiskShape | None:
+        """The disk tier; None if its speeds were not measured."""
+        speeds = self._cost_file.find_disk(_disk_facts(folder, _block_bytes(fit)))
+        if speeds is None:
+            return None
+        return DiskShape(
+            speeds=speeds,
+            num_bytes=options.cache_bytes,
+            bytes_a_day=options.cache_bytes_per_day,
+        )
 
     def _costs(self, options: EngineOptions, fit: MemoryFit) -> StepCosts | None:
         """The measured costs; or else costs measured at another block size, adapted to the block
@@ -283,6 +328,21 @@ def engine_shape(options: EngineOptions, fit: MemoryFit) -> EngineShape:
         max_loras=options.num_lora_slots,
         overlap=_overlaps(options, fit),
     )
+
+
+def _block_bytes(fit: MemoryFit) -> int:
+    """The bytes of the largest block that the disk tier stores."""
+    return max(group.stored_bytes for group in fit.groups)
+
+
+def _disk_facts(folder: Path, block_bytes: int) -> dict[str, Any]:
+    """Everything that affects the speeds of a disk tier, by name."""
+    return {
+        "cache_dir": str(folder.absolute()),
+        "block_bytes": block_bytes,
+        "machine": processor(),
+        "version": __version__,
+    }
 
 
 def _overlaps(options: EngineOptions, fit: MemoryFit) -> bool:

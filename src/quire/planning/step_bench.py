@@ -16,6 +16,7 @@ from quire.planning.calibration_runs import LONGEST_ANSWER, RunBounds, draw_runs
 from quire.planning.measuring import MeasuredStep, WatchedRunner, measure_runs
 from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
 from quire.speculation.speculation_options import OFF, SpeculationOptions
+from quire.tiers.tier_options import TierOptions
 
 LEAST_CONTEXT = 2048
 MEASURED_ROWS = 64
@@ -96,14 +97,13 @@ def _for_measurement(
         num_blocks=num_blocks,
         kv_cache_memory=None,
         gpu_memory_utilization=None,
-        cache_dir=None,
-        host_cache_size=None,
         max_model_len=max_model_len,
         skip_tokenizer_init=True,
         tokenizer=None,
         enable_prefix_caching=True,
         num_draft_tokens=SchedulerConfig.num_draft_tokens,
         **asdict(SpeculationOptions(speculation=OFF)),
+        **asdict(TierOptions()),
     )
 
 

@@ -2,7 +2,7 @@
 
 Nothing is computed. A step takes the time that the costs predict. Each row whose tokens have all
 been computed gets a new token. Admission, chunks, pacing, prefix cache, preemption, beams, grammars
-and adapters run the code of a real engine.
+and adapters run the code of a real engine; a disk tier loads and stores at measured speeds.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class RunOutcome:
     most_read: int = 0
     #: Prompt tokens found in the prefix cache.
     hit_tokens: int = 0
+    #: Prompt tokens among `hit_tokens` that were loaded from the disk tier.
+    loaded_tokens: int = 0
     #: Prompt tokens looked up in the prefix cache.
     query_tokens: int = 0
     num_preemptions: int = 0
@@ -173,6 +175,8 @@ class _Run:
         outcome.duration_s = virtual.clock.now_s - self._first_s
         outcome.hit_tokens = virtual.memory.prefixes.num_hit_tokens
         outcome.query_tokens = virtual.memory.prefixes.num_query_tokens
+        if virtual.memory.moves is not None:
+            outcome.loaded_tokens = virtual.memory.moves.loads.stats.num_hit_tokens
         outcome.num_preemptions = virtual.scheduler.running_set.stats.num_preemptions
         return outcome
 

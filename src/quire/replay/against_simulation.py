@@ -100,6 +100,12 @@ class _SimulatedReplay:
         """Sentences that say how the replay differed from the trace, and which steps exceeded
         `bounds`."""
         notes = [f"{number} {what}" for what, number in self._notes.items()]
+        moves = self._virtual.memory.moves
+        if moves is not None:
+            notes.append(
+                f"{moves.loads.stats.num_hit_tokens} prompt tokens were loaded from the disk tier,"
+                " which began empty"
+            )
         if bounds is None:
             return notes
         lacking = self._steps.lacking(bounds)

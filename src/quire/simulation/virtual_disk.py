@@ -113,7 +113,7 @@ class KeptSegments:
 
 
 class _Queue:
-    """Moves that a device makes one after another.
+    """A queue of loads or stores, which the disk carries out in their order.
 
     Invariant: `_waiting` has the moves that have not ended, in their order, with their bytes and
     the times at which they were ordered.
@@ -244,7 +244,7 @@ class VirtualDisk:
         self._kept.clear()
 
     def close(self) -> None:
-        """See `Tiers`. Has no effect, since there are no threads and no files."""
+        """See `Tiers`. The simulated disk holds no thread and no file."""
 
     def _load_speed(self) -> LoadSpeed:
         return self._speeds.beside if self._pace.is_beside_steps else self._speeds.alone
