@@ -25,7 +25,7 @@ ARROWS = {
     "replay": "planning traces",
     "planning": "bench simulation traces",
     "bench": "offline measurement_file plugins",
-    "simulation": "engine routing traces cluster plugins tiers",
+    "simulation": "engine routing traces plugins tiers",
     "server": "engine_client traces cluster speculation",
     "cluster": "engine_client routing numa",
     "offline": "assembly",

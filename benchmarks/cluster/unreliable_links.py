@@ -1,4 +1,6 @@
-"""Simulates a fleet's failover on unreliable links: `python -m quire.simulation.failover`.
+"""Simulates the failover of a fleet whose links lose, delay and repeat messages.
+
+    python -m benchmarks.cluster.unreliable_links [--seed 0] [--num-events 1000000]
 
 The real `FleetDispatcher` connects simulated clients and engines on a virtual clock. Messages take
 random times. While a link is cut, its messages get lost, or arrive late, in any order, once or
@@ -488,7 +490,7 @@ def run(config: FailoverConfig) -> FailoverReport:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="quire.simulation.failover")
+    parser = argparse.ArgumentParser(prog="benchmarks.cluster.unreliable_links")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--num-events", type=int, default=1_000_000, help="in all")
     parser.add_argument("--num-engines", type=int, default=0, help="0: from 1 to 8")
