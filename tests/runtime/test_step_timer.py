@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.runtime import model_runner
-from quire.runtime.model_runner import StepTimer
+from quire.runtime import step_timer
+from quire.runtime.step_timer import StepTimer
 
 
 class Queue:
@@ -40,8 +40,8 @@ class Event:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     found = Queue()
-    monkeypatch.setattr(model_runner, "_new_event", found.new_event)
-    monkeypatch.setattr(model_runner, "perf_counter", lambda: found.host_ms / 1e3)
+    monkeypatch.setattr(step_timer, "_new_event", found.new_event)
+    monkeypatch.setattr(step_timer, "perf_counter", lambda: found.host_ms / 1e3)
     return found
 
 
