@@ -435,7 +435,7 @@ def test_the_ledger_follows_a_generation(llm: LLM) -> None:
 def test_stats_are_logged_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     llm = LLM(dtype="float32", max_model_len=256, disable_log_stats=False)
     seconds = iter(range(0, 10_000, 4))
-    llm.engine._clock = lambda: float(next(seconds))
+    llm.engine.clock = lambda: float(next(seconds))
     llm.generate("import os", SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
     assert "tokens/s generated" in capsys.readouterr().err
 

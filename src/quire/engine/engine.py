@@ -36,6 +36,7 @@ from quire.engine.stats import EngineStats, StatsLog
 from quire.engine.step_clock import Landing, LaunchedStep, OnStep, StepClock, StepMembers
 from quire.engine.tier_work import TierWork
 from quire.engine.utilization import Utilization
+from quire.engine.watch import Totals, Watch
 from quire.errors import InvalidRequestError
 from quire.observability.log import get_logger
 from quire.observability.step_trace import (
@@ -98,6 +99,8 @@ class Engine:
         self.times = RequestTimes()
         #: Writes a record of each step; None without a trace.
         self.trace: StepTrace | None = None
+        #: Collects steps and ended requests while an operator watches.
+        self.watch = Watch()
         #: Logs statistics from time to time; None if it is off.
         self.stats_log: StatsLog | None = None
         #: Called before a step runs, with the requests in it; None if no one listens.
@@ -118,7 +121,8 @@ class Engine:
         self._members = StepMembers()
         self._runner = runner
         self._timing = timing or StepTiming()
-        self._clock = clock
+        #: Engine time in seconds, which never goes back.
+        self.clock = clock
         self._in_flight = StepClock()
         self.utilization = Utilization(clock())
         self._requests: dict[str, list[Sequence]] = {}
@@ -169,7 +173,7 @@ class Engine:
         self.grammars.check(request.params)
         self.adapters.check(request)
         # Then make the sequences, and add those that need not wait for a grammar.
-        now_s = self._clock()
+        now_s = self.clock()
         adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
         root = self.scheduler.memory.prefixes.start_chain(request.cache_domain, adapter)
         groups = make_sequences(request, self.limits.max_model_len, root, now_s)
@@ -220,7 +224,7 @@ class Engine:
         # Then fork its grammar and the sequence.
         new_index = self._next_branch[request_id]
         constraint = self.grammars.fork(parent, params)
-        child = self.scheduler.fork(parent, new_index, params, self._clock())
+        child = self.scheduler.fork(parent, new_index, params, self.clock())
         child.constraint = constraint
         branches.append(child)
         self._next_branch[request_id] += 1
@@ -242,7 +246,7 @@ class Engine:
         of tokens pinned.
         """
         prefixes = self.scheduler.memory.prefixes
-        until_s = None if duration_s is None else self._clock() + duration_s
+        until_s = None if duration_s is None else self.clock() + duration_s
         root = prefixes.start_chain(cache_domain, adapter)
         return prefixes.pin(token_ids, root, priority, until_s)
 
@@ -271,7 +275,7 @@ class Engine:
                 self.scheduler.abort(sequence)
         self._forget_if_finished(request_id)
         if not self.has_work():
-            self.utilization.record_idle(self._clock())
+            self.utilization.record_idle(self.clock())
 
     def step(self, *, launches: bool = True) -> list[SequenceOutput]:
         """Run one forward pass over the scheduler's choice; returns the new tokens of each
@@ -282,13 +286,13 @@ class Engine:
         only fetches a result, before a pause.
         """
         # First, plan a step from the requests that are ready.
-        began_s = self._clock()
+        began_s = self.clock()
         self._in_flight.begin_call(began_s)
         self.grammars.add_compiled(self.scheduler)
         self.adapters.end_failed()
         self.contents.end_failed()
         plan = self.scheduler.schedule(began_s) if launches else None
-        planned_s = self._clock()
+        planned_s = self.clock()
         # Then launch it and fetch the oldest result that is due.
         try:
             if plan is not None:
@@ -297,7 +301,7 @@ class Engine:
         except (RuntimeError, ValueError, IndexError, MemoryError, FloatingPointError):
             logger.exception("a step failed; its sequences start again")
             outputs = self._drop_steps(STEP_FAILED)
-            self._record_outputs(outputs, 0, self._clock())
+            self._record_outputs(outputs, 0, self.clock())
         except BaseException:  # a bug, or Ctrl-C: drop the steps, so that the engine stays usable
             self._drop_steps(None)
             raise
@@ -315,8 +319,8 @@ class Engine:
             *self.contents.pop_ended(),
         ]
         if refused:
-            self._record_outputs(refused, 0, self._clock())
-        left_s = self._clock()
+            self._record_outputs(refused, 0, self.clock())
+        left_s = self.clock()
         self._in_flight.end_call(left_s)
         if not self.has_work():
             self.utilization.record_idle(left_s)
@@ -361,9 +365,7 @@ class Engine:
             tiers={} if memory.moves is None else memory.moves.counts(),
             adapters=self.adapters.counts(),
             times=self.times.as_dict(),
-            utilization=self.utilization.as_dict(
-                self._clock(), is_running=len(self._in_flight) > 0
-            ),
+            utilization=self.utilization.as_dict(self.clock(), is_running=len(self._in_flight) > 0),
         )
 
     def memory_report(self) -> MemoryReport:
@@ -408,9 +410,9 @@ class Engine:
         num_in_flight = len(self._in_flight)
         if num_in_flight <= self.overlap and not (is_idle and num_in_flight):
             return None
-        asked_s = self._clock()
+        asked_s = self.clock()
         result = self._runner.result()
-        fetched_s, step = self._clock(), self._in_flight.pop_oldest()
+        fetched_s, step = self.clock(), self._in_flight.pop_oldest()
         if self._timing.is_of_result:
             step = step._replace(timing=self._timing.copy())
         num_accepted, num_rejected = step.count_drafts(result)
@@ -431,7 +433,7 @@ class Engine:
     ) -> list[SequenceOutput]:
         outputs = self.scheduler.apply(result)
         self.grammars.begin_early(self.scheduler.running)
-        ended_s = self._clock()
+        ended_s = self.clock()
         elapsed_s, is_known = self._in_flight.end(step, ended_s)
         if is_known:
             # The drafter's own costs learn the time of drafting.
@@ -440,7 +442,7 @@ class Engine:
             self.tier_work.observe(step.plan.step_id, step_s)
         num_tokens = step.plan.num_tokens - landing.num_rejected
         self.times.on_step(elapsed_s, num_tokens)
-        if self.trace is not None or STEP_LOGGER.isEnabledFor(logging.DEBUG):
+        if self.trace is not None or self.watch.is_on or STEP_LOGGER.isEnabledFor(logging.DEBUG):
             record = step.record(
                 landing,
                 apply_s=ended_s - landing.fetched_s,
@@ -449,6 +451,8 @@ class Engine:
             )
             if self.trace is not None:
                 self.trace.write(record)
+            if self.watch.is_on:
+                self.watch.on_step(record, totals(self), ended_s)
             log_step(record)
         self._record_outputs(outputs, num_tokens, ended_s)
         return outputs
@@ -481,6 +485,8 @@ class Engine:
             and not self.scheduler.beams.is_searching(request_id)
         ):
             del self._requests[request_id], self._next_branch[request_id]
+            if self.watch.is_on:
+                self.watch.on_end(branches, self.times, self.clock())
             self.times.forget(request_id)
             if branches[0].miss is not None:
                 self._misses[request_id] = branches[0].miss
@@ -491,6 +497,17 @@ class Engine:
 def _holders(scheduler: Scheduler) -> list[Sequence]:
     """All sequences that may hold blocks."""
     return [*scheduler.running, *scheduler.waiting]
+
+
+def totals(engine: Engine) -> Totals:
+    """Counts since the engine began that `watch` splits into steps."""
+    drafting = engine.scheduler.drafting
+    return Totals(
+        0 if drafting is None else drafting.num_drafts,
+        0 if drafting is None else drafting.num_accepted_drafts,
+        engine.scheduler.memory.pool.num_evicted,
+        engine.utilization.floor_s,
+    )
 
 
 def sleep(engine: Engine) -> None:

@@ -74,6 +74,10 @@ class RequestTimes:
                 phases = _phases(branch, min(begun.values()), begun[branch_index], now_s)
                 outputs[at] = output._replace(phases=phases)
 
+    def first_token_s(self, request_id: str, branch_index: int) -> float | None:
+        """Engine time of a branch's first token; None before it, and for forgotten requests."""
+        return self._first_tokens.get(request_id, {}).get(branch_index)
+
     def forget(self, request_id: str) -> None:
         """Forget a request that the engine no longer knows."""
         self._first_tokens.pop(request_id, None)

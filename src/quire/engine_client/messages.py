@@ -1,10 +1,10 @@
 """Messages between the API server and the engine process.
 
 The API server may send Prepare, and sends Start once, then AddRequest, AbortRequest, FindAdapter,
-SetPaused, ClearPrefixes, questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown. An agent
-between server and engine sends AbortAll. The engine sends Progress while it loads, Ready once, then
-Outputs (one message a step), RequestFailed and AdapterReply. The engine answers questions in their
-order, and sends Fatal before it dies of an error. `ipc` encodes messages.
+SetPaused, ClearPrefixes, questions (Ping, GetStats, GetMemory, GetBlocks, Observe) and Shutdown. An
+agent between server and engine sends AbortAll. The engine sends Progress while it loads, Ready
+once, then Outputs (one message a step), RequestFailed and AdapterReply. The engine answers
+questions in their order, and sends Fatal before it dies of an error. `ipc` encodes messages.
 
 Called by `engine_process` and `link`.
 """
@@ -95,6 +95,17 @@ class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
     max_num_blocks: int
 
 
+class Observe(msgspec.Struct, tag="observe", array_like=True, frozen=True):
+    """Describe the engine as it is now; see `engine.observation.Observation.observe`.
+
+    Answered by one ObserveReply, in order.
+    """
+
+    parts: tuple[str, ...]
+    since: int = 0
+    table_of: str | None = None
+
+
 class SetPaused(msgspec.Struct, tag="set_paused", array_like=True, frozen=True):
     """Make no steps, even if there is work, until `paused` is false. Not answered."""
 
@@ -177,6 +188,12 @@ class BlocksReply(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
     page: dict[str, Any]
 
 
+class ObserveReply(msgspec.Struct, tag="observed", array_like=True, frozen=True):
+    """The result of `Observation.observe`."""
+
+    found: dict[str, Any]
+
+
 class Fatal(msgspec.Struct, tag="fatal", array_like=True, frozen=True):
     """The reason why the engine process is about to end."""
 
@@ -186,8 +203,8 @@ class Fatal(msgspec.Struct, tag="fatal", array_like=True, frozen=True):
     rank_status: int | None = None
 
 
-Question: TypeAlias = Ping | GetStats | GetMemory | GetBlocks
-Reply: TypeAlias = Pong | StatsReply | MemoryReply | BlocksReply
+Question: TypeAlias = Ping | GetStats | GetMemory | GetBlocks | Observe
+Reply: TypeAlias = Pong | StatsReply | MemoryReply | BlocksReply | ObserveReply
 Control: TypeAlias = SetPaused | ClearPrefixes
 ToEngine: TypeAlias = (
     Prepare

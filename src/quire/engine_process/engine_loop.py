@@ -23,6 +23,7 @@ from typing import TypeAlias
 from quire.core.adapters import AdapterRef
 from quire.core.request import Request, SequenceOutput
 from quire.engine.engine import Engine
+from quire.engine.observation import Observation
 from quire.engine_client.block_page import block_page
 from quire.engine_client.logprob_entries import pack
 from quire.engine_client.messages import (
@@ -38,6 +39,8 @@ from quire.engine_client.messages import (
     GetMemory,
     GetStats,
     MemoryReply,
+    Observe,
+    ObserveReply,
     OnProgress,
     Outputs,
     Ping,
@@ -185,6 +188,7 @@ class EngineLoop:
         `clock` returns seconds.
         """
         self._engine = engine
+        self._observation = Observation(engine)
         self._channel = channel
         self._clock = clock
         self._inbox: deque[ToEngine] = deque()  # messages not handled yet, oldest first
@@ -271,7 +275,7 @@ class EngineLoop:
                 self._is_paused = paused
             case ClearPrefixes():
                 self._engine.clear_prefixes()
-            case Ping() | GetStats() | GetMemory() | GetBlocks():
+            case Ping() | GetStats() | GetMemory() | GetBlocks() | Observe():
                 self._channel.send(self._reply(message))
             case Shutdown(drain):
                 self._is_draining = True
@@ -306,6 +310,8 @@ class EngineLoop:
                 return MemoryReply(self._engine.memory_report().as_dict())
             case GetBlocks(first_block, max_num_blocks):
                 return BlocksReply(block_page(self._engine.block_map(first_block, max_num_blocks)))
+            case Observe(parts, since, table_of):
+                return ObserveReply(self._observation.observe(parts, since, table_of))
 
     def _add(self, request: Request) -> None:
         if self._is_draining:

@@ -272,7 +272,7 @@ def counting_pool(name: str, num_blocks: int) -> BlockPool:
     queues = order._queues
     queues.following, queues.previous = map(CountingList, (queues.following, queues.previous))
     if name == "hit_density":
-        pool._num_uses = order._num_uses = CountingList(pool._num_uses)
+        pool.num_uses = order._num_uses = CountingList(pool.num_uses)
         order._following, order._previous = queues.following, queues.previous
     return pool
 

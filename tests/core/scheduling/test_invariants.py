@@ -92,8 +92,8 @@ def fork_of_one_that_is_gone(harness: Harness) -> None:
 
 def tell_other_tokens(harness: Harness) -> None:
     cache = harness.memory.cache
-    digest, (parent, _, is_first) = next(iter(cache._nodes.items()))
-    cache._nodes[digest] = parent, bytes(16), is_first
+    digest, (parent, _, is_first) = next(iter(cache.nodes.items()))
+    cache.nodes[digest] = parent, bytes(16), is_first
 
 
 def compute_beyond_slots(harness: Harness) -> None:

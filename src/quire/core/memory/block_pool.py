@@ -121,6 +121,8 @@ class BlockPool:
         self.num_free = num_blocks
         #: Number of times that a block has lost its last holder since the start.
         self.num_freed = 0
+        #: Number of contents that were evicted since the start.
+        self.num_evicted = 0
         #: Engine time, set by the caller and compared with the ends of pins.
         self.now_s = 0.0
         #: Log of blocks that got a content key; None unless a caller collects them.
@@ -129,15 +131,16 @@ class BlockPool:
         self.ref_count = [0] * num_blocks
         #: Content key, by block; None without one.
         self.content: list[ContentKey | None] = [None] * num_blocks
-        #: Number of uses of the content since it was computed, by block.
-        self._num_uses = [0] * num_blocks
+        #: Number of uses of the content since it was computed, by block; meaningless
+        #: without content.
+        self.num_uses = [0] * num_blocks
         # Free blocks without content, ordered by release; a dict allows removal from the middle.
         self._blank: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
         #: Blocks whose content is evicted first once they are free.
         self.demoted: set[int] = set()
         # The demoted blocks that are free, ordered by release.
         self._passed: OrderedDict[int, None] = OrderedDict()
-        self._order = order(num_blocks, self.content, self._num_uses)
+        self._order = order(num_blocks, self.content, self.num_uses)
         self._pins = Pins()
         self._pinned = self._pins.by_block
 
@@ -174,6 +177,7 @@ class BlockPool:
         else:
             taken = self._order.take(count, evicted)
         self.num_free -= count
+        self.num_evicted += len(evicted)
         ref_count = self.ref_count
         for block in taken:
             ref_count[block] = 1
@@ -191,7 +195,7 @@ class BlockPool:
             self.num_free -= 1
         self.ref_count[block] = count + 1
         if is_use:
-            self._num_uses[block] += 1
+            self.num_uses[block] += 1
             if self.demoted:
                 self.demoted.discard(block)
 
@@ -259,7 +263,7 @@ class BlockPool:
         is_reused: whether the contents count as used once, because the prefix that they extend was
         reused.
         """
-        content, num_uses, ref_count = self.content, self._num_uses, self.ref_count
+        content, num_uses, ref_count = self.content, self.num_uses, self.ref_count
         recalled = self._order.recall([digest for _, digest in found])
         for (block, digest), is_recalled in zip(found, recalled, strict=True):
             assert ref_count[block] and content[block] is None
@@ -272,7 +276,7 @@ class BlockPool:
         """Give a held block its content key; the caller has checked that no other block has it."""
         assert self.ref_count[block] > 0 and self.content[block] is None
         self.content[block] = key
-        self._num_uses[block] = self._order.recall((key[1],))[0]
+        self.num_uses[block] = self._order.recall((key[1],))[0]
 
     def forget(self, block: int) -> None:
         """Drop a block's content key and its pin; if the block is free, it is then among the first
@@ -286,14 +290,14 @@ class BlockPool:
             self._pins.unpin(block)
         self.demoted.discard(block)
         self.content[block] = None
-        self._num_uses[block] = 0
+        self.num_uses[block] = 0
 
     def heat(self, block: int) -> int:
         """Number of uses of a block's content since it was computed; 0 without content.
 
         A content that was recently evicted and is computed again starts with 1.
         """
-        return int(self._num_uses[block]) if self.content[block] is not None else 0
+        return int(self.num_uses[block]) if self.content[block] is not None else 0
 
     def pin(self, block: int, priority: int = 0, until_s: float | None = None) -> None:
         """Keep a block's content: while free, the block is taken only when no unpinned block is

@@ -37,7 +37,7 @@ _Child = tuple[bytes, bytes]
 """(tokens, digest) of a block that follows a parent. Tokens are packed by `packed_tokens`, so that
 the bytes sort like the tokens."""
 
-_Node = tuple[bytes, bytes, bool]
+Node = tuple[bytes, bytes, bool]
 """(parent, tokens, whether the parent is the root of a domain) of a block."""
 
 
@@ -66,7 +66,8 @@ class PrefixCache:
         # The tree of tokens. Plain tuples, and a bare digest for an only child, keep the number of
         # objects small. Keyed by block, not by digest, so that adjacent blocks of a large pool have
         # adjacent keys.
-        self._nodes: dict[int, _Node] = {}
+        #: By block; only this class changes it.
+        self.nodes: dict[int, Node] = {}
         self._children: dict[bytes, bytes | list[_Child]] = {}
         self._roots_of_first: dict[bytes, Counter[bytes]] = {}  # first block's tokens -> roots
         # Two generations of evicted contents; the older is dropped when the younger is full.
@@ -129,13 +130,13 @@ class PrefixCache:
     def num_tokens(self, digest: bytes) -> int | None:
         """Number of tokens in the content; None if the main group does not have it."""
         block = None if self._main is None else self.find(self._main, digest)
-        return None if block is None else num_packed(self._nodes[block][1])
+        return None if block is None else num_packed(self.nodes[block][1])
 
     def tail(self, digest: bytes) -> tuple[bytes, bytes] | None:
         """The parent and the tokens of a partly filled block in the main group; None for other
         contents."""
         block = None if self._main is None else self.find(self._main, digest)
-        node = None if block is None else self._nodes[block]
+        node = None if block is None else self.nodes[block]
         if node is None or num_packed(node[1]) == self.block_size:
             return None
         return node[:2]
@@ -159,7 +160,7 @@ class PrefixCache:
         first block, or the root if it is the first of the chain (is_first). Returns (block, digest)
         of the new contents.
         """
-        known, nodes, children = self._blocks[group], self._nodes, self._children
+        known, nodes, children = self._blocks[group], self.nodes, self._children
         parents = [parent, *digests][: len(digests)]
         # First, leave out contents that are known already.
         if any(map(known.__contains__, digests)):
@@ -189,7 +190,7 @@ class PrefixCache:
 
         eviction: remembered for a while, for `eviction_of`; None if the contents were not evicted.
         """
-        nodes, children, evictions = self._nodes, self._children, self._evictions
+        nodes, children, evictions = self.nodes, self._children, self._evictions
         remembers = eviction is not None and self._evictions_per_generation > 0
         blocks, main = self._blocks, self._main
         for group, digest in keys:
@@ -256,7 +257,7 @@ class PrefixCache:
     def check(self) -> None:
         """Raise AssertionError unless the tree has exactly the digests of the main group."""
         listed_in = {} if self._main is None else self._blocks[self._main]
-        assert self._nodes.keys() == set(listed_in.values())
+        assert self.nodes.keys() == set(listed_in.values())
         num_listed = 0
         for parent, siblings in self._children.items():
             listed = self._listed(siblings)
@@ -264,18 +265,18 @@ class PrefixCache:
             assert listed == sorted(listed)
             num_listed += len(listed)
             for tokens, digest in listed:
-                node = self._nodes[listed_in[digest]]
+                node = self.nodes[listed_in[digest]]
                 assert node[:2] == (parent, tokens), "the tree and the nodes differ"
-        assert num_listed == len(self._nodes)
+        assert num_listed == len(self.nodes)
         firsts = sum(sum(counts.values()) for counts in self._roots_of_first.values())
-        assert firsts == sum(is_first for _, _, is_first in self._nodes.values())
+        assert firsts == sum(is_first for _, _, is_first in self.nodes.values())
 
     def _listed(self, siblings: bytes | list[_Child]) -> list[_Child]:
         """The children of one parent as a list, even for a single child."""
         if isinstance(siblings, list):
             return siblings
         assert self._main is not None
-        return [(self._nodes[self._blocks[self._main][siblings]][1], siblings)]
+        return [(self.nodes[self._blocks[self._main][siblings]][1], siblings)]
 
     def _remove_sibling(self, parent: bytes, siblings: bytes | list[_Child], child: _Child) -> None:
         assert isinstance(siblings, list), "an only child is another one"

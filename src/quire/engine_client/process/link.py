@@ -23,6 +23,7 @@ from quire.engine_client.messages import (
     Fatal,
     FindAdapter,
     MemoryReply,
+    ObserveReply,
     Outputs,
     Ping,
     Pong,
@@ -250,7 +251,12 @@ class EngineLink(asyncio.Protocol):
         match message:
             case Outputs() | RequestFailed():
                 self._listener.on_message(self, message)
-            case StatsReply(answer) | MemoryReply(answer) | BlocksReply(answer):
+            case (
+                StatsReply(answer)
+                | MemoryReply(answer)
+                | BlocksReply(answer)
+                | ObserveReply(answer)
+            ):
                 self._answer(answer)
             case Pong():
                 self._answer({})
