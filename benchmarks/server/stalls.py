@@ -82,7 +82,7 @@ class Found:
 def request(path: str, body: bytes) -> bytes:
     """The bytes of one HTTP request."""
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: quire\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body

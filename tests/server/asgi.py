@@ -39,7 +39,17 @@ def parts_of(body, pieces):
     ]
 
 
-def call(app, path, body=b"", *, method="POST", headers=(JSON,), messages=None, raised=None):
+def call(
+    app,
+    path,
+    body=b"",
+    *,
+    method="POST",
+    headers=(JSON,),
+    messages=None,
+    raised=None,
+    host=HOST,
+):
     """The answer to one call.
 
     messages: that bring the body, if not it in one piece; after the last one nothing ever comes.
@@ -66,7 +76,7 @@ def call(app, path, body=b"", *, method="POST", headers=(JSON,), messages=None, 
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": [HOST, *headers],
+        "headers": [host, *headers],
         "state": answer.state,
     }
     with pytest.raises(raised) if raised else contextlib.nullcontext():

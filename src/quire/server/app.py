@@ -115,6 +115,7 @@ def _add_middlewares(
         RequestHead,
         name_prefixes=[path.partition("{")[0] for path in named],
         operator_paths=operator_paths,
+        hosts=access.hosts,
     )
     app.add_middleware(
         RequestIdMiddleware,

@@ -201,6 +201,17 @@ class ServerConfig(Options):
         help="origin whose web pages may call the server; may be repeated; '*': any",
         flag=Flag(metavar="ORIGIN", shown="none"),
     )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        Texts("a name", reads_json=True),
+        group="access",
+        help="name by which clients call the server; may be repeated; '*': any. IP addresses and"
+        " localhost always are",
+        doc="names by which clients call the server, beside IP addresses and localhost; '*': any."
+        " Without any: a server without keys on a loopback address answers to no other name, all"
+        " others answer to any.",
+        flag=Flag(metavar="NAME", shown="see docs/security.md"),
+    )
     max_queued_requests: int = option(
         MAX_QUEUED_REQUESTS,
         Whole(1),

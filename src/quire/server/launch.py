@@ -47,6 +47,7 @@ from quire.server.generation.seeds import Seeds
 from quire.server.http.body import UnknownFields
 from quire.server.http.connection import ConnectionLimits, connection_class
 from quire.server.http.guard import AccessConfig
+from quire.server.http.host_rule import host_rule
 from quire.server.http.listener import Listener, bind_failure, bound_socket
 from quire.server.http.open_connections import OpenConnections
 from quire.server.http.open_files import raise_open_files
@@ -157,6 +158,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
         # Name the model so that the engine need not find or fetch it a second time.
         model, revision = files.model.named_for_others(options.model)
         options = replace(options, model=model, revision=revision)
+    keys = load_keys(server.api_keys, server.api_key_file)
     return ServerPlan(
         options,
         server,
@@ -164,8 +166,9 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
         options.seed if "seed" in engine_options else None,
         files,
         AccessConfig(
-            keys=load_keys(server.api_keys, server.api_key_file),
+            keys=keys,
             allowed_origins=server.allowed_origins,
+            hosts=host_rule(server.allowed_hosts, server.host, has_keys=keys is not None),
             max_body_bytes=server.max_body_bytes,
             bodies=body_budget(server),
         ),

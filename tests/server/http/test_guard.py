@@ -197,8 +197,8 @@ def test_a_stranger_uploads_nothing(guarded):
     host, port = guarded.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 1000000\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
         )
         assert connection.recv(4096).startswith(b"HTTP/1.1 401")
 

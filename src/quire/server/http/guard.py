@@ -34,6 +34,7 @@ from quire.errors import (
 )
 from quire.server.http.body_budget import BodyBudget, Upload
 from quire.server.http.errors import error_response
+from quire.server.http.host_rule import HostRule
 from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import NO_TENANT, Tenant
 
@@ -61,6 +62,7 @@ requires servers to accept it, too."""
 CODES = {
     HTTPStatus.BAD_REQUEST: "bad_request_head",
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "unsupported_content_encoding",
+    HTTPStatus.MISDIRECTED_REQUEST: "host_not_allowed",
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "head_too_long",
     HTTPStatus.NOT_IMPLEMENTED: "unsupported_transfer_encoding",
     HTTPStatus.HTTP_VERSION_NOT_SUPPORTED: "http_version_not_supported",
@@ -95,6 +97,7 @@ class RequestHead:
         app: ASGIApp,
         name_prefixes: Iterable[str] = (),
         operator_paths: Sequence[str] = (),
+        hosts: HostRule | None = None,
     ) -> None:
         """A path that begins with one of `name_prefixes` ends with a model's name. The name keeps
         its slashes, since it may be an absolute path of a folder. `operator_paths`: see
@@ -102,11 +105,14 @@ class RequestHead:
         self._app = app
         self._names = {each: re.compile(each.replace("/", "/+")) for each in name_prefixes}
         self._operator_paths = operator_paths
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
                 check_head(scope)
+                if self._hosts is not None:
+                    _check_name(scope["headers"], self._hosts)
             except RequestHeadError as error:
                 await error_response(scope, error)(scope, receive, send)
                 return
@@ -156,6 +162,17 @@ def _check_host(hosts: list[bytes], version: str) -> None:
     """Refuse a second Host header, and HTTP/1.1 without one (RFC 9112, section 3.2)."""
     if len(hosts) > 1 or (not hosts and version == "1.1"):
         raise _bad(f"the request has {len(hosts)} Host headers, but must have one")
+
+
+def _check_name(headers: Iterable[tuple[bytes, bytes]], hosts: HostRule) -> None:
+    """Refuse a Host under which this server is not called (RFC 9110, section 15.5.20)."""
+    for host in _values(headers, b"host"):
+        if not hosts.allows(name := host.decode("latin-1")):
+            raise RequestHeadError(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                f"the Host is {name!r:.80}, which this server does not answer to; call it by"
+                " localhost or an IP address, or start it with --allowed-hosts",
+            )
 
 
 def _check_framing(headers: Iterable[tuple[bytes, bytes]], version: str) -> None:
@@ -226,6 +243,8 @@ class AccessConfig:
     keys: ApiKeys | None = None
     #: Origins of the web pages that may call, or "*" for any.
     allowed_origins: tuple[str, ...] = ()
+    #: The names under which calls may reach the server; None for any.
+    hosts: HostRule | None = None
     #: The bounds of bodies; see `BodyLimit`.
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
