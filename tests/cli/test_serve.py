@@ -28,7 +28,7 @@ WORDS = (
     " --idle-unload 60"
     " --batch-dir batches --max-batch-file-bytes 1000 --max-tenant-batch-bytes 2000"
     " --max-total-body-bytes 4096 --max-tenant-body-bytes 2048 --metrics-names vllm"
-    " --allowed-hosts a.example"
+    " --allowed-hosts a.example --no-page"
 )
 
 

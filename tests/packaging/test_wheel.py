@@ -10,9 +10,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 from quire.kernels.cpu import build
 from quire.kernels.cpu.library import NativeLibrary
+from quire.server.routes.admin.page import FOLDER
 
 ROOT = Path(__file__).parents[2]
 READ_BY_HATCHLING = {".gitignore", "LICENSE", "pyproject.toml"}
@@ -63,6 +65,12 @@ def test_the_sdist_has_every_file_of_the_repository() -> None:
         for name in project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     }
     assert top_level_names() == included | READ_BY_HATCHLING
+
+
+def test_a_wheel_has_the_files_of_the_page() -> None:
+    found = {each.distribution_path for each in WheelBuilder(str(ROOT)).recurse_included_files()}
+    files = {f"quire/server/static/{path.name}" for path in FOLDER.iterdir()}
+    assert "quire/server/static/app.js" in files <= found
 
 
 def test_a_wheel_gets_the_library_that_was_compiled_for_it_and_its_tag(

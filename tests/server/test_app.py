@@ -85,6 +85,8 @@ def test_the_paths_are_openais_and_a_few_of_ours():
         "/metrics",
         "/memory",
         "/memory/blocks",
+        "/stats",
+        "/stats/table",
         "/replicas",
         "/replicas/restart",
         "/replicas/scale",

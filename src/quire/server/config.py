@@ -212,6 +212,12 @@ class ServerConfig(Options):
         " others answer to any.",
         flag=Flag(metavar="NAME", shown="see docs/security.md"),
     )
+    page: bool = option(
+        True,
+        Switch(),
+        group="server",
+        help="serve a page for browsers at / (docs/page.md)",
+    )
     max_queued_requests: int = option(
         MAX_QUEUED_REQUESTS,
         Whole(1),

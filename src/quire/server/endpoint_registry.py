@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # it imports the web framework
 ENDPOINTS: "Registry[Endpoints]" = Registry(
     "endpoint",
     {
+        "page": "quire.server.routes.admin.page:router",
         "docs_page": "quire.server.routes.admin.docs_page:router",
         "completions": "quire.server.routes.openai.completions:router",
         "chat": "quire.server.routes.openai.chat:router",
@@ -31,6 +32,7 @@ ENDPOINTS: "Registry[Endpoints]" = Registry(
         "version": "quire.server.routes.admin.version:router",
         "health": "quire.server.routes.admin.health:router",
         "memory": "quire.server.routes.admin.memory:router",
+        "stats": "quire.server.routes.admin.stats:router",
         "replicas": "quire.server.routes.admin.replicas:router",
         "metrics": "quire.server.routes.admin.metrics:router",
     },

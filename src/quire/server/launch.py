@@ -326,6 +326,7 @@ def make_service(plan: ServerPlan, engine: EngineFleet, monitor: Monitor) -> Ser
         ),
         bodies=plan.access.bodies,
         metrics_names=plan.server.metrics_names,
+        has_page=plan.server.page,
         answer_defaults=AnswerDefaults(
             includes_usage=plan.server.enable_force_include_usage,
             names_token_ids=plan.server.return_tokens_as_token_ids,

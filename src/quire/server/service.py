@@ -25,6 +25,7 @@ from quire.server.http.long_work import WorkPieces
 from quire.server.http.open_connections import OpenConnections
 from quire.server.idle_unload import IdleUnload
 from quire.server.limits import CallLimits
+from quire.server.stats.live_feed import LiveFeed
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
@@ -120,8 +121,12 @@ class Service:
     adapters: AdapterNames = field(default_factory=AdapterNames)
     #: Names of the metrics; see `ServerConfig`.
     metrics_names: str = "both"
+    #: Whether there is a page at `/`.
+    has_page: bool = True
     #: Connections that clients have open.
     connections: OpenConnections = field(default_factory=OpenConnections)
+    #: Snapshots of the engines for the operator, and their open streams.
+    feed: LiveFeed = field(default_factory=LiveFeed)
     #: Bounds the bytes of the bodies of open calls.
     bodies: BodyBudget = field(default_factory=BodyBudget)
     #: Bounds the number of long bodies that are parsed at once.

@@ -81,6 +81,9 @@ NAMES |= {
     f"/v1/batches/{{batch_id}}{rest}": f"/v1/batches/batch_1{rest}" for rest in ("", "/cancel")
 }
 NAMES["/sleep"] = "/sleep?level=3"  # the server must stay awake
+NAMES["/page/{name}"] = "/page/app.js"
+NAMES["/stats/events"] = "/stats/events?interval=99"  # a stream would not end
+NAMES["/stats/table"] = "/stats/table?request_id=a"
 """What to ask for where the table's path is none."""
 
 MISTAKES = [

@@ -39,8 +39,8 @@ async def memory(http: HTTPRequest, replica: str | None = None) -> dict[str, Any
     one answers. Raises EngineDeadError, which is 503, and InvalidRequestError for an unknown
     replica.
     """
-    _check_query(http, ("replica",))
-    engine = _engine(http, replica)
+    check_query(http, ("replica",))
+    engine = find_engine(http, replica)
     report = await engine.ask(GetMemory(), ENGINE_TIMEOUT_S)
     parts = ledger_parts(engine.facts)
     return report | {"device": {f"{name}_bytes": count for name, count in parts.items()}}
@@ -58,10 +58,10 @@ async def memory_blocks(
     `next_block` is the first block of the next page, null at the end of the pool. Raises
     InvalidRequestError for a page beyond the pool, EngineDeadError.
     """
-    _check_query(http, ("first_block", "num_blocks", "replica"))
+    check_query(http, ("first_block", "num_blocks", "replica"))
     first = _whole_number("first_block", first_block, 0, MAX_BLOCK)
     count = _whole_number("num_blocks", num_blocks, 1, MAX_NUM_BLOCKS)
-    page = await _engine(http, replica).ask(GetBlocks(first, count), ENGINE_TIMEOUT_S)
+    page = await find_engine(http, replica).ask(GetBlocks(first, count), ENGINE_TIMEOUT_S)
     last = page["num_blocks"] - 1
     if first > last:
         raise InvalidRequestError(
@@ -70,7 +70,11 @@ async def memory_blocks(
     return page
 
 
-def _engine(http: HTTPRequest, replica: str | None) -> EngineFleet | FleetEngine:
+def find_engine(http: HTTPRequest, replica: str | None) -> EngineFleet | FleetEngine:
+    """The engine to ask: a named replica, or the fleet, of which the first ready one answers.
+
+    Raises InvalidRequestError for an unknown replica.
+    """
     engine = service_of(http).engine
     if replica is None:
         return engine
@@ -89,7 +93,8 @@ def _whole_number(name: str, text: str, low: int, high: int) -> int:
     return number
 
 
-def _check_query(http: HTTPRequest, known: Iterable[str]) -> None:
+def check_query(http: HTTPRequest, known: Iterable[str]) -> None:
+    """Raises InvalidRequestError if the call's query has other parameters than the known ones."""
     unknown = sorted(set(http.query_params) - set(known))
     if unknown:
         raise InvalidRequestError(

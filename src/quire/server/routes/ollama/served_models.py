@@ -158,12 +158,6 @@ class PullRequest(NamesModel):
     stream: bool = True
 
 
-@router.route("/", "GET", "HEAD", include_in_schema=False)
-async def running() -> Response:
-    """A line that tells that the server runs, which Ollama's clients ask for first."""
-    return Response("quire is running", media_type="text/plain")
-
-
 @router.get("/api/tags", responses=answers(OllamaModels, errors=ERROR_RESPONSES))
 async def ollama_tags(http: HTTPRequest) -> Response:
     """The one model of this server, and its adapters."""

@@ -1,0 +1,140 @@
+// Begins the page: tabs, theme, key, and the connection that the visible view needs.
+
+import { CallError, ask, hasKey, setKey } from "./api.js";
+import { byId, el, fill, showTip } from "./dom.js";
+import { Live } from "./live.js";
+import { MemoryView } from "./memory.js";
+import { Playground } from "./playground.js";
+import { StepsView } from "./steps.js";
+
+const PARTS = {
+  playground: null,
+  memory: ["stats", "requests", "memory", "blocks", "prefixes", "events"],
+  steps: ["stats", "events", "requests", "memory"],
+};
+const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
+
+const live = new Live();
+const views = {
+  playground: new Playground(byId("playground")),
+  memory: new MemoryView(byId("memory"), live),
+  steps: new StepsView(byId("steps"), live),
+};
+let shown = "playground";
+
+function show(name, focus = false) {
+  shown = name;
+  for (const tab of document.querySelectorAll("[role=tab]")) {
+    const isShown = tab.id === `tab-${name}`;
+    tab.setAttribute("aria-selected", String(isShown));
+    tab.tabIndex = isShown ? 0 : -1;
+    if (isShown && focus) tab.focus();
+    byId(tab.getAttribute("aria-controls")).hidden = !isShown;
+  }
+  showTip(null);
+  history.replaceState(null, "", name === "playground" ? "/" : `#${name}`);
+  follow();
+}
+
+function follow() {
+  live.follow(document.hidden ? null : PARTS[shown]);
+}
+
+function connectTabs() {
+  const tabs = [...document.querySelectorAll("[role=tab]")];
+  for (const tab of tabs) {
+    tab.addEventListener("click", () => show(tab.id.slice(4)));
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      const seen = tabs.filter((each) => !each.hidden);
+      const next = seen[(seen.indexOf(tab) + step + seen.length) % seen.length];
+      show(next.id.slice(4), true);
+    });
+  }
+}
+
+function connectTheme() {
+  const names = Object.keys(THEMES);
+  let theme = names.includes(localStorage.getItem("quire-theme")) ? localStorage.getItem("quire-theme") : "auto";
+  const apply = () => {
+    if (theme === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme;
+    byId("theme").textContent = THEMES[theme];
+    byId("theme").setAttribute("aria-label", `Theme: ${theme === "auto" ? "as the system" : theme}`);
+    views[shown].update?.();
+  };
+  byId("theme").addEventListener("click", () => {
+    theme = names[(names.indexOf(theme) + 1) % names.length];
+    localStorage.setItem("quire-theme", theme);
+    apply();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", apply);
+  apply();
+}
+
+function connectKey() {
+  const dialog = byId("key-dialog");
+  byId("key-button").addEventListener("click", () => dialog.showModal());
+  dialog.addEventListener("close", () => {
+    if (dialog.returnValue === "use") {
+      setKey(byId("key-input").value);
+      byId("key-input").value = "";
+      begin();
+    }
+  });
+}
+
+/** Find out what this reader may see. */
+async function begin() {
+  byId("key-button").textContent = hasKey() ? "Key set" : "Key";
+  tell(null);
+  try {
+    const models = await ask("/v1/models");
+    views.playground.setModels(models.data);
+    byId("model").textContent = models.data.map((each) => each.id)[0] ?? "";
+  } catch (error) {
+    if (error instanceof CallError && error.status === 401) {
+      tell(hasKey() ? "The server does not know this key." : "This server needs a key: enter yours with the button Key.");
+    } else tell("The server does not answer.");
+  }
+  let isOperator = true;
+  try { await ask("/stats?parts=stats"); } catch (error) { isOperator = !(error.status === 401 || error.status === 403); }
+  for (const name of ["memory", "steps"]) byId(`tab-${name}`).hidden = !isOperator;
+  const wanted = location.hash.slice(1);
+  show(isOperator && wanted in PARTS ? wanted : isOperator ? shown : "playground");
+}
+
+function tell(text) {
+  byId("banner").hidden = text === null;
+  byId("banner").textContent = text ?? "";
+}
+
+function chooseEngine() {
+  const names = [...live.engines.keys()];
+  byId("engine-choice").hidden = names.length < 2;
+  const select = byId("engine");
+  if ([...select.options].map((each) => each.value).join("\n") === names.join("\n")) return;
+  fill(select, names.map((name) => el("option", { value: name }, name)));
+  if (names.includes(live.chosen)) select.value = live.chosen;
+}
+
+byId("engine").addEventListener("change", (event) => { live.chosen = event.target.value; views[shown].update?.(); });
+document.addEventListener("visibilitychange", follow);
+let lastState = null;
+live.onUpdate(() => {
+  if (live.state !== lastState) {
+    const texts = { open: "live", lost: "reconnecting…", refused: "refused", closed: "" };
+    byId("connection").textContent = texts[live.state];
+    byId("connection").dataset.state = live.state;
+    if (live.state === "lost") tell("The server does not answer; the page asks again.");
+    else if (lastState === "lost") tell(null);
+    lastState = live.state;
+  }
+  chooseEngine();
+  views[shown].update?.();
+});
+connectTabs();
+connectTheme();
+connectKey();
+begin();

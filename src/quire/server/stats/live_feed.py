@@ -1,0 +1,114 @@
+"""Snapshots of the whole server, and streams of their changes, for GET /stats and /stats/events.
+
+Each stream asks the engines itself, so no task runs while no stream is open. All streams share the
+answers (`engine_view`). Belongs to one event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Collection
+from typing import Any
+
+from quire.engine_client.engine_slot import ONLY_ENGINE
+from quire.engine_client.fleet import EngineFleet
+from quire.engine_client.fleet_engine import FleetEngine
+from quire.engine_client.recovery import EngineState
+from quire.errors import OverloadedError
+from quire.server.stats.engine_view import Cursor, EngineView
+
+MAX_LISTENERS = 16
+"""Number of streams that may be open at once."""
+
+RETRY_AFTER_S = 5.0
+
+FACTS = (
+    "architecture",
+    "num_parameters",
+    "dtype",
+    "quantization",
+    "kernels",
+    "device_name",
+    "num_threads",
+    "tensor_parallel_size",
+    "num_blocks",
+    "block_size",
+    "max_num_seqs",
+    "max_model_len",
+    "weight_bytes",
+    "kv_cache_bytes",
+    "device_memory_bytes",
+)
+"""The engine's facts that a snapshot has."""
+
+
+class LiveFeed:
+    """The views of all engines, and the number of open streams."""
+
+    def __init__(self) -> None:
+        #: Number of open streams.
+        self.num_listeners = 0
+        self._views: dict[str, EngineView] = {}
+
+    async def refresh(self, fleet: EngineFleet, parts: Collection[str]) -> None:
+        """Ask all ready engines for the parts that are due."""
+        engines = dict(fleet.engines_by_name)  # a copy, since replicas may be added or removed
+        self._views = {name: self._views.get(name) or EngineView() for name in engines}
+        now_s = time.monotonic()
+        await asyncio.gather(
+            *[
+                self._views[name].refresh(engine, parts, now_s)
+                for name, engine in engines.items()
+                if engine.state is EngineState.READY
+            ]
+        )
+
+    async def snapshot(self, fleet: EngineFleet, parts: Collection[str]) -> list[dict[str, Any]]:
+        """All engines as they are now."""
+        await self.refresh(fleet, parts)
+        return self._engines(fleet, {}, parts)
+
+    async def changes(
+        self, fleet: EngineFleet, parts: Collection[str], interval_s: float
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """All engines, first whole and then with what has changed, every interval_s seconds.
+
+        Raises OverloadedError if too many streams are open.
+        """
+        if self.num_listeners >= MAX_LISTENERS:
+            raise OverloadedError(
+                f"{MAX_LISTENERS} streams of /stats/events are open; end one of them", RETRY_AFTER_S
+            )
+        self.num_listeners += 1
+        cursors: dict[str, Cursor] = {}
+        try:
+            while True:
+                yield await self._look(fleet, cursors, parts)
+                await asyncio.sleep(interval_s)
+        finally:
+            self.num_listeners -= 1
+
+    async def _look(
+        self, fleet: EngineFleet, cursors: dict[str, Cursor], parts: Collection[str]
+    ) -> list[dict[str, Any]]:
+        await self.refresh(fleet, parts)
+        return self._engines(fleet, cursors, parts)
+
+    def _engines(
+        self, fleet: EngineFleet, cursors: dict[str, Cursor], parts: Collection[str]
+    ) -> list[dict[str, Any]]:
+        overview = {} if ONLY_ENGINE in fleet.engines_by_name else fleet.engines.overview()
+        found = []
+        for name, engine in fleet.engines_by_name.items():
+            view = self._views.get(name) or EngineView()
+            is_new = name not in cursors
+            cursor = cursors.setdefault(name, Cursor())
+            each: dict[str, Any] = {"name": name, "state": engine.state.value, "pid": engine.pid}
+            each |= {"num_restarts": engine.num_restarts} | overview.get(name, {})
+            if is_new:
+                each["facts"] = _facts(engine)
+            found.append(each | view.changes(cursor, parts))
+        return found
+
+
+def _facts(engine: FleetEngine) -> dict[str, Any]:
+    return {name: engine.facts[name] for name in FACTS if name in engine.facts}
