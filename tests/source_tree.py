@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from tools.syntax import parsed
+
 
 @dataclass(frozen=True)
 class Import:
@@ -20,7 +22,7 @@ class Tree:
     def __init__(self, sources: Mapping[str, str]) -> None:
         self.sources = {_module_name(path): source for path, source in sources.items()}
         self.paths = {_module_name(path): path for path in sources}
-        self.syntax = {name: ast.parse(source) for name, source in self.sources.items()}
+        self.syntax = {name: parsed(source) for name, source in self.sources.items()}
         self.imports = {name: list(self._imports(name)) for name in self.sources}
 
     def at(self, module: str, line: int) -> str:

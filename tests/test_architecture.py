@@ -202,11 +202,12 @@ def silent_function_imports(tree: Tree) -> list[str]:
     """Imports in a function with no comment on their line, above it, or above their run."""
     found = []
     for module, source in tree.sources.items():
+        inside = [entry for entry in tree.imports[module] if entry.where == "function"]
+        if not inside:  # most files, which need not be split into tokens
+            continue
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         explained = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
-        for entry in tree.imports[module]:
-            if entry.where != "function":
-                continue
+        for entry in inside:
             if {entry.line, entry.line - 1} & explained:
                 explained.add(entry.line)
             else:
@@ -276,7 +277,8 @@ def asyncio_outside(tree: Tree) -> list[str]:
 def environment_readers(tree: Tree) -> list[str]:
     found = []
     for module, syntax in tree.syntax.items():
-        if module == ENVIRONMENT_READER:
+        is_free = not any(name in tree.sources[module] for name in ENVIRONMENT)
+        if module == ENVIRONMENT_READER or is_free:
             continue
         for node in ast.walk(syntax):
             by_attribute = isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT

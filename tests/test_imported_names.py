@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tools.syntax import parsed
 
 ROOT = Path(__file__).parent.parent
 ROOTS = {"quire": ROOT / "src", "benchmarks": ROOT, "tests": ROOT}
@@ -20,7 +21,7 @@ def missing_names(source: str) -> list[str]:
     """What a file imports from our packages that they have not."""
     return [
         f"line {node.lineno}: {node.module} has no {alias.name}"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ROOTS
         for alias in node.names
         if alias.name != "*" and not _is_there(node.module or "", alias.name)
@@ -35,7 +36,7 @@ def _is_there(module: str, name: str) -> bool:
 def _names_of(module: str) -> frozenset[str]:
     path = _path_of(module)
     source = path.read_text() if path is not None and path.is_file() else ""
-    return frozenset(_bound(ast.parse(source)))
+    return frozenset(_bound(parsed(source)))
 
 
 def _path_of(module: str) -> Path | None:

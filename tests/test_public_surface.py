@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.syntax import parsed
 
 import quire
 from quire.bench import throughput
@@ -27,6 +28,7 @@ from quire.replay import bench_serve
 
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tests" / "data" / "public_surface.json"
+ENVIRONMENT = re.compile(r"\benviron\b|\bgetenv\b")
 BENCHMARKS = {
     "serve": bench_serve.add_arguments,
     "throughput": throughput.add_arguments,
@@ -54,7 +56,9 @@ def flags(parser: argparse.ArgumentParser, command: str = "quire") -> dict[str, 
 
 def environment_variables(source: str) -> Iterator[str]:
     """Names that a source takes from `os.environ` or `os.getenv`; ValueError for a computed one."""
-    for node in ast.walk(ast.parse(source)):
+    if not ENVIRONMENT.search(source):  # most files, which need not be parsed
+        return
+    for node in ast.walk(parsed(source)):
         asked: ast.expr | None = None
         if isinstance(node, ast.Subscript):
             target, asked = node.value, node.slice
@@ -62,7 +66,7 @@ def environment_variables(source: str) -> Iterator[str]:
             target, asked = node.func, node.args[0]
         elif isinstance(node, ast.Compare):
             target, asked = node.comparators[0], node.left
-        if asked is None or not re.search(r"\benviron\b|\bgetenv\b", ast.unparse(target)):
+        if asked is None or not ENVIRONMENT.search(ast.unparse(target)):
             continue
         if not isinstance(asked, ast.Constant) or not isinstance(asked.value, str):
             raise ValueError(f"line {node.lineno}: the variable's name is computed")

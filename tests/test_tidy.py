@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tools import prose
+from tools.syntax import parsed
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("src", "tests", "benchmarks", "tools", "records")
@@ -72,7 +73,7 @@ def untidy(path: str, source: str, raised: dict[tuple[str, str], int] | None = N
         if size > limit:
             found.append(f"{path}:{line}: {place} has {size} {what}, above {limit}")
 
-    syntax = ast.parse(source)
+    syntax = parsed(source)
     check(path, 1, len(source.splitlines()), MAX_FILE_LINES, "lines")
     methods: set[Function] = set()
     for name, node in _definitions(syntax):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from tools.syntax import parsed
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src" / "quire"
 
@@ -106,7 +108,7 @@ class SourceFile:
 
     @cached_property
     def syntax(self) -> ast.Module:
-        return ast.parse(self.source)
+        return parsed(self.source)
 
     @cached_property
     def docstrings(self) -> list[Docstring]:
