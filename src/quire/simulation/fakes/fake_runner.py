@@ -126,6 +126,9 @@ class FakeRunner:
         self._bounds = PlanBounds(
             self.history, groups, num_blocks, block_size, max_num_rows, max_num_tokens
         )
+        # The slots of each block. HOLE_BLOCK, which is -1, finds the last line, of no block.
+        lines = np.append(np.arange(num_blocks), HOLE_BLOCK)
+        self._slots_of = lines[:, None] * block_size + np.arange(block_size)
         self._has_states = any(group.kind is KVKind.STATE for group in groups)
         # By row number, the fingerprint of the row's tokens 0 to i at [i]. Each sequence has an
         # array of its own, so that late tokens of the previous one don't change it.
@@ -286,8 +289,10 @@ class FakeRunner:
 
     def _num_holders(self, block: int) -> int:
         """The number of times that a block occurs in tables, without those of joining forks."""
-        found = sum(holders.get(block, 0) for holders in self.rows.num_holders.values())
-        return found - self._num_joining.get(block, 0)
+        found = -self._num_joining.get(block, 0)
+        for holders in self.rows.num_holders.values():
+            found += holders.get(block, 0)
+        return found
 
     def _new_blocks(self, plan: StepPlan) -> list[int]:
         """The new blocks that a plan assigns, each of which is in one table only."""
@@ -378,8 +383,7 @@ class FakeRunner:
             first = 0 if window is None else max(0, each.start - window + 1)
             blocks = table[first // size : end_block]
             step.touched_blocks.update(blocks)
-            starts = np.array(blocks, dtype=np.int64) * size
-            slots = (starts[:, None] + np.arange(size)).reshape(-1)
+            slots = self._slots_of[blocks].reshape(-1)
             offset = first % size
             each.slots[group] = slots[offset : offset + each.end - first]
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.core.step import BlockCopy
-from quire.simulation.fakes.fake_model import mix
+from quire.simulation.fakes.fake_model import Fingerprints, mix
 from quire.simulation.fakes.fake_step import FakeStep, Ints, RowStep
 from quire.simulation.plan_rows import PlanHistory
 
@@ -43,7 +43,8 @@ class FakeStore:
         self._slots = np.full(num_blocks * block_size, SCRIBBLE, dtype=np.uint64)
         self._writer: Ints = np.full(num_blocks * block_size, -1, dtype=np.int64)
         self._num_state_tokens: Ints = np.full(num_blocks, -1, dtype=np.int64)
-        self._group_salts = [np.uint64(mix(group + 1)) for group in range(num_groups)]
+        salts = [mix(group + 1) for group in range(num_groups)]
+        self._group_salts: Fingerprints = np.array(salts, dtype=np.uint64)
 
     def scribble(self, blocks: list[int]) -> None:
         """Overwrite blocks whose content is no longer needed if scheduler and memory are right."""
@@ -83,31 +84,53 @@ class FakeStore:
 
     def write(self, step: FakeStep) -> None:
         """Write the tokens that a step computes; no slot may be written twice."""
-        written = [(each, group) for each in step.rows for group in each.slots]
-        for each, group in written:
-            slots = each.written_slots(group)
-            computed = each.fingerprints[each.start : each.end]
-            self._slots[slots] = computed ^ self._group_salts[group]
-            self._writer[slots] = step.plan.step_id * MAX_NUM_ROWS + each.row.number
-            self._num_state_tokens[slots // self._block_size] = -1
-        for each, group in written:
-            slots, number = each.written_slots(group), each.row.number
-            twice = self._writer[slots] != step.plan.step_id * MAX_NUM_ROWS + number
-            if twice.any():
-                slot = slots[twice][0]
-                self._history.refuse(
-                    f"two rows wrote slot {slot} in step {step.plan.step_id}", number
-                )
+        accesses = [(each, group) for each in step.rows for group in each.slots]
+        if not accesses:
+            return
+        # The arrays of all rows are joined, since a simulation has many rows of few slots.
+        counts = [each.end - each.start for each, _ in accesses]
+        slots = np.concatenate([each.written_slots(group) for each, group in accesses])
+        computed = np.concatenate(
+            [each.fingerprints[each.start : each.end] for each, _ in accesses]
+        )
+        first_writer = step.plan.step_id * MAX_NUM_ROWS
+        writers = np.repeat([first_writer + each.row.number for each, _ in accesses], counts)
+        self._slots[slots] = computed ^ self._salts(accesses, counts)
+        self._writer[slots] = writers
+        self._num_state_tokens[slots // self._block_size] = -1
+        twice = self._writer[slots] != writers
+        if twice.any():
+            at = int(np.argmax(twice))
+            self._history.refuse(
+                f"two rows wrote slot {slots[at]} in step {step.plan.step_id}",
+                int(writers[at]) - first_writer,
+            )
 
     def read_back(self, step: FakeStep) -> None:
         """Read the whole context of each row through its tables, and compare its fingerprints."""
-        for each in step.rows:
-            for group, slots in each.slots.items():
-                read = self._slots[slots] ^ self._group_salts[group]
-                wrong = read != each.fingerprints[each.end - len(slots) : each.end]
-                wrong |= slots < 0
-                if wrong.any():
-                    self._explain(step, each, group, int(np.argmax(wrong)))
+        accesses = [(each, group) for each in step.rows for group in each.slots]
+        if not accesses:
+            return
+        of_access = [each.slots[group] for each, group in accesses]
+        counts = [len(slots) for slots in of_access]
+        slots = np.concatenate(of_access)
+        expected = np.concatenate(
+            [
+                each.fingerprints[each.end - count : each.end]
+                for (each, _), count in zip(accesses, counts, strict=True)
+            ]
+        )
+        wrong = (self._slots[slots] ^ self._salts(accesses, counts)) != expected
+        wrong |= slots < 0
+        if wrong.any():
+            at, ends = int(np.argmax(wrong)), np.cumsum(counts)
+            index = int(np.searchsorted(ends, at, side="right"))
+            each, group = accesses[index]
+            self._explain(step, each, group, at - int(ends[index]) + counts[index])
+
+    def _salts(self, accesses: list[tuple[RowStep, int]], counts: list[int]) -> Fingerprints:
+        """The salt of each slot's group, for accesses (row, group) with these numbers of slots."""
+        return np.repeat(self._group_salts[[group for _, group in accesses]], counts)
 
     def advance_states(self, step: FakeStep) -> None:
         """Check and replace the states of all rows, in place.
