@@ -41,7 +41,7 @@ class LoRARequest:
 
     #: Name shown to people in results and errors.
     lora_name: str
-    #: Any number above 0; quire does not use it.
+    #: vLLM's id of the adapter, a number above 0. quire does not use the id.
     lora_int_id: int
     #: Folder in PEFT's format. The engine reads it when a request first names it, and again after
     #: its files have changed.

@@ -458,7 +458,7 @@ def make_sequences(
             request.params,
             branch_index=branch_index,
             priority=request.priority,
-            # A pooled result is no token, so it needs no position of its own.
+            # A pooled result takes no position, so the prompt may have one token more.
             max_num_tokens=max_model_len + (request.params.pooling is not None),
             chain_root=chain_root,
             output_token_ids=token_ids,

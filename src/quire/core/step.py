@@ -169,8 +169,8 @@ class DraftOrder(NamedTuple):
 
     row: int
     num_drafts: int
-    #: The most tokens of the row that the drafter may compute first, because it has no K and V for
-    #: them yet. If more are missing, it computes these only, and there are no drafts.
+    #: Maximum number of the row's tokens without K and V of the drafter that it computes first. If
+    #: the row has more such tokens, the drafter computes this number of them and makes no drafts.
     most_tokens: int
 
 
@@ -219,7 +219,7 @@ class StepPlan:
 class Drafted(NamedTuple):
     """The drafter's work for one row."""
 
-    #: The drafts: at most as many as were ordered.
+    #: The drafts: at most `DraftOrder.num_drafts`.
     token_ids: tuple[int, ...]
     #: Number of leading tokens of the row for which the drafter has K and V, drafts left out.
     num_reached_tokens: int
@@ -264,8 +264,8 @@ class StepResult:
     #: Entries for prompt tokens, by row. Computing positions [a, b) yields the entries for tokens
     #: a+1 .. b that belong to the prompt.
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    #: Rows whose own computation failed (NaN logits), each with an error message. They sample
-    #: nothing, and only their sequences end.
+    #: Rows whose own computation failed (NaN logits), each with an error message. These rows
+    #: sample nothing. Their sequences end, and all other sequences continue.
     failed: Mapping[int, str] = field(default_factory=dict)
     #: Pooled results as bytes of fp32 numbers, for the rows that ask for them
     #: (`DecodingParams.pooling`). Such a row is among `rows`, without a token.

@@ -255,8 +255,7 @@ class KVCacheManager:
         if num_tokens <= sequence.num_slots:
             return []
         end = -(-num_tokens // self.block_size) + num_extra_blocks
-        # First count the missing blocks over all groups, so that nothing changes if they are too
-        # many.
+        # First count the missing blocks of all groups: if the pool has too few, no table changes.
         tables, num_missing = sequence.block_tables, 0
         for group in self._growing:
             missing = end - len(tables[group])

@@ -19,9 +19,9 @@ from quire.core.scheduling.running_set import RunningSet, rank_of
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
 
-# Most sequences that may be admitted ahead of a waiting sequence that does not fit.
+# Maximum number of sequences that are admitted ahead of a waiting sequence that does not fit.
 MAX_OVERTAKEN = 32
-# Most sequences that one step may pass over because they do not fit.
+# Maximum number of sequences that do not fit and that one step passes over.
 MAX_PASSED_OVER = 4
 
 

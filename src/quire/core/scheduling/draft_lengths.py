@@ -32,8 +32,8 @@ class Catching(NamedTuple):
     num_missing: int
     #: The share of that time that counts for this step; later steps profit from it, too.
     share: float
-    #: The number of these tokens that fit into this step; with less than all, there are no drafts
-    #: in this step.
+    #: The number of these tokens that fit into this step. If some do not fit, the row gets no
+    #: drafts in this step.
     num_now: int
 
 

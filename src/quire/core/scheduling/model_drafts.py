@@ -19,8 +19,8 @@ from quire.core.sequence import Sequence
 from quire.core.step import Drafted, DraftOrder, Drafts
 
 LEAST_LEFT = 32
-"""A sequence is expected to go on for at least this number of tokens, or else for as many as it has
-generated."""
+"""Least number of tokens that a sequence is expected to generate yet. A sequence that has generated
+more is expected to generate the same number again."""
 
 FEW_MISSING = 2
 """A row that misses at most this number of tokens catches up in the run that makes its first
@@ -120,8 +120,10 @@ class ModelDrafts:
         return sum(chance - cost for chance in expected.survival if chance > cost)
 
     def most_catch_up(self, budget: StepBudget) -> int:
-        """The most tokens on which rows may catch up in this step: as many as take as long as its
-        decoding rows, within the step's limit."""
+        """Maximum number of tokens that the drafter may compute in this step to catch up.
+
+        They take at most the time of the step's decoding rows, and keep the step within its limit.
+        """
         token_s = self.costs.predict_s((), 1)
         if budget.model is None or not token_s:
             return max(LEAST_CATCH_UP, budget.num_tokens)

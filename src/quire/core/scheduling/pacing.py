@@ -38,7 +38,8 @@ MARGIN_QUANTILE = 0.97
 MARGIN_RATE = 0.02
 LARGEST_MARGIN = 1.25
 
-# A step may be late only if that makes its chunk more than this many times as long.
+# A step may be late only if its chunk is then more than this number of times as long as the chunk
+# with which the step would be in time.
 LATE_GAIN = 2
 # A step may be late only while at least this many prompts wait: the cost is the same for more.
 LEAST_LATE_PROMPTS = 2

@@ -46,8 +46,8 @@ class Policy(ABC):
     #: Whether `rank` reads `sequence.num_matched_tokens`, the tokens that the prefix cache has of
     #: it now.
     reads_matches: bool = False
-    #: Whether `rank` reads a request's `priority`. If not, a request with one is refused, so that
-    #: none is ignored. The same holds for reads_deadline.
+    #: Whether `rank` reads a request's `priority`. If not, a request with a priority is refused
+    #: instead of being served as if it had none. The same holds for reads_deadline.
     reads_priority: bool = False
     reads_deadline: bool = False
     #: Whether `on_service` is called.

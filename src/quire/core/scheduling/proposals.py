@@ -11,12 +11,12 @@ class Proposal(NamedTuple):
     """Tokens that may follow a sequence's tokens."""
 
     token_ids: tuple[int, ...] = ()
-    #: Parallel to token_ids: the estimated chance that this token and all before it are accepted.
-    #: Never grows.
+    #: Parallel to token_ids: the estimated chance that this token and all before it are accepted,
+    #: which never grows from one token to the next.
     survival: tuple[float, ...] = ()
     #: Name of the proposer that guessed the tokens.
     proposer: str = ""
-    #: What the speculator needs to learn from the outcome.
+    #: The speculator's own key, under which it counts the outcome.
     kind: Hashable = None
 
 
@@ -38,8 +38,8 @@ class Speculator(Protocol):
         ...
 
     def expect(self, sequence: Sequence, most: int) -> Proposal:
-        """A proposal without tokens: the chances of at most `most` drafts of the runner's drafter.
-        Called only if there is a drafter."""
+        """The chances that the runner's drafter guesses the next tokens, at most `most` of them, as
+        a proposal without tokens. Called only if the runner has a drafter."""
         ...
 
     def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:

@@ -432,9 +432,10 @@ class AppendSlots:
             self._running_set.record_reserve(sequence)
 
     def most_after(self, sequence: Sequence) -> int:
-        """Number of tokens after the sequence's own for which there are slots, or free blocks.
+        """Maximum number of tokens by which the sequence could grow now.
 
-        Leaves out pinned contents, and for each running sequence the blocks to grow once.
+        Counts its unused slots and the pool's free blocks. Does not count free blocks with pinned
+        contents, nor the blocks that each running sequence needs to grow once.
         """
         pool, num_at_once = self._memory.pool, self._memory.num_blocks_to_grow
         num_slots = sequence.num_slots - sequence.num_tokens
@@ -445,9 +446,9 @@ class AppendSlots:
         return num_slots + num_free // num_at_once * self._memory.block_size
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        """Get slots for num_tokens tokens after the sequence's own; `most_after` allows as many.
+        """Get slots for num_tokens further tokens of a sequence, at most `most_after`.
 
-        Blocks for them count as reserved ahead.
+        The new blocks count as reserved ahead.
         """
         grown = self._memory.grow(sequence, sequence.num_tokens + num_tokens)
         assert grown is not None, "free blocks were counted, but are not there"

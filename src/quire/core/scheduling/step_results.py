@@ -27,13 +27,13 @@ class StepInFlight:
     drafts: dict[int, Proposal] | None = None
     #: The drafts that are ordered from the runner's drafter.
     ordered: tuple[OrderedDrafts, ...] = ()
-    #: What the drafter made for the step, by row.
+    #: Row -> the work of the runner's drafter for the step.
     drafted: Mapping[int, Drafted] = field(default_factory=dict)
     #: The predicted seconds of the drafts, and those of a token without drafts.
     drafts_s: float = 0.0
     token_s: float = 0.0
     num_tokens: int = 0
-    #: Rows that close their gap, so that a token must come back for each.
+    #: Number of rows that close their gap: the result must have a token for each.
     num_sampling: int = 0
 
     def apply_result(self, result: StepResult, memory: KVCacheManager) -> None:
