@@ -146,7 +146,7 @@ def select(
             f"{wanted} serve{'s' if name is None else ''} device {device!r}; "
             f"backends for it: {', '.join(serving) or 'none'}"
         )
-    # Then choose one that reads the KV format.
+    # Then choose a backend that reads the KV format.
     defaults = [n for n in default_backends(device_type) if n in serving]
     chosen = name or next((n for n in defaults if is_read(kv_format, n)), defaults[0])
     if not is_read(kv_format, chosen):

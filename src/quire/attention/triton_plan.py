@@ -323,7 +323,7 @@ def host_work(batch: AttentionBatch, shape: AttendShape, rule: ChunkRule) -> Hos
     position = (context - query_lens)[sequence] + offset
     low, end = _seen_keys(shape, position, num_tokens, context[sequence])
 
-    # Then, the tiles whose keys are split, as far as there is room for their parts.
+    # Then split the keys of long tiles, until the buffer of parts is full.
     chunk = _chunk_tokens(rule, end - low)
     count = -(-end // chunk) - low // chunk
     may_split = (num_tiles[sequence] == 1) & (count > 1)

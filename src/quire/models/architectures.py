@@ -1,7 +1,7 @@
 """The registry of model architectures, without torch.
 
-quire's own are in `models.registry`, which is imported when the registry is first read. The names
-are those in the `architectures` of a config.json.
+A model's name is the one in the field `architectures` of its config.json. `models.registry` adds
+quire's model families; it is imported when the registry is first read.
 """
 
 from typing import TYPE_CHECKING

@@ -57,7 +57,7 @@ class ModelConfig(ABC):
     tie_word_embeddings: bool = False
     #: The number of scores of a classification head; 0 if the model has no such head.
     num_labels: int = 0
-    #: The multimodal architecture that contains this language model; None if there is none.
+    #: Name of the multimodal architecture that contains this language model; None for a text model.
     wrapper: str | None = None
     #: The number of layers at the end that predict further tokens (DeepSeek-V3's MTP). They are not
     #: part of `num_layers`. The first one is loaded to draft, as a head (`models.heads.mtp`).

@@ -98,7 +98,7 @@ _GENERATION = {
 HARMLESS_FIELDS = frozenset(_BOOKKEEPING | _GENERATION)
 HARMLESS_SUFFIX = "_token_id"
 
-# Fields that are accepted only with this value, which changes nothing.
+# Field -> the only accepted value. With that value the field does not change the model.
 _PLAIN_VALUES: dict[str, Any] = {
     "add_cross_attention": False,
     "is_decoder": False,

@@ -37,7 +37,7 @@ class DraftBatch:
 
     def __init__(self, rows: RowBatch, vocab_size: int, pairs: TokenPairs | None = None) -> None:
         """`vocab_size` is the drafter's. In place of a token beyond it, token 0 is computed.
-        `pairs` has the drafter's ids of the rows' tokens; None if they are the same."""
+        `pairs` maps the model's token ids to the drafter's; None if both have the same ids."""
         self._rows = rows
         self._vocab_size = vocab_size
         self._pairs = pairs

@@ -114,12 +114,12 @@ class HeadDrafter:
         """See `Drafter`. Rows are admitted again."""
 
     def _forget_before(self, row: int, num_tokens: int) -> None:
-        """Let a row go on behind its first `num_tokens` tokens, without a state of the last."""
+        """Set a row back to its first `num_tokens` tokens, without a hidden state of the last."""
         self._reached[row], self._num_kept[row] = num_tokens, 1
         self._kept[row, 0] = 0
 
     def _cut(self, row: int, num_tokens: int) -> None:
-        """Let a row go on behind its first `num_tokens` tokens, if it has come further."""
+        """Set a row back to its first `num_tokens` tokens, if it has computed more."""
         if num_tokens < self._reached[row]:
             self._forget_before(row, num_tokens)
         most = num_tokens - self._reached[row] + 1
@@ -275,7 +275,7 @@ class HeadDrafter:
                 if token_id != NO_TOKEN:
                     drafts[row].append(token_id)
                 goes_on.append(token_id != NO_TOKEN and counts[row] > place)
-            # Then compute the drafts of rows that get another one.
+            # Then compute the next draft of each row that has not reached its count.
             going = np.flatnonzero(goes_on)
             rows, ends, found = rows[going], ends[going], found[going]
             if len(rows):

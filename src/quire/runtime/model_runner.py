@@ -383,7 +383,7 @@ class ModelRunner:
         assert step.drafts is not None
         found: list[tuple[Int64, SampledTokens]] = []
         rows, first = step.sample_rows, 0
-        # First, sample what needs no tokens before it.
+        # First, sample all positions whose tokens do not depend on earlier sampled tokens.
         known = self._sample_ahead(step.drafts, logits, rows, last)
         for place, drafts in enumerate(step.drafts.rounds, 1):
             # In each round, find the rows whose last token equals their next draft.

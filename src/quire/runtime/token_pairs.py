@@ -1,7 +1,7 @@
-"""Pairs of token ids, of a model and of a drafter with another vocabulary.
+"""Maps token ids between a model and a drafter whose vocabulary differs.
 
-Rows have the model's token ids. A drafter computes its own ids in their place, and its logits are
-put at the ids of the model, so that the noise of a draft is that of the token. Made by
+Rows have the model's token ids. The drafter computes the mapped ids, and its logits are moved to
+the model's ids, so that a draft is sampled with the same noise as the model's token. Made by
 `assembly.draft_vocabularies`, called by `draft_model` and `draft_batch`.
 """
 

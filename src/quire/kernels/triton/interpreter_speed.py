@@ -132,7 +132,7 @@ def _cheaper_objects() -> Iterator[Patch]:
             shapes[sizes] = (wrapped, core.constexpr(kind.numel))
         self.shape, self.numel = shapes[sizes]
 
-    # Last, list the attribute that each one replaces.
+    # Last, list the attribute that each function replaces.
     for target, name, value in (
         (core, "_unwrap_if_constexpr", unwrap_if_constexpr),
         (core.dtype, "__eq__", is_same_type),

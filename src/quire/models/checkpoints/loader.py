@@ -59,7 +59,7 @@ class Reading:
     num_threads: int = 1
     #: Called about a hundred times by the loading thread, with (weights read, weights in total).
     on_progress: Progress | None = None
-    #: The digest that hashes all weights; None if they are not hashed.
+    #: The digest that all weights are added to; None if no digest is wanted.
     digest: WeightsDigest | None = None
 
 

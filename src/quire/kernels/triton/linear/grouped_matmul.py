@@ -107,8 +107,8 @@ def plan_groups(ids: torch.Tensor, num_experts: int) -> GroupPlan:
     starts = torch.searchsorted(sorted_ids, experts)
     num_tiles = -((starts[:-1] - starts[1:]) // _BLOCK_ROWS)
     last_tiles = num_tiles.cumsum(0)
-    # Then find each tile's expert and places. There are at most as many tiles as pairs, and at most
-    # all full tiles and one partial tile for each expert.
+    # Then find each tile's expert and places. Two bounds limit the number of tiles: the number of
+    # pairs, and the number of full tiles plus one partial tile for each expert.
     num_pairs = num_tokens * top_k
     most = min(num_pairs, num_experts + num_pairs // _BLOCK_ROWS)
     tiles = torch.arange(most, device=ids.device)

@@ -6,8 +6,8 @@ The uniform bits are exactly the same. The Gumbel number is computed in a coarse
     u      = (bits + 1/2) / 2**52,  e = -log(1 - u),  gumbel = -log(e)
 
 `coarse_gumbel` is in fp32, for every token; its error is below COARSE_ERROR. `exact_score` is in
-fp64, which costs 64 times as much on many GPUs. It is used for the few tokens whose coarse scores
-differ by no more than their errors.
+fp64, which costs 64 times as much on many GPUs. It is computed only for tokens whose coarse scores
+are too close to the best score to be told apart.
 
 For small u, `coarse_gumbel` computes e by a series in u, whose first omitted term is 1e-6 of e. For
 other u it takes the logarithm of 1 - u, which is computed from the bits' complement to avoid

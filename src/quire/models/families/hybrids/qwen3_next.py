@@ -57,7 +57,11 @@ def arrangement(config: Qwen3NextConfig) -> Arrangement:
 
 
 def _in_turn(num_heads: int, parts: str, sizes: tuple[int, ...]) -> dict[str, RowSelection]:
-    """The rows of each part, if every head stores `sizes` rows of the parts, part by part."""
+    """The rows of each part of a fused linear.
+
+    The linear stores its heads one after another, and each head stores the parts in the order of
+    `parts`, with sizes[i] rows of part i.
+    """
     total = num_heads * sum(sizes)
     rows = torch.arange(total).view(num_heads, -1)
     found, start = {}, 0
