@@ -301,7 +301,7 @@ class Flag:
     others: tuple[str, ...] = ()
     #: Placeholder for the value in the help; None means the kind's metavar.
     metavar: str | None = None
-    #: The default as the help prints it. None means the default itself, and "" prints none.
+    #: The default as the help prints it. None prints the default's value; "" prints no default.
     shown: str | None = None
     #: The default of `quire serve`, if it differs.
     served: Any = _NOT_GIVEN

@@ -183,7 +183,9 @@ class AdapterStore:
             self._num_reads += 1
         try:
             adapter = self._read(Path(path))
-            _ = adapter.digest  # cached; computed here, since it takes as long as reading
+            _ = (
+                adapter.digest
+            )  # computed in this thread and cached: hashing takes as long as reading
             return adapter
         except AdapterError as error:
             logger.warning("%s", shown_text(error))

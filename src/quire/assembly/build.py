@@ -199,7 +199,7 @@ def _build(
     checked, config = kind.options, kind.config
     rank, own_runner, tiers = _build_ranks(kind, on_progress, cache)
     if compiler is not None:
-        compiler.finish()  # so that it does not slow down the measured steps
+        compiler.finish()  # otherwise compiling would slow down the measured steps
     # First, collect the limits of requests and the facts that the engine reports.
     memory_plan, layout = rank.memory_plan, rank.layout
     limits = ModelLimits(

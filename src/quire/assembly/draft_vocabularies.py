@@ -28,7 +28,7 @@ class Vocabulary(NamedTuple):
 
 
 def has_same_ids(mine: Vocabulary, theirs: Vocabulary) -> bool:
-    """Whether every id that both models have is that of the same token."""
+    """Whether both models have the same token at every id that is in both vocabularies."""
     own_ids, size = mine.tokenizer.token_ids, min(mine.size, theirs.size)
     return all(
         own_ids.get(token) == token_id

@@ -84,7 +84,7 @@ def read_speculative_config(config: Any) -> dict[str, Any]:
             raise _wrong(f"has the method {method!r}, but no model; name one as 'model'")
     elif given.get("model", method) in _METHODS:
         given.pop("model", None)
-    # Then its numbers; what else stands there can't be obeyed.
+    # Then read the numbers, and refuse all other keys.
     for name in given:
         if name not in ("method", *_NUMBERS):
             hint = did_you_mean(str(name), _NUMBERS) or "; leave it out"

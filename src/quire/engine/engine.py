@@ -115,8 +115,8 @@ class Engine:
         self.is_asleep = False
         self.tier_work = TierWork(scheduler.memory, clock)
         #: on_idle(idle_s): background work of the surrounding loop in idle periods. Returns the
-        #: seconds until its next call, or None if it needs none in this period. The attribute is
-        #: None if there is no such work.
+        #: seconds until its next call; None means no further call in this period. The attribute
+        #: is None if the loop has no background work.
         self.on_idle: Callable[[float], float | None] | None = None
         self._members = StepMembers()
         self._runner = runner

@@ -65,7 +65,7 @@ class _Preparing:
     #: Its sequences, as `Scheduler.add` takes them.
     groups: list[list[Sequence]]
     arrival_s: float
-    #: Done when all its sequences have their constraints.
+    #: Completed when each sequence of the request has its constraint.
     is_prepared: "Future[None]"
 
 

@@ -51,12 +51,12 @@ class Utilization:
     """
 
     def __init__(self, now_s: float) -> None:
-        #: Bytes and operations of a step; None if they are not known. Results that need them are
-        #: then left out.
+        #: Bytes and operations of a step; None if they are unknown, which leaves out the results
+        #: that are computed from them.
         self.work: StepWork | None = None
         #: Rates of the machine; None if they were not measured.
         self.rates: MachineRates | None = None
-        #: Predicts steps as they were at the start; None if that was not measured.
+        #: Predicts step times as measured at the start; None if no step was measured.
         self.expected: StepCostModel | None = None
         #: Monitor of a GPU; None without one.
         self.monitor: GpuReadings | None = None

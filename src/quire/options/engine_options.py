@@ -355,7 +355,7 @@ class EngineOptions(
             if target not in known:
                 raise ConfigurationError(_unknown_option(name, {*known, *ALIASES}))
             if value is None and known[target] is not None:
-                continue  # None sets nothing, like a flag that is not given
+                continue  # None means the same as leaving the option out
             if target in values:
                 raise ConfigurationError(f"{name} is given twice, also as {target}; give it once")
             values[target] = value

@@ -22,7 +22,7 @@ LONGEST_ANSWER = 32
 ANSWERS = (2, 8)
 #: Tokens reserved for each joining prompt: its answer and the unused rest of its last block.
 _SHORT_ANSWER = max(ANSWERS) + 16
-#: The most prompts that join in one step.
+#: Maximum number of prompts that join in one step.
 MOST_PROMPTS = 16
 
 

@@ -39,7 +39,7 @@ class ReplayFigures:
     """The results of a replay and its summary."""
 
     trace: Trace
-    #: One reply for each request that was sent.
+    #: The replies, one for each request that was sent.
     replies: Sequence[Reply]
     #: For each reason, the number of requests that were not sent.
     left_out: Mapping[str, int]

@@ -92,8 +92,8 @@ class PlannedWorkCounter:
             load = load.with_chunk(chunk.start, chunk.end - chunk.start)
             contexts.append(chunk.end)
         num_read = num_pairs - self._block_size * rows.num_common[0]
-        # `num_common` also counts rows with prompts, so it may be too large for the decoding rows.
-        # They read at least as many tokens as their mean context.
+        # `num_common` also counts rows with prompts, so it may be too large for the decoding rows:
+        # these read at least the tokens of one mean context.
         num_read = max(num_read, -(-num_pairs // max(1, num_decodes)))
         # Then, count the blocks that enter tables.
         num_appended_blocks = sum(

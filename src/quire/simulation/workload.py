@@ -241,7 +241,7 @@ class Arrival:
 
     request: Request
     at_s: float
-    #: The steps from its arrival to its abort; None if it is not aborted.
+    #: Number of steps between the arrival and the abort; None if the client does not abort.
     abort_age_steps: int | None
     #: Whether the abort is made between a step's planning and its result, not before planning.
     is_between: bool

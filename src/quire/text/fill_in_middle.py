@@ -20,7 +20,7 @@ class FillFormat:
     prefix: str
     #: Token before the text that follows the gap.
     suffix: str
-    #: Token after both texts; None if the model goes on at once.
+    #: Token after both texts, before the gap's text; None if the format has no such token.
     middle: str | None
     #: Whether the suffix comes before the prefix.
     is_suffix_first: bool = False
@@ -72,7 +72,7 @@ class FillInMiddle:
         """Finds the format of the tokenizer's model."""
         self._tokenizer = tokenizer
         known = tokenizer.added_tokens
-        #: The model's format; None if it knows none.
+        #: The model's format; None if the tokenizer has the tokens of no known format.
         self.format = next((each for each in FORMATS.values() if _has(known, each.tokens)), None)
         #: Ids of the tokens that end the filled text.
         self.end_token_ids: tuple[int, ...] = ()

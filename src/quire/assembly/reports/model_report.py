@@ -81,7 +81,7 @@ class ModelReport:
     tokenizer_problem: str | None
     #: The version of transformers whose class computes the model; None if quire's own class does.
     transformers_version: str | None = None
-    #: The multimodal architecture whose language model this is; None if it is not part of one.
+    #: Name of the multimodal architecture that contains this language model; None for a text model.
     wrapper: str | None = None
     #: Bytes of the adapter slots if enable_lora is set and no other option of adapters.
     adapter_bytes: int = 0

@@ -120,7 +120,7 @@ class Buddy(RunAllocator):
 
     If num_blocks is not a power of two, it is split into powers of two, longest first. So the
     longest run is the largest power of two that is at most num_blocks. Taking a run halves free
-    runs at most log2(num_blocks) times. Giving it back joins at most as many.
+    runs at most log2(num_blocks) times. Freeing it joins runs at most that number of times.
 
     Invariant: no two free runs of equal length are the two halves of one aligned run.
     """

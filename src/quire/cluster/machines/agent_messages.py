@@ -42,7 +42,7 @@ class OpenEngine(msgspec.Struct, tag="open_engine", array_like=True, frozen=True
 
     #: The body of the engine's `Start` message.
     start: bytes
-    #: An API server that says nothing for this many seconds counts as gone.
+    #: Seconds without a message after which the API server counts as gone.
     heartbeat_s: float
 
 

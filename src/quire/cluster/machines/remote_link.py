@@ -45,7 +45,7 @@ class AgentAccess:
     #: Identifies this API server's process and the replica. All connections for the replica send
     #: the same id.
     server_id: str
-    #: An agent that says nothing for this many seconds is lost.
+    #: Seconds without a message after which the agent counts as lost.
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
 
 

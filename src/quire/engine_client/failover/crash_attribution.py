@@ -212,8 +212,8 @@ class CrashAttribution:
                 # If steps overlap, a request that was moved away may still be in the running step.
                 is_proof = not beside and not death.activity.names_others(trial.request_id)
         self._last_struck, self._others_passed = trial, False
-        # If so, or if its client has left, blame it for all deaths in its evidence. This clears the
-        # suspects whose evidence has no other death.
+        # If so, or if its client has left, blame it for all deaths in its evidence. A suspect whose
+        # evidence has only these deaths is then cleared.
         if is_proof or is_last or not trial.branches:
             self._losses.pop(trial, None)
             explained = frozenset(self._evidence.pop(trial).deaths)

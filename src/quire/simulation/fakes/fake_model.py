@@ -24,7 +24,7 @@ from quire.engine.token_masks import GrammarConstraint
 Fingerprints = npt.NDArray[np.uint64]
 
 MASK = (1 << 64) - 1
-BASE = 0x9E3779B97F4A7C15 | 1  # odd, so that it has an inverse modulo 2**64
+BASE = 0x9E3779B97F4A7C15 | 1  # an odd number, which has an inverse modulo 2**64
 BASE_INVERSE = pow(BASE, -1, 1 << 64)
 BEAM_SALT = 0xA0761D6478BD642F
 END_RATE_BITS = 20
