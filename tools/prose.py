@@ -21,7 +21,7 @@ from tools.syntax import parsed
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src" / "quire"
 
-#: Most words of a sentence in a docstring.
+#: Maximum number of words of a sentence in a docstring or comment.
 MAX_WORDS = 35
 
 #: From this share of function words on, a sentence has too few words that name anything.
@@ -33,7 +33,7 @@ MIN_WORDS_OF_SHARE = 8
 #: A function with more lines than this has a comment for each of its steps.
 MAX_LINES_WITHOUT_STEPS = 40
 
-#: First words of a docstring that delay its subject: free relatives and fragments.
+#: First words of a docstring or comment that delay its subject: free relatives and fragments.
 POOR_BEGINNING = re.compile(
     r"(What|Whatever|Whoever|Those|Of|One that|That which|Nothing (else )?(is|of))\b(?!.*\?)"
 )
@@ -100,6 +100,18 @@ class Docstring:
 
 
 @dataclass(frozen=True)
+class Comment:
+    """A comment: consecutive lines of their own, or the end of a line of code."""
+
+    line: int
+    text: str
+
+    def sentences(self) -> Iterator[str]:
+        """Its sentences."""
+        yield from re.split(r"(?<=[.!?])\s+(?=[A-Z`])", self.text)
+
+
+@dataclass(frozen=True)
 class SourceFile:
     """A Python file of the package."""
 
@@ -121,6 +133,25 @@ class SourceFile:
         return found
 
     @cached_property
+    def comments(self) -> list[Comment]:
+        found: list[Comment] = []
+        block: list[str] = []
+        for number, line in enumerate([*self.source.splitlines(), ""], 1):
+            if text := re.match(r"\s*#:? ?(.*)", line):
+                block.append(text[1])
+            elif block:
+                found.append(Comment(number - len(block), " ".join(block)))
+                block = []
+            if not block and (text := re.search(r"  # ([^\"']*)$", line)):
+                found.append(Comment(number, text[1]))
+        return found
+
+    @property
+    def texts(self) -> list[Docstring | Comment]:
+        """Docstrings and comments."""
+        return [*self.docstrings, *self.comments]
+
+    @cached_property
     def functions(self) -> list[Function]:
         return [
             node
@@ -136,10 +167,10 @@ def source_files(folders: list[Path] | None = None) -> list[SourceFile]:
 
 
 def poor_beginnings(file: SourceFile) -> Iterator[Finding]:
-    """Docstrings whose first words delay the subject."""
-    for docstring in file.docstrings:
-        if POOR_BEGINNING.match(docstring.text):
-            yield Finding(file.path, docstring.line, docstring.text.split("\n\n")[0])
+    """Docstrings and comments whose first words delay the subject."""
+    for each in file.texts:
+        if POOR_BEGINNING.match(each.text):
+            yield Finding(file.path, each.line, each.text.split("\n\n")[0])
 
 
 def poor_phrases(file: SourceFile) -> Iterator[Finding]:
@@ -150,11 +181,11 @@ def poor_phrases(file: SourceFile) -> Iterator[Finding]:
 
 
 def long_sentences(file: SourceFile) -> Iterator[Finding]:
-    """Sentences of docstrings with more than MAX_WORDS words."""
-    for docstring in file.docstrings:
-        for sentence in docstring.sentences():
+    """Sentences of docstrings and comments with more than MAX_WORDS words."""
+    for each in file.texts:
+        for sentence in each.sentences():
             if len(sentence.split()) > MAX_WORDS:
-                yield Finding(file.path, docstring.line, sentence)
+                yield Finding(file.path, each.line, sentence)
 
 
 def function_word_share(sentence: str) -> float:
@@ -164,12 +195,12 @@ def function_word_share(sentence: str) -> float:
 
 
 def vague_sentences(file: SourceFile) -> Iterator[Finding]:
-    """Sentences of docstrings that consist of function words for a third and more."""
-    for docstring in file.docstrings:
-        for sentence in docstring.sentences():
+    """Sentences of docstrings and comments that are function words for a third and more."""
+    for each in file.texts:
+        for sentence in each.sentences():
             is_measured = len(sentence.split()) >= MIN_WORDS_OF_SHARE
             if is_measured and function_word_share(sentence) >= MAX_FUNCTION_WORDS:
-                yield Finding(file.path, docstring.line, sentence)
+                yield Finding(file.path, each.line, sentence)
 
 
 def fields_in_class_docstrings(file: SourceFile) -> Iterator[Finding]:

@@ -13,6 +13,13 @@ def found(rule: str, source: str) -> list[str]:
     [
         ("poor-beginnings", '"""What is kept of a row."""', '"""Saved state of a row."""'),
         ("poor-beginnings", '"""Of the first one."""', '"""Offset of the first block."""'),
+        ("poor-beginnings", "x: int  # what it holds\n#: What it holds.\ny = 1", "#: Rows.\ny = 1"),
+        (
+            "vague-sentences",
+            "x = 1  # all of these that one such has, and no others",
+            "x = 1  # rows",
+        ),
+        ("long-sentences", "# A\n" + "# word\n" * 40, "# A word.\n" * 20 + "# B word.\n" * 20),
         ("poor-phrases", "# waits so many seconds", "# waits this number of seconds"),
         (
             "long-sentences",

@@ -64,10 +64,10 @@ from quire.kernels.triton.attention.quantized_kv import KVPages, check_scales, u
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import next_power_of_two
 
-#: Number of int32 fields of an item. The fields of its tokens are the row of the block tables, the
-#: first token in q, the number of tokens, and the position of the first token. The fields of its
-#: keys are the first key (a multiple of the tile), the end of the keys, the first part (-1 if the
-#: item writes the output), and the end of the sequence's keys.
+#: Number of int32 fields of an item. First come those of its tokens: row of the block tables, first
+#: token in q, number of tokens, position of the first token. Then those of its keys: first key (a
+#: multiple of the tile), end of the keys, first part, end of the sequence's keys. The first part is
+#: -1 if the item writes the output.
 ITEM_FIELDS = 8
 
 
