@@ -72,8 +72,8 @@ from quire.tiers.disk.folder import CacheFolder
 logger = get_logger(__name__)
 
 MAX_MASK_THREADS = 8
-"""The most threads that compute grammar masks. With more, distributing the work takes as long as
-computing the masks."""
+"""Maximum number of threads that compute grammar masks. With more, distributing the work takes as
+long as computing the masks."""
 
 WORKER_COMMAND = python_command("quire.engine_process.worker_main")
 """The command that starts the process of a rank beyond the first."""

@@ -65,7 +65,7 @@ from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows, 
 from quire.tiers.fingerprint import Fingerprint
 
 MOST_LOADING_THREADS = 8
-"""The most threads that load weights to a GPU; more threads don't read a file faster."""
+"""Maximum number of threads that load weights to a GPU; more threads don't read a file faster."""
 
 Facts = dict[str, int | str | None]
 

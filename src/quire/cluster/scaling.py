@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 class ScalingConfig:
     """Bounds and thresholds of the number of engines."""
 
-    #: The least number of engines.
+    #: Minimum number of engines.
     least: int
     #: The greatest number of engines.
     most: int

@@ -181,8 +181,8 @@ class SamplingParams(CheckedFields):
     include_stop_str_in_output: bool = False
     #: Whether the generation continues after the model's own end tokens.
     ignore_eos: bool = False
-    #: Most generated tokens, from 1 to 2**31 - 1; None sets no limit but max_model_len.
-    #: finish_reason is "length" at either limit.
+    #: Maximum number of generated tokens, from 1 to 2**31 - 1; None sets no limit but
+    #: max_model_len. finish_reason is "length" at either limit.
     max_tokens: int | None = 16
     #: End tokens, stop tokens and stop strings have no effect before this many generated tokens.
     #: Refused if max_model_len leaves no room for them after the prompt.
@@ -275,7 +275,7 @@ class BeamSearchParams(CheckedFields):
 
     #: Number of beams, and of results, which are returned best first.
     beam_width: int
-    #: Most generated tokens, as in SamplingParams.
+    #: Maximum number of generated tokens, as in SamplingParams.
     max_tokens: int | None = 16
     #: A result's score is its log-probability / num_generated_tokens ** length_penalty. Above 0 it
     #: favours long results, below 0 short ones.
@@ -383,7 +383,8 @@ class ModelLimits:
     num_token_types: int = 1
     #: How requests pool by default.
     pooling: ModelPooling = field(default_factory=ModelPooling)
-    #: Most tokens of one content in a prompt, such as an image; 0 if the model takes text only.
+    #: Maximum number of tokens of one content in a prompt, such as an image; 0 if the model takes
+    #: text only.
     max_content_tokens: int = 0
 
     @property

@@ -29,7 +29,7 @@ from quire.engine.token_masks import (
 from quire.errors import InvalidRequestError, QuireError
 
 WAIT_S = 0.01
-"""Most seconds of one wait for a grammar while there is no other work; short, since messages may
+"""Maximum seconds of one wait for a grammar while there is no other work; short, since messages may
 come."""
 
 NUM_SLOW_THREADS = 2

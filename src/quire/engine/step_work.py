@@ -99,5 +99,5 @@ class MachineRates(NamedTuple):
     operations_per_s: float
 
     def floor_s(self, num_bytes: float, operations: float) -> float:
-        """The least time of a step with this work."""
+        """The minimum time of a step with this work."""
         return max(num_bytes / self.bytes_per_s, operations / self.operations_per_s)

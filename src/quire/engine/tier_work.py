@@ -11,7 +11,7 @@ from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.observability.log import get_logger
 
 WAIT_S = 0.01
-"""Most seconds of one wait for a load while there is no other work; short, since messages may
+"""Maximum seconds of one wait for a load while there is no other work; short, since messages may
 come."""
 
 IDLE_TURN_S, PAUSED_TURN_S = 0.1, 2.0
@@ -19,11 +19,11 @@ IDLE_TURN_S, PAUSED_TURN_S = 0.1, 2.0
 stores, and if they accept none."""
 
 MOVES_WAIT_S = 20.0
-"""Most seconds to wait for moves in flight before memory is released: a disk may hang for a
+"""Maximum seconds to wait for moves in flight before memory is released: a disk may hang for a
 while."""
 
 DRAIN_S = 5.0
-"""Most seconds to store published contents when an engine ends."""
+"""Maximum seconds to store published contents when an engine ends."""
 
 
 logger = get_logger(__name__)

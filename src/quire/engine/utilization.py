@@ -28,7 +28,7 @@ WINDOW_S = 5.0
 
 
 LEAST_EXPECTED_S = 0.25
-"""Least predicted time that is compared with the measured one, in seconds."""
+"""Minimum predicted time that is compared with the measured one, in seconds."""
 
 
 class _Accounts(NamedTuple):

@@ -59,7 +59,7 @@ def _check_length(max_model_len: int, folder: Path) -> None:
 
 
 def _most_positions(positions: int, config: Mapping[str, Any]) -> int:
-    """The most positions to which any rope type of the config may stretch the model."""
+    """Maximum number of positions to which any rope type of the config may stretch the model."""
     most = positions
     for name in ("rope_scaling", "rope_parameters"):
         for rope in _ropes(config.get(name)):

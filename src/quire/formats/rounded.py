@@ -13,7 +13,7 @@ import torch
 
 from quire.formats.weight_format import LinearMethod, LinearModule, register_bias
 
-# The most rows of x in one product, which bounds the memory of its fp32 result.
+# Maximum number of rows of x in one product, which bounds the memory of its fp32 result.
 _MAX_ROWS = 256
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from quire.errors import CheckpointError, shown
 
 MAX_JSON_BYTES = 32 << 20
-"""The most bytes of one file. The largest known index of weights has 8 MB, for 384 experts in 61
-layers."""
+"""Maximum number of bytes of one file. The largest known index of weights has 8 MB, for 384 experts
+in 61 layers."""
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """The first bytes of the text that git-LFS leaves in place of a file that it has not fetched."""

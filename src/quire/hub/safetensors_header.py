@@ -16,8 +16,8 @@ from quire.errors import CheckpointError, shown
 from quire.hub.model_files import foreign_content, parse_json_object, shown_name
 
 MAX_HEADER_BYTES = 16 << 20
-"""The most bytes of a header: enough for 120,000 tensors. The largest published files have 20,000.
-Parsing takes ten times as much memory."""
+"""Maximum number of bytes of a header: enough for 120,000 tensors. The largest published files have
+20,000. Parsing takes ten times as much memory."""
 
 MAX_DIMENSIONS = 8
 MAX_TENSOR_BYTES = 1 << 50

@@ -13,10 +13,11 @@ from typing import Any
 from quire.errors import CheckpointError, shown
 
 MAX_WEIGHTS = 1 << 44
-"""The most weights of a whole model: 17.6 trillion."""
+"""Maximum number of weights of a whole model: 17.6 trillion."""
 
 MAX_EXPERTS = 1 << 16
-"""The most experts in all layers together. Their modules are created before weights are read."""
+"""Maximum number of experts in all layers together. Their modules are created before weights are
+read."""
 
 
 @dataclass(frozen=True, slots=True)

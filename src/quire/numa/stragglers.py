@@ -26,7 +26,7 @@ AGAIN_S = 600.0
 """Seconds between two searches of all memory; new pages appear as the KV cache fills."""
 
 ASKED_PAGES, MOVED_PAGES = 1024, 32
-"""The most pages that one system call locates, and the most that one system call moves."""
+"""Maximum number of pages that one system call locates, and maximum number that one moves."""
 HUGE_PAGE_BYTES = 2 << 20
 """Size of a huge page if pages have 4 KiB. With larger pages, huge pages are multiples of it."""
 

@@ -15,7 +15,7 @@ NUM_STEADY_STEPS = 3
 #: Number of steps that are measured after each wave of prompts. The processor's caches recover in
 #: fewer steps.
 NUM_SETTLING_STEPS = 10
-#: The most tokens that a sequence of a run generates.
+#: Maximum number of tokens that a sequence of a run generates.
 LONGEST_ANSWER = 32
 #: Tokens that the prompts of each wave generate. The first wave ends soon, so that the cost of
 #: ending is measured; the second wave ends after the caches have recovered.

@@ -19,7 +19,7 @@ NUM_QUANTILES = 100
 #: The fewest steps in a group. If a kind (with or without prompts) has fewer steps, it gets the
 #: distribution of all steps.
 LEAST_STEPS = 48
-#: The most groups of each kind.
+#: Maximum number of groups of each kind.
 MOST_GROUPS = 5
 #: Larger ratios count as disturbances; in means they count as this ratio.
 _DISTURBED = 2.0

@@ -49,11 +49,11 @@ class RunOutcome:
     num_steps: int = 0
     #: Length of the longest row, in tokens.
     longest: int = 0
-    #: The most rows that were live at once.
+    #: Maximum number of rows that were live at once.
     most_rows: int = 0
-    #: The most decoding rows in one step.
+    #: Maximum number of decoding rows in one step.
     most_decodes: int = 0
-    #: The most tokens in one step.
+    #: Maximum number of tokens in one step.
     most_tokens: int = 0
     #: The largest `PlannedWork.num_read` of a step.
     most_read: int = 0

@@ -1,4 +1,4 @@
-"""The loads of `quire bench serve`: random lengths, lengths as of ShareGPT, or a trace.
+"""The loads of `quire bench serve`: random lengths, lengths of ShareGPT's conversations, or a trace.
 
 A load is a `Trace`, so `against_server` sends it. Arrivals are drawn from a seed: at a rate R, the
 intervals have a gamma distribution with mean 1/R and shape `burstiness`, as in vLLM's benchmark.
@@ -41,12 +41,12 @@ class ServedLoadSpec:
     path: Path | None = None
     #: Number of requests; None means 100, or all requests of a trace.
     num_prompts: int | None = None
-    #: Tokens of each prompt and of each answer of random lengths.
+    #: Mean numbers of tokens of prompts and of answers, for random lengths.
     input_len: int = 512
     output_len: int = 128
     #: Random lengths are drawn from (1 - range_ratio) to (1 + range_ratio) times these.
     range_ratio: float = 0.0
-    #: First tokens that all prompts of random lengths share, in addition.
+    #: Number of further tokens with which all prompts of random lengths begin.
     prefix_len: int = 0
     #: Requests per second; infinity sends all at once, and None keeps the times of a trace.
     rate: float | None = None

@@ -133,7 +133,7 @@ def write_results(results: ServedResults, path: Path, *, is_detailed: bool) -> N
 
 
 def _most_at_once(replies: Sequence[Reply]) -> int:
-    """The most requests that were open at one time."""
+    """Maximum number of requests that were open at one time."""
     changes = sorted([(each.at_s, 1) for each in replies] + [(each.end_s, -1) for each in replies])
     return max(accumulate(change for _, change in changes), default=0)
 

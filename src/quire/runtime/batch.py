@@ -102,7 +102,7 @@ class RowBatch:
     ) -> None:
         """`num_groups` counts the KV groups of tokens. `state_sizes` has, for each group of states,
         the number of blocks of a state. Groups of states follow the groups of tokens."""
-        #: The most tokens that one step computes.
+        #: Maximum number of tokens that one step computes.
         self.max_num_tokens = max_num_tokens
         # One column more than max_model_len: the last sampled token is stored, never computed.
         self.token_ids: Int32 = np.zeros((num_rows, max_model_len + 1), np.int32)

@@ -39,7 +39,7 @@ class RunnerShape:
     """The sizes that a runner was built for."""
 
     num_rows: int
-    #: The most tokens that one step computes.
+    #: Maximum number of tokens that one step computes.
     max_num_tokens: int
     max_model_len: int
     groups: tuple[KVGroup, ...]

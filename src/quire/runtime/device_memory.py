@@ -30,7 +30,7 @@ class CudaMemory:
         return torch.cuda.memory_reserved(self._device)
 
     def peak_bytes(self) -> int:
-        """The most memory that the allocator has held since `release_and_reset_peak`."""
+        """The peak memory of the allocator since `release_and_reset_peak`."""
         return torch.cuda.max_memory_reserved(self._device)
 
     def release_and_reset_peak(self) -> None:

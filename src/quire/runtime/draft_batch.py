@@ -29,7 +29,7 @@ class _Singles:
 
 
 MAX_SINGLES = 8
-"""The most sets of rows whose arrays are kept."""
+"""Maximum number of sets of rows whose arrays are kept."""
 
 
 class DraftBatch:

@@ -46,7 +46,7 @@ RESTS_AFTER = 64
 """The number of steps without orders after which the head rests."""
 
 MOST_KEPT = 16
-"""The most hidden states that are kept for a row."""
+"""Maximum number of hidden states that are kept for a row."""
 
 
 class HeadDrafter:

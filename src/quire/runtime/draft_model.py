@@ -34,8 +34,8 @@ from quire.sampling.host.draft_sampler import DraftSampler
 from quire.sampling.host.sampler import NO_TOKEN
 
 MOST_JOINED = 2
-"""The most tokens of a row in the run of all rows: those that verified drafts leave, and the last
-token. A row that misses more catches up in runs of its own before."""
+"""Maximum number of tokens of a row in the run of all rows: those that verified drafts leave, and
+the last token. A row that misses more catches up in runs of its own before."""
 
 MEASURED_ROWS, MEASURED_CHUNK, NUM_REPEATS = 8, 64, 5
 """The rows and tokens of measured runs, and how often each run is repeated."""

@@ -54,7 +54,7 @@ PROMPT_LOGPROB_ROWS = 128
 class StepRows(Protocol):
     """The runner's permanent rows: `batch.RowBatch` in main memory, or `device_rows.DeviceRows`."""
 
-    #: The most tokens that one step computes.
+    #: Maximum number of tokens that one step computes.
     max_num_tokens: int
     #: The number of prompt tokens of each row.
     num_prompt_tokens: Int32

@@ -14,7 +14,7 @@ from quire.errors import ConfigurationError
 #: The ways in which a request may have ended. A "refused" request never ran; its lengths are 0.
 ENDS = ("length", "stop", "abort", "error", "deadline", "disconnect", "refused")
 
-#: The most tokens of a prompt or an answer.
+#: Maximum number of tokens of a prompt or an answer.
 MAX_TOKENS = 2**31 - 1
 
 #: The largest prefix id in a file. This leaves room in 63 bits for the ids of thousands of copies

@@ -59,8 +59,8 @@ NUM_RUNS, ROWS_PER_RUN = 2, 16
 """From each part of a weight, NUM_RUNS runs of ROWS_PER_RUN consecutive rows are read again. Runs
 are read faster than single rows."""
 MOST_EXPERTS = 2
-"""The most experts that are measured per layer, among those that the prompt uses. The worst of
-their errors is used for all experts of the layer."""
+"""Maximum number of experts that are measured per layer, among those that the prompt uses. The
+worst of their errors is used for all experts of the layer."""
 _EXPERT = re.compile(r"experts\.\d+")
 
 

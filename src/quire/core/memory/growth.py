@@ -38,7 +38,7 @@ class GrowthRule(ABC):
 
     @abstractmethod
     def most_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a sequence needs on its way to num_tokens tokens."""
+        """Maximum number of blocks that a sequence needs on its way to num_tokens tokens."""
 
     @abstractmethod
     def num_reserved(self, num_tokens: int, end: int) -> int:
@@ -188,7 +188,8 @@ class Growth:
         self.num_copied = self.state_size + len(self.growing)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Most blocks that one sequence needs on its way to num_tokens tokens, over all groups."""
+        """Maximum number of blocks that one sequence needs on its way to num_tokens tokens, over
+        all groups."""
         num_full = -(-num_tokens // self.block_size)
         return num_full * len(self.unbounded) + self.bounded_blocks(num_tokens)
 
@@ -203,7 +204,8 @@ class Growth:
         return len(self.unbounded) * sum([-(-count // size) for count in nums_tokens])
 
     def bounded_blocks(self, num_tokens: int) -> int:
-        """Most blocks that one sequence needs in bounded groups on its way to num_tokens tokens."""
+        """Maximum number of blocks that one sequence needs in bounded groups on its way to
+        num_tokens tokens."""
         return sum([rule.most_blocks(num_tokens) for rule in self.bounded])
 
     def most_to_hold(self, num_tokens: int, *, in_one_step: bool = False) -> int:

@@ -28,7 +28,7 @@ from quire.core.sequence import Eviction, Sequence, Snapshot
 from quire.core.step import HOLE_BLOCK, BlockCopy, EditKind, TableEdit
 from quire.errors import RequestNeverFitsError
 
-# Least number of evictions that are remembered, with their times and requests.
+# Minimum number of evictions that are remembered, with their times and requests.
 MIN_REMEMBERED = 4096
 
 
@@ -114,7 +114,8 @@ class KVCacheManager:
         return self.pool.num_free + self.deferred.num_blocks + num_leaving
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Most blocks that num_tokens tokens of one sequence occupy, over all groups."""
+        """Maximum number of blocks that num_tokens tokens of one sequence occupy, over all
+        groups."""
         return self.growth.most_blocks(num_tokens)
 
     # ---- requests ---------------------------------------------------------------------------

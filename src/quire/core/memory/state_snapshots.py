@@ -27,7 +27,7 @@ _INDEX_BYTES = 2
 
 # Memory of periodic snapshots, relative to that of the tokens between them in other groups.
 INTERVAL_SHARE = 0.25
-# Least number of tokens between two periodic snapshots.
+# Minimum number of tokens between two periodic snapshots.
 MIN_INTERVAL_TOKENS = 256
 
 

@@ -16,7 +16,8 @@ from quire.core.sequence import Sequence, SequenceState
 
 # A sequence that did not fit looks up its cached prefix again after this many steps.
 RECHECK_STEPS = 16
-# Most steps between the starts of two sequences, however much memory the first is predicted to use.
+# Maximum number of steps between the starts of two sequences, however much memory the first is
+# predicted to use.
 LONGEST_PAUSE_STEPS = 32
 
 

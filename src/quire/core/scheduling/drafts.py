@@ -378,7 +378,7 @@ class Drafting:
         return {"by_proposer": counts, "saved_s": self.saved_s}
 
     def _most_drafts(self, sequence: Sequence) -> int:
-        """The most drafts for which a decoding sequence has room behind its tokens."""
+        """Maximum number of drafts for which a decoding sequence has room behind its tokens."""
         return min(
             self._most,
             sequence.max_num_tokens - sequence.num_tokens - 1,

@@ -19,8 +19,8 @@ from quire.core.sequence import Sequence
 from quire.core.step import Drafted, DraftOrder, Drafts
 
 LEAST_LEFT = 32
-"""Least number of tokens that a sequence is expected to generate yet. A sequence that has generated
-more is expected to generate the same number again."""
+"""Minimum number of tokens that a sequence is expected to generate yet. A sequence that has
+generated more is expected to generate the same number again."""
 
 FEW_MISSING = 2
 """A row that misses at most this number of tokens catches up in the run that makes its first

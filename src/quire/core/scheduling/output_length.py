@@ -125,7 +125,7 @@ class OutputLengthPredictor:
 def predicted_peak_blocks(
     current: Iterable[tuple[int, int, int]], block_size: int, num_groups: int = 1
 ) -> int:
-    """The most blocks that these sequences will hold at once, if each grows as expected.
+    """Maximum number of blocks that these sequences will hold at once, if each grows as expected.
 
     `current` has (num_held_blocks, num_left_tokens, expected_remaining) of each sequence.
     num_held_blocks is summed over all groups, num_left_tokens is the number of free slots in these

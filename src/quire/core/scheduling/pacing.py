@@ -45,14 +45,14 @@ LATE_GAIN = 2
 LEAST_LATE_PROMPTS = 2
 
 LEARNS_EVERY_S = 0.01
-"""`LearningPacer` learns at most once in these seconds from steps that only decode, without drafts.
-They are alike, and learning takes 17 us, which is much beside the steps of a tiny model."""
+"""Minimum time of steps that only decode, without drafts, between two from which `LearningPacer`
+learns. They are alike, and learning takes 17 us, which is much beside the steps of a tiny model."""
 
 
 class StepDemand(NamedTuple):
     """The work that waits for a step, from which a `Pacer` computes the step's budget."""
 
-    #: Most tokens that the step may compute besides those of decoding rows.
+    #: Maximum number of tokens that the step may compute besides those of decoding rows.
     num_tokens: int
     #: Number of rows that decode one token in the step.
     num_decodes: int = 0
@@ -101,15 +101,15 @@ class StepBudget:
         return num_taken
 
     def take_replay(self, num_computed_tokens: int, num_wanted: int) -> int:
-        """The number of tokens, at least 1, that a decoding row computes of the num_wanted tokens
-        which it lacks. `load` counts one of them already, as that of a decoding row."""
+        """Number of tokens, at least 1, that a decoding row may compute in this step to replay its
+        accepted drafts. The row lacks num_wanted tokens; `load` already counts one of them."""
         num_more = min(num_wanted - 1, self.num_tokens)
         self.num_tokens -= num_more
         self.load = self.load.with_replay(num_computed_tokens, num_more)
         return 1 + num_more
 
     def drafts_limit_s(self) -> float:
-        """The most seconds, as predicted, of a step with drafts. Called when all chunks are
+        """Maximum predicted seconds of a step with drafts. Called when all chunks are
         taken."""
         return math.inf
 
@@ -212,8 +212,8 @@ class PacingConfig:
     percentile of 26,000 intervals or more stays within the ratio.
     """
 
-    #: Most time of a step, relative to its decoding rows alone, while one prompt waits. Of several
-    #: prompts, those after the first count as decoding rows.
+    #: Maximum time of a step, relative to its decoding rows alone, while one prompt waits. Of
+    #: several prompts, those after the first count as decoding rows.
     max_itl_ratio: float = 2.7
     #: A step computes at least this many tokens of waiting prompts, however long it takes, so that
     #: every prompt it reaches makes progress.

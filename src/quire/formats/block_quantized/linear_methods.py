@@ -44,7 +44,7 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.quantize import multiply_add, quantize_groups
 
-# The most rows of x, and the approximate number of weights, in one product.
+# Maximum number of rows of x, and the approximate number of weights, in one product.
 _MAX_ROWS = 64
 _MAX_WEIGHTS = 1 << 20
 

@@ -31,7 +31,7 @@ from quire.kernels.activations import Gating
 from quire.kernels.routing import Routing
 
 _MOST_ROWS = 128
-"""The most rows of x that are multiplied by codes. For more rows, it is probably faster to
+"""Maximum number of rows of x that are multiplied by codes. For more rows, it is probably faster to
 dequantize the weight first; this was not measured."""
 
 _WHOLE_ROW_GROUP = 128

@@ -25,18 +25,19 @@ from quire.hub.model_files import foreign_content
 
 MAGIC = b"GGUF"
 MAX_TENSORS = 1 << 17
-"""The most tensors in one file. The largest published models have 2,000, with stacked experts."""
+"""Maximum number of tensors in one file. The largest published models have 2,000, with stacked
+experts."""
 MAX_FIELDS = 1 << 14
-"""The most metadata fields in one file. Published files have fewer than 100."""
+"""Maximum number of metadata fields in one file. Published files have fewer than 100."""
 MAX_DIMENSIONS = 4
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
 _TENSOR_BYTES = 32
-"""The least number of bytes of a tensor's entry in the header."""
+"""Minimum number of bytes of a tensor's entry in the header."""
 _FIELD_BYTES = 13
-"""The least number of bytes of a metadata field in the header."""
+"""Minimum number of bytes of a metadata field in the header."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ FIRST_BYTES = 12 << 20
 LATER_BYTES = 256 << 10
 """Bytes requested first of a model's later files, whose headers list only tensors."""
 MOST_BYTES = 256 << 20
-"""The most bytes fetched for one header."""
+"""Maximum number of bytes fetched for one header."""
 _GROWTH = 4
 
 

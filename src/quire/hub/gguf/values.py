@@ -29,12 +29,14 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11:
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
 _MAX_STRINGS = 1 << 20
-"""The most strings in all arrays together. Reading a string takes a third of a microsecond.
-Vocabularies have up to 262,144 tokens and fewer than 600,000 merges."""
+"""Maximum number of strings in all arrays together. Reading a string takes a third of a
+microsecond. Vocabularies have up to 262,144 tokens and fewer than 600,000 merges."""
 _MAX_STRING_BYTES = 4 << 20
-"""The most bytes of a string. The longest published strings are chat templates below 100,000."""
+"""Maximum number of bytes of a string. The longest published strings are chat templates below
+100,000."""
 _MAX_KEPT_BYTES = 32 << 20
-"""The most characters of all strings outside arrays. Each takes up to four bytes of memory."""
+"""Maximum number of characters of all strings outside arrays. Each takes up to four bytes of
+memory."""
 
 
 class MalformedError(ValueError):

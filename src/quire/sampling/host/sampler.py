@@ -160,8 +160,8 @@ class _BoundRows:
 
 
 MAX_BOUND = 16
-"""The most sets of rows whose derived data is kept, such as all rows of a step, and the rows of
-each round of its drafts."""
+"""Maximum number of sets of rows whose derived data is kept, such as all rows of a step, and the
+rows of each round of its drafts."""
 
 
 class Sampler:

@@ -20,7 +20,7 @@ class PlanBounds:
     num_blocks: int
     block_size: int
     max_num_rows: int
-    #: The most tokens of a row.
+    #: Maximum number of tokens of a row.
     max_num_tokens: int
 
     def check(self, plan: StepPlan) -> None:

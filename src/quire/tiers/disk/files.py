@@ -22,7 +22,7 @@ Buffer = memoryview | bytes | bytearray
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 MAX_BUFFERS = 1024
-"""Most buffers in one preadv or pwritev: IOV_MAX of Linux."""
+"""Maximum number of buffers in one preadv or pwritev: IOV_MAX of Linux."""
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 MAX_GAP_BYTES = 32 << 10
 """Largest gap in bytes between two records that are read by one call. Reading across the gap is

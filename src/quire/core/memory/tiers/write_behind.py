@@ -29,11 +29,11 @@ MAX_SHARE = 1 / 16
 MAX_ORDERS = 256
 MIN_ORDERS = 4
 
-# Least seconds between orders while few contents wait (less than half of the most stores in
+# Minimum seconds between orders while few contents wait (less than half of the most stores in
 # flight). Orders make a step cost more, and small writes are inefficient.
 BETWEEN_ORDERS_S = 0.05
 
-# Most seconds that a running sequence waits for the store of a block that it needs.
+# Maximum seconds that a running sequence waits for the store of a block that it needs.
 LENT_S = 0.05
 
 

@@ -57,7 +57,7 @@ _GROUPS = INT4_GROUPS_PER_SCALE
 #: The number of inputs of x that share a scale.
 STRETCH = _GROUPS * GROUP_SIZE
 
-#: The most wide inputs of a weight, which are multiplied at once.
+#: Maximum number of wide inputs of a weight, which are multiplied at once.
 MOST_WIDE = 32
 
 _ENOUGH_PROGRAMS = 256

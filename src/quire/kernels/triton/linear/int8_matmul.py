@@ -35,10 +35,11 @@ from quire.kernels.triton.linear.matmul import (
 from quire.kernels.triton.linear.quantize_groups import QuantizedGroups, quantize_groups
 from quire.kernels.triton.linear.quantize_rows import quantize_rows
 
-#: The most inputs of a weight that is not rotated: the dot of a longer row might not fit 32 bits.
+#: Maximum number of inputs of a weight that is not rotated: the dot of a longer row might not fit
+#: 32 bits.
 MAX_INPUTS = (2**31 - 1) // (127 * 128)
 
-#: The most rows for which programs stream W. Gated products may not have more rows.
+#: Maximum number of rows for which programs stream W. Gated products may not have more rows.
 MAX_SKINNY_ROWS = 16
 _ENOUGH_PROGRAMS = 128
 _GROUPED_ROWS = 8

@@ -125,7 +125,7 @@ def _launch(
 
 
 def num_stages(block_m: int, block_k: int) -> int:
-    """The most stages of W and x that fit the shared memory of every GPU since sm_80."""
+    """Maximum number of stages of W and x that fit the shared memory of every GPU since sm_80."""
     return 4 if block_m == 16 and block_k == _NARROW_BLOCK_K else 5
 
 

@@ -43,8 +43,8 @@ from quire.kernels.triton.recurrence.units import (
 )
 from quire.kernels.triton.support import next_power_of_two
 
-#: The most state words for which a prompt's program is not IS_WIDE: k and q need that many words,
-#: too.
+#: Maximum number of state words for which a prompt's program is not IS_WIDE: k and q need that many
+#: words, too.
 _NARROW_WORDS = 1024
 
 

@@ -31,7 +31,7 @@ UNIT_COLUMNS = 16
 #: The largest number of rows of a matrix state.
 MAX_ROWS = 1024
 
-#: The most words of a state in one program: 64 registers of each of its 32 threads.
+#: Maximum number of words of a state in one program: 64 registers of each of its 32 threads.
 _PROGRAM_WORDS = 2048
 
 #: The number of programs that fills a large GPU, with one warp for each quarter of a processor.

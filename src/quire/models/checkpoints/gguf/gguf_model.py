@@ -22,7 +22,7 @@ from quire.hub.model_files import shown_name
 from quire.models.checkpoints.gguf.decoding import numbers
 
 _MAX_SMALL_NUMBERS = 1 << 20
-"""The most values of a tensor from which a config is made."""
+"""Maximum number of values of a tensor from which a config is made."""
 _KINDS = {"adapter": "an adapter", "mmproj": "an image encoder", "imatrix": "a quantizer's notes"}
 
 
