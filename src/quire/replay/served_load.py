@@ -1,4 +1,4 @@
-"""The loads of `quire bench serve`: random lengths, lengths of ShareGPT's conversations, or a trace.
+"""Loads of `quire bench serve`: random lengths, lengths of ShareGPT's conversations, or a trace.
 
 A load is a `Trace`, so `against_server` sends it. Arrivals are drawn from a seed: at a rate R, the
 intervals have a gamma distribution with mean 1/R and shape `burstiness`, as in vLLM's benchmark.
