@@ -260,16 +260,20 @@ class PrefixCache:
         assert self.nodes.keys() == set(listed_in.values())
         num_listed = 0
         for parent, siblings in self._children.items():
-            listed = self._listed(siblings)
-            assert isinstance(siblings, bytes) or len(listed) > 1
-            assert listed == sorted(listed)
-            num_listed += len(listed)
-            for tokens, digest in listed:
+            if isinstance(siblings, bytes):  # an only child, as most are
+                num_listed += 1
+                assert self.nodes[listed_in[siblings]][0] == parent, (
+                    "the tree and the nodes differ"
+                )
+                continue
+            assert len(siblings) > 1 and siblings == sorted(siblings)
+            num_listed += len(siblings)
+            for tokens, digest in siblings:
                 node = self.nodes[listed_in[digest]]
                 assert node[:2] == (parent, tokens), "the tree and the nodes differ"
         assert num_listed == len(self.nodes)
         firsts = sum(sum(counts.values()) for counts in self._roots_of_first.values())
-        assert firsts == sum(is_first for _, _, is_first in self.nodes.values())
+        assert firsts == sum([node[2] for node in self.nodes.values()])
 
     def _listed(self, siblings: bytes | list[_Child]) -> list[_Child]:
         """The children of one parent as a list, even for a single child."""

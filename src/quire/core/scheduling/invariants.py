@@ -24,14 +24,17 @@ def check_memory(memory: KVCacheManager, live: list[Sequence]) -> None:
     assert memory.deferred.num_blocks == holders.total()
     if memory.moves is not None:
         holders.update(memory.moves.blocks())
+    assert HOLE_BLOCK not in holders
     for sequence in [*live, *memory.leaving]:
         for table in sequence.block_tables:
-            holders.update(block for block in table if block != HOLE_BLOCK)
+            holders.update(table)
+    holders.pop(HOLE_BLOCK, None)
     counts = {block: count for block, count in enumerate(pool.ref_count) if count}
     assert counts == dict(holders), _difference(counts, holders)
     free = pool.free_ids()
-    assert len(free) == len(set(free)) == pool.num_free
-    assert not set(free) & set(counts), "a held block is in the free list"
+    distinct = set(free)
+    assert len(free) == len(distinct) == pool.num_free
+    assert distinct.isdisjoint(counts), "a held block is in the free list"
     assert len(free) + len(counts) == pool.num_blocks
     found = {
         block: (group, digest)
@@ -94,11 +97,11 @@ def check_scheduler(scheduler: Scheduler) -> None:
     live = [*running_set.running, *waiting]
     assert len(live) == len({id(sequence) for sequence in live})
     assert all(sequence.state is SequenceState.RUNNING for sequence in running_set.running)
-    preempted = [sequence for sequence in waiting if sequence.state is SequenceState.PREEMPTED]
+    preempted = {sequence for sequence in waiting if sequence.state is SequenceState.PREEMPTED}
     assert all(
         sequence.state is SequenceState.WAITING for sequence in waiting if sequence not in preempted
     )
-    assert set(preempted) == set(running_set.preempted)
+    assert preempted == set(running_set.preempted)
     for ordered in (running_set.running, running_set.preempted):
         assert ordered == sorted(ordered, key=lambda sequence: sequence.rank)
     rows = [*(sequence.row for sequence in running_set.running), *running_set.free_rows]
