@@ -81,7 +81,7 @@ class PageIdentity:
     def __init__(self) -> None:
         #: The digest of the weights, which the loader updates.
         self.weights = WeightsDigest()
-        #: The digest of the weights of the model that drafts; that of no data without one.
+        #: The digest of the draft model's weights; the digest of no data without a draft model.
         self.draft_weights = WeightsDigest()
         #: Digest of the input statistics that were used to round weights; the digest of no data if
         #: all weights were rounded to nearest.

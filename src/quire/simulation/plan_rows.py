@@ -314,8 +314,8 @@ class PlanRows:
         return RowChunk(row, start, end, drafts)
 
     def _refuse_work(self, row: PlanRow) -> NoReturn:
-        """Refuse a row that computes while its drafts are in flight, or that decodes with another
-        gap than one token."""
+        """Refuse a row that computes while its drafts are in flight, or that decodes although it
+        does not lack exactly one token."""
         number, fault = row.number, "computes while its drafts are in flight"
         if not row.num_drafts:
             fault = (

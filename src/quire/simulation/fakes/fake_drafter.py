@@ -11,12 +11,15 @@ from quire.simulation.fakes.fake_model import MASK, FakeModel, branch_salt, exte
 from quire.simulation.plan_rows import PlanRow, PlanRows
 
 NO_DRAFTS_SHARE = 8
-"""Of this number of rows one gets no drafts, as a row that has too much to catch up on."""
+"""One of this number of rows gets no drafts, as if the drafter lacked K and V of its tokens."""
 
 
 def check_order(rows: PlanRows, groups: Sequence[KVGroup], order: DraftOrder) -> PlanRow:
-    """The row of an order. Refuses a row that does not decode one token, after the tokens that it
-    replays because of a state, or that has no slots for the drafts."""
+    """The row of an order.
+
+    Refuses a row without slots for the drafts. Also refuses a row that lacks more than one token,
+    unless the model has recurrent states: such a row may replay tokens to restore its state.
+    """
     number, count, most_tokens = order
     refuse = rows.history.refuse
     if number not in rows.live:
