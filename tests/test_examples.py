@@ -65,7 +65,7 @@ def test_an_agent_makes_the_call_and_has_an_answer(monkeypatch, capsys):
     assert len(lines) > 1
 
 
-def test_streams_share_an_engine_in_the_callers_loop(monkeypatch, capsys):
+def test_streams_share_an_engine_in_the_callers_loop(monkeypatch, capsys, forked_engines):
     out = run("async_engine", monkeypatch, capsys)
     # A reader that comes late finds several tokens in a piece, so there may be fewer.
     names = sorted(re.findall(r"--- (story-\d): [1-9]\d* pieces", out))
