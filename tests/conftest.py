@@ -8,14 +8,16 @@ import asyncio
 import gc
 import logging
 import os
+import subprocess
 from collections.abc import Generator
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from tests.collecting import begin_elsewhere, put_first, put_in_one_order
-from tests.forking import Forks, shared_forks, starter
+from tests.forking import Forks, rank_starter, shared_forks, starter
 from tests.native_library import OPTION as WITHOUT_NATIVE
 from tests.native_library import why_missing
 from tests.real_weights import NO_REAL_WEIGHTS
@@ -204,3 +206,12 @@ def forks() -> Forks:
 def forked_engines(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engine processes that this process starts are forks: they need not import torch."""
     monkeypatch.setattr(asyncio, "create_subprocess_exec", starter(forks))
+
+
+@pytest.fixture
+def forked_ranks(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that this process starts are forks, which are not among its own children."""
+    from quire.runtime import executor  # brings torch
+
+    found = SimpleNamespace(Popen=rank_starter(forks), TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(executor, "subprocess", found)

@@ -221,18 +221,40 @@ def starter(forks: Forks) -> Any:
     start_process = asyncio.create_subprocess_exec
 
     async def start(
-        *words: str, pass_fds: Sequence[int], stdout: int, stderr: int, **options: Any
+        *words: str, pass_fds: Sequence[int], stdin: int, stdout: int, stderr: int, **options: Any
     ) -> AsyncFork | asyncio.subprocess.Process:
         if words[0] != sys.executable:
             return await start_process(
-                *words, pass_fds=pass_fds, stdout=stdout, stderr=stderr, **options
+                *words, pass_fds=pass_fds, stdin=stdin, stdout=stdout, stderr=stderr, **options
             )
-        assert options.pop("stdin") == subprocess.DEVNULL
-        given = {fd: fd for fd in pass_fds} | {1: stdout, 2: stderr}
-        descriptors = {number: fd for number, fd in given.items() if fd != subprocess.DEVNULL}
-        return AsyncFork(forks.start(words, descriptors, **options))
+        assert stdin == subprocess.DEVNULL
+        return AsyncFork(forks.start(words, _descriptors(pass_fds, stdout, stderr), **options))
 
     return start
+
+
+def rank_starter(forks: Forks) -> Any:
+    """In place of `subprocess.Popen` for ranks: starts their processes as forks."""
+
+    def start(
+        words: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        **options: Any,
+    ) -> Fork:
+        assert stdin == subprocess.DEVNULL
+        return forks.start(words, _descriptors(pass_fds, stdout, stderr), **options)
+
+    return start
+
+
+def _descriptors(pass_fds: Sequence[int], stdout: int, stderr: int) -> dict[int, int]:
+    """Descriptors of the new process -> of this one. Those that are left out are /dev/null."""
+    given = {fd: fd for fd in pass_fds} | {1: stdout, 2: stderr}
+    return {number: fd for number, fd in given.items() if fd != subprocess.DEVNULL}
 
 
 # ---- in the process that forks -------------------------------------------------------------------

@@ -79,6 +79,7 @@ def few() -> tuple[list[Any], list[SamplingParams]]:
     return prompts[:5], params[:5]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_only_the_first_rank_drafts(folder: Path) -> None:
     prompts = ["def f(x):\n", "class A:\n"]
     params = [SamplingParams(temperature=t, seed=1, max_tokens=12, logprobs=1) for t in (0.0, 1.0)]

@@ -47,6 +47,7 @@ def test_a_step_is_one_native_program(name: str, quantization: str | None, tmp_p
     assert type(llm.engine._runner._forward).__name__ == "NativeForward"
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_two_ranks_have_the_tokens_of_one(kernels: str, tmp_path: Path) -> None:
     folder = save("gpt-oss", tmp_path)

@@ -89,7 +89,7 @@ def without_drafts(**numbers: Any) -> list[RequestOutput]:
     ],
     ids=lambda options: ",".join(options) or "default",
 )
-@pytest.mark.usefixtures("native_engine")
+@pytest.mark.usefixtures("native_engine", "forked_ranks")
 def test_drafts_change_nothing_of_an_answer(options: dict[str, Any]) -> None:
     numbers = {
         name: value
