@@ -97,7 +97,7 @@ def test_where_no_hub_can_be_reached_a_package_has_the_model(
     said = [each.getMessage() for each in caplog.records if str(path) in each.getMessage()]
     assert len(said) == 1 and said[0].endswith("is used, from a Python package")
     assert cli.main(["list"]) == 0
-    assert "tiny.gguf" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["org/tiny", "GGUF"]
     assert cli.main(["rm", "tiny"]) == 0
     assert not path.exists()
 

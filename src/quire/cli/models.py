@@ -7,22 +7,13 @@ Face's client, where every other program finds the model, and `list` and `rm` re
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from quire.core.memory.memory_report import format_bytes
-from quire.errors import CheckpointError, EngineDeadError, shown
-from quire.hub import packaged_models
-from quire.hub.aliases import hub_id_of
-from quire.hub.gguf.choice import split_choice
-from quire.hub.gguf.naming import SUFFIX
-from quire.hub.weight_files import has_weights
-
-if TYPE_CHECKING:
-    from huggingface_hub import CachedRepoInfo, HFCacheInfo
+from quire.errors import EngineDeadError
 
 TIMEOUT_S = 10.0
 """Maximum seconds to wait for a server's answer."""
@@ -48,7 +39,12 @@ def pull(name: str, revision: str | None, examine: Callable[[str, str | None], i
 
 def list_models() -> int:
     """Print the models on this machine. Returns the exit code."""
-    rows = sorted(_cached_rows()) + [_row(path) for path in _packaged()]
+    from quire.hub.local_models import local_models  # brings the hub's client
+
+    rows = [
+        (model.name, model.format, format_bytes(model.size_bytes), _ago(model.used_s))
+        for model in local_models()
+    ]
     if not rows:
         print("there are no models here; quire pull NAME fetches one, such as smollm2")
         return 0
@@ -57,29 +53,11 @@ def list_models() -> int:
 
 
 def remove(name: str) -> int:
-    """Remove all revisions of a model from the cache, and the file of it that a Python package
-    brought. Returns the exit code. Raises CheckpointError if there is neither."""
-    repository, choice = split_choice(hub_id_of(name) or name)
-    if choice is not None:
-        raise CheckpointError(
-            f"{shown(name)} names a file; quire rm {repository} removes all of the model's files"
-        )
-    package = packaged_models.PACKAGES.get(repository)
-    held = None if package is None else packaged_models.path_of(package)
-    files = [path for path in _packaged() if path == held or name in (path.name, path.stem)]
-    cache = _scan()
-    found = [repo for repo in _models_of(cache) if repo.repo_id == repository]
-    if not files and not found:
-        raise CheckpointError(f"{shown(name)} is not in the cache; quire list shows what is")
-    num_bytes = sum(path.stat().st_size for path in files)
-    for path in files:
-        path.unlink()
-    if cache is not None and found:
-        commits = [revision.commit_hash for repo in found for revision in repo.revisions]
-        strategy = cache.delete_revisions(*commits)
-        strategy.execute()
-        num_bytes += strategy.expected_freed_size
-    print(f"removed {name}: {format_bytes(num_bytes)}")
+    """Remove a model from this machine. Returns the exit code. Raises CheckpointError if it is not
+    here."""
+    from quire.hub.local_models import remove_model  # brings the hub's client
+
+    print(f"removed {name}: {format_bytes(remove_model(name))}")
     return 0
 
 
@@ -101,52 +79,6 @@ def list_running(url: str, api_key: str | None) -> int:
     ]
     _print_table([("NAME", "SIZE", "CONTEXT"), *rows])
     return 0
-
-
-def _scan() -> "HFCacheInfo | None":
-    """The hub client's cache; None if there is no folder for it."""
-    from huggingface_hub import CacheNotFound, constants, scan_cache_dir  # slow to import
-
-    try:
-        return scan_cache_dir(constants.HF_HUB_CACHE)
-    except CacheNotFound:
-        return None
-
-
-def _models_of(cache: "HFCacheInfo | None") -> Iterator["CachedRepoInfo"]:
-    """The models of which a revision has weights."""
-    for repo in () if cache is None else cache.repos:
-        if repo.repo_type == "model" and any(_format(_names(each)) for each in repo.revisions):
-            yield repo
-
-
-def _names(revision: Any) -> list[str]:
-    return [file.file_name for file in revision.files]
-
-
-def _format(names: Iterable[str]) -> str:
-    """The format of a model with files of these names; empty if there are no weights."""
-    names = list(names)
-    if has_weights(names):
-        return "safetensors"
-    return "GGUF" if any(name.lower().endswith(SUFFIX) for name in names) else ""
-
-
-def _cached_rows() -> Iterator[Row]:
-    for repo in _models_of(_scan()):
-        kinds = sorted({_format(_names(each)) for each in repo.revisions} - {""})
-        size, used = format_bytes(repo.size_on_disk), _ago(repo.last_accessed)
-        yield repo.repo_id, ", ".join(kinds), size, used
-
-
-def _packaged() -> list[Path]:
-    """The files of models that came in Python packages."""
-    return sorted(packaged_models.MODELS.expanduser().glob(f"*{SUFFIX}"))
-
-
-def _row(path: Path) -> Row:
-    found = path.stat()
-    return str(path), "GGUF", format_bytes(found.st_size), _ago(found.st_atime)
 
 
 def _ago(time_s: float) -> str:

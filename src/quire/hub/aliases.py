@@ -30,7 +30,6 @@ def hub_id_of(name: str) -> str | None:
     if family is None:
         return None
     sizes = family.get("sizes", ())
-    hub_id: str = family["hub_id"]
     if tag not in ("", LATEST, *sizes):
         known = " or ".join(f"{stem}:{size}" for size in sizes) or stem
         raise CheckpointError(
@@ -38,14 +37,29 @@ def hub_id_of(name: str) -> str | None:
             " kept"
         )
     if not sizes:
-        return hub_id
-    size = sizes[0] if tag in ("", LATEST) else tag
-    return hub_id.format(size.upper() if family.get("upper", True) else size)
+        return _sized(family, "")
+    return _sized(family, sizes[0] if tag in ("", LATEST) else tag)
+
+
+def alias_of(hub_id: str) -> str | None:
+    """The name in the table of a hub id, without a tag if it is the first size; None if the table
+    lacks the id."""
+    for stem, family in _families().items():
+        for at, size in enumerate(family.get("sizes", ("",))):
+            if _sized(family, size) == hub_id:
+                return f"{stem}:{size}" if at else stem
+    return None
 
 
 def family_names() -> Collection[str]:
     """The names in the table, without tags."""
     return _families().keys()
+
+
+def _sized(family: dict[str, Any], size: str) -> str:
+    """The hub id of a size of a family."""
+    hub_id: str = family["hub_id"]
+    return hub_id.format(size.upper() if family.get("upper", True) else size)
 
 
 @cache
