@@ -200,12 +200,14 @@ def _check_early(given: Mapping[str, Any]) -> None:
     from quire.engine_client.early_checks import (  # only commands that load a model need it
         check_before_start,
         check_device,
+        check_memory,
     )
     from quire.hub.found_model import FoundModel  # the same
     from quire.hub.model_folder import local_model  # the same
 
     options = EngineOptions.from_mapping(given)
     check_device(options.device)
+    check_memory(options)
     found = local_model(options.model, options.revision)
     if found is not None:
         check_before_start(options, FoundModel(found))

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ConfigurationError
+from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.hub.found_model import FoundModel
+from quire.hub.gguf.naming import SUFFIX
 from quire.hub.model_files import read_json_object
 from quire.hub.weight_check import check_weight_files
 from quire.observability.gpu_presence import lacks_gpu, torch_version
+from quire.observability.machine_memory import total_memory_bytes
 from quire.options.engine_options import EngineOptions
 
 _POSITIONS = "max_position_embeddings"
@@ -42,9 +44,23 @@ def check_device(name: str) -> None:
         )
 
 
+def check_memory(options: EngineOptions) -> None:
+    """Raise InsufficientMemoryError if the KV cache of a CPU is larger than the whole memory."""
+    num_bytes, total = options.kv_cache_bytes, total_memory_bytes()
+    on_cpu = options.device == "cpu" or (options.device == "auto" and lacks_gpu())
+    if on_cpu and num_bytes is not None and num_bytes > total:
+        raise InsufficientMemoryError(
+            f"kv_cache_memory is {num_bytes / 2**30:.1f} GiB, but the machine has"
+            f" {total / 2**30:.1f} GiB in all; lower kv_cache_memory"
+        )
+
+
 def _check_length(max_model_len: int, folder: Path) -> None:
+    if folder.suffix.lower() == SUFFIX:
+        _check_gguf_length(max_model_len, folder)
+        return
     path = folder / "config.json"
-    if not path.is_file():  # a GGUF file, whose metadata the engine reads
+    if not path.is_file():
         return
     config = read_json_object(path)
     inner = next((config[part] for part in _PARTS if isinstance(config.get(part), dict)), config)
@@ -56,6 +72,24 @@ def _check_length(max_model_len: int, folder: Path) -> None:
         f" {_most_positions(positions, inner)} positions ({_POSITIONS} in its config.json is"
         f" {positions}); lower max_model_len, or leave it out for {positions}"
     )
+
+
+def _check_gguf_length(max_model_len: int, path: Path) -> None:
+    # This imports numpy, which other models don't need.
+    from quire.hub.gguf.header import read_gguf
+
+    file = read_gguf(path)
+    name = f"{file.metadata.get('general.architecture')}.context_length"
+    length = file.metadata.get(name)
+    # The engine works out how far divisors in tensors stretch the model.
+    is_stretched = any(tensor.startswith("rope_f") for tensor in file.tensors) or any(
+        ".rope.scaling." in field for field in file.metadata
+    )
+    if isinstance(length, int) and max_model_len > length and not is_stretched:
+        raise ConfigurationError(
+            f"max_model_len is {max_model_len}, but the model was made for at most {length}"
+            f" positions ({name} in {path.name}); lower max_model_len, or leave it out for {length}"
+        )
 
 
 def _most_positions(positions: int, config: Mapping[str, Any]) -> int:

@@ -25,7 +25,7 @@ import pydantic.dataclasses  # noqa: F401 - pydantic would import it at the firs
 import uvicorn
 
 from quire.core.sampling_params import ModelLimits
-from quire.engine_client.early_checks import check_before_start, check_device
+from quire.engine_client.early_checks import check_before_start, check_device, check_memory
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.process.grammar_compilers import GrammarCompilers
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
@@ -146,6 +146,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
     check_fleet(server)
     if not server.is_over_machines:
         check_device(options.device)
+        check_memory(options)
     all_endpoints()  # imports them, which takes long, before the engine starts
     files = _load_files(options, server)
     name = files.model.name_for_clients(options.model or EMBEDDED_MODEL_NAME)
