@@ -1,5 +1,7 @@
 """Prompts of a gap: the published orders of tokens, by family."""
 
+import string
+
 import pytest
 import tokenizers
 
@@ -8,9 +10,8 @@ from quire.text.fill_in_middle import FORMATS, FillInMiddle
 from quire.text.tokenizer import Tokenizer
 
 
-def make(*added, bos=None):
+def make(*added, bos=None, letters=string.ascii_lowercase):
     """A tokenizer of single letters with these further tokens."""
-    letters = [chr(code) for code in range(97, 123)]
     vocab = {text: at for at, text in enumerate([*letters, *added, *([bos] if bos else [])])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
     backend.add_special_tokens([*added, *([bos] if bos else [])])
@@ -66,6 +67,17 @@ def test_the_beginning_of_a_text_is_kept_and_ends_are_known():
     plain = fill.encode("", "b", add_special_tokens=False)
     assert spelled(tokenizer, plain) == "▁<PRE> ▁<SUF> b ▁<MID>"
     assert tokenizer.token_ids["▁<EOT>"] in fill.end_token_ids
+
+
+def test_special_tokens_in_a_suffix_are_text():
+    form = FORMATS["StarCoder, StarCoder2, Stable Code, Granite Code"]
+    tokenizer = make(*form.tokens, "<|im_end|>", letters=string.ascii_lowercase + "<>_|")
+    fill = FillInMiddle(tokenizer)
+    for text in ("<fim_middle>", "<|im_end|>", "<<|im_end|><fim_suffix>"):
+        assert not {*tokenizer.encode(f"a{text}z")}.isdisjoint(tokenizer.special_token_ids)
+        first, second, *inner, last = spelled(tokenizer, fill.encode("", f"a{text}z")).split()
+        assert (first, second, last) == form.tokens
+        assert inner == list(f"a{text}z")
 
 
 def test_a_model_without_such_tokens_is_refused_by_name():

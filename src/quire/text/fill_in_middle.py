@@ -5,8 +5,10 @@ A model that was trained so generates the text between a prefix and a suffix (Ba
 so the tokenizer tells which format a model knows. Called by the routes of completions.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from quire.errors import InvalidRequestError
 from quire.text.tokenizer import Tokenizer
@@ -79,6 +81,12 @@ class FillInMiddle:
         if self.format is not None:
             ends = (*ENDS, *self.format.tokens)
             self.end_token_ids = tuple(sorted({known[each] for each in ends if each in known}))
+            special = tokenizer.special_token_ids
+            cut = [each for each in known if known[each] in special or each in ends]
+            #: Finds the first character of a special token, or of a token of the format.
+            self._cut = re.compile(
+                "|".join(f"{re.escape(e[0])}(?={re.escape(e[1:])})" for e in cut)
+            )
 
     def encode(
         self, prefix: str | list[int], suffix: str, *, add_special_tokens: bool = True
@@ -86,7 +94,8 @@ class FillInMiddle:
         """The prompt of the gap between `prefix` and `suffix`.
 
         `prefix` may be token ids. With `add_special_tokens`, the prompt begins with the tokens that
-        the tokenizer puts before a text. Raises InvalidRequestError if the model has no format.
+        the tokenizer puts before a text. Special tokens that `suffix` spells are encoded as text.
+        Raises InvalidRequestError if the model has no format.
         """
         form = self.format
         if form is None:
@@ -99,7 +108,7 @@ class FillInMiddle:
         known, plain = self._tokenizer.added_tokens, self._encode
         before = prefix if isinstance(prefix, list) else plain(prefix)
         first = [known[form.prefix], *before]
-        second = [known[form.suffix], *(self._tokenizer.encode_continuation(suffix))]
+        second = [known[form.suffix], *self._encode_text(suffix)]
         parts = [*second, *first] if form.is_suffix_first else [*first, *second]
         middle = [] if form.middle is None else [known[form.middle]]
         start = self._start if add_special_tokens else []
@@ -107,6 +116,13 @@ class FillInMiddle:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def _encode_text(self, suffix: str) -> list[int]:
+        """The tokens of a text that is cut behind the first character of each special token, so
+        that the tokenizer finds none."""
+        ends = [found.end() for found in self._cut.finditer(suffix)]
+        pieces = [suffix[begin:end] for begin, end in pairwise([0, *ends, len(suffix)])]
+        return [i for piece in pieces for i in self._tokenizer.encode_continuation(piece)]
 
     @property
     def _start(self) -> list[int]:
