@@ -27,7 +27,13 @@ from quire.errors import (
 )
 from quire.server.generation import http_generation as generation_module
 from quire.server.generation.call_body import Params
-from quire.server.generation.http_generation import Caller, HTTPGeneration, Prompts, prepare
+from quire.server.generation.http_generation import (
+    Caller,
+    HTTPGeneration,
+    Prompts,
+    options_of,
+    prepare,
+)
 from quire.server.http import long_work
 from quire.server.http.long_work import WorkPieces
 from quire.server.service import Service
@@ -134,6 +140,19 @@ def make(service, tokenizer, *, params=None, num_prompts=1, deadline_s=None, arr
 
 def caller(call_id):
     return Caller.of(FakeHTTP(), call_id, "text_completion")
+
+
+def test_calls_of_a_batch_can_t_go_before_live_ones():
+    body = SimpleNamespace(priority=-(1 << 20), cache_salt=None, deadline_s=None)
+    http = FakeHTTP(added_priority=1 << 20)
+    http.state = SimpleNamespace(tenant=ALICE)
+    assert options_of(http, body, None).priority == 0
+    body.priority -= 1
+    with pytest.raises(InvalidRequestError, match="must be at least -1048576") as caught:
+        options_of(http, body, None)
+    assert caught.value.param == "priority"
+    http.scope["state"].pop("added_priority")
+    assert options_of(http, body, None).priority == -(1 << 20) - 1
 
 
 def token(tokenizer, text, branch=0, finish=None, request_id="c-0", **fields):

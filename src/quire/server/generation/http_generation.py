@@ -125,9 +125,16 @@ def options_of(
     """The options of a call's requests. Raises InvalidRequestError. A body without a deadline gets
     `default_deadline_s`; None means no deadline. `speculation_history` is the body's."""
     deadline_s, tenant = body.deadline_s, tenant_of(http)
+    # A batch's calls go after live calls, see `batch.background`.
+    added = http.scope.get("state", {}).get("added_priority", 0)
+    if added and body.priority < -added:
+        raise InvalidRequestError(
+            f"priority is {body.priority}, but in a batch, whose calls go after live ones, must be"
+            f" at least {-added}",
+            "priority",
+        )
     options = RequestOptions(
-        # A batch's calls go after live calls, see `batch.background`.
-        priority=body.priority + http.scope.get("state", {}).get("added_priority", 0),
+        priority=body.priority + added,
         tenant=tenant.name,
         cache_salt=body.cache_salt or "",
         deadline_s=default_deadline_s if deadline_s is None else deadline_s,
