@@ -13,12 +13,15 @@ from typing import Literal, TypeAlias
 from quire.engine_client.fleet_dispatcher import FleetDispatcher
 from quire.engine_client.fleet_engines import FleetEngines
 from quire.engine_client.recovery import EngineState
-from quire.errors import EngineDeadError, InvalidRequestError
+from quire.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError
 
 SleepMode: TypeAlias = Literal["abort", "wait", "keep"]
 """How open requests are handled: they end with an error, end by themselves, or go on later."""
 
 WAIT_POLL_S = 0.05
+
+WAIT_S = 600.0
+"""Maximum seconds for which a sleep waits for the end of open requests, unless the caller says."""
 
 
 class FleetSleep:
@@ -51,8 +54,11 @@ class FleetSleep:
         if self.on_wanted is not None and self.is_on:
             self.on_wanted()
 
-    async def sleep(self, mode: SleepMode, *, keeps_process: bool) -> None:
+    async def sleep(self, mode: SleepMode, *, keeps_process: bool, wait_s: float = WAIT_S) -> None:
         """Release the memory of all engines that do not sleep yet.
+
+        The mode "wait" waits at most `wait_s` seconds, and then raises DeadlineExceededError: the
+        engines stay awake.
 
         With `keeps_process`, each has a process that waits with its libraries loaded, so that the
         wake-up takes less time. Raises InvalidRequestError for engines on other machines,
@@ -72,7 +78,7 @@ class FleetSleep:
             replicas = list(self._dispatcher.replicas)
             accepting = [name for name, replica in replicas if not replica.is_closed]
             try:
-                await self._settle(mode)
+                await self._settle(mode, wait_s)
                 await _all_of(
                     each.supervisor.sleep(keeps_process=keeps_process) for each in engines
                 )
@@ -88,7 +94,7 @@ class FleetSleep:
             engines = [each for each in self._engines.all.values() if each.state in coming]
             await _all_of(each.supervisor.wake() for each in engines)
 
-    async def _settle(self, mode: SleepMode) -> None:
+    async def _settle(self, mode: SleepMode, wait_s: float) -> None:
         """End the open requests, or wait for their end, as `mode` says."""
         if mode == "abort":
             self._dispatcher.fail_all(
@@ -97,7 +103,12 @@ class FleetSleep:
         elif mode == "wait":
             for name in self._engines.all:  # new requests wait for the wake-up
                 self._dispatcher.set_accepting(name, False)
+            end_s = asyncio.get_running_loop().time() + wait_s
             while any(replica.requests for _, replica in self._dispatcher.replicas):
+                if asyncio.get_running_loop().time() >= end_s:
+                    raise DeadlineExceededError(
+                        f"requests were open after {wait_s:g} s, so the engine stays awake"
+                    )
                 await asyncio.sleep(WAIT_POLL_S)
 
 

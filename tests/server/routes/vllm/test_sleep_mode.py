@@ -86,11 +86,23 @@ def test_open_requests_end_or_are_waited_for_or_go_on(server, mode):
         assert answer.json()["choices"] == expected
 
 
+def test_a_wait_for_open_requests_has_an_end(server):
+    expected, found = server.http.post("/v1/completions", json=LONG).json()["choices"], []
+    thread = asking(server, found)
+    server.wait_until(lambda stats: stats["num_running"] == 1)
+    answer = server.http.post("/sleep?mode=wait&timeout_s=0.001")
+    assert answer.status_code == 408 and "open after 0.001 s" in answer.text
+    assert not is_sleeping(server) and ask(server)
+    thread.join(WAIT_S)
+    assert found[0].json()["choices"] == expected
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
         ("/sleep?level=3", "level"),
         ("/sleep?mode=now", "mode"),
+        ("/sleep?mode=wait&timeout_s=inf", "timeout_s"),
         ("/wake_up?tags=weights", "wake up together"),
     ],
 )

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from quire.engine_client.fleet_sleep import SleepMode
+from quire.engine_client.fleet_sleep import WAIT_S, SleepMode
 from quire.errors import InvalidRequestError
 from quire.server.routes.endpoint import Endpoints, refuse_unasked_page
 from quire.server.routes.openapi import ERROR_RESPONSES
@@ -28,17 +28,21 @@ router = Endpoints(
 
 @router.post(SLEEP)
 async def put_to_sleep(
-    http: HTTPRequest, level: Annotated[int, Field(ge=1, le=2)] = 1, mode: SleepMode = "abort"
+    http: HTTPRequest,
+    level: Annotated[int, Field(ge=1, le=2)] = 1,
+    mode: SleepMode = "abort",
+    timeout_s: Annotated[float, Field(gt=0, le=86400)] = WAIT_S,
 ) -> Response:
     """Release the memory of weights and KV cache; answers when it is free.
 
     Requests that are open end with an error (`mode` is `abort`), are waited for (`wait`), or go on
-    after the wake-up (`keep`).
+    after the wake-up (`keep`). A wait ends with 408 after `timeout_s` seconds: the engine stays
+    awake.
     """
     refuse_unasked_page(http)
     service = service_of(http)
     service.check_accepting()
-    await service.engine.sleeping.sleep(mode, keeps_process=level == 1)
+    await service.engine.sleeping.sleep(mode, keeps_process=level == 1, wait_s=timeout_s)
     return Response()
 
 
