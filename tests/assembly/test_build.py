@@ -349,4 +349,4 @@ def test_more_ranks_than_processors_are_warned_of(
         warned.append([each.getMessage() for each in caplog.records])
     assert not warned[0]
     assert len(warned[1]) == 1
-    assert "tensor_parallel_size is 2, but this process may use only 1 of" in warned[1][0]
+    assert "--tensor-parallel-size is 2, but this process may use only 1 of" in warned[1][0]

@@ -351,7 +351,7 @@ def _build_ranks(
 def _warn_of_shared_processors(num_ranks: int, num_processors: int) -> None:
     if num_ranks > num_processors:
         logger.warning(
-            "tensor_parallel_size is %d, but this process may use only %d of the machine's"
+            "--tensor-parallel-size is %d, but this process may use only %d of the machine's"
             " processors: ranks take turns on them and wait for each other in every layer. On 2"
             " processors, 3 ranks took 6 times as long for a token as 1 (135 M parameters), and 4"
             " ranks 26 to 75 times as long (3.8 M); lower it",

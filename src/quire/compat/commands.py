@@ -42,6 +42,7 @@ BENCHMARKS: dict[str, str] = {
     "one-batch": _STEPS,
     "one_batch": _STEPS,
     "serving": "`quire bench serve URL` loads a running server",
+    "startup": "`quire serve MODEL` prints how long each stage of its start takes",
     "sweep": "`quire plan MODEL --load LOAD` compares configurations",
 }
 """Sub-command of `bench` -> what to type instead."""
