@@ -227,13 +227,13 @@ def deep(num_levels: int) -> Value:
 
 @cache
 def routes() -> dict[str, type[Body]]:
-    """The body's class of every path of the application that takes one. Raises LookupError for one
-    without a body above."""
+    """The body's class of every path of the application that takes one in a POST call. Raises
+    LookupError for one without a body above."""
     found = {
         route.path_format: route.body_class
         for _, each in ENDPOINTS.items()
         for route in each.routes
-        if route.body_class is not None
+        if route.body_class is not None and "POST" in (route.methods or ())
     }
     if missing := sorted(found.keys() - BODIES.keys()):
         raise LookupError(f"mutations.BODIES has no body for {', '.join(missing)}")

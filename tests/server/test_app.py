@@ -47,6 +47,7 @@ def test_the_paths_are_openais_and_a_few_of_ours():
         "/api/embeddings",
         "/api/show",
         "/api/ps",
+        "/api/delete",
         "/api/pull",
         "/api/tags",
         "/api/version",

@@ -76,6 +76,7 @@ def fetch_files(repo: str, snapshot: Path, names: Sequence[str], on_bytes: OnByt
     _check_disk(repo, snapshot, needed)
     if needed:
         with _FetchProgress(repo, needed, on_bytes) as progress:
+            progress.report()
             _fetch_all(needed, progress)
     for name in missing:
         hf_hub_download(repo, name, revision=snapshot.name)  # links the file that now exists

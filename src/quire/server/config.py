@@ -412,6 +412,13 @@ class ServerConfig(Options):
         " again. None: the model stays.",
         flag=Flag("idle-unload", metavar="S", shown="the model stays"),
     )
+    manage_models: bool = option(
+        False,
+        Switch(),
+        group="access",
+        help="the operator's calls may fetch models into this machine's cache and delete them there"
+        " (Ollama's /api/pull and /api/delete)",
+    )
     heartbeat_timeout_s: float = option(
         60.0, Seconds(), group="recovery", help="restart the engine if a step takes longer"
     )

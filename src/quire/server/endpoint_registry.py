@@ -18,6 +18,7 @@ ENDPOINTS: "Registry[Endpoints]" = Registry(
         "chats": "quire.server.routes.ollama.chats:router",
         "ollama_embeddings": "quire.server.routes.ollama.embeddings:router",
         "served_models": "quire.server.routes.ollama.served_models:router",
+        "model_changes": "quire.server.routes.ollama.model_changes:router",
         "responses": "quire.server.routes.openai.responses.responses:router",
         "stored_responses": "quire.server.routes.openai.responses.stored_responses:router",
         "files": "quire.server.routes.openai.uploaded_files:router",

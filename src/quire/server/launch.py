@@ -54,6 +54,7 @@ from quire.server.http.open_files import raise_open_files
 from quire.server.idle_unload import idle_unload
 from quire.server.limits import CallLimits
 from quire.server.loading_progress import LoadingProgress
+from quire.server.model_store import ModelStore
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
 from quire.server.shared_limits import body_budget, open_connections
 from quire.server.signals import Stopper
@@ -318,6 +319,7 @@ def make_service(plan: ServerPlan, engine: EngineFleet, monitor: Monitor) -> Ser
         answers=AnswerStore(plan.server.response_store_bytes or 0),
         batches=plan.batches,
         idle_unload=idle_unload(engine, plan.server.idle_unload_s),
+        model_store=ModelStore(lambda: _models_in_use(plan)) if plan.server.manage_models else None,
         grammars=GrammarChecks(compilers),
         dialect=plan.files.dialect.dialect,
         default_chat_template_kwargs=plan.server.default_chat_template_kwargs or {},
@@ -334,6 +336,13 @@ def make_service(plan: ServerPlan, engine: EngineFleet, monitor: Monitor) -> Ser
             hides_unused_tools=plan.server.exclude_tools_when_tool_choice_none,
         ),
     )
+
+
+def _models_in_use(plan: ServerPlan) -> list[str]:
+    """The models whose files the server needs, by name or path."""
+    options = plan.options
+    found = (options.model, options.tokenizer, options.speculative_model)
+    return [str(plan.files.model.folder), *(name for name in found if name is not None)]
 
 
 def _fingerprint(facts: Mapping[str, Any]) -> str:

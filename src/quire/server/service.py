@@ -25,6 +25,7 @@ from quire.server.http.long_work import WorkPieces
 from quire.server.http.open_connections import OpenConnections
 from quire.server.idle_unload import IdleUnload
 from quire.server.limits import CallLimits
+from quire.server.model_store import ModelStore
 from quire.server.stats.live_feed import LiveFeed
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.tenants import TenantBook
@@ -100,6 +101,8 @@ class Service:
     system_fingerprint: str | None = None
     #: Puts the idle engine to sleep; None if it stays awake.
     idle_unload: IdleUnload | None = None
+    #: Fetches and removes models of this machine; None if that is not allowed.
+    model_store: ModelStore | None = None
     drain: Drain = field(default_factory=Drain)
     #: Runs the slow parts of large calls without blocking the event loop.
     work: WorkPieces = field(default_factory=WorkPieces)

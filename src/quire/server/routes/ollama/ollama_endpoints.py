@@ -30,5 +30,11 @@ class OllamaEndpoints(Endpoints):
 
     route_class = OllamaRoute
 
-    def __init__(self, generating_paths: Iterable[str] = ()) -> None:
-        super().__init__(error_form=ollama_error, generating_paths=generating_paths)
+    def __init__(
+        self, generating_paths: Iterable[str] = (), operator_paths: Iterable[str] = ()
+    ) -> None:
+        super().__init__(
+            error_form=ollama_error,
+            generating_paths=generating_paths,
+            operator_paths=operator_paths,
+        )

@@ -1,8 +1,6 @@
-"""The served models in Ollama's form, and its calls that manage models.
+"""The served models in Ollama's form: GET /api/tags, /api/ps and /api/version, POST /api/show.
 
-GET /api/tags, /api/ps and /api/version, POST /api/show and /api/pull. A server keeps the models
-that it was started with, so a pull of a served model succeeds at once, and all other changes are
-refused.
+`model_changes` fetches and removes models of the machine, which are not served.
 """
 
 import hashlib
@@ -20,7 +18,7 @@ from starlette.responses import Response
 from quire.server.generation.chat_call import ReasoningOptions
 from quire.server.generation.chat_prompt import reasoning_variables
 from quire.server.http.body import Body, UnknownFields
-from quire.server.http.streaming import NDJSON, json_response
+from quire.server.http.streaming import json_response
 from quire.server.routes.ollama.ollama_body import without_tag
 from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.openapi import answers, error_responses
@@ -93,12 +91,6 @@ class OllamaModels(msgspec.Struct):
     models: list[OllamaModel]
 
 
-class OllamaStatus(msgspec.Struct):
-    """The progress of a pull."""
-
-    status: str
-
-
 class OllamaVersion(msgspec.Struct):
     """The version of the server."""
 
@@ -121,7 +113,7 @@ class OllamaShow(msgspec.Struct):
 
 
 class NamesModel(Body):
-    """The fields that the bodies of /api/show and /api/pull share."""
+    """The fields that the bodies of /api/show, /api/pull and /api/delete share."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     notes: ClassVar[Mapping[str, str]] = {
@@ -138,24 +130,16 @@ class NamesModel(Body):
     def _without_tag(cls, name: str | None) -> str | None:
         return without_tag(name)
 
-    def check(self, service: Service) -> None:
-        """Raises UnknownModelError if the model is not served."""
-        service.check_model(self.name if self.model is None else self.model)
+    @property
+    def named(self) -> str | None:
+        """The model's name; None if the body has none."""
+        return self.name if self.model is None else self.model
 
 
 class ShowRequest(NamesModel):
     """The body of POST /api/show."""
 
     hints: ClassVar[frozenset[str]] = frozenset({"verbose"})
-
-
-class PullRequest(NamesModel):
-    """The body of POST /api/pull."""
-
-    hints: ClassVar[frozenset[str]] = frozenset({"insecure", "username", "password"})
-    notes: ClassVar[Mapping[str, str]] = {"stream": "false: one object; else a line for each step"}
-
-    stream: bool = True
 
 
 @router.get("/api/tags", responses=answers(OllamaModels, errors=ERROR_RESPONSES))
@@ -175,7 +159,7 @@ async def ollama_tags(http: HTTPRequest) -> Response:
 async def ollama_show(body: ShowRequest, http: HTTPRequest) -> Response:
     """The details of a model."""
     service = service_of(http)
-    body.check(service)
+    service.check_model(body.named)
     limits = service.engine.limits
     info = {
         "general.architecture": ARCHITECTURE,
@@ -209,24 +193,6 @@ async def ollama_running(http: HTTPRequest) -> Response:
         expires_at=_expiry(service),
     )
     return json_response(OllamaRunningModels([model]))
-
-
-@router.post(
-    "/api/pull",
-    responses=answers(OllamaStatus, streams=True, stream_type=NDJSON, errors=ERROR_RESPONSES),
-)
-async def ollama_pull(body: PullRequest, http: HTTPRequest) -> Response:
-    """Succeed for a served model. Raises UnknownModelError for others: a server fetches no
-    model."""
-    body.check(service_of(http))
-    if not body.stream:
-        return json_response(OllamaStatus("success"))
-    lines = [msgspec.json.encode(OllamaStatus(s)) for s in ("pulling manifest", "success")]
-    return Response(b"\n".join([*lines, b""]), media_type=NDJSON)
-
-
-for _path in ("/api/create", "/api/copy", "/api/push", "/api/delete"):
-    router.refuse(_path)
 
 
 @router.get("/api/version", responses=answers(OllamaVersion, errors=ERROR_RESPONSES))
