@@ -223,6 +223,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seconds_between(text: str) -> float:
+    """Parse the seconds between two events of /stats/events."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.25 <= seconds <= 10:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.25 to 10")
+    return seconds
+
+
 def add_model_by_place(parser: argparse.ArgumentParser) -> None:
     """Add a positional MODEL, for a command that also calls `add_model_flag`."""
     parser.add_argument(

@@ -399,6 +399,12 @@ def _ps(args: argparse.Namespace) -> int:
     return list_running(args.url, args.api_key)
 
 
+def _top(args: argparse.Namespace) -> int:
+    from quire.cli.top.loop import show  # brings rich
+
+    return show(args.url, args.api_key, args.interval, is_once=args.once)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     if args.model is not None:
         from quire.cli.doctor.model import examine_model  # only this command looks at a model
@@ -449,6 +455,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "rm": _rm,
     "show": _show,
     "ps": _ps,
+    "top": _top,
     "serve": _serve,
     "batch": _batch,
     "replay": _replay,

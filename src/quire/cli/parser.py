@@ -21,6 +21,7 @@ from quire.cli.flags import (
     add_serve,
     check_served,
     positive,
+    seconds_between,
 )
 from quire.cli.words import Parser
 from quire.cluster.machines.agent_arguments import add_arguments as add_agent_arguments
@@ -37,6 +38,7 @@ COMMANDS = {
     "rm": "remove a model from this machine",
     "show": "report on a model, with its memory and speed here",
     "ps": "list the models that a running server has in memory",
+    "top": "watch a running server: its requests, steps and memory",
     "batch": "answer a file of calls in OpenAI's batch format",
     "replay": "replay a recorded load, against a server or a simulated engine",
     "bench": "measure a server, an engine beside baselines, or quality",
@@ -141,6 +143,7 @@ def build_parser(
             add_arguments(kind)
             add_debug(kind, default=argparse.SUPPRESS)
     _add_model_commands(commands)
+    _add_top(commands)
     _add_cluster(commands, environment or {})
     cache = commands.add_parser("cache", help=COMMANDS["cache"], commands=CACHE_ACTIONS)
     actions = cache.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
@@ -262,6 +265,24 @@ def _add_model_commands(commands: Any) -> None:
             command.add_argument("--url", metavar="URL", default=DEFAULT_URL, help=text)
             command.add_argument("--api-key", metavar="KEY", help="for the server (none)")
         add_debug(command, default=argparse.SUPPRESS)
+
+
+def _add_top(commands: Any) -> None:
+    command = commands.add_parser("top", help=COMMANDS["top"])
+    text = f"the server ({DEFAULT_URL})"
+    command.add_argument("--url", metavar="URL", default=DEFAULT_URL, help=text)
+    command.add_argument(
+        "--api-key", metavar="KEY", help="the operator's key, if the server wants keys (none)"
+    )
+    command.add_argument(
+        "--interval",
+        type=seconds_between,
+        metavar="S",
+        default=0.5,
+        help="seconds between two pictures, from 0.25 to 10 (0.5)",
+    )
+    command.add_argument("--once", action="store_true", help="print one picture, then exit")
+    add_debug(command, default=argparse.SUPPRESS)
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
