@@ -262,9 +262,7 @@ class PrefixCache:
         for parent, siblings in self._children.items():
             if isinstance(siblings, bytes):  # an only child, as most are
                 num_listed += 1
-                assert self.nodes[listed_in[siblings]][0] == parent, (
-                    "the tree and the nodes differ"
-                )
+                assert self.nodes[listed_in[siblings]][0] == parent, "the tree and the nodes differ"
                 continue
             assert len(siblings) > 1 and siblings == sorted(siblings)
             num_listed += len(siblings)
