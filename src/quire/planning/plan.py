@@ -57,7 +57,7 @@ class ServedPrecision:
     costs: StepCosts | None
     #: The reason why the formats can't be served; None if they can.
     obstacle: str | None = None
-    #: The disk tier; None if there is none, or its speeds were not measured.
+    #: The disk tier; None without one, or if its speeds were not measured.
     disk: DiskShape | None = None
 
     @property

@@ -20,7 +20,7 @@ from quire.cli.top.block_picture import CACHED as GREY
 from quire.cli.top.block_picture import FREE as DARK
 from quire.cli.top.block_picture import block_picture, owner_colour
 from quire.cli.top.screen import ORDERS, Choices, Page, render
-from quire.cli.top.watched import BlockMap, WatchedServer
+from quire.cli.top.watched import WatchedBlocks, WatchedServer
 
 
 def _server(num_requests: int = 3) -> WatchedServer:
@@ -117,7 +117,7 @@ def test_a_server_without_engines_is_shown() -> None:
 
 
 def test_blocks_have_the_colours_of_their_owners() -> None:
-    found = BlockMap(4, {}, bytearray(held(2) + CACHED + FREE + held(9)))
+    found = WatchedBlocks(4, {}, bytearray(held(2) + CACHED + FREE + held(9)))
     (line,), per_place = block_picture(found, width=2, height=4)
     colours = [
         tuple(style.get_truecolor())
@@ -130,7 +130,7 @@ def test_blocks_have_the_colours_of_their_owners() -> None:
 
 def test_a_square_of_several_blocks_has_the_colour_of_most_of_them() -> None:
     records = bytearray((held(3) * 3 + CACHED + FREE * 4) * 2)
-    lines, per_place = block_picture(BlockMap(16, {}, records), width=1, height=1)
+    lines, per_place = block_picture(WatchedBlocks(16, {}, records), width=1, height=1)
     assert (len(lines), per_place) == (1, 8)
     red, _, _ = lines[0].spans[0].style.color.get_truecolor()  # type: ignore[union-attr]
     assert red == round(DARK[0] + (owner_colour(3)[0] - DARK[0]) * 0.5)

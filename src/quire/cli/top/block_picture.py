@@ -11,7 +11,7 @@ from rich.color import Color
 from rich.style import Style
 from rich.text import Text
 
-from quire.cli.top.watched import RECORD_BYTES, BlockMap
+from quire.cli.top.watched import RECORD_BYTES, WatchedBlocks
 
 OWNERS = (
     *((0, 114, 178), (230, 159, 0), (0, 158, 115), (213, 94, 0)),
@@ -29,7 +29,7 @@ _HAS_CONTENT, _IS_HELD = 1, 2
 _RGB = tuple[int, int, int]
 
 
-def block_picture(blocks: BlockMap, width: int, height: int) -> tuple[list[Text], int]:
+def block_picture(blocks: WatchedBlocks, width: int, height: int) -> tuple[list[Text], int]:
     """The lines of the map, of at most `height`, and how many blocks a place stands for."""
     num_places = max(1, width * 2 * height)
     per_place = -(-blocks.num_blocks // num_places) or 1
@@ -50,8 +50,8 @@ def owner_colour(slot: int) -> _RGB:
     return OWNERS[(slot - 1) % len(OWNERS)] if slot else HELD
 
 
-def _places(blocks: BlockMap, per_place: int) -> Iterator[_RGB]:
-    """The colour of each place: the most frequent one among its blocks that are not free."""
+def _places(blocks: WatchedBlocks, per_place: int) -> Iterator[_RGB]:
+    """Yield the colour of each place: the most frequent one among its held and cached blocks."""
     colours = [_colour(blocks.records, block) for block in range(blocks.num_blocks)]
     for start in range(0, len(colours), per_place):
         counts = Counter(colours[start : start + per_place])

@@ -46,7 +46,7 @@ class Feed:
         self._is_over.set()
 
     def take(self, timeout_s: float) -> Iterator[Change | Exception]:
-        """What has arrived: wait at most timeout_s for the first, and not for the others.
+        """Yield the events that have arrived; wait at most timeout_s for the first of them.
 
         An exception says why the connection was lost: EngineDeadError if nothing answers, which
         may pass, and InvalidRequestError if the server refuses to be watched, which stays.

@@ -1,4 +1,4 @@
-"""What `quire top` shows, as one rich renderable of exactly the terminal's height.
+"""Makes the picture of `quire top`, a rich renderable of the terminal's height.
 
 Pure: it depends on the watched server, the size and the choices alone. Drawn by `loop`.
 """
@@ -54,7 +54,7 @@ MIN_REQUEST_LINES = 6
 
 @dataclass
 class Choices:
-    """What the reader has chosen by keys."""
+    """The reader's choices, made by keys."""
 
     #: Name of an order in ORDERS.
     order: str = "state"
@@ -68,7 +68,7 @@ class Page:
     """The place for a picture."""
 
     width: int
-    #: Number of lines; None for as many as the picture has.
+    #: Number of lines; None if the picture may have any number.
     height: int | None
     #: Whether colours are shown; without them there is no block map.
     has_colours: bool = True

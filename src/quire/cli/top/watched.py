@@ -1,4 +1,4 @@
-"""What `quire top` knows of a server: the sum of the changes that it has sent; see `screen`."""
+"""Adds up the changes that a server has sent, for `quire top`."""
 
 import base64
 import struct
@@ -20,7 +20,7 @@ MAX_SAMPLES = 240
 
 
 @dataclass
-class BlockMap:
+class WatchedBlocks:
     """The block records of one engine."""
 
     num_blocks: int = 0
@@ -54,7 +54,7 @@ class WatchedEngine:
     memory: dict[str, Any] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
-    blocks: BlockMap = field(default_factory=BlockMap)
+    blocks: WatchedBlocks = field(default_factory=WatchedBlocks)
     now_s: float = 0.0
 
     def take(self, change: dict[str, Any]) -> None:
