@@ -75,6 +75,7 @@ def configurations(
             "quantization": weights,
             "num_threads": num_threads,
             "async_scheduling": overlaps,
+            "speculation": "off",  # plans simulate no drafts
         }
         for weights in FORMATS
         for seqs in SEQS
