@@ -20,7 +20,7 @@ from quire.replay import bench_serve
 from quire.simulation.workload import SimulationConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
 BENCHMARKS = {
     "serve": bench_serve.add_arguments,
     "throughput": throughput.add_arguments,

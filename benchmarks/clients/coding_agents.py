@@ -1,14 +1,16 @@
 r"""Coding agents against `quire serve`, in their defaults: one turn that is to edit a file.
 
     pip install aider-chat
-    npm install --prefix DIR opencode-ai @continuedev/cli
+    npm install --prefix DIR opencode-ai @continuedev/cli cline
     python -m benchmarks.clients.coding_agents --aider aider \
-        --opencode DIR/node_modules/.bin/opencode --cn DIR/node_modules/.bin/cn
+        --opencode DIR/node_modules/.bin/opencode --cn DIR/node_modules/.bin/cn \
+        --cline DIR/node_modules/.bin/cline
 
 The embedded model can't edit, so a turn counts if the agent's calls were all answered with 200 and
 the agent ended by itself without an error; it parses the streams. The model has a longer context,
-since the prompts of agents alone have more tokens than its own. Prints a row for each agent, and
-fails if one fell short.
+since the prompts of agents alone have more tokens than its own. Cline bounds no answer, and the
+embedded model seldom ends its own, so try Cline with `--model smollm2`. Prints a row for each
+agent, and fails if one fell short.
 """
 
 import argparse
@@ -99,11 +101,36 @@ models:
     return Turn(["--config", "config.yaml", "--auto", "-p", TASK], {}, {"config.yaml": config})
 
 
+def cline(url: str) -> Turn:
+    """Cline's command line, with the settings that `cline auth` writes."""
+    settings = {
+        "provider": "openai-compatible",
+        "apiKey": "none",
+        "model": MODEL,
+        "baseUrl": f"{url}/v1",
+    }
+    providers = {
+        "version": 1,
+        "lastUsedProvider": "openai-compatible",
+        "modes": {},
+        "providers": {
+            "openai-compatible": {
+                "settings": settings,
+                "updatedAt": "2026-11-30T00:00:00.000Z",
+                "tokenSource": "manual",
+            }
+        },
+    }
+    files = {"cline/settings/providers.json": json.dumps(providers)}
+    return Turn(["--data-dir", "cline", "--retries", "1", TASK], {}, files)
+
+
 AGENTS: dict[str, tuple[str, Callable[[str], Turn]]] = {
     "aider": ("aider", aider),
     "aider, Ollama's API": ("aider", aider_ollama),
     "OpenCode": ("opencode", opencode),
     "Continue": ("cn", continue_cli),
+    "Cline": ("cline", cline),
 }
 """By the name in the table: the option that names the program, and its turn."""
 
@@ -114,6 +141,7 @@ def ask(program: Path, turn: Turn, folder: Path) -> subprocess.CompletedProcess[
     home.mkdir(parents=True)
     project.mkdir()
     for name, text in {"hello.py": SOURCE, **turn.files}.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text(text)
     for words in (("init", "-q"), ("config", "user.email", "a@b.c"), ("config", "user.name", "a")):
         subprocess.run(["git", *words], cwd=project, check=True)
@@ -161,12 +189,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for option in dict.fromkeys(option for option, _ in AGENTS.values()):
         parser.add_argument(f"--{option}", type=Path, help="the program; left out: not tried")
+    parser.add_argument("--model", help="a folder or hub id in place of the embedded model")
     programs = vars(parser.parse_args(argv))
+    model = programs.pop("model")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         log = folder / "serve.log"
-        options = ["--model", str(long_model(folder / "model")), "--served-model-name", MODEL]
-        options += ["--max-model-len", str(MAX_MODEL_LEN), "--log-format", "json"]
+        options = ["--model", model or str(long_model(folder / "model"))]
+        options += ["--served-model-name", MODEL, "--log-format", "json"]
+        if model is None:
+            options += ["--max-model-len", str(MAX_MODEL_LEN)]
         with served(options, log) as server:
             url = f"http://{server.host}:{server.port}"
             good = [
