@@ -75,7 +75,7 @@ def _check_length(max_model_len: int, folder: Path) -> None:
 
 
 def _check_gguf_length(max_model_len: int, path: Path) -> None:
-    # This imports numpy, which other models don't need.
+    # The import loads numpy, which a model in safetensors does not need.
     from quire.hub.gguf.header import read_gguf
 
     file = read_gguf(path)
