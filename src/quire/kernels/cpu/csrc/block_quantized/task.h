@@ -30,11 +30,25 @@ using MultiplyUnits = void (*)(const UnitProduct&, Prefetch);
 // single row reads memory from first to last.
 constexpr int units_at_once(int num_rows) { return kIntLanes == 16 && num_rows > 1 ? 2 : 1; }
 
+// Up to kMaxStreamedRows rows read short units one after the other, and leave fetching to the
+// processor, which keeps up there. Two rows of 1,536 x 512 then take 1.01 (Q8_0), 1.12 (Q4_K) and
+// 1.02 (AWQ) times as long as one, instead of 1.12, 1.41 and 1.40; three rows of Q4_K 1.2 instead of
+// 1.6. But with the longer units of 2,048 inputs they take 2.0 instead of 1.4 (one thread, Zen 4).
+constexpr int kMaxStreamedRows = kIntLanes == 16 ? 3 : 1;
+constexpr int64_t kMaxStreamedBytes = 12 * 1024;
+
 // The functions for 1 .. kMaxRows rows.
 template <typename Form, int... kRs>
 inline MultiplyUnits choose_among(int64_t num_rows, std::integer_sequence<int, kRs...>) {
   static constexpr MultiplyUnits kFunctions[] = {
       &Form::template multiply<kRs + 1, units_at_once(kRs + 1)>...};
+  return kFunctions[num_rows - 1];
+}
+
+// The same with one unit at once.
+template <typename Form, int... kRs>
+inline MultiplyUnits choose_streamed(int64_t num_rows, std::integer_sequence<int, kRs...>) {
+  static constexpr MultiplyUnits kFunctions[] = {&Form::template multiply<kRs + 1, 1>...};
   return kFunctions[num_rows - 1];
 }
 
@@ -125,16 +139,21 @@ struct BlockQuantizedTask {
     const int64_t unit_bytes = quantized_unit_bytes(linear), num_bytes = 2 * unit_bytes;
     const uint8_t* weights = static_cast<const uint8_t*>(linear.weights) + panel * num_bytes;
     const int64_t num_blocks = divide_up(rows.size(), Form::kMaxRows);
+    const bool is_streamed = rows.size() <= kMaxStreamedRows && unit_bytes <= kMaxStreamedBytes;
     // Units that are read side by side are not what lies ahead of either.
     const bool is_sequential = num_blocks == 1 && units_at_once(int(rows.size())) == 1;
     const int64_t ahead = is_sequential ? kAheadBytes : num_bytes;
-    const int64_t num_lines = rows.size() < kMinFetchedRows ? 0 : num_bytes / kLineBytes;
+    const bool is_fetched = rows.size() >= kMinFetchedRows && !is_streamed;
+    const int64_t num_lines = is_fetched ? num_bytes / kLineBytes : 0;
     alignas(64) float results[Form::kMaxRows * kPanelOutputs];
     for (int64_t i = 0; i < num_blocks; ++i) {
       const Range block = rows.part(i, num_blocks);
-      const auto multiply = choose_among<Form>(
-          block.size(), std::make_integer_sequence<int, Form::kMaxRows>{});
-      const int units = units_at_once(int(block.size()));
+      const auto multiply =
+          is_streamed ? choose_streamed<Form>(
+                            block.size(), std::make_integer_sequence<int, kMaxStreamedRows>{})
+                      : choose_among<Form>(block.size(),
+                                           std::make_integer_sequence<int, Form::kMaxRows>{});
+      const int units = is_streamed ? 1 : units_at_once(int(block.size()));
       for (int unit = 0; unit < 2; unit += units) {
         const int64_t num_parts = 2 / units;
         const Range lines =
