@@ -490,6 +490,11 @@ def test_asking_in_vain_takes_a_small_share_of_the_time(num_rows: int, step_s: f
 def test_plain_steps_are_learned_from_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     pacer = LearningPacer()
     observed: list[StepLoad] = []
+    learned_s: list[float] = []
+
+    def observe(load: StepLoad, seconds: float) -> None:
+        observed.append(load)
+        learned_s.append(seconds)
 
     def run(step_id: int, step_s: float, num_drafts: int = 0) -> None:
         budget = pacer.open_step(StepDemand(64, num_decodes=1))
@@ -500,13 +505,18 @@ def test_plain_steps_are_learned_from_now_and_then(monkeypatch: pytest.MonkeyPat
 
     run(0, 0.001)
     assert pacer.model is not None
-    monkeypatch.setattr(pacer.model, "observe", lambda load, seconds: observed.append(load))
+    monkeypatch.setattr(pacer.model, "observe", observe)
     for step_id in range(1, 41):
         run(step_id, LEARNS_EVERY_S / 10)
     assert len(observed) in (3, 4)  # times are sums of rounded numbers
     run(41, LEARNS_EVERY_S / 10, num_drafts=2)
     assert observed[-1].num_drafts == 2
     observed.clear()
-    for step_id in range(42, 46):
+    for step_id in range(42, 47):
         run(step_id, 2 * LEARNS_EVERY_S)
-    assert len(observed) == 4
+    assert len(observed) >= 4
+    # Long steps are no likelier to be learned from than others.
+    learned_s.clear()
+    for step_id in range(47, 147):
+        run(step_id, LEARNS_EVERY_S * (2 if step_id % 10 == 0 else 0.01))
+    assert len(learned_s) == 11 and set(learned_s) == {LEARNS_EVERY_S * 0.01}

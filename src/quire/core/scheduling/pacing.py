@@ -190,10 +190,12 @@ class LearningPacer(ConstantPacer):
             return
         load = budget.load
         if not (load.num_drafts or load.num_chunk_tokens):
-            self._plain_s += seconds
-            if self._plain_s < LEARNS_EVERY_S:
+            # Learn from the step behind the one in which the time has passed: that one is likely
+            # to be the longest of all, as when another program had the processor.
+            is_due = self._plain_s >= LEARNS_EVERY_S
+            self._plain_s = seconds if is_due else self._plain_s + seconds
+            if not is_due:
                 return
-            self._plain_s = 0.0
         self.model.observe(load, seconds)
 
 
