@@ -11,12 +11,15 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
+from quire.core.draft_stops import TYPICAL_PROBABILITIES, DraftStop
 from quire.core.scheduling.proposals import Proposal
 from quire.core.sequence import Sequence
+from quire.core.step import Drafted
 from quire.runtime.batch import RowBatch
-from quire.sampling.host.draft_sampler import DraftSampler
+from quire.sampling.host.draft_sampler import DraftSampler, SampledDrafts
 from quire.sampling.host.sampler import Rows
 
 Key: TypeAlias = tuple[tuple[int, ...], int | None, int]
@@ -91,6 +94,24 @@ class Liar:
         survival = sorted((rng.random() for _ in range(rng.randint(0, most))), reverse=True)
         return Proposal((), tuple(survival), "drafter")
 
+    def stop(self, sequence: Sequence) -> DraftStop:
+        """See `Speculator`. Any chances, which need not fit together."""
+        rng = self._rng
+        chances, following = (
+            tuple(rng.random() ** 0.3 for _ in TYPICAL_PROBABILITIES) for _ in range(2)
+        )
+        return DraftStop(chances, following)
+
+    def learn_drafter(
+        self,
+        sequence: Sequence,
+        ordered: Proposal,
+        drafted: Drafted,
+        num_verified: int,
+        token_ids: Tokens[int],
+    ) -> None:
+        """See `Speculator`. Learns nothing."""
+
     def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
         """See `Speculator`. Learns nothing."""
 
@@ -147,11 +168,12 @@ class LyingSampler:
             for place in range(len(answer))
         }
 
-    def sample(self, logits: torch.Tensor, rows: Rows, positions: Rows) -> Rows:
-        """See `DraftSampler`."""
-        found = self._sampler.sample(logits, rows, positions).copy()
+    def sample(self, logits: torch.Tensor, rows: Rows, positions: Rows) -> SampledDrafts:
+        """See `DraftSampler`. Probabilities are lies."""
+        found = self._sampler.sample(logits, rows, positions).token_ids.copy()
         for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             known = self._next.get(tuple(self._rows.token_ids[row, :position].tolist()))
             if known is not None and self._rng.random() > ERROR_RATE:
                 found[line] = known
-        return found
+        lies = np.array([self._rng.random() ** 0.3 for _ in found], np.float32)
+        return SampledDrafts(found, lies)

@@ -1,9 +1,12 @@
 """The choice between several proposers."""
 
+import pytest
 from tests.speculation.sequences import make_sequence
 
+from quire.core.draft_stops import grade_of
 from quire.core.scheduling.proposals import NO_PROPOSAL
 from quire.core.sequence import Sequence
+from quire.core.step import Drafted
 from quire.speculation.proposer import Guess
 from quire.speculation.speculator import BestGuess
 
@@ -68,6 +71,51 @@ def test_rejections_in_a_row_soon_lower_the_chance_whatever_other_sequences_acce
     speculator.learn(unlucky, speculator.propose(unlucky, 2), 2)
     speculator.learn(unlucky, speculator.propose(unlucky, 2), 0)
     assert speculator.propose(unlucky, 2).survival[0] > 0.9  # one rejection again
+
+
+def drafted(*drafts: tuple[int, float]) -> Drafted:
+    """Drafts, each with the probability that the drafter gives it."""
+    token_ids, probabilities = zip(*drafts, strict=True)
+    return Drafted(token_ids, 2, probabilities)
+
+
+def test_the_chances_of_a_drafters_drafts_are_learned_by_its_probabilities() -> None:
+    """Here drafts with a probability of 0.5 are always right, and those with 0.95 never."""
+    speculator, sequence = BestGuess({}, "small"), make_sequence([1], [2])
+    assert speculator.stop(sequence).survival((0.5, 0.95)) == (0.5, pytest.approx(0.5 * 0.935))
+    for _ in range(20):
+        ordered = speculator.expect(sequence, 4)
+        made = drafted((7, 0.5), (8, 0.5), (9, 0.95))
+        speculator.learn_drafter(sequence, ordered, made, 2, (7, 8, 3))
+    stop = speculator.stop(sequence)
+    first, second, third = stop.survival((0.5, 0.5, 0.95))
+    assert first > second > 0.8 and third < 0.15
+    assert stop.allows_next(7, (0.5,))
+    unsure = stop._replace(least_chance=0.3)
+    # What follows a draft of this grade is right in half of the cases: 8 is right, and 9 wrong.
+    assert unsure.allows_next(7, (0.5,)) and not unsure.allows_next(7, (0.5, 0.95))
+    assert not stop._replace(end_token_ids=frozenset({7})).allows_next(7, (0.5,))
+
+
+def test_a_draft_that_was_not_verified_teaches_by_the_token_in_its_place() -> None:
+    speculator, sequence = BestGuess({}, "small"), make_sequence([1], [2])
+    before = speculator.stop(sequence).chances[grade_of(0.3)]
+    for _ in range(10):
+        ordered = speculator.expect(sequence, 4)
+        speculator.learn_drafter(sequence, ordered, drafted((7, 0.3)), 0, (7,))
+    assert before < 0.4 and speculator.stop(sequence).chances[grade_of(0.3)] > 0.8
+    # But drafts that nobody verifies bring nothing.
+    assert speculator.expect(sequence, 4).survival[0] < 0.2
+
+
+def test_a_drafter_that_goes_on_behind_the_end_of_a_sequence_has_brought_nothing() -> None:
+    speculator, sequence = BestGuess({}, "small"), make_sequence([1], [2])
+    for _ in range(10):
+        ordered = speculator.expect(sequence, 4)
+        made = drafted((7, 0.9), (8, 0.9))
+        speculator.learn_drafter(sequence, ordered, made, 1, (7, 3))  # 8 would have been the end
+    survival = speculator.expect(sequence, 4).survival
+    assert survival[0] > 0.8 and survival[1] < 0.2
 
 
 def test_every_proposer_learns_of_an_end() -> None:

@@ -69,6 +69,7 @@ from typing import NamedTuple, Protocol
 
 from quire.core.adapters import NO_SLOT
 from quire.core.content_spans import ContentSpan
+from quire.core.draft_stops import DraftStop
 from quire.core.sampling_params import DecodingParams
 
 
@@ -172,6 +173,8 @@ class DraftOrder(NamedTuple):
     #: Maximum number of the row's tokens without K and V of the drafter that it computes first. If
     #: the row has more such tokens, the drafter computes this number of them and makes no drafts.
     most_tokens: int
+    #: Says from the drafts' probabilities where the drafter stops before num_drafts.
+    stop: DraftStop = DraftStop()
 
 
 class BlockCopy(NamedTuple):
@@ -223,6 +226,8 @@ class Drafted(NamedTuple):
     token_ids: tuple[int, ...]
     #: Number of leading tokens of the row for which the drafter has K and V, drafts left out.
     num_reached_tokens: int
+    #: Parallel to token_ids: the probabilities that the drafter gives its drafts.
+    probabilities: tuple[float, ...] = ()
 
 
 class Drafts(NamedTuple):

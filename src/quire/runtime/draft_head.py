@@ -37,10 +37,10 @@ from quire.runtime.batch import RowBatch, StepBatch
 from quire.runtime.block_tables import Int64
 from quire.runtime.draft_batch import DraftBatch
 from quire.runtime.draft_model import MEASURED_ROWS, fastest
+from quire.runtime.draft_runs import DraftRuns
 from quire.runtime.drafted_blocks import DraftedBlocks
 from quire.runtime.forward import make_forward
 from quire.sampling.host.draft_sampler import DraftSampler
-from quire.sampling.host.sampler import NO_TOKEN
 
 RESTS_AFTER = 64
 """The number of steps without orders after which the head rests."""
@@ -223,24 +223,23 @@ class HeadDrafter:
         """See `Drafter`."""
         self._num_idle = 0
         lengths = {order.row: int(self._rows.num_tokens[order.row]) for order in orders}
-        counts = {order.row: order.num_drafts for order in orders}
         for order in orders:
             if self._missed[order.row]:
                 self._catch_up(order, lengths[order.row])
         # A row can have drafts if the states before all its tokens are kept.
-        drafts: dict[int, list[int]] = {
-            row: []
-            for row, count in counts.items()
-            if count
-            and not self._missed[row]
+        drafts = {
+            row: DraftRuns(order)
+            for order in orders
+            if order.num_drafts
+            and not self._missed[row := order.row]
             and self._reached[row] + self._num_kept[row] == lengths[row]
         }
         for rows in _groups(list(drafts), self._num_kept, self._rows.max_num_tokens):
-            self._draft_group(rows, lengths, counts, drafts)
+            self._draft_group(rows, lengths, drafts)
         found: dict[int, Drafted] = {}
         for row, length in lengths.items():
             reached = self._blocks.num_reached(row, length) if self._missed[row] else length
-            found[row] = Drafted(tuple(drafts.get(row, ())), reached)
+            found[row] = drafts[row].drafted(reached) if row in drafts else Drafted((), reached)
         return found
 
     def _catch_up(self, order: DraftOrder, num_tokens: int) -> None:
@@ -254,11 +253,7 @@ class HeadDrafter:
             self._forget_before(row, end)
 
     def _draft_group(
-        self,
-        rows: Int64,
-        lengths: Mapping[int, int],
-        counts: Mapping[int, int],
-        drafts: dict[int, list[int]],
+        self, rows: Int64, lengths: Mapping[int, int], drafts: Mapping[int, DraftRuns]
     ) -> None:
         """Add the drafts of some rows."""
         # The first run computes all tokens of the rows that the head has not reached.
@@ -270,16 +265,13 @@ class HeadDrafter:
             logits = self._own_logits(states)
             found = self._sampler.sample(logits, rows, ends + place)
             place += 1
-            goes_on: list[bool] = []
-            for row, token_id in zip(rows.tolist(), found.tolist(), strict=True):
-                if token_id != NO_TOKEN:
-                    drafts[row].append(token_id)
-                goes_on.append(token_id != NO_TOKEN and counts[row] > place)
-            # Then compute the next draft of each row that has not reached its count.
-            going = np.flatnonzero(goes_on)
-            rows, ends, found = rows[going], ends[going], found[going]
+            for row, *draft in zip(rows.tolist(), *(each.tolist() for each in found), strict=True):
+                drafts[row].add(*draft)
+            # Then compute the next draft of each row that goes on.
+            going = np.flatnonzero([drafts[row].goes_on for row in rows.tolist()])
+            rows, ends = rows[going], ends[going]
             if len(rows):
-                self._rows.token_ids[rows, ends + place - 1] = found
+                self._rows.token_ids[rows, ends + place - 1] = found.token_ids[going]
                 self.head.states[: len(rows)] = states[torch.from_numpy(going)]
                 states = self._run(self._batch.singles(rows, ends + place - 1))
 

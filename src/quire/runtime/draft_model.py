@@ -10,6 +10,9 @@ it; if it is accepted, the next first run computes it.
     run 2                 computes d1               draft d2
     ...
     run k                 computes d(k-1)           draft dk
+
+A row gets fewer drafts than ordered if a draft ends the sequence, or if the model is not sure
+enough of it (`core.draft_stops`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,11 +30,11 @@ from quire.models.interface import CausalLM
 from quire.runtime.batch import RowBatch, StepBatch
 from quire.runtime.block_tables import Int64
 from quire.runtime.draft_batch import DraftBatch
+from quire.runtime.draft_runs import DraftRuns
 from quire.runtime.drafted_blocks import DraftedBlocks
 from quire.runtime.forward import make_forward
 from quire.runtime.token_pairs import TokenPairs
 from quire.sampling.host.draft_sampler import DraftSampler
-from quire.sampling.host.sampler import NO_TOKEN
 
 MOST_JOINED = 2
 """Maximum number of tokens of a row in the run of all rows: those that verified drafts leave, and
@@ -102,30 +105,28 @@ class DraftModel:
 
     def draft(self, orders: Sequence[DraftOrder]) -> Mapping[int, Drafted]:
         """See `Drafter`."""
-        drafts: dict[int, list[int]] = {}
+        drafts: dict[int, DraftRuns] = {}
         num_tokens: dict[int, int] = {}
         # First, let each row catch up, except for the last tokens of rows that get drafts.
         for order in orders:
             row, length = order.row, int(self._rows.num_tokens[order.row])
             num_tokens[row] = length
             if self._catch_up(order, length) and order.num_drafts:
-                drafts[row] = []
-        counts = {order.row: order.num_drafts for order in orders}
+                drafts[row] = DraftRuns(order)
         # Then run all rows together, once for each draft; a row leaves when it has its drafts.
         if drafts:
             self._run_first(drafts, num_tokens)
         place = 1
-        while going := [
-            row for row, found in drafts.items() if len(found) == place and counts[row] > place
-        ]:
+        while going := [row for row, found in drafts.items() if found.goes_on]:
             self._run_next(going, drafts, num_tokens, place)
             place += 1
         # Last, remember which drafts have K and V if they turn out to be right.
         for row, found in drafts.items():
-            self._pending[row] = _LastDrafts(num_tokens[row], tuple(found[:-1]))
+            self._pending[row] = _LastDrafts(num_tokens[row], tuple(found.token_ids[:-1]))
+        reached = {row: self._blocks.num_reached(row, length) for row, length in num_tokens.items()}
         return {
-            row: Drafted(tuple(drafts.get(row, ())), self._blocks.num_reached(row, length))
-            for row, length in num_tokens.items()
+            row: drafts[row].drafted(count) if row in drafts else Drafted((), count)
+            for row, count in reached.items()
         }
 
     def _catch_up(self, order: DraftOrder, num_tokens: int) -> bool:
@@ -159,7 +160,7 @@ class DraftModel:
             num_right += 1
         self._blocks.count(row, first, first + num_right)
 
-    def _run_first(self, drafts: dict[int, list[int]], num_tokens: Mapping[int, int]) -> None:
+    def _run_first(self, drafts: Mapping[int, DraftRuns], num_tokens: Mapping[int, int]) -> None:
         """Compute the missing tokens of rows, and add their first drafts."""
         firsts = {
             row: min(self._blocks.num_reached(row, num_tokens[row]), num_tokens[row] - 1)
@@ -190,25 +191,28 @@ class DraftModel:
     def _run_next(
         self,
         going: list[int],
-        drafts: dict[int, list[int]],
+        drafts: Mapping[int, DraftRuns],
         num_tokens: Mapping[int, int],
         place: int,
     ) -> None:
         """Compute the last drafts of rows, and add the drafts after them."""
         rows = np.array(sorted(going), np.int64)
         positions = np.array([num_tokens[row] + place - 1 for row in rows.tolist()], np.int64)
-        self._rows.token_ids[rows, positions] = [drafts[row][-1] for row in rows.tolist()]
+        self._rows.token_ids[rows, positions] = [drafts[row].token_ids[-1] for row in rows.tolist()]
         hidden = self._run(self._batch.singles(rows, positions))
         self._add(drafts, rows, positions + 1, hidden)
 
     def _add(
-        self, drafts: dict[int, list[int]], rows: Int64, positions: Int64, hidden: torch.Tensor
+        self,
+        drafts: Mapping[int, DraftRuns],
+        rows: Int64,
+        positions: Int64,
+        hidden: torch.Tensor,
     ) -> None:
         """Sample a draft for each row at its position. A row without usable logits gets none."""
         found = self._sampler.sample(self._logits(hidden), rows, positions)
-        for row, token_id in zip(rows.tolist(), found.tolist(), strict=True):
-            if token_id != NO_TOKEN:
-                drafts[row].append(token_id)
+        for row, *draft in zip(rows.tolist(), *(each.tolist() for each in found), strict=True):
+            drafts[row].add(*draft)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits at the token ids of the rows."""

@@ -6,12 +6,15 @@ in which drafts were rejected several times in a row is likely to reject the nex
 """
 
 from collections.abc import Mapping
-from enum import IntEnum
+from collections.abc import Sequence as Tokens
+from enum import Enum, IntEnum
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from quire.core.draft_stops import TYPICAL_PROBABILITIES, DraftStop, grade_of
 from quire.core.scheduling.proposals import NO_PROPOSAL, Proposal
 from quire.core.sequence import Sequence
+from quire.core.step import Drafted
 from quire.speculation.earlier_answers import HistoryProposer
 from quire.speculation.proposer import Proposer
 from quire.speculation.survival import Survival
@@ -19,6 +22,15 @@ from quire.speculation.survival import Survival
 DRAFTER_CHANCE = 0.6
 """The chance that a draft of the runner's drafter is accepted if those before it are, until that
 was learned."""
+
+
+class DraftOf(Enum):
+    """Kinds of the drafter's drafts whose chances are learned by grades of its probabilities."""
+
+    #: A draft of the grade.
+    GRADE = 0
+    #: A draft behind an accepted draft of the grade.
+    NEXT_GRADE = 1
 
 
 class LastOutcome(IntEnum):
@@ -98,6 +110,50 @@ class BestGuess:
         kind = (self._drafter, 0, self._outcomes.get(sequence, NO_OUTCOMES).kind())
         survival = self._survival.estimate(kind, most, DRAFTER_CHANCE)
         return Proposal((), survival, self._drafter, kind)
+
+    def stop(self, sequence: Sequence) -> DraftStop:
+        """See `Speculator`."""
+        is_sampled = sequence.params.temperature > 0
+
+        def chances(kind: DraftOf) -> tuple[float, ...]:
+            estimate = self._survival.estimate
+            return tuple(
+                estimate((kind, grade, is_sampled), 1, probability)[0]
+                for grade, probability in enumerate(TYPICAL_PROBABILITIES)
+            )
+
+        return DraftStop(chances(DraftOf.GRADE), chances(DraftOf.NEXT_GRADE))
+
+    def learn_drafter(
+        self,
+        sequence: Sequence,
+        ordered: Proposal,
+        drafted: Drafted,
+        num_verified: int,
+        token_ids: Tokens[int],
+    ) -> None:
+        """See `Speculator`."""
+        # The sampled tokens tell whether each draft is right up to the first one that is wrong,
+        # also of a draft that was not verified.
+        grades = [grade_of(probability) for probability in drafted.probabilities]
+        is_sampled = sequence.params.temperature > 0
+        for place, (draft, token_id) in enumerate(zip(drafted.token_ids, token_ids, strict=False)):
+            is_right = draft == token_id
+            self._survival.learn((DraftOf.GRADE, grades[place], is_sampled), 1, is_right)
+            if place:
+                kind = (DraftOf.NEXT_GRADE, grades[place - 1], is_sampled)
+                self._survival.learn(kind, 1, is_right)
+            if not is_right:
+                break
+        # A draft that was ordered and not accepted has brought nothing, whatever the reason is. But
+        # a sequence that has ended leaves open what its next drafts had brought.
+        num_accepted, num_ordered = len(token_ids) - 1, len(ordered.survival)
+        if sequence.is_finished:
+            num_ordered = num_accepted
+        self._survival.learn(ordered.kind, num_ordered, num_accepted)
+        if num_verified:
+            outcomes = self._outcomes.get(sequence, NO_OUTCOMES)
+            self._outcomes[sequence] = outcomes.after(num_verified, num_accepted)
 
     def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
         """See `Speculator`."""

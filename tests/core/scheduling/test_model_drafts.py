@@ -5,6 +5,7 @@ from tests.core.scheduling.test_drafts import make_pacer
 
 from quire.core.scheduling.draft_lengths import Catching, DraftCandidate, choose_lengths
 from quire.core.scheduling.drafter_costs import HANDOVER_S, DrafterCosts
+from quire.core.scheduling.model_drafts import ModelDrafts
 from quire.core.scheduling.pacing import StepBudget, StepDemand
 
 LIKELY = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -33,8 +34,34 @@ def test_a_cheap_drafter_drafts_as_much_as_known_drafts() -> None:
 
 
 def test_a_slower_drafter_drafts_less_and_one_as_slow_as_the_model_nothing() -> None:
-    found = [lengths(1, DrafterCosts(share * step_s(), 0.0, 0.0))[0] for share in (0.0, 0.3, 1.0)]
-    assert found[0] > found[1] > found[2] == 0
+    candidate = DraftCandidate(100, (0.9, 0.6, 0.3, 0.1, 0.02), HERE)
+    found = [
+        choose_lengths([candidate], open_budget(1), DrafterCosts(share * step_s(), 0.0, 0.0))
+        for share in (0.0, 0.5, 1.0)
+    ]
+    assert found[0].lengths > found[1].lengths > found[2].lengths == [0]
+
+
+def test_a_run_counts_with_the_chance_that_the_drafter_gets_there() -> None:
+    """The drafter stops where it is unsure, so that runs which are not made cost nothing."""
+    costs = DrafterCosts(0.3 * step_s(), 0.0, 0.0)
+    rare_but_long = DraftCandidate(100, (0.3, 0.29, 0.28, 0.27, 0.26, 0.25), HERE)
+    assert choose_lengths([rare_but_long], open_budget(1), costs).lengths == [6]
+
+
+def test_the_least_chance_is_what_a_run_and_its_verification_take() -> None:
+    model, budget = ModelDrafts(DrafterCosts(0.2 * step_s(), 0.0, 0.0), 1000), open_budget(1)
+    one, two = (model.least_chance(budget, count / step_s(), 1) for count in (1.0, 2.0))
+    assert 0.2 < one < 0.4 and two == pytest.approx(2 * one)
+    assert model.least_chance(open_budget(4), 1.0 / step_s(), 4) < one  # rows share the runs
+    assert model.least_chance(StepBudget(100), 0.0, 1) == 0.0
+
+
+def test_a_sure_drafter_goes_on_as_long_as_the_step_may_last() -> None:
+    model = ModelDrafts(DrafterCosts(0.1 * step_s(), 0.0, 0.0), 1000)
+    assert model.most_places(open_budget(1, ratio=100.0), 2, 9, 1) == 9
+    assert 2 <= model.most_places(open_budget(1, ratio=1.6), 2, 9, 1) < 9
+    assert model.most_places(StepBudget(100), 2, 9, 1) == 9
 
 
 def test_rows_share_runs() -> None:

@@ -8,7 +8,8 @@ many rows already uses all of the processor. Then a draft costs nearly as much a
 drafts or none are taken.
 
 Drafts of a model take its time, too: it runs once for each place behind the rows, and rows share a
-run. It may first have to catch up on a row.
+run. It may first have to catch up on a row. It stops at a draft that it is not sure of, so a run,
+and the verification of its draft, count with the chance that the draft before was good.
 
 In models with states an accepted draft is computed twice. The choice of a draft counts both times.
 The step that computes the draft again counts it like the chunks of prompts.
@@ -71,12 +72,16 @@ def is_worth_drafts(budget: StepBudget) -> bool:
 
 
 def choose_lengths(
-    candidates: Sequence[DraftCandidate], budget: StepBudget, costs: DrafterCosts | None = None
+    candidates: Sequence[DraftCandidate],
+    budget: StepBudget,
+    costs: DrafterCosts | None = None,
+    spent_s: float = 0.0,
 ) -> DraftChoice:
     """The number of drafts of each candidate, which are in the order of their ranks.
 
     `budget` has all other work of the step. Without a cost model, its tokens alone are the limit.
-    `costs` are those of the drafter, if candidates are `catching`.
+    `costs` are those of the drafter, if candidates are `catching`. `spent_s` are the seconds of the
+    step that the drafter has taken already.
     """
     order = [
         (-chance, index)
@@ -88,7 +93,7 @@ def choose_lengths(
     rate = 0.0
     if budget.model is not None:
         chances = [-chance for chance, _ in order[: budget.num_tokens]]
-        best, rate = _best_count(candidates, taken, chances, budget, _DrafterTime(costs))
+        best, rate = _best_count(candidates, taken, chances, budget, _DrafterTime(costs, spent_s))
         taken = taken[:best]
     lengths = [0] * len(candidates)
     for index in taken:
@@ -99,14 +104,14 @@ def choose_lengths(
 class _DrafterTime:
     """The time of a drafter that makes the drafts chosen so far."""
 
-    def __init__(self, costs: DrafterCosts | None) -> None:
+    def __init__(self, costs: DrafterCosts | None, spent_s: float) -> None:
         self._costs = costs
         self._runs: list[int] = []
-        #: The seconds that the step takes for it, and those that count for the step.
-        self.whole_s = self.charged_s = 0.0
+        #: The seconds that the step takes for it at most, and those that count for the step.
+        self.whole_s, self.charged_s = spent_s, 0.0
 
-    def add(self, place: int, catching: Catching) -> None:
-        """Add the draft at a place behind a row."""
+    def add(self, place: int, catching: Catching, chance: float) -> None:
+        """Add the draft at a place behind a row, which is made with this chance."""
         assert self._costs is not None
         before_s = self._costs.predict_s(self._runs, 0)
         if place == len(self._runs):
@@ -114,7 +119,7 @@ class _DrafterTime:
         self._runs[place] += 1
         run_s = self._costs.predict_s(self._runs, 0) - before_s
         self.whole_s += run_s
-        self.charged_s += run_s
+        self.charged_s += chance * run_s
         if not place:
             self.whole_s += self._costs.predict_s((), catching.num_now)
             self.charged_s += self._costs.predict_s((), catching.num_missing) * catching.share
@@ -137,7 +142,8 @@ def _best_count(
     others_s = model.predict_s(load) - model.predict_s(decodes_of(budget.load))
     # A row that was just admitted counts as a chunk, even if it computes one token.
     expected = float(max(1, load.num_decodes))
-    best, best_rate = 0, expected / (model.predict_s(load) - others_s)
+    last_s = verify_s = model.predict_s(load)
+    best, best_rate = 0, expected / (verify_s - others_s)
     lengths = [0] * len(candidates)
     # A drafter's run pays only once several rows share it.
     patience = sum([candidate.catching is not None for candidate in candidates])
@@ -146,17 +152,22 @@ def _best_count(
         candidate = candidates[index]
         num_before = candidate.num_computed_tokens + lengths[index]
         load = load.with_drafts(num_before, 1)
+        reached = 1.0  # the chance that there is such a draft
         if candidate.catching is not None:
-            drafter.add(lengths[index], candidate.catching)
+            if lengths[index]:
+                reached = candidate.survival[lengths[index] - 1]
+            drafter.add(lengths[index], candidate.catching, reached)
         lengths[index] += 1
         seconds = model.predict_s(load)
         if seconds + drafter.whole_s > limit_s:
             break
+        verify_s += reached * (seconds - last_s)
+        last_s = seconds
         if candidate.is_replayed:
             again_s = model.predict_s(load.with_replay(num_before, 1)) - seconds
             replay_s += chance * again_s
         expected += chance
-        rate = expected / (seconds + replay_s - others_s + drafter.charged_s)
+        rate = expected / (verify_s + replay_s - others_s + drafter.charged_s)
         if rate > best_rate:
             best, best_rate = count, rate
         elif rate < GIVE_UP_RATE * best_rate and count - best >= patience:

@@ -46,6 +46,10 @@ class DrafterCosts:
         own_s = len(runs) * self.run_s + sum(runs) * self.row_s + num_missing * self.token_s
         return self.factor * own_s
 
+    def run_s_of(self, num_rows: int) -> float:
+        """The seconds of one further run of num_rows rows."""
+        return self._own_s((num_rows,), 0)
+
     def observe(self, runs: Sequence[int], num_missing: int, seconds: float) -> None:
         """Learn from a measured time."""
         predicted_s = self._own_s(runs, num_missing)

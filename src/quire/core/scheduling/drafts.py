@@ -18,6 +18,7 @@ that token. All other parts of the engine see a row that lacks a few tokens.
 
 import math
 from collections.abc import Mapping
+from collections.abc import Sequence as Tokens
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -204,8 +205,10 @@ class Drafting:
                 found = _candidates(others, self._has_states)
                 choice = choose_lengths(found, budget, model.costs)
                 if choice.rate >= LEAST_GAIN * rate:
-                    options, lengths = others, choice.lengths
+                    options, rate = others, choice.rate
+                    lengths = _with_room(model, others, choice.lengths, budget)
         # Then reserve their slots. A row that has to catch up on too much gets no drafts yet.
+        num_drafting = sum([option.catching is not None for option in options])
         for (sequence, proposal, catching), length in zip(options, lengths, strict=True):
             if catching is not None and length and catching.num_now < catching.num_missing:
                 self._ordered.append(OrderedDrafts(sequence, _cut(proposal, 0), catching.num_now))
@@ -215,8 +218,12 @@ class Drafting:
                 continue
             self._slots.reserve(sequence, count)
             chosen = _cut(proposal, count)
-            if catching is not None:
-                self._ordered.append(OrderedDrafts(sequence, chosen, catching.num_now))
+            if catching is not None and model is not None:
+                stop = self.speculator.stop(sequence)._replace(
+                    least_chance=model.least_chance(budget, rate, num_drafting),
+                    end_token_ids=sequence.end_token_ids,
+                )
+                self._ordered.append(OrderedDrafts(sequence, chosen, catching.num_now, stop))
                 continue
             budget.take_drafts(sequence.num_tokens - 1, count)
             sequence.draft_token_ids = chosen.token_ids
@@ -260,32 +267,48 @@ class Drafting:
         """The drafts that the drafter must make before a step can run that was launched."""
         if not self._ordered or self.model is None:
             return ()
-        self._launched, step.ordered = step, tuple(self._ordered)
+        ordered: dict[int, OrderedDrafts] = {}
+        for each in self._ordered:
+            assert each.sequence.row is not None
+            ordered[each.sequence.row] = each
+        self._launched, step.ordered = step, ordered
         self._ordered.clear()
-        return self.model.orders(step.ordered)
+        return self.model.orders(ordered)
 
     def add(self, plan: StepPlan, drafts: Drafts) -> StepPlan:
         """Add the drafts that the drafter has made to the plan that was launched last; returns the
         plan with them.
 
-        Drafts are cut where one would end the sequence, or is not allowed by its grammar.
+        Drafts are cut where one would end the sequence, where one is not allowed by its grammar,
+        and where verifying them does not pay, since the drafter is not sure of them.
         """
         step = self._launched
         assert self.model is not None and step.drafts is not None and plan.step_id == step.step_id
         self.model.learn(step.ordered, drafts)
+        # First, choose how many of the drafts are verified.
+        options: dict[int, _Option] = {}
+        for row, each in step.ordered.items():
+            drafted = drafts.of_rows[row]
+            count = _num_useful(each.sequence, drafted.token_ids[: each.num_drafts])
+            if count:
+                survival = each.stop.survival(drafted.probabilities[:count])
+                found = each.expected._replace(
+                    token_ids=drafted.token_ids[:count], survival=survival
+                )
+                options[row] = _Option(each.sequence, found, None)
+        candidates = _candidates(list(options.values()), self._has_states)
+        lengths = choose_lengths(candidates, self._budget, spent_s=drafts.seconds).lengths
+        # Then put them into the plan.
         num_own = {chunk.row: chunk.num_new_tokens for chunk in plan.chunks}
         chunks: dict[int, Chunk] = {}
-        for each in step.ordered:
-            sequence, row = each.sequence, each.sequence.row
-            assert row is not None
-            token_ids = drafts.of_rows[row].token_ids[: each.num_drafts]
-            count = _num_useful(sequence, token_ids)
+        for (row, (sequence, found, _)), count in zip(options.items(), lengths, strict=True):
             if not count:
                 continue
+            chosen = _cut(found, count)
             self._budget.take_drafts(len(sequence.token_ids) - 1, count)
-            sequence.draft_token_ids = token_ids[:count]
-            step.drafts[row] = _cut(each.expected, count)._replace(token_ids=token_ids[:count])
-            chunks[row] = Chunk(row, num_own.get(row, 1) + count, token_ids[:count])
+            sequence.draft_token_ids = chosen.token_ids
+            step.drafts[row] = chosen
+            chunks[row] = Chunk(row, num_own.get(row, 1) + count, chosen.token_ids)
             step.num_tokens += count
         step.drafted = drafts.of_rows
         self._record_times(step, drafts.seconds)
@@ -344,23 +367,36 @@ class Drafting:
         """Confirm the drafts of all rows of a step whose tokens were appended, and learn from
         them."""
         self.saved_s -= step.drafts_s
-        if not step.drafts:
+        if not (step.drafts or step.drafted):
             return
+        drafts = step.drafts or {}
         for row, token_ids in zip(result.rows, result.token_ids, strict=True):
-            proposal = step.drafts.get(row)
+            proposal, num_accepted = drafts.get(row), len(token_ids) - 1
             if proposal is not None:
-                num_verified, num_accepted = len(proposal.token_ids), len(token_ids) - 1
                 counts = self.counts.setdefault(proposal.proposer, DraftCounts())
-                counts.add(num_verified, num_accepted)
+                counts.add(len(proposal.token_ids), num_accepted)
                 self.saved_s += num_accepted * step.token_s
-                sequence, num_admissions, _ = step.rows[row]
-                self.speculator.learn(sequence, proposal, num_accepted)
-                is_current = sequence.num_admissions == num_admissions
-                if self.model is not None and row in step.drafted and is_current:
-                    self.model.confirm(sequence, step.drafted[row], num_accepted)
-        for row in step.drafts:
+                if row not in step.drafted:
+                    self.speculator.learn(step.rows[row][0], proposal, num_accepted)
+            if row in step.drafted and token_ids:
+                self._learn_drafter(step, row, token_ids)
+        for row in drafts:
             self.confirm(step, row)
             step.rows[row][0].draft_token_ids = ()
+
+    def _learn_drafter(self, step: StepInFlight, row: int, token_ids: Tokens[int]) -> None:
+        """Learn from the tokens that a row sampled, for which the drafter has worked."""
+        drafted = step.drafted[row]
+        if self.model is None or not drafted.token_ids:
+            return
+        sequence, num_admissions, _ = step.rows[row]
+        verified = (step.drafts or {}).get(row, NO_PROPOSAL)
+        expected = step.ordered[row].expected
+        self.speculator.learn_drafter(
+            sequence, expected, drafted, len(verified.token_ids), token_ids
+        )
+        if verified.token_ids and sequence.num_admissions == num_admissions:
+            self.model.confirm(sequence, drafted, len(token_ids) - 1)
 
     @property
     def num_drafts(self) -> int:
@@ -415,6 +451,28 @@ def _with_drafter(model: ModelDrafts, rows: list[_Row], budget: StepBudget) -> l
         elif known.token_ids:
             found.append(_Option(sequence, known, None))
     return found
+
+
+def _with_room(
+    model: ModelDrafts, options: list[_Option], lengths: list[int], budget: StepBudget
+) -> list[int]:
+    """The lengths, of which those of the drafter's drafts are the longest that the step's limit
+    allows: where it is sure of its drafts, the drafter goes on for longer than is expected."""
+    chosen = [
+        (length, len(option.proposal.survival))
+        for option, length in zip(options, lengths, strict=True)
+        if option.catching is not None and length
+    ]
+    if not chosen:
+        return lengths
+    longest, most = (max(numbers) for numbers in zip(*chosen, strict=True))
+    longest = model.most_places(budget, longest, most, len(chosen))
+    return [
+        max(length, min(longest, len(option.proposal.survival)))
+        if option.catching is not None and length
+        else length
+        for option, length in zip(options, lengths, strict=True)
+    ]
 
 
 def _candidates(options: list[_Option], has_states: bool) -> list[DraftCandidate]:

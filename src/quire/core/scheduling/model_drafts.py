@@ -7,10 +7,13 @@ first has to catch up on the row's tokens. That takes time once, which is charge
 the row is expected to take; in one step it may not take longer than the step itself.
 """
 
-from collections.abc import Sequence as List
+import math
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from quire.core.draft_stops import DraftStop
 from quire.core.scheduling.draft_lengths import Catching, decodes_of
 from quire.core.scheduling.drafter_costs import DrafterCosts
 from quire.core.scheduling.pacing import StepBudget
@@ -43,6 +46,8 @@ class OrderedDrafts(NamedTuple):
     expected: Proposal
     #: See `DraftOrder`.
     most_tokens: int
+    #: See `DraftOrder`.
+    stop: DraftStop = DraftStop()
 
     @property
     def num_drafts(self) -> int:
@@ -117,7 +122,31 @@ class ModelDrafts:
         if not token_s:
             return sum(expected.survival)
         cost = self.costs.predict_s((num_rows,), 0) / num_rows / token_s
-        return sum(chance - cost for chance in expected.survival if chance > cost)
+        # A run takes place if the draft before it was good.
+        gains = [chance - cost * before for before, chance in pairwise((1.0, *expected.survival))]
+        return sum([max(0.0, gain) for gain in gains])
+
+    def least_chance(self, budget: StepBudget, rate: float, num_rows: int) -> float:
+        """The chance to be accepted from which a draft pays: it brings more tokens per second than
+        `rate`, the step's, if `num_rows` rows share the drafter's runs."""
+        if budget.model is None:
+            return 0.0
+        own_s = self.costs.run_s_of(num_rows) / num_rows
+        verify_s = budget.model.predict_s(budget.load.with_drafts(0, 1))
+        return rate * (own_s + verify_s - budget.model.predict_s(budget.load))
+
+    def most_places(self, budget: StepBudget, chosen: int, most: int, num_rows: int) -> int:
+        """The most drafts, from `chosen` up to `most`, that may be ordered for each of num_rows
+        rows within the step's limit of time."""
+        limit_s = budget.drafts_limit_s()
+        if budget.model is None or limit_s == math.inf:
+            return most
+        for places in range(chosen + 1, most + 1):
+            load = budget.load.with_drafts(0, num_rows * places)
+            drafter_s = self.costs.predict_s((num_rows,) * places, 0)
+            if budget.model.predict_s(load) + drafter_s > limit_s:
+                return places - 1
+        return most
 
     def most_catch_up(self, budget: StepBudget) -> int:
         """Maximum number of tokens that the drafter may compute in this step to catch up.
@@ -133,21 +162,19 @@ class ModelDrafts:
         )
         return max(LEAST_CATCH_UP, int(spare_s / token_s))
 
-    def orders(self, planned: List[OrderedDrafts]) -> tuple[DraftOrder, ...]:
-        """The orders of a plan."""
-        found: list[DraftOrder] = []
-        for each in planned:
-            assert each.sequence.row is not None
-            found.append(DraftOrder(each.sequence.row, each.num_drafts, each.most_tokens))
-        return tuple(found)
+    def orders(self, planned: Mapping[int, OrderedDrafts]) -> tuple[DraftOrder, ...]:
+        """The orders of a plan, by row."""
+        return tuple(
+            DraftOrder(row, each.num_drafts, each.most_tokens, each.stop)
+            for row, each in planned.items()
+        )
 
-    def learn(self, planned: List[OrderedDrafts], drafts: Drafts) -> None:
+    def learn(self, planned: Mapping[int, OrderedDrafts], drafts: Drafts) -> None:
         """Learn from the drafter's work how far it has come, and how long it takes."""
         runs: list[int] = []
         num_missing = 0
-        for each in planned:
-            assert each.sequence.row is not None
-            drafted = drafts.of_rows[each.sequence.row]
+        for row, each in planned.items():
+            drafted = drafts.of_rows[row]
             before = self.num_missing(each.sequence)
             self._set_reached(each.sequence, drafted.num_reached_tokens)
             if before > FEW_MISSING:

@@ -1,10 +1,13 @@
 """The interface between the scheduler and the speculation, which guesses tokens."""
 
 from collections.abc import Hashable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from quire.core.draft_stops import DraftStop
 from quire.core.sequence import Sequence
+from quire.core.step import Drafted
 
 
 class Proposal(NamedTuple):
@@ -42,9 +45,29 @@ class Speculator(Protocol):
         a proposal without tokens. Called only if the runner has a drafter."""
         ...
 
+    def stop(self, sequence: Sequence) -> DraftStop:
+        """The learned chances of the drafter's drafts by its own probabilities; of the result only
+        these are read. Called only if there is a drafter."""
+        ...
+
+    def learn_drafter(
+        self,
+        sequence: Sequence,
+        ordered: Proposal,
+        drafted: Drafted,
+        num_verified: int,
+        token_ids: Tokens[int],
+    ) -> None:
+        """Learn what came of drafts that were ordered as `expect` proposed.
+
+        drafted: has at least one draft. num_verified: the number of its drafts that the step
+        verified, may be 0. token_ids: the tokens that the step sampled, at least one.
+        """
+        ...
+
     def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
-        """Learn how many tokens of a proposal were accepted. The proposal has only the tokens that
-        a step verified."""
+        """Learn how many tokens of a known proposal were accepted. The proposal has only the
+        tokens that a step verified."""
         ...
 
     def end(self, sequence: Sequence) -> None:

@@ -25,8 +25,8 @@ class StepInFlight:
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
     #: Row -> the drafts that the step verifies behind the row's tokens; None if it has none.
     drafts: dict[int, Proposal] | None = None
-    #: The drafts that are ordered from the runner's drafter.
-    ordered: tuple[OrderedDrafts, ...] = ()
+    #: Row -> the drafts that are ordered from the runner's drafter.
+    ordered: Mapping[int, OrderedDrafts] = field(default_factory=dict)
     #: Row -> the work of the runner's drafter for the step.
     drafted: Mapping[int, Drafted] = field(default_factory=dict)
     #: The predicted seconds of the drafts, and those of a token without drafts.

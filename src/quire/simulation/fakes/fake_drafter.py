@@ -20,7 +20,7 @@ def check_order(rows: PlanRows, groups: Sequence[KVGroup], order: DraftOrder) ->
     Refuses a row without slots for the drafts. Also refuses a row that lacks more than one token,
     unless the model has recurrent states: such a row may replay tokens to restore its state.
     """
-    number, count, most_tokens = order
+    number, count, most_tokens, _ = order
     refuse = rows.history.refuse
     if number not in rows.live:
         refuse(f"{order} is for a row that is not live", number)
@@ -36,17 +36,21 @@ def check_order(rows: PlanRows, groups: Sequence[KVGroup], order: DraftOrder) ->
 
 
 def fake_drafts(
-    model: FakeModel, row: PlanRow, fingerprint: int, count: int, error_rate: float
+    model: FakeModel, row: PlanRow, fingerprint: int, order: DraftOrder, error_rate: float
 ) -> Drafted:
-    """At most `count` drafts behind a row whose tokens have this fingerprint."""
+    """The drafts of an order for a row whose tokens have this fingerprint."""
     salt = branch_salt(row.admission.params.seed, row.admission.branch_index)
     draw = mix((fingerprint ^ salt) & MASK)
     num_reached = draw % (row.num_tokens + 1)
     if draw % NO_DRAFTS_SHARE == 0:
         return Drafted((), num_reached)
     found: list[int] = []
-    for _ in range(count):
+    probabilities: list[float] = []
+    for _ in range(order.num_drafts):
         is_wrong = mix(fingerprint ^ 1) / 2**64 < error_rate
         found.append((model.next_token(fingerprint, salt, None) + is_wrong) % model.vocab_size)
         fingerprint = extend(fingerprint, found[-1])
-    return Drafted(tuple(found), num_reached)
+        probabilities.append(mix(fingerprint ^ 2) / 2**64)
+        if not order.stop.allows_next(found[-1], probabilities):
+            break
+    return Drafted(tuple(found), num_reached, tuple(probabilities))

@@ -165,7 +165,7 @@ class FakeRunner:
                     self._check_unshared(order.row, table[first:])
             fingerprint = int(self._fingerprints[order.row][row.num_tokens - 1])
             drafted[order.row] = fake_drafts(
-                self.model, row, fingerprint, order.num_drafts, self._draft_error_rate
+                self.model, row, fingerprint, order, self._draft_error_rate
             )
         return Drafts(drafted, 1e-4 * len(drafted))
 

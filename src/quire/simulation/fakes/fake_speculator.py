@@ -1,9 +1,12 @@
 """A speculator that knows the fake model's next tokens, and makes errors at random positions."""
 
 import random
+from collections.abc import Sequence as Tokens
 
+from quire.core.draft_stops import TYPICAL_PROBABILITIES, DraftStop
 from quire.core.scheduling.proposals import Proposal
 from quire.core.sequence import Sequence
+from quire.core.step import Drafted
 from quire.engine.token_masks import GrammarConstraint
 from quire.simulation.fakes.fake_model import (
     FakeModel,
@@ -60,6 +63,24 @@ class FakeSpeculator:
         """See `Speculator`. Sometimes nothing is expected, so that plain steps come between."""
         count = min(most, self._rng.randint(0, self._most))
         return Proposal((), (0.9,) * count, "fake drafter")
+
+    def stop(self, sequence: Sequence) -> DraftStop:
+        """See `Speculator`. Sometimes few drafts are worth their verification."""
+        num_grades = len(TYPICAL_PROBABILITIES)
+        return DraftStop((self._rng.random(),) * num_grades, (1.0,) * num_grades)
+
+    def learn_drafter(
+        self,
+        sequence: Sequence,
+        ordered: Proposal,
+        drafted: Drafted,
+        num_verified: int,
+        token_ids: Tokens[int],
+    ) -> None:
+        """See `Speculator`. Checks the counts, and learns nothing."""
+        num_accepted = len(token_ids) - 1
+        num_drafts = min(len(ordered.survival), len(drafted.token_ids))
+        assert 0 <= num_accepted <= num_verified <= num_drafts, (ordered, drafted, token_ids)
 
     def learn(self, sequence: Sequence, proposal: Proposal, num_accepted: int) -> None:
         """See `Speculator`. Checks the count, and learns nothing."""

@@ -1,0 +1,53 @@
+"""Decides where a drafter stops, from the probabilities that it gives its own drafts.
+
+A drafter computes a probability for each token that it proposes. High ones are usually accepted,
+low ones rejected, so the chance of a draft is known once the draft is. Probabilities fall into a
+few grades, and the chance of acceptance is learned for each grade (`speculation.speculator`). The
+drafter stops where its next run is expected to bring less than it takes.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+GRADE_BOUNDS = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97)
+"""Probabilities from which the next higher grade begins."""
+
+TYPICAL_PROBABILITIES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.935, 0.985)
+"""A probability within each grade."""
+
+
+def grade_of(probability: float) -> int:
+    """The grade of a probability, from 0 on."""
+    return bisect_right(GRADE_BOUNDS, probability)
+
+
+class DraftStop(NamedTuple):
+    """Where the drafts of one row end."""
+
+    #: For each grade, the chance that a draft of this grade is accepted if those before it are.
+    chances: tuple[float, ...] = TYPICAL_PROBABILITIES
+    #: For each grade, the chance that the draft behind an accepted draft of this grade is accepted.
+    next_chances: tuple[float, ...] = TYPICAL_PROBABILITIES
+    #: The smallest chance to be accepted at which one more draft pays.
+    least_chance: float = 0.0
+    #: The tokens that end the sequence. No draft follows them.
+    end_token_ids: frozenset[int] = frozenset()
+
+    def survival(self, probabilities: Sequence[float]) -> tuple[float, ...]:
+        """The survival of each draft: the chance that the draft and all drafts before it are
+        accepted. `probabilities` are those that the drafter gives its drafts."""
+        found: list[float] = []
+        product = 1.0
+        for probability in probabilities:
+            product *= self.chances[grade_of(probability)]
+            found.append(product)
+        return tuple(found)
+
+    def allows_next(self, token_id: int, probabilities: Sequence[float]) -> bool:
+        """Whether the drafter goes on behind its drafts so far. They have these probabilities, and
+        token_id is the last of them."""
+        if token_id in self.end_token_ids:
+            return False
+        chance = self.next_chances[grade_of(probabilities[-1])]
+        return self.survival(probabilities)[-1] * chance >= self.least_chance
