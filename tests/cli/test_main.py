@@ -240,7 +240,8 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Handed:
     """What reached the server, which ends with the number of its start as exit code."""
     seen: Handed = []
 
-    def serve(options: dict[str, object], server: ServerConfig) -> int:
+    def serve(options: dict[str, object], server: ServerConfig, models: object) -> int:
+        assert models is None
         seen.append((options, server))
         return len(seen)
 

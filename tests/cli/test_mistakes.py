@@ -48,7 +48,7 @@ def answer(
 ) -> Answer:
     """Runs a command, and returns what it prints to stderr."""
     monkeypatch.setitem(sys.modules, "quire.offline.llm", None)
-    monkeypatch.setattr("quire.server.launch.start_engines", None)
+    monkeypatch.setattr("quire.server.model_launch.start_engines", None)
     monkeypatch.setattr("quire.engine_client.early_checks.lacks_gpu", lambda: True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

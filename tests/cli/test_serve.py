@@ -26,6 +26,7 @@ WORDS = (
     " --cluster-key-file key --link-heartbeat-s 1 --agents a:1 b:2 --replicas 3 --max-replicas 5"
     " --scale-wait-s 0.5 --max-connections 500 --max-connections-per-address 50"
     " --idle-unload 60 --manage-models"
+    " --models models.yaml --models-memory 4096 --models-wait-s 7 --models-keep-processes"
     " --batch-dir batches --max-batch-file-bytes 1000 --max-tenant-batch-bytes 2000"
     " --max-total-body-bytes 4096 --max-tenant-body-bytes 2048 --metrics-names vllm"
     " --allowed-hosts a.example --no-page"

@@ -36,8 +36,9 @@ if spec["command"]:
     fleet_launch.start_one_engine = functools.partial(start, command=spec["command"])
 if "log_format" in spec["server"]:
     launch.log.configure("info", spec["server"]["log_format"])
+models = spec["models"] and [launch.ListedModel(**each) for each in spec["models"]]
 try:
-    sys.exit(launch.serve(spec["options"], launch.ServerConfig(**spec["server"])))
+    sys.exit(launch.serve(spec["options"], launch.ServerConfig(**spec["server"]), models))
 except QuireError as error:  # as the command line does
     sys.exit(f"quire: error: {error}")
 """
@@ -80,7 +81,7 @@ class RunningServer:
     def wait_until_ready(self):
         self.url = self.wait_for_line(r"at (http://\S+) ")[1]
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
-        self.engine, *_ = self._engines()  # of a fleet the first
+        self.engine = next(iter(self._engines()), None)  # of a fleet the first
 
     def current_engine(self):
         """The engine process that runs now: after a restart not the first one."""
@@ -166,15 +167,22 @@ def is_running(process):
 
 
 @contextlib.contextmanager
-def launched(options=None, *, command=None, fake=None, wait=True, is_forked=True, **server):
+def launched(
+    options=None, *, command=None, fake=None, wait=True, is_forked=True, models=None, **server
+):
     """A running server, ended by force if the test did not end it.
 
     Its kernels are those that pytest was asked for. command: of the engine process, if not the real
     one; fake: the fake engine's own options; is_forked: the server and its engines are forks, which
-    need not import all they use; if not, they start as they do outside of tests.
+    need not import all they use; if not, they start as they do outside of tests. models: the fields
+    of each entry, for a server of several models.
     """
     options = {"kernels": EngineOptions().kernels} | (options or {})
-    spec = json.dumps({"options": options, "command": command, "server": {"port": 0} | server})
+    for each in models or ():
+        each["engine_options"] = options | each.get("engine_options", {})
+    spec = json.dumps(
+        {"options": options, "command": command, "server": {"port": 0} | server, "models": models}
+    )
     env = os.environ | {"FAKE_ENGINE": json.dumps(fake or {})}
     start = start_fork if is_forked else start_process
     process = start([sys.executable, "-c", (BY_FORKS if is_forked else "") + PROGRAM, spec], env)

@@ -13,6 +13,7 @@ from quire.errors import QuireError
 from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.http.guard import AccessConfig
 from quire.server.routes.openapi import api_document
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 
@@ -22,7 +23,7 @@ KEY = (b"authorization", b"Bearer alice-key-1")
 
 def make(**access):
     """An application without an engine: what needs one fails as a bug would."""
-    return create_app(Service(None, None, None, "mine"), AccessConfig(**access))
+    return create_app(ServedModels.of(Service(None, None, None, "mine")), AccessConfig(**access))
 
 
 def browser(method=None):

@@ -20,6 +20,12 @@ from quire.server.fleet_launch import check_fleet
         ({"replicas": 2, "replica_gpus": 1.0}, "replica_gpus is 1.0, but"),
         ({"replicas": 2, "scale_wait_s": 3.0}, "scale_wait_s is 3.0, but"),
         ({"routing_policy": "least_work"}, "routing_policy is 'least_work', but"),
+        (
+            {"models_memory": 1 << 30},
+            "models_memory is 1073741824, but changes nothing",
+        ),
+        ({"models_keep_processes": True}, "models_keep_processes is True, but changes nothing"),
+        ({"models_wait_s": 5.0}, "models_wait_s is 5.0, but changes nothing without models"),
     ],
 )
 def test_options_that_dont_go_together_are_refused_by_name(given, says) -> None:
@@ -34,6 +40,7 @@ def test_options_that_dont_go_together_are_refused_by_name(given, says) -> None:
         {"replicas": 2, "routing_policy": "least_work"},
         {"max_replicas": 2, "scale_wait_s": 3.0, "routing_policy": "least_work"},
         {"agents": ("a:1",), "cluster_key_file": "key", "link_heartbeat_s": 9.0},
+        {"models_file": "models.yaml", "models_memory": 1 << 30, "models_wait_s": 5.0},
         {"ray_address": "auto", "replica_gpus": 1.0, "replica_cpus": 2.0},
     ],
 )

@@ -22,9 +22,10 @@ from tests.server.launching import WAIT_S, launched
 from quire.errors import CheckpointError, ConfigurationError
 from quire.hub.found_model import FoundModel
 from quire.hub.model_folder import EMBEDDED_MODEL
-from quire.server import launch
+from quire.server import model_launch
 from quire.server.config import ServerConfig
-from quire.server.launch import _return_memory, _say, _url, make_plan, serve
+from quire.server.launch import _return_memory, _say, _url, serve
+from quire.server.model_launch import make_plan
 
 WISH = {"prompt": [10], "stream": True}
 
@@ -349,10 +350,12 @@ def test_a_gguf_file_is_served_by_its_stem_with_its_own_tokenizer_and_template(t
 def test_engine_fetches_missing_weights_of_the_pinned_revision(monkeypatch, tmp_path):
     shutil.copytree(EMBEDDED_MODEL, tmp_path / "snapshot")
     found = FoundModel(tmp_path / "snapshot", has_weights=False, revision="abc")
-    monkeypatch.setattr(launch, "find_model", lambda *name, needs_tokenizer: found)
+    monkeypatch.setattr(model_launch, "find_model", lambda *name, needs_tokenizer: found)
     plan = make_plan({"model": "org/model", "revision": "main"}, ServerConfig())
     assert (plan.options.model, plan.options.revision) == ("org/model", "abc")
     assert plan.model_names == ("org/model",)
-    monkeypatch.setattr(launch, "find_model", lambda *name, **_: replace(found, has_weights=True))
+    monkeypatch.setattr(
+        model_launch, "find_model", lambda *name, **_: replace(found, has_weights=True)
+    )
     plan = make_plan({"model": "org/model", "revision": "main"}, ServerConfig())
     assert (plan.options.model, plan.options.revision) == (str(tmp_path / "snapshot"), None)

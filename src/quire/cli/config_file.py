@@ -102,6 +102,11 @@ class ConfiguredParser(Parser):
         }
         return found, rest
 
+    def parse_entries(self, entries: Sequence[Entry]) -> Any:
+        """The namespace of a file's entries alone, without the environment."""
+        self._used = []
+        return super().parse_known_args(self._words_of(entries, ()))[0]
+
     def _dest(self, entry: Entry) -> str:
         """The name in the namespace of the option that an entry gives."""
         action = self._option_string_actions.get(SAME.get(entry.flag, entry.flag))
@@ -234,12 +239,22 @@ def _may_be_repeated(action: argparse.Action | None) -> bool:
 def read_entries(path: str) -> list[Entry]:
     """Read the file's entries, in order. Raises ConfigurationError, which names the file and the
     line."""
+    root = read_yaml(path)
+    if root is None:
+        return []
+    if not isinstance(root.value, list) or root.id != "mapping":
+        raise ConfigurationError(f"{path} must hold flags and values, as in 'port: 8000'")
+    return entries_of(path, root)
+
+
+def read_yaml(path: str) -> Any:
+    """The file's root node as yaml composes it; None for an empty file. Raises ConfigurationError,
+    which names the file and the line."""
     import yaml  # imported only if needed, as it takes long to load
 
-    # First, parse the file as YAML, and report its errors with the line.
     try:
         text = Path(path).read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigurationError(f"{path} can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -250,11 +265,11 @@ def read_entries(path: str) -> list[Entry]:
         raise ConfigurationError(f"{path}{at}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    if root is None:
-        return []
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigurationError(f"{path} must hold flags and values, as in 'port: 8000'")
-    # Then turn each key into a flag. Each flag may occur once.
+
+
+def entries_of(path: str, root: Any) -> list[Entry]:
+    """Turn each key of a mapping's node into a flag. Each flag may occur once. Raises
+    ConfigurationError."""
     entries: dict[str, Entry] = {}
     for key, value in root.value:
         line = key.start_mark.line + 1

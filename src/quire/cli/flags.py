@@ -34,6 +34,7 @@ help."""
 
 SERVER_GROUPS: Mapping[str, str | None] = {
     "server": None,
+    "models": "Several models, each in its own engine process; see docs/several-models.md.",
     "chat": "How messages become a prompt, and how answers are read.",
     "adapters": "LoRA adapters, which a call names as its model; see docs/adapters.md.",
     "access": "Without any key, all clients are served.",
@@ -93,8 +94,13 @@ def engine_options(
 def served_engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options for `quire serve`, which has additional engine flags and other
     defaults."""
+    return {**served_defaults(EngineOptions), **given_engine_options(args)}
+
+
+def given_engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given to `quire serve`."""
     own = option_names(EngineOptions, SERVER_GROUPS)
-    return {**served_defaults(EngineOptions), **engine_options(args), **_given(args, own)}
+    return {**engine_options(args), **_given(args, own)}
 
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:

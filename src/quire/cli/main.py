@@ -29,6 +29,7 @@ from quire.option_fields import served_defaults
 from quire.options.engine_options import EngineOptions
 from quire.plugins import load_plugins_of
 from quire.server.config import ServerConfig
+from quire.server.listed_model import ListedModel
 from quire.version import __version__
 
 INTERRUPTED = 130
@@ -317,11 +318,18 @@ def _serve(args: argparse.Namespace) -> int:
     from quire.observability.log import configure  # after the server's options were checked
 
     configure(server.log_level, server.log_format)
+    models = None if server.models_file is None else _models(server.models_file, args)
     with _named_interrupt(LOADING_INTERRUPTED):
         with _spinning("starting the server"):
             from quire.server.launch import serve  # brings the web framework
 
-        return serve(served_engine_options(args), server)
+        return serve(served_engine_options(args), server, models)
+
+
+def _models(path: str, args: argparse.Namespace) -> list[ListedModel]:
+    from quire.cli.models_file import read_models  # only a server of several models reads it
+
+    return read_models(path, args)
 
 
 def _cluster(args: argparse.Namespace) -> int:

@@ -20,7 +20,8 @@ from quire.server.http.errors import error_handlers
 from quire.server.http.guard import AccessConfig, AccessGuard, BodyLimit, RequestHead
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.unsupported import refused_paths
-from quire.server.service import Service
+from quire.server.served_models import ServedModels
+from quire.server.service import SharedState
 from quire.server.telemetry.monitor import BugReporter, RequestIdMiddleware
 
 SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
@@ -48,9 +49,9 @@ def all_endpoints() -> list[Endpoints]:
 
 
 def create_app(
-    service: Service, access: AccessConfig = OPEN, endpoints: Sequence[Endpoints] | None = None
+    models: ServedModels, access: AccessConfig = OPEN, endpoints: Sequence[Endpoints] | None = None
 ) -> Starlette:
-    """The application that serves `service` at `endpoints`; None means `all_endpoints`."""
+    """The application that serves `models` at `endpoints`; None means `all_endpoints`."""
     endpoints = all_endpoints() if endpoints is None else endpoints
     refused = Endpoints()  # last, since its routes also match paths below other routes
     for path in refused_paths([path for each in endpoints for path in each.paths]):
@@ -60,20 +61,20 @@ def create_app(
     app = Starlette(routes=routes, exception_handlers=error_handlers(suggested))
     # Behind a proxy, a redirect would name the scheme and host of this process, not the proxy's.
     app.router.redirect_slashes = False
-    app.state.service = service
+    app.state.models = models
     app.state.suggested_paths = _suggested(endpoints)
     app.state.batch_paths = suggested
     app.state.error_forms = [form for each in endpoints for form in each.error_forms]
-    _add_middlewares(app, service, access, endpoints)
+    _add_middlewares(app, models.shared, access, endpoints)
     return app
 
 
-def _upload_bytes(service: Service, endpoints: Sequence[Endpoints]) -> dict[str, int]:
+def _upload_bytes(shared: SharedState, endpoints: Sequence[Endpoints]) -> dict[str, int]:
     """The bound of a body by path, for the paths that write files; empty if the server has no
     folder for them."""
-    if service.batches is None:
+    if shared.batches is None:
         return {}
-    bound = service.batches.files.max_file_bytes + FORM_BYTES
+    bound = shared.batches.files.max_file_bytes + FORM_BYTES
     return {path: bound for each in endpoints for path in each.upload_paths}
 
 
@@ -84,7 +85,7 @@ def _suggested(endpoints: Sequence[Endpoints]) -> list[str]:
 
 
 def _add_middlewares(
-    app: Starlette, service: Service, access: AccessConfig, endpoints: Sequence[Endpoints]
+    app: Starlette, shared: SharedState, access: AccessConfig, endpoints: Sequence[Endpoints]
 ) -> None:
     """Add the middlewares, the innermost first."""
     operator_paths = [path for each in endpoints for path in each.operator_paths]
@@ -95,7 +96,7 @@ def _add_middlewares(
         max_bytes=access.max_body_bytes,
         timeout_s=access.body_timeout_s,
         budget=access.bodies,
-        upload_bytes=_upload_bytes(service, endpoints),
+        upload_bytes=_upload_bytes(shared, endpoints),
     )
     app.add_middleware(
         AccessGuard,
@@ -119,7 +120,7 @@ def _add_middlewares(
     )
     app.add_middleware(
         RequestIdMiddleware,
-        monitor=service.monitor,
+        monitor=shared.monitor,
         probes=frozenset(path for each in endpoints for path in each.probes),
         generating=frozenset(path for each in endpoints for path in each.generating_paths),
     )

@@ -419,6 +419,37 @@ class ServerConfig(Options):
         help="the operator's calls may fetch models into this machine's cache and delete them there"
         " (Ollama's /api/pull and /api/delete)",
     )
+    models_file: str | None = option(
+        None,
+        Text("a file", is_path=True),
+        group="models",
+        help="YAML file of models, which are loaded when calls name them; see"
+        " docs/several-models.md",
+        doc="YAML file of models, which are loaded when calls name them.",
+        flag=Flag("models", metavar="FILE", shown="one model"),
+    )
+    models_memory: int | None = option(
+        None,
+        Bytes(),
+        group="models",
+        help="memory for weights and KV caches of all models together, such as 16GiB",
+        doc="bytes for weights and KV caches of all models together; None: 80% of the memory that"
+        " is available at the start.",
+        flag=Flag(shown="four fifths of the memory available at the start"),
+    )
+    models_wait_s: float = option(
+        60.0,
+        Seconds(),
+        group="models",
+        help="how long a call waits for memory that other models use; then: 503",
+    )
+    models_keep_processes: bool = option(
+        False,
+        Switch(),
+        group="models",
+        help="a model that is unloaded keeps a process with the engine's libraries, so that its"
+        " next load takes less time",
+    )
     heartbeat_timeout_s: float = option(
         60.0, Seconds(), group="recovery", help="restart the engine if a step takes longer"
     )

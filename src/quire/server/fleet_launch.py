@@ -125,6 +125,9 @@ def _check_needed(server: ServerConfig) -> None:
         "replica_cpus": (of_ray, "ray_address"),
         "replica_gpus": (of_ray, "ray_address"),
         "scale_wait_s": (server.max_replicas is not None, "max_replicas"),
+        "models_memory": (server.models_file is not None, "models"),
+        "models_keep_processes": (server.models_file is not None, "models"),
+        "models_wait_s": (server.models_file is not None, "models"),
         "routing_policy": (is_fleet, "replicas, agents or ray_address"),
     }
     standard = ServerConfig()

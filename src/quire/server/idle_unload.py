@@ -98,13 +98,22 @@ class IdleUnload(LoopTask):
         await super().stop()
 
     async def _run(self) -> None:
-        self._fleet.sleeping.on_wanted = self._on_wanted
+        self._listen()
         while True:
             await asyncio.sleep(POLL_S)
-            if self._fleet.num_open:
+            if self._is_busy:
                 self._busy_s = asyncio.get_running_loop().time()
             elif self._fleet.state is EngineState.READY and not self.seconds_left:
                 await self._unload()
+
+    def _listen(self) -> None:
+        """Wake the engine when a request comes while it sleeps."""
+        self._fleet.sleeping.on_wanted = self._on_wanted
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a call uses the model."""
+        return self._fleet.num_open > 0
 
     @property
     def _last_use_s(self) -> float:

@@ -17,33 +17,23 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any, TextIO, cast
+from functools import partial
+from typing import Any, TextIO, TypeAlias, cast
 
 import pydantic.dataclasses  # noqa: F401 - pydantic would import it at the first /openapi.json
 import uvicorn
 
-from quire.core.sampling_params import ModelLimits
-from quire.engine_client.early_checks import check_before_start, check_device, check_memory
-from quire.engine_client.fleet import EngineFleet
-from quire.engine_client.process.grammar_compilers import GrammarCompilers
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
-from quire.hub.found_model import FoundModel
-from quire.hub.model_folder import EMBEDDED_MODEL_NAME, find_model, resolve_text_folder
 from quire.observability import log
 from quire.observability.spans import Spans, open_spans
-from quire.options.engine_options import EngineOptions
-from quire.server.adapter_names import AdapterNames, LoRAModules, read_modules
-from quire.server.app import SECURITY_HEADERS, all_endpoints, create_app
+from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.batch.background import answering_batches
 from quire.server.batch.batch_book import BatchBook, open_batches
 from quire.server.config import ServerConfig
-from quire.server.fleet_launch import check_fleet, start_engines
-from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_store import AnswerStore
-from quire.server.generation.grammar_checks import GrammarChecks
-from quire.server.generation.seeds import Seeds
 from quire.server.http.body import UnknownFields
 from quire.server.http.connection import ConnectionLimits, connection_class
 from quire.server.http.guard import AccessConfig
@@ -51,29 +41,32 @@ from quire.server.http.host_rule import host_rule
 from quire.server.http.listener import Listener, bind_failure, bound_socket
 from quire.server.http.open_connections import OpenConnections
 from quire.server.http.open_files import raise_open_files
-from quire.server.idle_unload import idle_unload
 from quire.server.limits import CallLimits
-from quire.server.loading_progress import LoadingProgress
+from quire.server.listed_model import ListedModel
+from quire.server.model_launch import (
+    ModelPlan,
+    finish_grammars,
+    make_plan,
+    make_service,
+    start_engine,
+    start_lines,
+)
+from quire.server.model_loader import check_models, open_models
 from quire.server.model_store import ModelStore
-from quire.server.service import DRAIN_RETRY_AFTER_S, Service
+from quire.server.served_models import ServedModels
+from quire.server.service import DRAIN_RETRY_AFTER_S, END_S, SharedState
 from quire.server.shared_limits import body_budget, open_connections
 from quire.server.signals import Stopper
-from quire.server.start_message import SINGLE_API_SERVER, dialect_line, invitation, ledger
+from quire.server.start_message import invitation
 from quire.server.telemetry.load_recorder import make_recorder
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.keys import load_keys
 from quire.server.tenants.tenants import TenantBook
-from quire.text.chat_template import ChatTemplate
-from quire.text.parsers.model_dialect import ModelDialect, model_dialect
-from quire.text.tokenizer import Tokenizer
-from quire.text.tokenizer_config import tokenizer_fields
-from quire.version import __version__
 
 IDLE_CONNECTION_S = 75
 """Seconds for which an idle connection stays open: longer than proxies usually reuse a connection,
 since a proxy could otherwise send a call on a closed one."""
 
-_ENGINE_SHUTDOWN_S = 5.0
 _FLUSH_S = 3
 """Seconds for finished answers to reach their clients, after which the connections are closed."""
 
@@ -89,84 +82,77 @@ logger = log.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """The options and files of one server, checked before the model is loaded."""
+    """The options of one server that hold for all its models, checked before any is loaded."""
 
-    #: Options of the engine. Their `model` is the folder in which the model was found, or names the
-    #: embedded model.
-    options: EngineOptions
     server: ServerConfig
-    model_names: tuple[str, ...]
-    #: Seed from which the seeds of requests without one are derived; None means random seeds.
-    server_seed: int | None
-    files: "_ModelFiles"
     access: AccessConfig
     limits: CallLimits
     tenants: TenantBook
     spans: Spans | None
-    lora_modules: LoRAModules
     #: Clients' batches; None without a folder for them.
     batches: BatchBook | None
 
+    def shared_state(
+        self,
+        monitor: Monitor,
+        connections: OpenConnections | None = None,
+        in_use: Collection[str] = (),
+    ) -> SharedState:
+        """The state that the services of the models share. `in_use` are the models whose files the
+        server needs, by name or path."""
+        return SharedState(
+            limits=self.limits,
+            tenants=self.tenants,
+            monitor=monitor,
+            keep_alive_s=self.server.keep_alive_s,
+            default_deadline_s=self.server.default_deadline_s,
+            unknown_fields=cast(UnknownFields | None, self.server.unknown_fields),
+            answers=AnswerStore(self.server.response_store_bytes or 0),
+            batches=self.batches,
+            metrics_names=self.server.metrics_names,
+            has_page=self.server.page,
+            model_store=ModelStore(lambda: in_use) if self.server.manage_models else None,
+            connections=OpenConnections() if connections is None else connections,
+            bodies=self.access.bodies,
+        )
 
-@dataclass(frozen=True, slots=True)
-class _ModelFiles:
-    """Contents of a model's folder that the API server needs."""
 
-    model: FoundModel
-    tokenizer: Tokenizer
-    #: Grammar compilers for the tokenizer's vocabulary, used until the engine reports the model's
-    #: vocabulary size. The function that starts the engine closes them.
-    grammars: GrammarCompilers
-    chat_template: ChatTemplate
-    dialect: ModelDialect
-    tokenizer_fields: Mapping[str, Any]
-
-
-def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
-    """Serve a model until a signal ends it.
+def serve(
+    engine_options: Mapping[str, object],
+    server: ServerConfig,
+    entries: Sequence[ListedModel] | None = None,
+) -> int:
+    """Serve a model, or several, until a signal ends it.
 
     Returns the exit code: 0, or 130 for a Ctrl-C while the model was loading. `engine_options` has
-    the fields of `EngineOptions` by name. Raises ConfigurationError and its subclasses for options,
-    models and ports that can't be used, EngineDeadError if the engine can't start, and the engine's
-    own error once it has failed for good.
+    the fields of `EngineOptions` by name; with `entries`, which name several models, they are not
+    read. Raises ConfigurationError and its subclasses for options, models and ports that can't be
+    used, EngineDeadError if the engine can't start, and the engine's own error once it has failed
+    for good.
     """
     with bound_socket(server.host, server.port) as sock:
         num_files = raise_open_files()
-        plan = make_plan(engine_options, server)
-        return asyncio.run(_serve(plan, sock, open_connections(server, num_files)))
+        if entries is not None:
+            check_models(entries, server)
+            plan = plan_server(server)
+            opening = partial(open_models, entries, plan.server, plan.spans)
+            num_replicas = sum(each.num_replicas(server) for each in entries)
+            connections = open_connections(replace(server, replicas=num_replicas), num_files)
+            in_use = [name for entry in entries for name in entry.files_in_use]
+            return asyncio.run(_serve(plan, opening, sock, connections, in_use))
+        model = make_plan(engine_options, server)
+        plan = plan_server(server)
+        with contextlib.closing(model.files.grammars):
+            opening = partial(_open_model, model)
+            connections, in_use = open_connections(server, num_files), model.files_in_use
+            return asyncio.run(_serve(plan, opening, sock, connections, in_use))
 
 
-def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> ServerPlan:
-    """Check all options and read the files that the API server needs. `engine_options` has the
-    fields of `EngineOptions` by name. Raises ConfigurationError and its subclasses."""
-    options = EngineOptions.from_mapping(engine_options)
-    if options.skip_tokenizer_init:
-        raise ConfigurationError(
-            "skip_tokenizer_init is set, but the server needs the tokenizer to take and give text"
-        )
-    check_fleet(server)
-    if not server.is_over_machines:
-        check_device(options.device)
-        check_memory(options)
-    all_endpoints()  # imports them, which takes long, before the engine starts
-    files = _load_files(options, server)
-    name = files.model.name_for_clients(options.model or EMBEDDED_MODEL_NAME)
-    names = server.served_model_name or (name,)
-    if server.lora_modules and not options.enable_lora:
-        raise ConfigurationError(
-            "lora_modules names adapters, but they are not served; set enable_lora, or leave it out"
-        )
-    if options.model is not None and not server.is_over_machines:
-        # Name the model so that the engine need not find or fetch it a second time.
-        model, revision = files.model.named_for_others(options.model)
-        options = replace(options, model=model, revision=revision)
+def plan_server(server: ServerConfig) -> ServerPlan:
+    """Check the options that don't depend on a model. Raises ConfigurationError."""
     keys = load_keys(server.api_keys, server.api_key_file)
     return ServerPlan(
-        options,
         server,
-        names,
-        options.seed if "seed" in engine_options else None,
-        files,
         AccessConfig(
             keys=keys,
             allowed_origins=server.allowed_origins,
@@ -187,84 +173,78 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
             max_tokens_per_minute=server.max_tenant_tokens_per_minute,
         ),
         None if server.otlp_endpoint is None else open_spans(server.otlp_endpoint),
-        read_modules(server.lora_modules, names),
         open_batches(server),
     )
 
 
-def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
-    own = options.tokenizer is None
-    model = find_model(options.model, options.revision, needs_tokenizer=own)
-    check_before_start(options, model)
-    text_folder = model.folder if own else resolve_text_folder(options.tokenizer)
-    tokenizer = Tokenizer.from_folder(text_folder, remembers_words=False)
-    if server.chat_template_file is None:
-        template = ChatTemplate.from_folder(text_folder)
-    else:
-        template = ChatTemplate.from_option(server.chat_template_file, text_folder)
-    fields = tokenizer_fields(text_folder)
-    dialect = model_dialect(
-        template, tokenizer, fields, server.tool_call_parser, server.reasoning_parser
-    )
-    grammars = GrammarCompilers(text_folder, tokenizer.vocab_size, dialect.dialect)
-    return _ModelFiles(model, tokenizer, grammars, template, dialect, fields)
-
-
-async def _serve(plan: ServerPlan, sock: socket.socket, connections: OpenConnections) -> int:
-    grammars = contextlib.closing(plan.files.grammars)
-    with grammars, Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
-        await _load_and_serve(plan, sock, connections, stopper)
+async def _serve(
+    plan: ServerPlan,
+    opening: "Opening",
+    sock: socket.socket,
+    connections: OpenConnections,
+    in_use: Collection[str],
+) -> int:
+    monitor = Monitor(spans=plan.spans, recorder=make_recorder(plan.server))
+    shared = plan.shared_state(monitor, connections, in_use)
+    with Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
+        await _load_and_serve(plan, opening, sock, shared, stopper)
     if stopper.ended_loading is None:
         return 0
     _report(f"{stopper.ended_loading.name} while the model was loading; the server ends")
     return INTERRUPTED if stopper.ended_loading is signal.SIGINT else 0
 
 
-async def start_engine(plan: ServerPlan) -> EngineFleet:
-    """Start the engine and show the progress of loading the model on stderr. Raises
-    EngineDeadError, or the error that kept the engine from being built."""
-    plan.files.grammars.begin()
-    log_line = logger.info if log.is_json() else None
-    with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
-        return await start_engines(plan.options.as_mapping(), plan.server, progress)
+Opening: TypeAlias = Callable[[SharedState], AbstractAsyncContextManager[ServedModels]]
+"""Opens the models of a server; they are ended at the end of `async with`."""
 
 
-async def _load_and_serve(
-    plan: ServerPlan, sock: socket.socket, connections: OpenConnections, stopper: Stopper
-) -> None:
-    recorder = make_recorder(plan.server)
-    monitor = Monitor(model_name=plan.model_names[0], spans=plan.spans, recorder=recorder)
+@contextlib.asynccontextmanager
+async def _open_model(plan: ModelPlan, shared: SharedState) -> AsyncIterator[ServedModels]:
+    """Load the only model of a server."""
+    engine = await start_engine(plan)
     try:
-        engine = await start_engine(plan)
-    except BaseException:
-        monitor.close()
-        raise
-    try:
-        service = replace(make_service(plan, engine, monitor), connections=connections)
-        if recorder is not None:
-            recorder.begin(engine.limits, engine.facts)
+        finish_grammars(plan.files, engine.limits)
+        service = make_service(plan, engine, shared)
+        if shared.monitor.recorder is not None:
+            shared.monitor.recorder.begin(engine.limits, engine.facts)
         await service.adapters.read_all(plan.lora_modules.read_first)
         if service.idle_unload is not None:
             service.idle_unload.start()
-        http = _HTTPServer(service, plan, sock)
-        _stay_responsive()
-        stopper.on_first = http.drain
-        watch = asyncio.create_task(http.watch_engine())
-        trim = asyncio.create_task(_return_memory())
         try:
-            async with answering_batches(http.app, service, plan.access):
-                await http.serve(sockets=[sock])
+            yield ServedModels.of(service, start_lines(plan, engine))
         finally:
             if service.idle_unload is not None:
                 await service.idle_unload.stop()
-            watch.cancel()
-            trim.cancel()
-        if http.failure is not None:
-            raise http.failure
     finally:
         # uvicorn has already waited for the open answers, so nothing is left to drain.
-        await engine.shutdown(drain=False, timeout_s=_ENGINE_SHUTDOWN_S)
-        await asyncio.to_thread(monitor.close)
+        await engine.shutdown(drain=False, timeout_s=END_S)
+
+
+async def _load_and_serve(
+    plan: ServerPlan,
+    opening: "Opening",
+    sock: socket.socket,
+    shared: SharedState,
+    stopper: Stopper,
+) -> None:
+    try:
+        async with opening(shared) as models:
+            shared.monitor.model_name = models.default.name
+            http = _HTTPServer(models, plan, sock)
+            _stay_responsive()
+            stopper.on_first = http.drain
+            watch = asyncio.create_task(http.watch_engine())
+            trim = asyncio.create_task(_return_memory())
+            try:
+                async with answering_batches(http.app, models, plan.access):
+                    await http.serve(sockets=[sock])
+            finally:
+                watch.cancel()
+                trim.cancel()
+            if http.failure is not None:
+                raise http.failure
+    finally:
+        await asyncio.to_thread(shared.monitor.close)
 
 
 def _stay_responsive() -> None:
@@ -286,85 +266,19 @@ async def _return_memory() -> None:
         await asyncio.to_thread(trim, 0)
 
 
-def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
-    """Start the grammar workers, so that the first grammar need not wait for the start. If the
-    model generates no text, close the compilers instead."""
-    compilers = files.grammars
-    if limits.generates:
-        compilers.limit_to(limits.vocab_size)
-        compilers.finish()
-    else:
-        compilers.close()
-    return compilers
-
-
-def make_service(plan: ServerPlan, engine: EngineFleet, monitor: Monitor) -> Service:
-    """Make the `Service` of the HTTP application for an engine that has started."""
-    compilers = _grammars(plan.files, engine.limits)
-    return Service(
-        engine,
-        plan.files.tokenizer,
-        plan.files.chat_template,
-        plan.model_names[0],
-        Seeds(plan.server_seed),
-        limits=plan.limits,
-        tenants=plan.tenants,
-        monitor=monitor,
-        keep_alive_s=plan.server.keep_alive_s,
-        default_deadline_s=plan.server.default_deadline_s,
-        allow_special_tokens=plan.options.allow_special_tokens,
-        tokenizer_fields=plan.files.tokenizer_fields,
-        unknown_fields=cast(UnknownFields | None, plan.server.unknown_fields),
-        system_fingerprint=_fingerprint(engine.facts),
-        answers=AnswerStore(plan.server.response_store_bytes or 0),
-        batches=plan.batches,
-        idle_unload=idle_unload(engine, plan.server.idle_unload_s),
-        model_store=ModelStore(lambda: _models_in_use(plan)) if plan.server.manage_models else None,
-        grammars=GrammarChecks(compilers),
-        dialect=plan.files.dialect.dialect,
-        default_chat_template_kwargs=plan.server.default_chat_template_kwargs or {},
-        other_names=plan.model_names[1:],
-        adapters=AdapterNames(
-            engine if plan.options.enable_lora else None, plan.lora_modules.paths, plan.model_names
-        ),
-        bodies=plan.access.bodies,
-        metrics_names=plan.server.metrics_names,
-        has_page=plan.server.page,
-        answer_defaults=AnswerDefaults(
-            includes_usage=plan.server.enable_force_include_usage,
-            names_token_ids=plan.server.return_tokens_as_token_ids,
-            hides_unused_tools=plan.server.exclude_tools_when_tool_choice_none,
-        ),
-    )
-
-
-def _models_in_use(plan: ServerPlan) -> list[str]:
-    """The models whose files the server needs, by name or path."""
-    options = plan.options
-    found = (options.model, options.tokenizer, options.speculative_model)
-    return [str(plan.files.model.folder), *(name for name in found if name is not None)]
-
-
-def _fingerprint(facts: Mapping[str, Any]) -> str:
-    """OpenAI's `system_fingerprint`: names the settings of the server and engine that influence the
-    answers."""
-    known = (facts.get(key) for key in ("kernels", "dtype", "quantization"))
-    return "-".join(["quire", __version__, *(str(fact) for fact in known if fact is not None)])
-
-
 class _HTTPServer(uvicorn.Server):
     """uvicorn's server. It leaves signals to `Stopper` and prints the address once it serves.
 
     Invariant: before connections are closed, each open answer has finished or has got an error.
     """
 
-    def __init__(self, service: Service, plan: ServerPlan, sock: socket.socket) -> None:
+    def __init__(self, models: ServedModels, plan: ServerPlan, sock: socket.socket) -> None:
         #: The application that is served.
-        self.app = create_app(service, plan.access)
+        self.app = create_app(models, plan.access)
         super().__init__(
             uvicorn.Config(
                 self.app,
-                http=connection_class(ConnectionLimits(), service.connections),
+                http=connection_class(ConnectionLimits(), models.shared.connections),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -378,7 +292,7 @@ class _HTTPServer(uvicorn.Server):
         )
         #: Error with which the engine has failed for good; None while it runs.
         self.failure: QuireError | None = None
-        self._service = service
+        self._models = models
         self._plan = plan
         address, self._port = sock.getsockname()[:2]
         self._is_local = ipaddress.ip_address(address).is_loopback
@@ -389,28 +303,24 @@ class _HTTPServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        host, name = self._plan.server.host, self._service.model_name
-        is_guarded = self._plan.access.is_guarded
+        host = self._plan.server.host
         await super().startup(sockets=[])  # uvicorn's own listeners accept without a bound
         make: Any = self.config.http_protocol_class
         state = {"server_state": self.server_state, "app_state": self.lifespan.state}
         connect = functools.partial(make, config=self.config, **state)
-        book = self._service.connections
+        book = self._models.shared.connections
         try:
             listeners: Any = [Listener(sock, connect, book) for sock in sockets or ()]
         except OSError as error:  # another server took the port while the model was loading
             raise ConfigurationError(bind_failure(host, self._port, error)) from error
         self.servers = listeners
-        _say(ledger(name, self._service.engine.facts))
-        if len(self._service.engine.engines_by_name) > 1:
-            _say(SINGLE_API_SERVER)
-        if self._service.chat_template.exists:
-            found = self._plan.files.dialect
-            _say(dialect_line(found.dialect.name, found.source, found.refusal))
+        is_guarded = self._plan.access.is_guarded
+        for line in self._models.start_lines:
+            _say(line)
         text = invitation(
-            name,
+            self._models.default.name,
             _url(host, self._port),
-            has_chat=self._service.chat_template.exists,
+            has_chat=self._models.has_chat,
             needs_key=is_guarded,
             is_exposed=not is_guarded and not self._is_local,
             has_operator=self._plan.access.has_operator,
@@ -432,7 +342,7 @@ class _HTTPServer(uvicorn.Server):
 
     def drain(self) -> None:
         """Refuse new calls, and stop serving once the open calls have ended."""
-        self._service.drain.begin()
+        self._models.shared.drain.begin()
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
@@ -450,10 +360,7 @@ class _HTTPServer(uvicorn.Server):
             reason = ServerDrainingError(
                 "the server ended before the answer had; ask again", DRAIN_RETRY_AFTER_S
             )
-            self._service.grammars.end(reason)
-            await self._service.engine.shutdown(
-                drain=False, timeout_s=_ENGINE_SHUTDOWN_S, reason=reason
-            )
+            await self._models.end(reason)
         self.should_exit = True
 
     @property
@@ -463,8 +370,9 @@ class _HTTPServer(uvicorn.Server):
         return len(self.server_state.tasks)
 
     async def watch_engine(self) -> None:
-        """Stop serving when the engine has failed for good; its streams have received the error."""
-        self.failure = await self._service.engine.wait_failed()
+        """Stop serving when the only model's engine has failed for good; its streams have received
+        the error."""
+        self.failure = await self._models.wait_failed()
         self.should_exit = True
 
 

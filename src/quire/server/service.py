@@ -1,12 +1,12 @@
 """The `Service` object with everything that HTTP handlers need: engine, tokenizer, limits, tenants.
 
-Made by `launch`, read by `generation` and the routes. Imports no torch.
+Made by `model_launch`, read by `generation` and the routes. Imports no torch.
 """
 
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, Self
 
 from starlette.requests import Request as HTTPRequest
 
@@ -38,6 +38,8 @@ DRAIN_RETRY_AFTER_S = 5.0
 """The Retry-After, in seconds, of calls that are refused while the server shuts down. By then
 another server, or this one after a restart, may answer."""
 
+END_S = 5.0
+"""Seconds in which an engine that is ended may end by itself."""
 
 _ANY_MODEL = (None, ANY_MODEL)
 """Values of the field `model` that refer to the served model."""
@@ -49,6 +51,15 @@ class UnknownModelError(QuireError):
     http_status = 404
     code = "model_not_found"
     param = "model"
+
+    @classmethod
+    def of(cls, name: str | None, served: Iterable[str]) -> Self:
+        """The error for `name`; `served` are the names that the caller may use."""
+        names = ", ".join(map(repr, served))
+        return cls(
+            f"the model {name!r:.80} is not served here; this server has {names:.400}"
+            " (see /v1/models)"
+        )
 
 
 class Drain:
@@ -69,18 +80,10 @@ class Drain:
         self._is_on = True
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
-    """One served model with everything that its calls share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedState:
+    """The state that all models of a server share: bounds, records, tenants, stored answers."""
 
-    engine: EngineFleet
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate
-    #: Main name of the model, which logs and metrics use.
-    model_name: str
-    #: Draws a seed for each request without a seed.
-    seeds: Seeds = field(default_factory=Seeds)
-    created_s: int = field(default_factory=lambda: int(time.time()))
     #: Bounds of one call.
     limits: CallLimits = field(default_factory=CallLimits)
     #: Bounds of each tenant, with its open generations and used tokens.
@@ -91,16 +94,8 @@ class Service:
     keep_alive_s: float = KEEP_ALIVE_S
     #: Seconds until calls without `deadline_s` end with an error; None means no limit.
     default_deadline_s: float | None = None
-    #: Whether text in messages that spells a special token is encoded as this token.
-    allow_special_tokens: bool = False
     #: Handling of unknown fields in a body; None means that each API has its own default.
     unknown_fields: UnknownFields | None = None
-    #: Fields of the tokenizer's configuration in the model's folder.
-    tokenizer_fields: Mapping[str, Any] = field(default_factory=dict)
-    #: Value of OpenAI's `system_fingerprint`: names the settings that influence the answers.
-    system_fingerprint: str | None = None
-    #: Puts the idle engine to sleep; None if it stays awake.
-    idle_unload: IdleUnload | None = None
     #: Fetches and removes models of this machine; None if that is not allowed.
     model_store: ModelStore | None = None
     drain: Drain = field(default_factory=Drain)
@@ -110,49 +105,16 @@ class Service:
     answers: AnswerStore = field(default_factory=AnswerStore)
     #: Batches that are answered in the background; None without a folder for them.
     batches: BatchBook | None = None
-    #: Compiles the grammars that answers must obey.
-    grammars: GrammarChecks = field(default_factory=GrammarChecks)
-    #: The markup that the model writes around reasoning and tool calls.
-    dialect: Dialect = field(default_factory=lambda: find_dialect(None))
-    #: Variables of the chat template for calls that set none.
-    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    #: Further names under which the model is served.
-    other_names: tuple[str, ...] = ()
-    #: The operator's settings that change the answers to all calls.
-    answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
-    #: Adapters that calls may name as their model.
-    adapters: AdapterNames = field(default_factory=AdapterNames)
     #: Names of the metrics; see `ServerConfig`.
     metrics_names: str = "both"
     #: Whether there is a page at `/`.
     has_page: bool = True
     #: Connections that clients have open.
     connections: OpenConnections = field(default_factory=OpenConnections)
-    #: Snapshots of the engines for the operator, and their open streams.
-    feed: LiveFeed = field(default_factory=LiveFeed)
     #: Bounds the bytes of the bodies of open calls.
     bodies: BodyBudget = field(default_factory=BodyBudget)
     #: Bounds the number of long bodies that are parsed at once.
     parsing: ParseTurns = field(default_factory=ParseTurns)
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """All names under which the model is served; logs and metrics use the first."""
-        return (self.model_name, *self.other_names)
-
-    def answered_name(self, name: str | None) -> str:
-        """The model's name in an answer to a call that asked for `name`."""
-        return self.model_name if name in _ANY_MODEL else name
-
-    def check_model(self, name: str | None) -> None:
-        """Raises UnknownModelError if `name` is neither a name of the model nor of an adapter. None
-        means the model."""
-        if name not in _ANY_MODEL and name not in self.model_names and name not in self.adapters:
-            names = ", ".join(map(repr, self.model_names))
-            raise UnknownModelError(
-                f"the model {name!r:.80} is not served here; this server has {names:.400}"
-                " (see /v1/models)"
-            )
 
     def report_or_refuse_fields(self, http: HTTPRequest, labels: Collection[str]) -> None:
         """Report nested fields of the body that have no effect in a header of the answer. Raises
@@ -172,10 +134,76 @@ class Service:
                 DRAIN_RETRY_AFTER_S,
             )
 
+    def as_mapping(self) -> dict[str, Any]:
+        """The fields of this class by name, for the `Service` of a model."""
+        return {each.name: getattr(self, each.name) for each in fields(SharedState)}
+
+
+@dataclass(frozen=True, slots=True)
+class Service(SharedState):
+    """One served model with everything that its calls share."""
+
+    engine: EngineFleet
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    #: Main name of the model, which logs and metrics use.
+    model_name: str
+    #: Draws a seed for each request without a seed.
+    seeds: Seeds = field(default_factory=Seeds)
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    #: Whether text in messages that spells a special token is encoded as this token.
+    allow_special_tokens: bool = False
+    #: Fields of the tokenizer's configuration in the model's folder.
+    tokenizer_fields: Mapping[str, Any] = field(default_factory=dict)
+    #: Value of OpenAI's `system_fingerprint`: names the settings that influence the answers.
+    system_fingerprint: str | None = None
+    #: Puts the idle engine to sleep; None if it stays awake.
+    idle_unload: IdleUnload | None = None
+    #: Compiles the grammars that answers must obey.
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    #: The markup that the model writes around reasoning and tool calls.
+    dialect: Dialect = field(default_factory=lambda: find_dialect(None))
+    #: Variables of the chat template for calls that set none.
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    #: Further names under which the model is served.
+    other_names: tuple[str, ...] = ()
+    #: The operator's settings that change the answers to all calls.
+    answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
+    #: Adapters that calls may name as their model.
+    adapters: AdapterNames = field(default_factory=AdapterNames)
+    #: Snapshots of the engines for the operator, and their open streams.
+    feed: LiveFeed = field(default_factory=LiveFeed)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names under which the model is served; logs and metrics use the first."""
+        return (self.model_name, *self.other_names)
+
+    def answered_name(self, name: str | None) -> str:
+        """The model's name in an answer to a call that asked for `name`."""
+        return self.model_name if name in _ANY_MODEL else name
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModelError if `name` is neither a name of the model nor of an adapter. None
+        means the model."""
+        if name not in _ANY_MODEL and name not in self.model_names and name not in self.adapters:
+            raise UnknownModelError.of(name, self.model_names)
+
+
+class ModelChoice(Protocol):
+    """The part of `ServedModels` that `service_of` reads."""
+
+    @property
+    def default_service(self) -> Service:
+        """The service of calls that name no model."""
+        ...
+
 
 def service_of(http: HTTPRequest) -> Service:
-    """The service that was given to `create_app`."""
-    return cast(Service, http.app.state.service)
+    """The service of the model that the call's body names, or else the default model's. Raises
+    ModelNotLoadedError if that model is not in memory."""
+    models: ModelChoice = http.app.state.models
+    return http.scope.get("state", {}).get("service") or models.default_service
 
 
 def report_ignored_fields(http: HTTPRequest, names: Iterable[str]) -> None:

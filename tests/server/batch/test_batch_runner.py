@@ -11,7 +11,9 @@ from quire.engine_client.recovery import EngineState
 from quire.server.batch import background
 from quire.server.batch.background import ADDED_PRIORITY, BatchRunner
 from quire.server.batch.batch_book import BatchBook
+from quire.server.batch.engine_load import EngineLoad
 from quire.server.generation.answer_store import Owner
+from quire.server.served_models import ServedModels
 from quire.server.tenants.tenants import Tenant
 
 ALICE, BOB = Owner("alice"), Owner("bob")
@@ -26,13 +28,12 @@ def line(number, body='{"prompt": "a"}'):
 class World:
     """A book of batches, and a runner whose calls are answered by `answer`."""
 
-    def __init__(self, folder, find_tenant=Tenant, *, reads_priority=False):
+    def __init__(self, folder, find_tenant=Tenant):
         self.now_s = 1000.0
         self.calls = []
         self.book = BatchBook(
             folder, max_file_bytes=1 << 20, max_tenant_bytes=1 << 20, clock=lambda: self.now_s
         )
-        self._reads_priority = reads_priority
         self._find_tenant = find_tenant
 
     async def answer(self, scope, receive, send):
@@ -58,13 +59,15 @@ class World:
             facts={"max_num_seqs": 5},
             num_open=0,
             state=EngineState.READY,
-            limits=SimpleNamespace(reads_priority=self._reads_priority),
             sleeping=SimpleNamespace(is_on=False, on_wanted=None),
         )
 
+        service = SimpleNamespace(engine=engine, model_names=("m",), created_s=0)
+        load = EngineLoad(ServedModels.of(service))
+
         async def main():
             runner = BatchRunner(
-                self.answer, engine, self.book, self._find_tenant, lambda: self.now_s
+                self.answer, load, self.book, self._find_tenant, lambda: self.now_s
             )
             task = asyncio.create_task(runner.run())
             async with asyncio.timeout(WAIT_S):
@@ -112,13 +115,11 @@ def test_open_calls_of_an_expiring_batch_are_not_lost(world):
     assert batch.request_counts.failed == 3
 
 
-@pytest.mark.parametrize("reads_priority", [True, False])
-def test_calls_have_a_lower_priority_where_the_policy_reads_it(tmp_path, reads_priority):
-    world = World(tmp_path, reads_priority=reads_priority)
+def test_calls_bring_the_priority_that_engines_add_where_their_policy_reads_it(world):
     batch = world.begin(line(0))
     world.run(lambda: batch.has_ended)
     (call,) = world.calls
-    assert call.state.get("added_priority") == (ADDED_PRIORITY if reads_priority else None)
+    assert call.state["added_priority"] == ADDED_PRIORITY
     assert (call.state["tenant"].name, call.state["is_operator"]) == ("alice", False)
 
 

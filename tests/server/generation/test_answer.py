@@ -15,6 +15,7 @@ from quire.server.generation import answer as answer_module
 from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.http_generation import Prompts
 from quire.server.http.guard import AccessConfig
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 from quire.text.chat_template import ChatTemplate
 
@@ -57,7 +58,7 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
         default_deadline_s=None,
         engine=SimpleNamespace(limits=SimpleNamespace(max_logprobs=0)),
     )
-    app = SimpleNamespace(state=SimpleNamespace(service=service))
+    app = SimpleNamespace(state=SimpleNamespace(models=SimpleNamespace(default_service=service)))
     params = SimpleNamespace(sampling=SimpleNamespace(structured_outputs=None))
     body = SimpleNamespace(
         model="sql",
@@ -129,7 +130,9 @@ def test_a_client_that_leaves_ends_the_making_of_its_grammar(tokenizer, stream) 
             "client": ("there", 1),
             "state": {},
         }
-        await asyncio.wait_for(create_app(service, AccessConfig())(scope, receive, send), 30)
+        await asyncio.wait_for(
+            create_app(ServedModels.of(service), AccessConfig())(scope, receive, send), 30
+        )
         return maker.events, sent
 
     events, sent = asyncio.run(run())

@@ -23,6 +23,7 @@ from quire.server.http.json_body import (
 )
 from quire.server.http.long_work import WorkPieces
 from quire.server.routes.endpoint import read_json
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 
 
@@ -131,7 +132,7 @@ def test_a_long_body_delays_no_other_call(tokenizer):
     body = b"[" + b",".join([b'{"a":"\\ud83d\\ude00"}'] * 60_000) + b"]"
     service = Service(FakeEngine(), tokenizer, None, "model", work=WorkPieces(StepClock()))
     app = Starlette()
-    app.state.service = service
+    app.state.models = ServedModels.of(service)
 
     async def play():
         request = Request({"type": "http", "headers": [], "app": app})

@@ -23,6 +23,7 @@ from quire.server.http.guard import AccessConfig
 from quire.server.limits import CallLimits
 from quire.server.routes.endpoint import MAX_FIELDS, Endpoints, check_parsed
 from quire.server.routes.openapi import api_document
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import TenantBook
@@ -80,7 +81,7 @@ def ask(service, body=None, *, headers=ALICE, path=PATH, method="POST"):
     access = AccessConfig(keys=ApiKeys(["alice:alice-key-1"]), max_body_bytes=10_000)
     with restored(ENDPOINTS):
         ENDPOINTS.register("upper", router)
-        app = create_app(service, access)
+        app = create_app(ServedModels.of(service), access)
     return asyncio.run(send(app, method, path, body, headers))
 
 
@@ -186,7 +187,11 @@ def test_its_form_of_errors_holds_on_paths_with_parameters_too(service):
     async def keep(name: str, body: Named | Numbered) -> Response:
         return JSONResponse([name, body.model_dump()])
 
-    app = create_app(service, AccessConfig(keys=ApiKeys(["alice:alice-key-1"])), endpoints=[mine])
+    app = create_app(
+        ServedModels.of(service),
+        AccessConfig(keys=ApiKeys(["alice:alice-key-1"])),
+        endpoints=[mine],
+    )
 
     def post(body, headers):
         return asyncio.run(send(app, "POST", "/v1/items/a", body, headers))
@@ -204,7 +209,7 @@ def test_fields_of_the_query_are_validated_and_named(service):
     async def list_items(name: str, limit: int, after: str | None = None) -> dict[str, object]:
         return {"name": name, "limit": limit, "after": after}
 
-    app = create_app(service, AccessConfig(), endpoints=[mine])
+    app = create_app(ServedModels.of(service), AccessConfig(), endpoints=[mine])
 
     def get(query):
         return asyncio.run(send(app, "GET", f"/v1/items/a{query}", None, {}))
@@ -235,7 +240,7 @@ def test_ignored_fields_are_named_in_a_header(service):
     async def keep(body: Lenient) -> Response:
         return JSONResponse(body.name)
 
-    app = create_app(service, AccessConfig(), endpoints=[lenient])
+    app = create_app(ServedModels.of(service), AccessConfig(), endpoints=[lenient])
 
     def post(body):
         return asyncio.run(send(app, "POST", "/v1/names", body, {}))
@@ -279,7 +284,9 @@ def test_the_operator_says_what_happens_to_unknown_fields(service, rule, status)
     async def keep_strictly(body: Named) -> Response:
         return JSONResponse(body.name)
 
-    app = create_app(replace(service, unknown_fields=rule), AccessConfig(), endpoints=[apart])
+    app = create_app(
+        ServedModels.of(replace(service, unknown_fields=rule)), AccessConfig(), endpoints=[apart]
+    )
     body = {"name": "a", "other": 1}
     assert asyncio.run(send(app, "POST", "/v1/names", body, {})).status_code == status
     strict = asyncio.run(send(app, "POST", "/v1/strict", body, {}))

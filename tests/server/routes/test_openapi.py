@@ -11,6 +11,7 @@ from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 from quire.server.routes.openapi import answers, api_document, json_schema
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 from quire.text.chat_messages import check_messages
 
@@ -31,7 +32,7 @@ class Outer(msgspec.Struct):
 
 @pytest.fixture(scope="module")
 def document():
-    return api_document(create_app(Service(None, None, None, "mine")).routes)
+    return api_document(create_app(ServedModels.of(Service(None, None, None, "mine"))).routes)
 
 
 def test_a_schema_is_in_one_piece():

@@ -4,8 +4,8 @@ import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from quire.observability.histogram import Histogram
-from quire.server.telemetry.fleet_metrics import by_replica
-from quire.server.telemetry.metric_families import api_server_families, engine_families
+from quire.server.telemetry.fleet_metrics import by_label
+from quire.server.telemetry.metric_families import engine_families, generation_families
 from quire.server.telemetry.monitor import Monitor
 from quire.server.telemetry.vllm_metrics import as_vllm, cache_config, chosen
 
@@ -17,7 +17,9 @@ def found(families):
 
 
 def test_numbers_of_engines_have_the_model_and_the_engine():
-    families = by_replica({"a": list(engine_families(STATS)), "b": list(engine_families(STATS))})
+    families = by_label(
+        "replica", {"a": list(engine_families(STATS)), "b": list(engine_families(STATS))}
+    )
     numbers = found(as_vllm(families, "m"))
     for replica in "ab":
         labels = ("model_name", "m"), ("engine", replica)
@@ -72,5 +74,5 @@ def test_other_names_are_left_out(names, wanted):
 
 
 def test_the_front_s_metrics_are_renamed():
-    names = {each.name for each in as_vllm(api_server_families(Monitor("m"), {}), "m")}
+    names = {each.name for each in as_vllm(generation_families(Monitor("m")), "m")}
     assert {"vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds"} <= names

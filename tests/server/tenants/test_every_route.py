@@ -13,6 +13,7 @@ from quire.errors import OverloadedError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.server.app import create_app
 from quire.server.http.guard import AccessConfig
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import Tenant, TenantBook
@@ -34,7 +35,9 @@ def post(tokenizer, template):
 
     def ask(path, book, **fields):
         service = Service(engine, tokenizer, template, "embedded", tenants=book)
-        app = create_app(service, AccessConfig(keys=ApiKeys(["alice:alice-key-1"])))
+        app = create_app(
+            ServedModels.of(service), AccessConfig(keys=ApiKeys(["alice:alice-key-1"]))
+        )
         body = EXAMPLES["POST", path] | fields
         answer = asyncio.run(send(app, "POST", path, body, ALICE))
         assert not engine.requests, "the engine has heard nothing of it"
@@ -93,7 +96,7 @@ def test_calls_refused_by_the_engine_are_not_charged(tokenizer, template):
 
     engine.generate = full
     service = Service(engine, tokenizer, template, "embedded", tenants=book)
-    app = create_app(service, AccessConfig(keys=ApiKeys(["alice:alice-key-1"])))
+    app = create_app(ServedModels.of(service), AccessConfig(keys=ApiKeys(["alice:alice-key-1"])))
     body = {"model": "embedded", "prompt": [5] * 90}
     for _ in range(3):
         answer = asyncio.run(send(app, "POST", "/v1/completions", body, ALICE))

@@ -57,6 +57,24 @@ def test_a_setting_behind_one_key_is_its_tenants():
         assert keys.tenant_of([key.encode()]).speculation_history is False
 
 
+def test_a_tenant_may_be_limited_to_models_beside_another_setting():
+    keys = ApiKeys(
+        [
+            f"alice:{ALICE} models=chat,embed speculation_history=false",
+            "alice:alice-key-2",
+            f"bob:{BOB}",
+        ]
+    )
+    for key in (ALICE, "alice-key-2"):
+        tenant = keys.tenant_of([key.encode()])
+        assert tenant.models == {"chat", "embed"}
+        assert (tenant.may_use(["gpt", "chat"]), tenant.may_use(["code"])) == (True, False)
+        assert tenant.speculation_history is False
+    assert keys.tenant_of([BOB.encode()]).may_use(["code"])
+    with pytest.raises(ConfigurationError, match="'alice' has two settings models=, which differ"):
+        ApiKeys([f"alice:{ALICE} models=chat", "alice:alice-key-2 models=embed"])
+
+
 def test_a_key_may_have_colons_after_its_name():
     assert name_of(ApiKeys(["alice:a:b:c:d:e:f"]), "a:b:c:d:e:f") == "alice"
 
@@ -75,6 +93,8 @@ def test_a_key_may_have_colons_after_its_name():
         ("alice:secret key 1", "names and keys have no spaces"),
         ("alice:secret-key-1 speculation_history=0", "not the setting speculation_history=false"),
         ("speculation_history=false", "is a setting, not a key"),
+        ("models=chat", "is a setting, not a key"),
+        ("alice:secret-key-1 models=", "not the setting speculation_history=false or models=NAME"),
         ("alice:secret-kéy-1", "can't be in a header"),
         ("alice:secret-key\x7f", "can't be in a header"),
     ],

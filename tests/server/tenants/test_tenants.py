@@ -209,22 +209,37 @@ def body(priority=0, cache_salt=None, deadline_s=None):
     return SimpleNamespace(priority=priority, cache_salt=cache_salt, deadline_s=deadline_s)
 
 
+def service(default_deadline_s=None, *, reads_priority=False):
+    limits = SimpleNamespace(reads_priority=reads_priority)
+    return SimpleNamespace(
+        default_deadline_s=default_deadline_s, engine=SimpleNamespace(limits=limits)
+    )
+
+
 def domain(http, salt=None):
-    return options_of(http, body(cache_salt=salt), None).cache_domain
+    return options_of(http, body(cache_salt=salt), service()).cache_domain
 
 
 def test_the_tenant_is_whom_the_guard_found():
     assert tenant_of(request("alice")) == Tenant("alice")
     assert tenant_of(request()) == NO_TENANT
-    options = options_of(request("alice", key="alice-key-1"), body(priority=2), None)
+    options = options_of(request("alice", key="alice-key-1"), body(priority=2), service())
     assert (options.tenant, options.priority) == ("alice", 2)
+
+
+@pytest.mark.parametrize(("reads_priority", "expected"), [(True, 12), (False, 2)])
+def test_calls_of_batches_have_a_lower_priority_where_the_policy_reads_it(reads_priority, expected):
+    http = request("alice")
+    http.state.added_priority = 10
+    options = options_of(http, body(priority=2), service(reads_priority=reads_priority))
+    assert options.priority == expected
 
 
 @pytest.mark.parametrize(("of_tenant", "of_body"), [(True, True), (True, False), (False, True)])
 def test_a_tenant_and_its_calls_may_keep_answers_out_of_the_history(of_tenant, of_body):
     http = request("alice")
     http.state.tenant = Tenant("alice", speculation_history=of_tenant)
-    options = options_of(http, body(), None, speculation_history=of_body)
+    options = options_of(http, body(), service(), speculation_history=of_body)
     assert options.speculation_history == (of_tenant and of_body)
 
 
@@ -251,7 +266,7 @@ def test_without_keys_what_is_sent_as_one_still_parts_the_cache_but_is_no_tenant
         request("", authorization="Basic a"),
         request(""),
     ]
-    assert {options_of(http, body(), None).tenant for http in senders} == {""}
+    assert {options_of(http, body(), service()).tenant for http in senders} == {""}
     domains = [domain(http, salt) for http in senders for salt in (None, "salt")]
     assert len(set(domains)) == len(domains)
     assert domain(request("", key="a"), "salt") == domains[1]
@@ -284,7 +299,7 @@ def test_a_salt_may_be_any_text_of_a_bounded_length():
     assert domain(request("", key="a"), "\ue000 é") != domain(request("", key="a"), "\ue000 è")
     for http in (request("alice"), request("", key="a")):
         with pytest.raises(InvalidRequestError, match="at most 256 characters") as caught:
-            options_of(http, body(cache_salt="x" * 257), None)
+            options_of(http, body(cache_salt="x" * 257), service())
         assert caught.value.param == "cache_salt"
 
 
@@ -293,7 +308,7 @@ def test_a_salt_may_be_any_text_of_a_bounded_length():
     [(None, None, None), (None, 30.0, 30.0), (5.0, None, 5.0), (60.0, 30.0, 60.0)],
 )
 def test_a_call_has_its_own_deadline_or_the_servers(asked, default, expected):
-    options = options_of(request(), body(deadline_s=asked), default)
+    options = options_of(request(), body(deadline_s=asked), service(default))
     assert options.deadline_s == expected
 
 

@@ -11,6 +11,7 @@ from quire import errors
 from quire.server.adapter_names import UnknownAdapterError
 from quire.server.batch.file_store import StorageError
 from quire.server.generation.body import StreamOptions
+from quire.server.hosted_model import ModelLoadError, ModelNotLoadedError, NoRoomError
 from quire.server.http import guard
 from quire.server.http.errors import _CODES
 from quire.server.routes.admin.health import NotReadyError
@@ -122,6 +123,7 @@ def test_the_codes_of_errors_are_those_that_clients_can_meet():
         and not issubclass(kind, errors.ConfigurationError)
     ]
     more = (NotReadyError, NotSupportedError, UnknownModelError, UnknownResponseError)
+    more += (ModelLoadError, ModelNotLoadedError, NoRoomError)
     more += (UnknownAdapterError, UnknownBatchError, UnknownFileError, StorageError)
     codes = {kind.code for kind in (*kinds, *more)} | set(_CODES.values())
     codes |= set(guard.CODES.values())

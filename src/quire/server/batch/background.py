@@ -22,16 +22,15 @@ from starlette.applications import Starlette
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.engine_client.fleet import EngineFleet
-from quire.engine_client.recovery import EngineState
-from quire.errors import ConfigurationError, QuireError
+from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
 from quire.server.batch.answering import RETRIED, answer_call, answer_line, unanswered_line
 from quire.server.batch.batch_book import Batch, BatchBook, Status
+from quire.server.batch.engine_load import EngineLoad
 from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
 from quire.server.generation.answer_store import Owner
 from quire.server.http.guard import AccessConfig, BodyLimit
-from quire.server.service import Service
+from quire.server.served_models import ServedModels
 from quire.server.telemetry.monitor import BugReporter, Monitor, RequestIdMiddleware
 from quire.server.tenants.tenants import Tenant
 
@@ -85,15 +84,16 @@ class InnerApp:
 
 @contextlib.asynccontextmanager
 async def answering_batches(
-    app: Starlette, service: Service, access: AccessConfig
+    app: Starlette, models: ServedModels, access: AccessConfig
 ) -> AsyncIterator[None]:
-    """Answer the service's batches, if it takes any, until the end of `async with`."""
-    if service.batches is None:
+    """Answer the server's batches, if it takes any, until the end of `async with`."""
+    book = models.shared.batches
+    if book is None:
         yield
         return
-    inner = InnerApp(app, service.monitor, access.max_body_bytes)
+    inner = InnerApp(app, models.shared.monitor, access.max_body_bytes)
     find_tenant = Tenant if access.keys is None else access.keys.tenant_named
-    runner = BatchRunner(inner, service.engine, service.batches, find_tenant)
+    runner = BatchRunner(inner, EngineLoad(models), book, find_tenant)
     running = asyncio.create_task(runner.run())
     running.add_done_callback(_report_bug)
     try:
@@ -101,7 +101,7 @@ async def answering_batches(
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        service.batches.close()
+        book.close()
 
 
 def _report_bug(running: "asyncio.Task[None]") -> None:
@@ -162,7 +162,7 @@ class BatchRunner:
     def __init__(
         self,
         app: ASGIApp,
-        engine: EngineFleet,
+        load: EngineLoad,
         book: BatchBook,
         find_tenant: Callable[[str], Tenant | None] = Tenant,
         clock: Callable[[], float] = time.time,
@@ -173,7 +173,7 @@ class BatchRunner:
         self._app = app
         self._find_tenant = find_tenant
         self._clock = clock
-        self._engine = engine
+        self._load = load
         self._book = book
         self._jobs: deque[_Job] = deque()
         #: Batches that wait for their begin.
@@ -330,15 +330,12 @@ class BatchRunner:
     def _num_free(self) -> int:
         """Rows that neither live calls nor batches use. One row stays free for the next live call,
         unless the engine has a single row. Negative if live calls need rows of batches."""
-        rows = int(self._engine.facts.get("max_num_seqs") or 1)
         # Calls of batches that have just begun are not open in the engine yet.
-        return max(1, rows - 1) - max(self._engine.num_open, self._num_own)
+        return max(1, self._load.num_rows - 1) - max(self._load.num_open, self._num_own)
 
     def _fill_rows(self) -> None:
         """Begin calls while there are free rows, one of each batch in turn."""
-        sleeping = self._engine.sleeping
-        is_woken = sleeping.is_on and sleeping.on_wanted is not None
-        if self._engine.state is not EngineState.READY and not is_woken:
+        if not self._load.takes_calls:
             return
         free, waiting = self._num_free, 0
         while free > 0 and waiting < len(self._jobs):
@@ -390,9 +387,11 @@ class BatchRunner:
     async def _make(self, job: _Job, call: BatchCall) -> None:
         owner = self._book.owner_of(job.batch)
         tenant = self._find_tenant(owner.tenant) or Tenant(owner.tenant)
-        state: dict[str, Any] = {"tenant": tenant, "is_operator": False}
-        if self._engine.limits.reads_priority:
-            state["added_priority"] = ADDED_PRIORITY
+        state: dict[str, Any] = {
+            "tenant": tenant,
+            "is_operator": False,
+            "added_priority": ADDED_PRIORITY,
+        }
         # On a server without keys, callers stay apart by this header as by their own keys.
         headers = {"x-api-key": f"batch {owner.caller}"} if owner.caller else {}
         answer = await answer_call(self._app, call, state, headers)
@@ -410,7 +409,7 @@ class BatchRunner:
     async def _withdraw(self) -> None:
         """Withdraw the youngest calls of batches if live calls need their rows or memory."""
         num_own = self._num_own
-        is_crowded = num_own > 0 and self._num_free < 0 and self._engine.num_open > num_own
+        is_crowded = num_own > 0 and self._num_free < 0 and self._load.num_open > num_own
         if not is_crowded and not (num_own and await self._do_live_calls_wait(num_own)):
             return
         needed = max(1, -self._num_free)
@@ -424,14 +423,10 @@ class BatchRunner:
     async def _do_live_calls_wait(self, num_own: int) -> bool:
         """Whether calls wait in the engine although it has rows for them. Asks at intervals."""
         now_s = time.monotonic()
-        if self._engine.num_open <= num_own or now_s - self._asked_s < STATS_PERIOD_S:
+        if self._load.num_open <= num_own or now_s - self._asked_s < STATS_PERIOD_S:
             return False
         self._asked_s = now_s
-        try:
-            stats = await self._engine.stats(STATS_PERIOD_S)
-        except QuireError:
-            return False  # a long step, or a restart; ask again later
-        return bool(stats["num_waiting"])
+        return await self._load.do_calls_wait(STATS_PERIOD_S)
 
 
 async def _end_open(job: _Job) -> None:

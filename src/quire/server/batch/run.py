@@ -26,7 +26,15 @@ from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
 from quire.server.batch.inner_call import InnerAnswer
 from quire.server.config import ServerConfig
 from quire.server.endpoint_registry import ENDPOINTS
-from quire.server.launch import ServerPlan, make_plan, make_service, start_engine
+from quire.server.launch import ServerPlan, plan_server
+from quire.server.model_launch import (
+    ModelPlan,
+    finish_grammars,
+    make_plan,
+    make_service,
+    start_engine,
+)
+from quire.server.served_models import ServedModels
 from quire.server.telemetry.monitor import Monitor
 
 OPEN_CALLS_PER_ROW = 2
@@ -71,20 +79,26 @@ def run_batch(engine_options: Mapping[str, object], server: ServerConfig, job: B
         if output.answered:
             print(f"{len(output.answered)} calls have an answer in {output.path}; {num_left} left")
         if num_left:
-            plan = make_plan(engine_options, server)
-            with closing(plan.files.grammars):
-                tally = asyncio.run(_run(plan, calls, output, job.max_open_calls))
+            model, plan = make_plan(engine_options, server), plan_server(server)
+            with closing(model.files.grammars):
+                tally = asyncio.run(_run(model, plan, calls, output, job.max_open_calls))
             print(tally.summary(output.path))
     return 0
 
 
 async def _run(
-    plan: ServerPlan, calls: BatchInput, output: BatchOutput, max_open_calls: int | None
+    model: ModelPlan,
+    plan: ServerPlan,
+    calls: BatchInput,
+    output: BatchOutput,
+    max_open_calls: int | None,
 ) -> "Tally":
-    engine = await start_engine(plan)
-    monitor = Monitor(model_name=plan.model_names[0])
+    engine = await start_engine(model)
+    monitor = Monitor(model_name=model.model_names[0])
     try:
-        app = create_app(make_service(plan, engine, monitor), plan.access)
+        finish_grammars(model.files, engine.limits)
+        service = make_service(model, engine, plan.shared_state(monitor))
+        app = create_app(ServedModels.of(service), plan.access)
         num_open = max_open_calls or OPEN_CALLS_PER_ROW * int(engine.facts["max_num_seqs"])
         return await _Batch(app, engine, calls, output).run(num_open)
     finally:

@@ -310,12 +310,7 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
         prompts = await kind.prompts(service, body)
         service.report_or_refuse_fields(http, prompts.left_out)
         adapter = await service.adapters.ref_of(named)
-        options = options_of(
-            http,
-            body,
-            service.default_deadline_s,
-            speculation_history=body.speculation_history,
-        )
+        options = options_of(http, body, service, speculation_history=body.speculation_history)
         preparing = prepare(service, caller, prompts, params, options, adapter)
         if prompts.form is None and params.sampling.structured_outputs is None:
             generation = await preparing

@@ -116,17 +116,15 @@ def tenant_of(http: HTTPRequest) -> Tenant:
 
 
 def options_of(
-    http: HTTPRequest,
-    body: Placed,
-    default_deadline_s: float | None,
-    *,
-    speculation_history: bool = True,
+    http: HTTPRequest, body: Placed, service: Service, *, speculation_history: bool = True
 ) -> RequestOptions:
     """The options of a call's requests. Raises InvalidRequestError. A body without a deadline gets
-    `default_deadline_s`; None means no deadline. `speculation_history` is the body's."""
+    the server's. `speculation_history` is the body's."""
     deadline_s, tenant = body.deadline_s, tenant_of(http)
-    # A batch's calls go after live calls, see `batch.background`.
-    added = http.scope.get("state", {}).get("added_priority", 0)
+    default_deadline_s, added = service.default_deadline_s, 0
+    if service.engine.limits.reads_priority:
+        # A batch's calls go after live calls, see `batch.background`.
+        added = http.scope.get("state", {}).get("added_priority", 0)
     if added and body.priority < -added:
         raise InvalidRequestError(
             f"priority is {body.priority}, but in a batch, whose calls go after live ones, must be"

@@ -116,7 +116,7 @@ class PoolingCall:
         self.inputs = PoolingInputs(self.service.tokenizer, self.service.engine.limits)
         self._is_truncated = body.truncation.most is not None
         self._http = http
-        self._options = options_of(http, body, self.service.default_deadline_s)
+        self._options = options_of(http, body, self.service)
         self._created_s = int(time.time())
         self._caller = Caller.of(http, new_call_id(id_prefix), operation)
 

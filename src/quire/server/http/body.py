@@ -112,6 +112,18 @@ class Body(BaseModel):
         return kept, unknown
 
     @classmethod
+    def needs_model(cls, fields: Mapping[str, Any]) -> bool:
+        """Whether a call with this body needs its model in memory. `fields` are parsed JSON."""
+        return "model" in cls.model_fields
+
+    @classmethod
+    def model_named(cls, fields: Mapping[str, Any]) -> Any:
+        """The value of the field `model`, of any type; None if it is left out."""
+        extra = fields.get("extra_body")
+        inner = extra if cls.takes_extra_body and isinstance(extra, dict) else {}
+        return fields.get("model", inner.get("model"))
+
+    @classmethod
     def note_of(cls, field: str) -> str | None:
         """The note of a field, if it has one."""
         for kind in cls.__mro__:

@@ -19,6 +19,7 @@ from starlette.routing import Route, get_name
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import InvalidRequestError
+from quire.server.hosted_model import HostedModel
 from quire.server.http.body import Body
 from quire.server.http.errors import (
     CLIENT_GONE_STATUS,
@@ -30,10 +31,11 @@ from quire.server.http.errors import (
 )
 from quire.server.http.guard import brings_key, is_below
 from quire.server.http.json_body import LONG_BODY_BYTES, MAX_VALUES, parse
-from quire.server.http.streaming import json_response
+from quire.server.http.streaming import ClientGoneError, json_response
 from quire.server.limits import CallLimits
 from quire.server.routes.unsupported import METHODS, refuse
-from quire.server.service import report_ignored_fields, service_of
+from quire.server.served_models import ServedModels, caller_of, models_of
+from quire.server.service import report_ignored_fields
 
 MAX_FIELDS = 1000
 """Maximum number of fields of a body, and of its extra_body. Unknown fields are all reported."""
@@ -60,26 +62,44 @@ async def read_json(http: HTTPRequest, content: bytes, body_class: type[Body] | 
 
     Raises InvalidRequestError, PromptTooLongError, OverloadedError.
     """
-    service = service_of(http)
+    models = models_of(http)
+    shared = models.shared
     max_values = MAX_VALUES if body_class is None else body_class.max_values
     is_long = len(content) > LONG_BODY_BYTES
     # Parse the body, waiting for a turn if it is long.
     try:
-        async with service.parsing.turn(len(content)):
-            value = await service.work.run(parse(content, max_values), is_long=is_long)
+        async with shared.parsing.turn(len(content)):
+            value = await shared.work.run(parse(content, max_values), is_long=is_long)
     except (ValueError, RecursionError) as error:
         raise unreadable_body(error) from error
+    # Wait until the model that it names is in memory.
+    model = await enter_model(http, models, value, body_class)
     # Check its sizes, and remove unknown fields that are to be ignored.
     if body_class is not None:
-        check_parsed(value, body_class, service.limits, service.engine.limits.max_model_len)
-        rule = service.unknown_fields or body_class.unknown_fields
+        check_parsed(value, body_class, shared.limits, model.max_model_len)
+        rule = shared.unknown_fields or body_class.unknown_fields
         if rule == "ignore" and isinstance(value, dict):
             value, unknown = body_class.without_unknown(value)
             report_ignored_fields(http, unknown)
-        if service.unknown_fields != "refuse" and isinstance(value, dict):
+        if shared.unknown_fields != "refuse" and isinstance(value, dict):
             value, unknown = body_class.without_unknown_inside(value)
             report_ignored_fields(http, unknown)
     return value
+
+
+async def enter_model(
+    http: HTTPRequest, models: ServedModels, value: Any, kind: type[Body] | None
+) -> HostedModel:
+    """The model that a body's JSON names, loaded if calls with such bodies need it. Raises
+    UnknownModelError and the errors of `ServedModels.enter`."""
+    fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
+    tenant = caller_of(http)
+    if not ("model" in fields if kind is None else kind.needs_model(fields)):
+        return models.default
+    name = fields["model"] if kind is None else kind.model_named(fields)
+    model = models.find(name, tenant)
+    await models.enter(http, model)
+    return model
 
 
 def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len: int) -> None:
@@ -153,12 +173,16 @@ class JSONRoute(Route):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # calls are counted by their route
-        await super().handle(scope, receive, send)
+        try:
+            await super().handle(scope, receive, send)
+        finally:
+            if (models := getattr(scope["app"].state, "models", None)) is not None:
+                models.leave(scope)
 
     async def _answer(self, http: HTTPRequest) -> Response:
         try:
             arguments = await self._arguments(http)
-        except ClientDisconnect:  # the client left while it sent its body
+        except (ClientDisconnect, ClientGoneError):  # while it sent its body, or a model was loaded
             return Response(status_code=CLIENT_GONE_STATUS)
         result = await self.handler(**arguments)
         response = result if isinstance(result, Response) else json_response(result)

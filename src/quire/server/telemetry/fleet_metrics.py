@@ -1,4 +1,4 @@
-"""The Prometheus metric families of a fleet, by replica.
+"""The Prometheus metric families of a fleet by replica, and of several models by name.
 
 Their names and units follow the rules of `metric_families`.
 """
@@ -8,6 +8,8 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+
+from quire.server.hosted_model import HostedModel
 
 _REPLICA_GAUGES = (
     ("num_open", "quire_replica_open_generations", "Generations that a replica computes."),
@@ -59,15 +61,56 @@ def fleet_families(
     )
 
 
-def by_replica(found: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-    """Merge the families of several engines, adding the label `replica` to their samples. If there
-    is only one engine, its name is empty and its samples get no label."""
+_MODEL_COUNTERS = (
+    ("num_loads", "quire_model_loads_total", "Loads of a model."),
+    ("num_unloads", "quire_model_unloads_total", "Unloads of a model."),
+    ("num_failures", "quire_model_failures_total", "Failures to load a model, or to run it."),
+)
+
+_MODEL_GAUGES = (
+    ("reserved_bytes", "quire_model_memory_bytes", "Memory that is reserved for a model."),
+    ("num_calls", "quire_model_calls_open", "Calls that use a model."),
+)
+
+
+def model_families(models: Iterable[HostedModel], budget_bytes: int) -> Iterator[Metric]:
+    """The API server's metrics about its several models."""
+    models = list(models)
+    for key, name, text in _MODEL_COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=("model_name",))
+        for model in models:
+            counter.add_metric((model.name,), getattr(model, key))
+        yield counter
+    for key, name, text in _MODEL_GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=("model_name",))
+        for model in models:
+            gauge.add_metric((model.name,), getattr(model, key))
+        yield gauge
+    waiting = GaugeMetricFamily(
+        "quire_model_calls_waiting", "Calls that wait for a model.", labels=("model_name",)
+    )
+    states = GaugeMetricFamily(
+        "quire_model_state", "1 for the state that a model is in.", labels=("model_name", "state")
+    )
+    for model in models:
+        waiting.add_metric((model.name,), len(model.waiting))
+        states.add_metric((model.name, model.state), 1.0)
+    yield waiting
+    yield states
+    yield GaugeMetricFamily(
+        "quire_models_memory_bytes", "Memory that all models together may have.", budget_bytes
+    )
+
+
+def by_label(label: str, found: Mapping[str, Iterable[Metric]]) -> list[Metric]:
+    """Merge the families of several engines or models. Each sample gets its key in `found` as
+    `label`, unless the key is empty, as the name of an only engine, or the label is set."""
     merged: dict[str, Metric] = {}
-    for replica, families in found.items():
+    for name, families in found.items():
         for family in families:
-            if replica:
+            if name:
                 family.samples = [
-                    sample._replace(labels={**sample.labels, "replica": replica})
+                    sample._replace(labels={**sample.labels, label: sample.labels.get(label, name)})
                     for sample in family.samples
                 ]
             if family.name in merged:

@@ -310,17 +310,18 @@ def api_server_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> 
         ("status", "code"),
         (((str(status), code), count) for (status, code), count in monitor.http_errors.items()),
     )
-    yield GaugeMetricFamily(
-        # Generations, and their tokens and times.
-        "quire_generations_open",
-        "Generations under way.",
-        monitor.num_open_generations,
-    )
     yield _gauge(
         "quire_tenant_generations_open",
         "Generations under way, by tenant.",
         ("tenant",),
         (((name,), count) for name, count in _bounded(open_by_tenant).items()),
+    )
+
+
+def generation_families(monitor: Monitor) -> Iterator[Metric]:
+    """The generations of a model, with their tokens and times."""
+    yield GaugeMetricFamily(
+        "quire_generations_open", "Generations under way.", monitor.num_open_generations
     )
     yield _counter(
         "quire_generations_finished_total",

@@ -2,8 +2,9 @@
 
 A key is written as "name:key", or as "key", which gets a name from its hash. Keys with the same
 name belong to one tenant, so a tenant's key can be replaced without interruption. Behind a key and
-a space may stand the setting "speculation_history=false". Keys come from the command line and from
-a file, which is read again when it has changed. Made by `launch`, called by `http.guard`.
+a space may stand settings: "speculation_history=false", and "models=NAME,NAME". Keys come from the
+command line and from a file, which is read again when it has changed. Made by `launch`, called by
+`http.guard`.
 """
 
 import hashlib
@@ -29,6 +30,9 @@ MAX_FILE_BYTES = 1 << 20
 
 WITHOUT_HISTORY = "speculation_history=false"
 """The setting of a tenant whose answers are not kept for drafts."""
+
+MODELS = "models="
+"""The beginning of the setting that names the models which a tenant may use, with commas."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -149,11 +153,18 @@ class ApiKeys:
         """
         found = dict(others or {})
         without_history = {each.name for each in found.values() if not each.speculation_history}
+        models = {each.name: each.models for each in found.values() if each.models is not None}
         for where, entry in entries:
-            name, key, setting = _parse(where, entry)
+            name, key, settings = _parse(where, entry)
             tenant = Tenant(name or _name_of(key))
-            if setting:
+            if WITHOUT_HISTORY in settings:
                 without_history.add(tenant.name)
+            for given in filter(None, map(_models_in, settings)):
+                if models.setdefault(tenant.name, given) != given:
+                    raise ConfigurationError(
+                        f"{where}: the tenant {tenant.name!r} has two settings {MODELS}, which"
+                        " differ; give one of them"
+                    )
             known = found.setdefault(self._digest(key.encode()), tenant)
             if known != tenant:
                 raise ConfigurationError(
@@ -163,7 +174,11 @@ class ApiKeys:
         if len(found) > MAX_KEYS:
             raise ConfigurationError(f"there are {len(found)} API keys, above {MAX_KEYS}")
         return {
-            digest: Tenant(tenant.name, speculation_history=tenant.name not in without_history)
+            digest: Tenant(
+                tenant.name,
+                speculation_history=tenant.name not in without_history,
+                models=models.get(tenant.name),
+            )
             for digest, tenant in found.items()
         }
 
@@ -179,22 +194,28 @@ def load_keys(entries: Sequence[str], file: str | None) -> ApiKeys | None:
     return ApiKeys(entries, None if file is None else Path(file))
 
 
-def _parse(where: str, entry: str) -> tuple[str, str, str]:
-    """Split an entry into name, key and setting. A missing name or setting is "".
+def _models_in(setting: str) -> frozenset[str]:
+    """The names of models in a setting; empty for another setting."""
+    names = setting.removeprefix(MODELS).split(",") if setting.startswith(MODELS) else ()
+    return frozenset(filter(None, names))
+
+
+def _parse(where: str, entry: str) -> tuple[str, str, list[str]]:
+    """Split an entry into name, key and settings. A missing name is "".
 
     Raises ConfigurationError, which does not contain the key.
     """
-    entry, space, setting = entry.partition(" ")
-    setting = setting.strip()
-    if space and setting != WITHOUT_HISTORY:
+    entry, space, rest = entry.partition(" ")
+    settings = rest.split()
+    if (space and not settings) or not all(map(_is_setting, settings)):
         raise ConfigurationError(
             f"{where}: names and keys have no spaces, and what stands behind the first space is "
-            f"not the setting {WITHOUT_HISTORY}"
+            f"not the setting {WITHOUT_HISTORY} or {MODELS}NAME,NAME"
         )
-    if entry == WITHOUT_HISTORY:
+    if _is_setting(entry):
         raise ConfigurationError(
-            f"{where}: {WITHOUT_HISTORY} is a setting, not a key; write it in the same line as a "
-            "key, behind a space, in the file of API keys or in --api-key"
+            f"{where}: {entry.partition('=')[0]} is a setting, not a key; write it in the same line"
+            " as a key, behind a space, in the file of API keys or in --api-key"
         )
     first, colon, rest = entry.partition(":")
     name, key = (first, rest) if colon else ("", first)
@@ -213,7 +234,11 @@ def _parse(where: str, entry: str) -> tuple[str, str, str]:
             f"{where}: the key has a character that can't be in a header; use printable ASCII "
             "without spaces"
         )
-    return name, key, setting
+    return name, key, settings
+
+
+def _is_setting(text: str) -> bool:
+    return text == WITHOUT_HISTORY or bool(_models_in(text))
 
 
 def _name_of(key: str) -> str:

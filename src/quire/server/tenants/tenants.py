@@ -6,7 +6,7 @@ call.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.errors import (
@@ -30,6 +30,12 @@ class Tenant:
     #: False if no draft of the tenant's requests may come from its earlier answers, and no answer
     #: may be kept for drafts, whatever a request asks for. Tenants are compared by name alone.
     speculation_history: bool = field(default=True, compare=False)
+    #: Names of the models that the tenant may use; None means all.
+    models: frozenset[str] | None = field(default=None, compare=False)
+
+    def may_use(self, names: Iterable[str]) -> bool:
+        """Whether the tenant may use a model with these names."""
+        return self.models is None or not self.models.isdisjoint(names)
 
 
 NO_TENANT = Tenant("")

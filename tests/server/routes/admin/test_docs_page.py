@@ -15,12 +15,13 @@ from quire.server.routes.admin.docs_page import PATH, api_page
 from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 from quire.server.routes.openapi import api_document
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 
 
 @pytest.fixture(scope="module")
 def app():
-    return create_app(Service(None, None, None, "mine"))
+    return create_app(ServedModels.of(Service(None, None, None, "mine")))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from quire.engine_client.recovery import EngineState
 from quire.errors import EngineDeadError
 from quire.server.http.errors import error_handlers
 from quire.server.routes.admin import health
+from quire.server.served_models import ServedModels
 
 STATS = {"num_running": 3, "num_held_blocks": 7, "times": {"queue_s": {}}}
 
@@ -42,7 +43,13 @@ def get(path, engine, *, draining=False, is_operator=True):
 
     async def ask():
         app = Starlette(routes=health.router.routes, exception_handlers=error_handlers())
-        app.state.service = SimpleNamespace(engine=engine, drain=SimpleNamespace(is_on=draining))
+        service = SimpleNamespace(
+            engine=engine,
+            drain=SimpleNamespace(is_on=draining),
+            model_names=("m",),
+            created_s=0,
+        )
+        app.state.models = ServedModels.of(service)
 
         async def guarded(scope, receive, send):
             scope.setdefault("state", {})["is_operator"] = is_operator

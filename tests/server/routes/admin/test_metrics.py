@@ -26,7 +26,8 @@ from quire.core.sequence import COUNTED_REASONS
 from quire.engine.step_work import MachineRates, StepWork
 from quire.engine.utilization import Utilization
 from quire.engine_client.recovery import EngineState
-from quire.server.telemetry.fleet_metrics import fleet_families
+from quire.server.hosted_model import HostedModel
+from quire.server.telemetry.fleet_metrics import fleet_families, model_families
 from quire.server.telemetry.metric_families import engine_families
 from quire.server.telemetry.monitor import FINISH_REASONS
 
@@ -243,7 +244,8 @@ def exposed(http):
     )
     counted = ("num_open", "num_prompts", "num_uncached_tokens", "wait_s", "num_requested_restarts")
     overview = {"0": dict.fromkeys(counted, 1)}
-    return names(text) | names_of(more) | names_of(fleet_families(overview, 1, 1))
+    several = names_of(model_families([HostedModel(("m",))], 1))
+    return names(text) | names_of(more) | names_of(fleet_families(overview, 1, 1)) | several
 
 
 def test_every_metric_is_written_about_and_nothing_else(exposed):

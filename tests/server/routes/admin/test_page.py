@@ -8,6 +8,7 @@ from tests.server.asgi import call
 from quire.server.app import create_app
 from quire.server.http.guard import AccessConfig
 from quire.server.routes.admin.page import FOLDER, HEADERS, NAMES
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 
@@ -18,7 +19,12 @@ MODULES = [name for name in NAMES if name.endswith(".js")]
 
 def get(path, *headers, has_page=True, keys=None, method="GET"):
     service = Service(None, None, None, "mine", has_page=has_page)
-    return call(create_app(service, AccessConfig(keys=keys)), path, method=method, headers=headers)
+    return call(
+        create_app(ServedModels.of(service), AccessConfig(keys=keys)),
+        path,
+        method=method,
+        headers=headers,
+    )
 
 
 def test_a_browser_gets_the_page_and_other_clients_a_line_of_text():

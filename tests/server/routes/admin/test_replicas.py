@@ -18,6 +18,7 @@ from quire.server.routes.admin.replicas import (
     restart_replicas,
     scale_replicas,
 )
+from quire.server.served_models import ServedModels
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_why_a_fleet_can_not_be_so_is_said(monkeypatch, raised, answered, says) 
     engines = SimpleNamespace(scale=fail, restart=fail)
     view = SimpleNamespace(state=EngineState.READY)
     fleet = SimpleNamespace(engines_by_name={"0": view}, engines=engines, scaling=None)
-    monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
+    monkeypatch.setattr(routes, "_fleet", lambda *_, **__: fleet)
     for call in (
         scale_replicas(ScaleReplicasRequest(num_replicas=2), None),
         restart_replicas(RestartReplicasRequest(), None),
@@ -54,7 +55,7 @@ def test_a_restart_of_all_passes_over_what_can_not_be_restarted(monkeypatch) -> 
 
     engines = SimpleNamespace(restart=restart)
     fleet = SimpleNamespace(engines_by_name=engines_by_name, engines=engines, scaling=None)
-    monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
+    monkeypatch.setattr(routes, "_fleet", lambda *_, **__: fleet)
     answer = asyncio.run(restart_replicas(RestartReplicasRequest(), None))
     skipped = {"b": "it has failed for good", "c": "it was ended meanwhile"}
     assert answer == {"restarted": ["a", "d"], "skipped": skipped} and restarted == ["a", "d"]
@@ -62,7 +63,7 @@ def test_a_restart_of_all_passes_over_what_can_not_be_restarted(monkeypatch) -> 
 
 def test_a_number_that_scaling_by_load_would_undo_is_refused(monkeypatch) -> None:
     fleet = SimpleNamespace(scaling=ScalingConfig(1, 3, wait_s=1.0))
-    monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
+    monkeypatch.setattr(routes, "_fleet", lambda *_, **__: fleet)
     with pytest.raises(InvalidRequestError, match="autoscaling keeps it from 1 to 3"):
         asyncio.run(scale_replicas(ScaleReplicasRequest(num_replicas=4), None))
 
@@ -93,8 +94,12 @@ def test_replicas_may_go_while_metrics_are_gathered(monkeypatch) -> None:
         tenants=SimpleNamespace(num_open=lambda: 0),
         connections=OpenConnections(),
         bodies=BodyBudget(),
+        model_names=("m",),
+        created_s=0,
     )
-    monkeypatch.setattr(metrics, "service_of", lambda http: service)
-    monkeypatch.setattr(metrics, "api_server_families", lambda *arguments: [])
+    models = ServedModels.of(service)
+    monkeypatch.setattr(metrics, "models_of", lambda http: models)
+    for name in ("api_server_families", "generation_families"):
+        monkeypatch.setattr(metrics, name, lambda *arguments: [])
     answer = asyncio.run(metrics.metrics(SimpleNamespace(headers={})))
     assert b'replica="a"' in answer.body and b'replica="b"' in answer.body

@@ -18,6 +18,7 @@ from quire.server import model_store
 from quire.server.app import create_app
 from quire.server.http.guard import AccessConfig
 from quire.server.model_store import ModelStore
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 
@@ -39,7 +40,9 @@ def ask(in_use):
     def call(path, model, headers=OPERATOR, *, store=store, **fields):
         keys = ApiKeys(["operator:operator-key-1", "alice:alice-key-1"])
         service = Service(FakeEngine(), None, None, "mine", model_store=store)
-        transport = httpx.ASGITransport(create_app(service, AccessConfig(keys=keys)))
+        transport = httpx.ASGITransport(
+            create_app(ServedModels.of(service), AccessConfig(keys=keys))
+        )
 
         async def send():
             async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:

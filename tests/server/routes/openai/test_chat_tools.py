@@ -13,6 +13,7 @@ from quire.core.request import FinishReason, SequenceOutput
 from quire.server.app import create_app
 from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.http.guard import AccessConfig
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 from quire.text.chat_template import ChatTemplate
 from quire.text.parsers.dialect_choice import find_dialect
@@ -87,7 +88,7 @@ def say(service, text, reason=FinishReason.STOP, step=1):
 
 def post(service, body, path="/v1/chat/completions"):
     async def send():
-        app = create_app(service, AccessConfig())
+        app = create_app(ServedModels.of(service), AccessConfig())
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             return await client.post(path, json=body)

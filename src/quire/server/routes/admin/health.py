@@ -14,9 +14,11 @@ from starlette.requests import Request as HTTPRequest
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.recovery import EngineState
 from quire.errors import EngineDeadError, QuireError
+from quire.server.hosted_model import Phase
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
-from quire.server.service import Service, service_of
+from quire.server.served_models import ServedModels, models_of
+from quire.server.service import Service
 
 router = Endpoints(
     is_suggested=False,
@@ -56,15 +58,39 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
     The operator also gets `engine`, the engine's counts, or null while the engine does not answer;
     `num_open`, the number of open generations of all clients; `num_restarts`; and `replicas`, their
     states, if the server has replicas. Clients only get the status, since these numbers change with
-    the calls of other clients.
+    the calls of other clients. A server of several models is healthy while it answers; the operator
+    gets these numbers of each model, by name, in `models`.
     """
-    engine = service_of(http).engine
+    models = models_of(http)
+    if models.room is not None:
+        return {"status": "ok", **(await _models(models) if http.state.is_operator else {})}
+    engine = models.default_service.engine
     _check_alive(engine)
     status = "ok" if engine.state is EngineState.READY else engine.state.value
     if not http.state.is_operator:
         return {"status": status}
+    return {"status": status, **await _numbers(engine)}
+
+
+async def _models(models: ServedModels) -> dict[str, Any]:
+    """The states and numbers of several models."""
+    found: dict[str, dict[str, Any]] = {}
+    for model in models.all:
+        found[model.name] = {
+            "state": model.state,
+            "memory_bytes": model.reserved_bytes,
+            "num_calls": model.num_calls,
+            "num_waiting": len(model.waiting),
+            "error": None if model.failure is None else str(model.failure.error),
+        }
+        if model.service is not None and model.phase is Phase.LOADED:
+            found[model.name] |= await _numbers(model.service.engine)
+    return {"models": found}
+
+
+async def _numbers(engine: EngineFleet) -> dict[str, Any]:
+    """The numbers of a model for the operator."""
     found: dict[str, Any] = {
-        "status": status,
         "engine": await _details(engine),
         "num_open": engine.num_open,
         "num_restarts": engine.num_restarts,
@@ -76,9 +102,11 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
 
 @router.route("/live", "GET", "HEAD")
 async def live(http: HTTPRequest) -> dict[str, str]:
-    """Whether the server lives. Raises EngineDeadError, which is 503, once the engine has failed
-    for good."""
-    _check_alive(service_of(http).engine)
+    """Whether the server lives. Raises EngineDeadError, which is 503, once the only model's engine
+    has failed for good."""
+    models = models_of(http)
+    if models.room is None:
+        _check_alive(models.default_service.engine)
     return {"status": "live"}
 
 
@@ -86,11 +114,13 @@ async def live(http: HTTPRequest) -> dict[str, str]:
 async def ready(http: HTTPRequest) -> dict[str, str]:
     """Whether to send requests here. Raises NotReadyError, which is 503; the operator gets the
     reason."""
-    service = service_of(http)
-    reason = why_not_ready(service)
+    models = models_of(http)
+    is_one = models.room is None
+    reason = why_not_ready(models.default_service) if is_one else _why_models_not_ready(models)
     if reason is not None:
         raise NotReadyError(f"not ready: {reason}" if http.state.is_operator else "not ready")
-    return {"status": "asleep" if service.engine.state is EngineState.ASLEEP else "ready"}
+    is_asleep = is_one and models.default_service.engine.state is EngineState.ASLEEP
+    return {"status": "asleep" if is_asleep else "ready"}
 
 
 def _check_alive(engine: EngineFleet) -> None:
@@ -107,6 +137,17 @@ def why_not_ready(service: Service) -> str | None:
     if state is EngineState.ASLEEP and service.engine.sleeping.on_wanted is not None:
         return None
     return _NOT_READY.get(state)
+
+
+def _why_models_not_ready(models: ServedModels) -> str | None:
+    """The same for a server of several models: it is not ready until the pinned models have been
+    loaded once, or have failed."""
+    if models.shared.drain.is_on:
+        return _NOT_READY[EngineState.CLOSING]
+    for model in models.all:
+        if model.is_pinned and not model.num_loads and model.failure is None:
+            return f"the model {model.name} is being loaded"
+    return None
 
 
 async def _details(engine: EngineFleet) -> dict[str, Any] | None:

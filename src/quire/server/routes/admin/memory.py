@@ -17,7 +17,7 @@ from quire.errors import InvalidRequestError
 from quire.server.routes.admin.health import ENGINE_TIMEOUT_S
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
-from quire.server.service import service_of
+from quire.server.served_models import service_named
 
 router = Endpoints(is_suggested=False, operator_paths=("/memory",), responses=ERROR_RESPONSES)
 
@@ -30,17 +30,19 @@ MAX_BLOCK = 2**31 - 1
 
 
 @router.get("/memory")
-async def memory(http: HTTPRequest, replica: str | None = None) -> dict[str, Any]:
+async def memory(
+    http: HTTPRequest, replica: str | None = None, model: str | None = None
+) -> dict[str, Any]:
     """Bytes of the KV cache by their use (see `core.memory.memory_report`).
 
     `tiers` has the counts of loads from and stores to the tiers behind the cache (see
     `BlockMoves.counts`), empty without tiers. `device` has the uses of the device's memory (see
     `engine_client.device_ledger`). `replica` names a replica of a fleet; by default the first ready
-    one answers. Raises EngineDeadError, which is 503, and InvalidRequestError for an unknown
-    replica.
+    one answers. `model` names one of several models. Raises EngineDeadError, which is 503,
+    InvalidRequestError for an unknown replica, UnknownModelError, and ModelNotLoadedError.
     """
-    check_query(http, ("replica",))
-    engine = find_engine(http, replica)
+    check_query(http, ("replica", "model"))
+    engine = find_engine(http, replica, model)
     report = await engine.ask(GetMemory(), ENGINE_TIMEOUT_S)
     parts = ledger_parts(engine.facts)
     return report | {"device": {f"{name}_bytes": count for name, count in parts.items()}}
@@ -52,16 +54,17 @@ async def memory_blocks(
     first_block: str = "0",
     num_blocks: str = str(DEFAULT_NUM_BLOCKS),
     replica: str | None = None,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """The uses of `num_blocks` blocks from `first_block` on (see `block_map`), as one page.
 
     `next_block` is the first block of the next page, null at the end of the pool. Raises
-    InvalidRequestError for a page beyond the pool, EngineDeadError.
+    InvalidRequestError for a page beyond the pool, and the errors of /memory.
     """
-    check_query(http, ("first_block", "num_blocks", "replica"))
+    check_query(http, ("first_block", "num_blocks", "replica", "model"))
     first = _whole_number("first_block", first_block, 0, MAX_BLOCK)
     count = _whole_number("num_blocks", num_blocks, 1, MAX_NUM_BLOCKS)
-    page = await find_engine(http, replica).ask(GetBlocks(first, count), ENGINE_TIMEOUT_S)
+    page = await find_engine(http, replica, model).ask(GetBlocks(first, count), ENGINE_TIMEOUT_S)
     last = page["num_blocks"] - 1
     if first > last:
         raise InvalidRequestError(
@@ -70,12 +73,15 @@ async def memory_blocks(
     return page
 
 
-def find_engine(http: HTTPRequest, replica: str | None) -> EngineFleet | FleetEngine:
+def find_engine(
+    http: HTTPRequest, replica: str | None, model: str | None = None
+) -> EngineFleet | FleetEngine:
     """The engine to ask: a named replica, or the fleet, of which the first ready one answers.
 
-    Raises InvalidRequestError for an unknown replica.
+    `model` names one of several models. Raises InvalidRequestError for an unknown replica,
+    UnknownModelError, ModelNotLoadedError.
     """
-    engine = service_of(http).engine
+    engine = service_named(http, model).engine
     if replica is None:
         return engine
     if not replica or replica not in engine.engines_by_name:

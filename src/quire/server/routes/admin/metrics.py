@@ -23,13 +23,15 @@ from quire.engine_client.recovery import EngineState
 from quire.errors import QuireError
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
-from quire.server.service import service_of
-from quire.server.telemetry.fleet_metrics import by_replica, fleet_families
+from quire.server.served_models import models_of
+from quire.server.service import Service
+from quire.server.telemetry.fleet_metrics import by_label, fleet_families, model_families
 from quire.server.telemetry.metric_families import (
     api_server_families,
     connection_families,
     engine_families,
     engine_state_families,
+    generation_families,
     memory_families,
 )
 from quire.server.telemetry.vllm_metrics import as_vllm, cache_config, chosen
@@ -62,17 +64,43 @@ class _Snapshot(Collector):
 async def metrics(http: HTTPRequest) -> Response:
     """The metrics in the text format, or in OpenMetrics for clients that accept it.
 
-    If there are several engines, the metrics of each have the label `replica`.
+    If there are several engines, the metrics of each have the label `replica`. If there are several
+    models, those of each have the label `model_name`.
     """
-    service = service_of(http)
+    models = models_of(http)
+    shared = models.shared
+    families = [
+        *api_server_families(shared.monitor, shared.tenants.num_open()),
+        *connection_families(shared.connections, shared.bodies.num_bytes),
+    ]
+    if models.room is None:
+        families += generation_families(shared.monitor)
+        families += await _model_families(models.default_service, families)
+    else:
+        families += model_families(models.all, models.room.budget_bytes)
+        services = {service.model_name: service for service in models.services}
+        found = await asyncio.gather(*map(_families_of_one, services.values()))
+        families += by_label("model_name", dict(zip(services, found, strict=True)))
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(chosen(families, shared.metrics_names)))
+    ProcessCollector(namespace="quire_front", registry=registry)
+    encode, content_type = choose_encoder(http.headers.get("accept", ""))
+    return Response(encode(registry), headers={"content-type": content_type})
+
+
+async def _families_of_one(service: Service) -> list[Metric]:
+    """The metrics of one of several models."""
+    families = list(generation_families(service.monitor))
+    return families + await _model_families(service, families)
+
+
+async def _model_families(service: Service, others: Iterable[Metric]) -> list[Metric]:
+    """The metrics of a model's engines, and those of `others` that vLLM has too, under its
+    names."""
     engine = service.engine
     engines = dict(engine.engines_by_name)  # a copy, since replicas may be added or removed
     found = await asyncio.gather(*map(_engine_families, engines.values()))
-    families = [
-        *api_server_families(service.monitor, service.tenants.num_open()),
-        *connection_families(service.connections, service.bodies.num_bytes),
-        *by_replica(dict(zip(engines, found, strict=True))),
-    ]
+    families = by_label("replica", dict(zip(engines, found, strict=True)))
     if ONLY_ENGINE not in engines:
         dispatcher = engine.dispatcher
         families += fleet_families(
@@ -80,12 +108,7 @@ async def metrics(http: HTTPRequest) -> Response:
         )
     name = service.model_name
     facts = {replica: each.facts for replica, each in engines.items()}
-    families += [*as_vllm(families, name), cache_config(facts, name)]
-    registry = CollectorRegistry()
-    registry.register(_Snapshot(chosen(families, service.metrics_names)))
-    ProcessCollector(namespace="quire_front", registry=registry)
-    encode, content_type = choose_encoder(http.headers.get("accept", ""))
-    return Response(encode(registry), headers={"content-type": content_type})
+    return [*families, *as_vllm([*others, *families], name), cache_config(facts, name)]
 
 
 async def _engine_families(engine: FleetEngine) -> list[Metric]:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from quire.errors import QuireError
 from quire.server.routes.endpoint import Endpoints
-from quire.server.service import service_of
+from quire.server.served_models import models_of
 
 FOLDER = Path(__file__).parents[2] / "static"
 
@@ -79,7 +79,7 @@ def page_file(name: str) -> PageFile:
 async def page(http: HTTPRequest) -> Response:
     """The page for browsers, and a line of text for other clients."""
     wants_html = "text/html" in http.headers.get("accept", "")
-    if service_of(http).has_page and wants_html:
+    if models_of(http).shared.has_page and wants_html:
         return _answer(http, INDEX)
     return Response("quire is running", media_type="text/plain", headers={"Vary": "Accept"})
 
@@ -87,7 +87,7 @@ async def page(http: HTTPRequest) -> Response:
 @router.route("/page/{name}", "GET", "HEAD", include_in_schema=False)
 async def page_part(http: HTTPRequest, name: str) -> Response:
     """A file that the page loads. Raises NoFileError."""
-    if name not in NAMES or not service_of(http).has_page:
+    if name not in NAMES or not models_of(http).shared.has_page:
         raise NoFileError(f"the page has no file {name!r:.80}")
     return _answer(http, name)
 

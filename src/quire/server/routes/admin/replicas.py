@@ -17,7 +17,7 @@ from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestErro
 from quire.server.http.body import Body
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
-from quire.server.service import service_of
+from quire.server.served_models import models_of, service_named
 
 RESTART, SCALE = "/replicas/restart", "/replicas/scale"
 MAX_TIMEOUT_S = 3600.0
@@ -47,18 +47,20 @@ class ScaleReplicasRequest(Body):
 
 
 @router.get("/replicas")
-async def replicas(http: HTTPRequest) -> dict[str, Any]:
+async def replicas(http: HTTPRequest, model: str | None = None) -> dict[str, Any]:
     """Each replica's state, process, restarts, and open work according to the router.
 
-    Raises InvalidRequestError if the server has a single engine.
+    `model` names one of several models. Raises InvalidRequestError for a model of a single engine.
     """
-    return {"replicas": _fleet(http).engines.overview()}
+    return {"replicas": _fleet(http, model).engines.overview()}
 
 
 @router.post(RESTART)
-async def restart_replicas(body: RestartReplicasRequest, http: HTTPRequest) -> dict[str, Any]:
+async def restart_replicas(
+    body: RestartReplicasRequest, http: HTTPRequest, model: str | None = None
+) -> dict[str, Any]:
     """Restart the named replica, or else all in sequence; answers when the replicas are ready."""
-    fleet = _fleet(http)
+    fleet = _fleet(http, model)
     if not 0 <= body.timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequestError(
             f"timeout_s is {body.timeout_s}, but must be from 0 to {MAX_TIMEOUT_S:g}", "timeout_s"
@@ -85,9 +87,11 @@ def _why_not_restarted(fleet: EngineFleet, name: str) -> str | None:
 
 
 @router.post(SCALE)
-async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[str, Any]:
+async def scale_replicas(
+    body: ScaleReplicasRequest, http: HTTPRequest, model: str | None = None
+) -> dict[str, Any]:
     """Start or end replicas; answers when the requested number runs."""
-    fleet = _fleet(http)
+    fleet = _fleet(http, model, changes_number=True)
     if not 1 <= body.num_replicas <= MAX_REPLICAS:
         raise InvalidRequestError(
             f"num_replicas is {body.num_replicas}, but must be from 1 to {MAX_REPLICAS}",
@@ -112,8 +116,13 @@ def _explained_to_operator() -> Iterator[None]:
         raise EngineDeadError(f"a replica could not be started: {error}") from error
 
 
-def _fleet(http: HTTPRequest) -> EngineFleet:
-    fleet = service_of(http).engine
+def _fleet(http: HTTPRequest, model: str | None, *, changes_number: bool = False) -> EngineFleet:
+    if changes_number and models_of(http).room is not None:
+        raise InvalidRequestError(
+            "each of several models has a fixed number of replicas; set replicas in the file of"
+            " models"
+        )
+    fleet = service_named(http, model).engine
     if ONLY_ENGINE in fleet.engines_by_name:
         raise InvalidRequestError(
             "this server has one engine and no replicas; start it with --replicas, --agents or"

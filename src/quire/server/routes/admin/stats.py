@@ -19,7 +19,8 @@ from quire.server.routes.admin.health import ENGINE_TIMEOUT_S
 from quire.server.routes.admin.memory import check_query, find_engine
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
-from quire.server.service import Service, service_of
+from quire.server.served_models import service_named
+from quire.server.service import Service
 from quire.server.stats.engine_view import PARTS
 from quire.version import __version__
 
@@ -37,44 +38,49 @@ DEFAULT_INTERVAL_S = "0.5"
 
 
 @router.get("/stats")
-async def stats(http: HTTPRequest, parts: str = DEFAULT_PARTS) -> dict[str, Any]:
+async def stats(
+    http: HTTPRequest, parts: str = DEFAULT_PARTS, model: str | None = None
+) -> dict[str, Any]:
     """The server, its tenants and its engines as they are now (docs/page.md has the fields).
 
-    `parts` names the parts of each engine, separated by commas. Raises InvalidRequestError for an
-    unknown part.
+    `parts` names the parts of each engine, separated by commas, and `model` one of several models.
+    Raises InvalidRequestError for an unknown part, UnknownModelError, ModelNotLoadedError.
     """
-    check_query(http, ("parts",))
-    service = service_of(http)
+    check_query(http, ("parts", "model"))
+    service = service_named(http, model)
     engines = await service.feed.snapshot(service.engine, _parts(parts))
     return _server(service) | {"engines": engines}
 
 
 @router.route("/stats/events", "GET", include_in_schema=False)  # it does not end
 async def stats_events(
-    http: HTTPRequest, parts: str = DEFAULT_PARTS, interval: str = DEFAULT_INTERVAL_S
+    http: HTTPRequest,
+    parts: str = DEFAULT_PARTS,
+    interval: str = DEFAULT_INTERVAL_S,
+    model: str | None = None,
 ) -> Response:
     """A stream of server-sent events: the first is whole, later ones have what has changed.
 
     `interval` is the time between two events, from 0.25 to 10 seconds. Raises InvalidRequestError,
     and OverloadedError if too many streams are open.
     """
-    check_query(http, ("parts", "interval"))
-    service = service_of(http)
+    check_query(http, ("parts", "interval", "model"))
+    service = service_named(http, model)
     chosen, interval_s = _parts(parts), _interval_s(interval)
     return EventStream(_events(service, chosen, interval_s), service.keep_alive_s)
 
 
 @router.get("/stats/table")
 async def stats_table(
-    http: HTTPRequest, request_id: str, replica: str | None = None
+    http: HTTPRequest, request_id: str, replica: str | None = None, model: str | None = None
 ) -> dict[str, Any]:
     """The block tables of a running request, by branch and KV group; empty once it has ended.
 
     `replica` names its engine; by default the first ready one answers. Raises InvalidRequestError
     for an unknown replica, EngineDeadError.
     """
-    check_query(http, ("request_id", "replica"))
-    engine = find_engine(http, replica)
+    check_query(http, ("request_id", "replica", "model"))
+    engine = find_engine(http, replica, model)
     found = await engine.ask(Observe((), table_of=request_id), ENGINE_TIMEOUT_S)
     return {"request_id": request_id, "branches": found["table"]}
 

@@ -36,7 +36,8 @@ from quire.server.routes.ollama.ollama_body import (
 from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.ollama.served_models import ERROR_RESPONSES, rfc3339
 from quire.server.routes.openapi import answers
-from quire.server.service import Service, service_of
+from quire.server.served_models import find_model
+from quire.server.service import Service
 from quire.text.fill_in_middle import FillInMiddle
 from quire.text.parsers.dialect_choice import find_dialect
 from quire.text.parsers.message_events import CallEnd, MessageEvent, ReasoningPiece
@@ -110,25 +111,27 @@ def _lines(kind: type[OllamaLine]) -> dict[int | str, dict[str, Any]]:
 @router.post("/api/chat", responses=_lines(OllamaChat))
 async def ollama_chat(body: OllamaChatRequest, http: HTTPRequest) -> Response:
     """Answer the messages, in Ollama's form."""
-    _keep_alive(http, body)
     if not body.has_prompt:
         return await _without_prompt(http, body, OllamaChat, message=OllamaMessage())
+    _keep_alive(http, body)
     return await generate(http, body, _ChatLines)
 
 
 @router.post("/api/generate", responses=_lines(OllamaText))
 async def ollama_generate(body: OllamaGenerateRequest, http: HTTPRequest) -> Response:
     """Answer one prompt, in Ollama's form."""
-    _keep_alive(http, body)
     if not body.has_prompt:
         return await _without_prompt(http, body, OllamaText, response="")
+    _keep_alive(http, body)
     return await generate(http, body, _TextLines)
 
 
 def _keep_alive(http: HTTPRequest, body: OllamaBody) -> None:
     """Obey the operator's `keep_alive` if the server unloads an idle model. That of a tenant has no
-    effect, since the model is there for all. Raises InvalidRequestError."""
-    service, given = service_of(http), body.keep_alive
+    effect, since the model is there for all. Raises InvalidRequestError, and UnknownModelError."""
+    service, given = find_model(http, body.model).service, body.keep_alive
+    if service is None:  # it was never loaded, so there is nothing to unload
+        return
     service.check_model(body.model)
     if service.idle_unload is not None:
         seconds = None if given is None else keep_alive_s(given)
@@ -140,11 +143,13 @@ async def _without_prompt(
     http: HTTPRequest, body: OllamaBody, kind: type[OllamaLine], **content: Any
 ) -> Response:
     """The answer to a call that asks to load or unload the model. Raises EngineDeadError."""
-    service = service_of(http)
-    if service.idle_unload is not None and body.done_reason_without_prompt == "load":
-        await service.idle_unload.load()
+    _keep_alive(http, body)
+    model = find_model(http, body.model)
+    idle_unload = None if model.service is None else model.service.idle_unload
+    if idle_unload is not None and body.done_reason_without_prompt == "load":
+        await idle_unload.load()
     line = kind(
-        model=service.answered_name(body.model),
+        model=body.model if body.model in model.all_names else model.name,
         created_at=rfc3339(time.time()),
         done=True,
         done_reason=body.done_reason_without_prompt,

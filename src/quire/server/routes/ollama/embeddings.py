@@ -25,7 +25,7 @@ from quire.server.http.body import UnknownFields
 from quire.server.http.long_work import call_for_text
 from quire.server.http.streaming import PieceByPiece, json_response
 from quire.server.limits import CallLimits, too_many_entries
-from quire.server.routes.ollama.ollama_body import without_tag
+from quire.server.routes.ollama.ollama_body import untagged, without_tag
 from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.ollama.served_models import ERROR_RESPONSES
 from quire.server.routes.openapi import answers
@@ -43,6 +43,11 @@ class OllamaPoolingBody(PoolingBody):
     notes: ClassVar[Mapping[str, str]] = {
         "model": "the name in `/api/tags`, with or without `:latest`",
     }
+
+    @classmethod
+    def model_named(cls, fields: Mapping[str, Any]) -> Any:
+        """See `Body`."""
+        return untagged(super().model_named(fields))
 
     @field_validator("model")
     @classmethod

@@ -28,7 +28,8 @@ from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints, ollama_
 from quire.server.routes.ollama.served_models import ERROR_RESPONSES, NamesModel
 from quire.server.routes.openapi import answers
 from quire.server.routes.unsupported import NotSupportedError
-from quire.server.service import Service, service_of
+from quire.server.served_models import models_of
+from quire.server.service import SharedState
 
 DELETE = "/api/delete"
 
@@ -71,15 +72,15 @@ class DeleteRequest(NamesModel):
 )
 async def ollama_pull(body: PullRequest, http: HTTPRequest) -> Response:
     """Fetch a model into the cache; a served model is there already."""
-    service, name = service_of(http), body.named
-    if name is None or _is_served(service, name):
+    shared, name = models_of(http).shared, body.named
+    if name is None or _is_served(http, name):
         lines = _served()
     else:
-        lines = _fetched(_store_of(http, service, name), name)
+        lines = _fetched(_store_of(http, shared, name), name)
     if body.stream:
         return EventStream(
             lines,
-            service.keep_alive_s,
+            shared.keep_alive_s,
             end=b"",
             keep_alive=b" ",  # JSON may begin with spaces
             media_type=NDJSON,
@@ -95,11 +96,11 @@ async def ollama_pull(body: PullRequest, http: HTTPRequest) -> Response:
 @router.delete(DELETE, responses=ERROR_RESPONSES)
 async def ollama_delete(body: DeleteRequest, http: HTTPRequest) -> Response:
     """Remove a model that is not served from the cache."""
-    service, name = service_of(http), body.named
+    name = body.named
     if name is None:
         raise InvalidRequestError("model is missing", "model")
-    store = _store_of(http, service, name)
-    if _is_served(service, name):
+    store = _store_of(http, models_of(http).shared, name)
+    if _is_served(http, name):
         raise ModelChangeError(f"the model {name!r:.80} is served, so its files must stay", 409)
     await store.remove(name)
     return Response()
@@ -109,24 +110,24 @@ for _path in ("/api/create", "/api/copy", "/api/push"):
     router.refuse(_path)
 
 
-def _is_served(service: Service, name: str) -> bool:
-    return name in service.model_names or name in service.adapters
+def _is_served(http: HTTPRequest, name: str) -> bool:
+    return any(name in model.all_names for model in models_of(http).all)
 
 
-def _store_of(http: HTTPRequest, service: Service, name: str) -> ModelStore:
+def _store_of(http: HTTPRequest, shared: SharedState, name: str) -> ModelStore:
     """The models of this machine. Raises OperatorOnlyError for a tenant, NotSupportedError on a
     server that changes no models."""
     if not http.state.is_operator:
         raise OperatorOnlyError(
             f"{name!r:.80} is not served here, and models are fetched for the operator alone"
         )
-    if service.model_store is None:
+    if shared.model_store is None:
         raise NotSupportedError(
             f"{http.url.path} changes no models here, and {name!r:.80} is not served; start the"
             " server with --manage-models, or use quire pull and quire rm on its machine"
         )
-    service.check_accepting()
-    return service.model_store
+    shared.check_accepting()
+    return shared.model_store
 
 
 async def _served() -> AsyncGenerator[bytes, None]:

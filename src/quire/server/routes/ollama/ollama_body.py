@@ -76,6 +76,11 @@ def without_tag(name: str | None) -> str | None:
     return None if name is None else name.removesuffix(_TAG)
 
 
+def untagged(name: Any) -> Any:
+    """A name of any type without Ollama's default tag."""
+    return without_tag(name) if isinstance(name, str) else name
+
+
 class OllamaBody(ChatBody):
     """The fields that the bodies of /api/chat and /api/generate share."""
 
@@ -117,6 +122,17 @@ class OllamaBody(ChatBody):
     def done_reason_without_prompt(self) -> str:
         """Ollama's reason why a call without a prompt is done."""
         return "unload" if str(self.keep_alive).rstrip("hms") in _UNLOAD else "load"
+
+    @classmethod
+    def needs_model(cls, fields: Mapping[str, Any]) -> bool:
+        """See `Body`. A call without a prompt whose `keep_alive` is 0 unloads the model."""
+        prompts = (fields.get(name) for name in ("messages", "prompt", "suffix"))
+        return any(prompts) or str(fields.get("keep_alive")).rstrip("hms") not in _UNLOAD
+
+    @classmethod
+    def model_named(cls, fields: Mapping[str, Any]) -> Any:
+        """See `Body`."""
+        return untagged(super().model_named(fields))
 
     @classmethod
     def check_fields(

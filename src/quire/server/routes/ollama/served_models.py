@@ -11,18 +11,21 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import field_validator
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.server.generation.chat_call import ReasoningOptions
 from quire.server.generation.chat_prompt import reasoning_variables
+from quire.server.hosted_model import HostedModel, Phase
 from quire.server.http.body import Body, UnknownFields
 from quire.server.http.streaming import json_response
 from quire.server.routes.ollama.ollama_body import without_tag
 from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.openapi import answers, error_responses
-from quire.server.service import Service, service_of
+from quire.server.served_models import find_model, models_of, visible_models
+from quire.server.service import Service
 from quire.text.fill_in_middle import FillInMiddle
 from quire.version import __version__
 
@@ -66,6 +69,8 @@ class OllamaModel(msgspec.Struct):
     #: Bytes of the weights; of an adapter those of its model.
     size: int
     details: OllamaDetails = msgspec.field(default_factory=OllamaDetails)
+    #: Whether one of several models is in memory, as in /v1/models.
+    state: str | UnsetType = UNSET
 
 
 class OllamaRunning(OllamaModel, kw_only=True):
@@ -130,6 +135,10 @@ class NamesModel(Body):
     def _without_tag(cls, name: str | None) -> str | None:
         return without_tag(name)
 
+    @classmethod
+    def needs_model(cls, fields: Mapping[str, Any]) -> bool:
+        return False
+
     @property
     def named(self) -> str | None:
         """The model's name; None if the body has none."""
@@ -144,55 +153,71 @@ class ShowRequest(NamesModel):
 
 @router.get("/api/tags", responses=answers(OllamaModels, errors=ERROR_RESPONSES))
 async def ollama_tags(http: HTTPRequest) -> Response:
-    """The one model of this server, and its adapters."""
-    service = service_of(http)
-    name, size = service.model_name, _num_weight_bytes(service)
-    found = [OllamaModel(name, name, rfc3339(service.created_s), _digest(service, name), size)]
-    for each in service.adapters.listed():
-        details, digest = OllamaDetails(parent_model=name), _digest(service, each.name)
-        modified_at = rfc3339(each.created_s)
-        found.append(OllamaModel(each.name, each.name, modified_at, digest, size, details))
+    """The models of this server under their first names, and their adapters."""
+    found = []
+    for model in visible_models(http):
+        state = UNSET if models_of(http).room is None else model.state
+        for name in (model.name, *model.adapter_names):
+            adapter = None if model.service is None else model.service.adapters.get(name)
+            listed = OllamaModel(
+                name,
+                name,
+                rfc3339(model.created_s if adapter is None else adapter.created_s),
+                _digest(model, name),
+                _num_weight_bytes(model),
+                state=state,
+            )
+            if name != model.name:
+                listed.details = OllamaDetails(parent_model=model.name)
+            found.append(listed)
     return json_response(OllamaModels(found))
 
 
 @router.post("/api/show", responses=answers(OllamaShow, errors=ERROR_RESPONSES))
 async def ollama_show(body: ShowRequest, http: HTTPRequest) -> Response:
-    """The details of a model."""
-    service = service_of(http)
-    service.check_model(body.named)
-    limits = service.engine.limits
-    info = {
+    """The details of a model. Those of a model that was never loaded are incomplete."""
+    model = find_model(http, body.named)
+    service = model.service
+    info: dict[str, Any] = {
         "general.architecture": ARCHITECTURE,
-        "general.basename": service.model_name,
+        "general.basename": model.name,
+    }
+    if service is None:
+        return json_response(OllamaShow(rfc3339(model.created_s), ["completion"], info, ""))
+    limits = service.engine.limits
+    info |= {
         f"{ARCHITECTURE}.context_length": limits.max_model_len,
         f"{ARCHITECTURE}.embedding_length": int(service.engine.facts.get("hidden_size") or 0),
         f"{ARCHITECTURE}.vocab_size": limits.vocab_size,
     }
     template = service.chat_template.source_for_tools or ""
     return json_response(
-        OllamaShow(rfc3339(service.created_s), _capabilities(service), info, template)
+        OllamaShow(rfc3339(model.created_s), _capabilities(service), info, template)
     )
 
 
 @router.get("/api/ps", responses=answers(OllamaRunningModels, errors=ERROR_RESPONSES))
 async def ollama_running(http: HTTPRequest) -> Response:
-    """The one model of this server, unless the engine sleeps."""
-    service = service_of(http)
-    if service.engine.sleeping.is_on:
-        return json_response(OllamaRunningModels([]))
-    name, facts = service.model_name, service.engine.facts
-    size = _num_weight_bytes(service)
-    model = OllamaRunning(
-        name,
-        name,
-        rfc3339(service.created_s),
-        _digest(service, name),
-        size,
-        size_vram=size if "device_memory_bytes" in facts else 0,
-        context_length=service.engine.limits.max_model_len,
-        expires_at=_expiry(service),
-    )
-    return json_response(OllamaRunningModels([model]))
+    """The models in memory."""
+    found = []
+    for model in visible_models(http):
+        service, size = model.service, _num_weight_bytes(model)
+        is_here = service is not None and model.phase is Phase.LOADED
+        if service is None or not is_here or service.engine.sleeping.is_on:
+            continue
+        found.append(
+            OllamaRunning(
+                model.name,
+                model.name,
+                rfc3339(model.created_s),
+                _digest(model, model.name),
+                size,
+                size_vram=size if "device_memory_bytes" in service.engine.facts else 0,
+                context_length=service.engine.limits.max_model_len,
+                expires_at=_expiry(service),
+            )
+        )
+    return json_response(OllamaRunningModels(found))
 
 
 @router.get("/api/version", responses=answers(OllamaVersion, errors=ERROR_RESPONSES))
@@ -201,12 +226,18 @@ async def ollama_version() -> Response:
     return json_response(OllamaVersion(__version__))
 
 
-def _digest(service: Service, name: str) -> str:
-    fingerprint = service.engine.facts.get("fingerprint")
+def _digest(model: HostedModel, name: str) -> str:
+    """A hash that stays the same while the model is loaded and unloaded."""
+    service = model.service if model.loader is None else None
+    fingerprint = model.name if service is None else service.engine.facts.get("fingerprint")
     return hashlib.sha256(f"{name} {fingerprint}".encode()).hexdigest()
 
 
-def _num_weight_bytes(service: Service) -> int:
+def _num_weight_bytes(model: HostedModel) -> int:
+    """Bytes of the weights; before the first load, the bytes that the model is expected to take."""
+    service = model.service
+    if service is None:
+        return model.needed_bytes or 0
     return int(service.engine.facts.get("weight_bytes") or 0)
 
 

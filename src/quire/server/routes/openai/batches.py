@@ -17,7 +17,7 @@ from quire.server.routes.endpoint import Endpoints, refuse_unasked_page
 from quire.server.routes.openai.responses.conversation import answer_owner
 from quire.server.routes.openai.uploaded_files import batches_of, find_file, page_of
 from quire.server.routes.openapi import answers
-from quire.server.service import service_of
+from quire.server.served_models import models_of
 
 BATCHES = "/v1/batches"
 
@@ -96,8 +96,8 @@ class BatchList(msgspec.Struct):
 @router.post(BATCHES, responses=answers(Batch))
 async def create_batch(body: BatchRequest, http: HTTPRequest) -> Response:
     """Answer the calls of a file in the background."""
-    book, service = batches_of(http), service_of(http)
-    service.check_accepting()
+    book = batches_of(http)
+    models_of(http).shared.check_accepting()
     paths: list[str] = http.app.state.batch_paths
     if body.endpoint not in paths:
         raise InvalidRequestError(

@@ -8,13 +8,15 @@ from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
+from quire.server.hosted_model import HostedModel
 from quire.server.http.streaming import json_response
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import answers
-from quire.server.service import Service, service_of
+from quire.server.served_models import find_model, models_of, visible_models
 
 router = Endpoints()
 
@@ -26,14 +28,17 @@ class ModelCard(msgspec.Struct):
 
     id: str
     created: int
-    #: Maximum number of tokens of a prompt and its answer together.
-    max_model_len: int
+    #: Maximum number of tokens of a prompt and its answer together; null before the first load.
+    max_model_len: int | None
     #: The folder of an adapter, or the name of the model.
     root: str
     #: Name of the model that an adapter modifies; null for the model itself.
     parent: str | None = None
     object: str = "model"
     owned_by: str = "quire"
+    #: Whether one of several models is in memory: unloaded, loading, loaded, unloading, recovering
+    #: or failed.
+    state: str | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct):
@@ -49,10 +54,10 @@ class AnthropicModel(msgspec.Struct, tag_field="type", tag="model"):
     id: str
     display_name: str
     created_at: str
-    #: Maximum number of tokens of a prompt and its answer together.
-    max_input_tokens: int
-    #: Maximum number of tokens of an answer.
-    max_tokens: int
+    #: Maximum number of tokens of a prompt and its answer together; null before the first load.
+    max_input_tokens: int | None
+    #: Maximum number of tokens of an answer; null before the first load.
+    max_tokens: int | None
     lifecycle: Literal["active"] = "active"
 
 
@@ -60,40 +65,49 @@ class AnthropicModels(msgspec.Struct):
     """All served models, on one page."""
 
     data: list[AnthropicModel]
-    first_id: str
-    last_id: str
+    first_id: str | None
+    last_id: str | None
     has_more: Literal[False] = False
 
 
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(http: HTTPRequest) -> Response:
-    """The server's model under each of its names, and the adapters."""
-    service = service_of(http)
-    names = [*service.model_names, *(each.name for each in service.adapters.listed())]
+    """The server's models under each of their names, and the adapters."""
+    named = [(model, name) for model in visible_models(http) for name in model.all_names]
     if ANTHROPIC_HEADER in http.headers:
-        found = [_anthropic_model(service, name) for name in names]
-        return json_response(AnthropicModels(found, found[0].id, found[-1].id))
-    return json_response(ModelList([_card(service, name) for name in names]))
+        found = [_anthropic_model(model, name) for model, name in named]
+        first_id, last_id = (found[0].id, found[-1].id) if found else (None, None)
+        return json_response(AnthropicModels(found, first_id, last_id))
+    is_one = models_of(http).room is None
+    return json_response(ModelList([_card(model, name, is_one) for model, name in named]))
 
 
 @router.get("/v1/models/{name:path}", responses=answers(ModelCard))
 async def get_model(name: str, http: HTTPRequest) -> Response:
     """The model, or adapter, called `name`."""
-    service = service_of(http)
-    service.check_model(name)
+    model = find_model(http, name)
     if ANTHROPIC_HEADER in http.headers:
-        return json_response(_anthropic_model(service, name))
-    return json_response(_card(service, name))
+        return json_response(_anthropic_model(model, name))
+    return json_response(_card(model, name, models_of(http).room is None))
 
 
-def _anthropic_model(service: Service, name: str) -> AnthropicModel:
-    created_at = datetime.fromtimestamp(service.created_s, UTC).isoformat()
-    longest = service.engine.limits.max_model_len
-    return AnthropicModel(name, name, created_at, longest, longest - 1)
+def _anthropic_model(model: HostedModel, name: str) -> AnthropicModel:
+    created_at = datetime.fromtimestamp(model.created_s, UTC).isoformat()
+    longest = _longest(model)
+    return AnthropicModel(name, name, created_at, longest, None if longest is None else longest - 1)
 
 
-def _card(service: Service, name: str) -> ModelCard:
-    longest, adapter = service.engine.limits.max_model_len, service.adapters.get(name)
-    if adapter is None:
-        return ModelCard(name, service.created_s, longest, name)
-    return ModelCard(name, adapter.created_s, longest, adapter.path, service.model_name)
+def _card(model: HostedModel, name: str, is_one: bool) -> ModelCard:
+    """A card of a model or an adapter; `is_one` if the server has no other model."""
+    service, longest = model.service, _longest(model)
+    adapter = None if service is None else service.adapters.get(name)
+    card = ModelCard(name, model.created_s, longest, name, state=UNSET if is_one else model.state)
+    if adapter is not None:
+        card.created, card.root = adapter.created_s, adapter.path
+    if name in model.adapter_names:
+        card.parent = model.name
+    return card
+
+
+def _longest(model: HostedModel) -> int | None:
+    return None if model.service is None else model.service.engine.limits.max_model_len

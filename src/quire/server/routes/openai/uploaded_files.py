@@ -19,7 +19,7 @@ from quire.server.routes.endpoint import Endpoints, refuse_unasked_page
 from quire.server.routes.openai.responses.conversation import answer_owner
 from quire.server.routes.openapi import ERROR_RESPONSES, answers
 from quire.server.routes.unsupported import NotSupportedError
-from quire.server.service import service_of
+from quire.server.served_models import models_of
 
 FILES = "/v1/files"
 
@@ -66,7 +66,7 @@ class DeletedFile(msgspec.Struct):
 
 def batches_of(http: HTTPRequest) -> BatchBook:
     """The server's batches. Raises NotSupportedError on a server without a folder for them."""
-    book = service_of(http).batches
+    book = models_of(http).shared.batches
     if book is None:
         raise NotSupportedError(
             f"{http.url.path:.80} is off on this server, which has no folder for batches; it is"
@@ -81,7 +81,7 @@ async def upload_file(http: HTTPRequest) -> Response:
     `batch`."""
     book, owner = batches_of(http), answer_owner(http)
     refuse_unasked_page(http)
-    service_of(http).check_accepting()
+    models_of(http).shared.check_accepting()
     with FileUpload(book.files, owner) as upload:
         reader = FormReader(http.headers.get("content-type", ""), "file", upload.write)
         try:

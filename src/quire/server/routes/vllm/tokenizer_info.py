@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
-from quire.server.service import service_of
+from quire.server.served_models import service_named
 
 router = Endpoints()
 
@@ -19,6 +19,6 @@ ANSWERS: dict[int | str, Any] = {
 
 
 @router.get("/tokenizer_info", responses=ANSWERS)
-async def tokenizer_info(http: HTTPRequest) -> Response:
-    """The unchanged fields of tokenizer_config.json."""
-    return JSONResponse(dict(service_of(http).tokenizer_fields))
+async def tokenizer_info(http: HTTPRequest, model: str | None = None) -> Response:
+    """The unchanged fields of tokenizer_config.json. `model` names one of several models."""
+    return JSONResponse(dict(service_named(http, model).tokenizer_fields))

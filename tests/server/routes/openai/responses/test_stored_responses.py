@@ -13,6 +13,7 @@ from quire.server.generation.answer_store import AnswerStore
 from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.seeds import Seeds
 from quire.server.http.guard import AccessConfig
+from quire.server.served_models import ServedModels
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 from quire.text.chat_template import ChatTemplate
@@ -42,7 +43,7 @@ def service(tokenizer):
 
 @pytest.fixture
 def ask(service):
-    app = create_app(service, AccessConfig(keys=ApiKeys(KEYS)))
+    app = create_app(ServedModels.of(service), AccessConfig(keys=ApiKeys(KEYS)))
 
     def call(method, path, body=None, *, who="alice"):
         headers = {"Authorization": f"Bearer {who}-key-1"}
@@ -89,7 +90,7 @@ def test_only_what_may_be_stored_is(ask, service):
 
 def test_without_keys_other_headers_see_nothing_of_it(service):
     """Behind a gateway that checks keys they identify the client, as for cached prefixes."""
-    app = create_app(service)
+    app = create_app(ServedModels.of(service))
 
     def ask(method, path, body=None, headers=None):
         return asyncio.run(send(app, method, path, body, headers or {}))

@@ -16,7 +16,7 @@ from quire.server.generation.http_generation import digest_of, tenant_of, unchec
 from quire.server.routes.openai.responses.input_items import kind_of
 from quire.server.routes.openai.responses.response_object import ResponseObject
 from quire.server.routes.openai.responses.response_writer import new_item_id
-from quire.server.service import service_of
+from quire.server.served_models import models_of
 
 HOW_TO_STORE = (
     "this server stores no responses; send the whole conversation as input, or start it with"
@@ -67,11 +67,11 @@ class Conversation:
     async def of(cls, http: HTTPRequest, previous_id: str | None) -> "Conversation":
         """The conversation up to a response. Raises InvalidRequestError if any response in it is
         not stored."""
-        service = service_of(http)
-        store, owner = service.answers, answer_owner(http)
+        shared = models_of(http).shared
+        store, owner = shared.answers, answer_owner(http)
         if previous_id is None:
             return cls(store, owner)
-        history = await service.work.run(store.history(owner, previous_id))
+        history = await shared.work.run(store.history(owner, previous_id))
         if history is None:
             reason = (
                 f"the response {previous_id!r:.80}, or one before it, is not stored here, or no"

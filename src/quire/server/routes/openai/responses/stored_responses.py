@@ -21,6 +21,7 @@ from quire.server.routes.openai.responses.conversation import (
 from quire.server.routes.openai.responses.request_body import FIELD_NAMES, InputTokensRequest
 from quire.server.routes.openai.responses.response_object import ResponseObject
 from quire.server.routes.openapi import answers
+from quire.server.served_models import models_of
 from quire.server.service import report_ignored_fields, service_of
 
 router = Endpoints()
@@ -94,7 +95,7 @@ async def get_response(response_id: str, http: HTTPRequest, stream: str = "false
 async def delete_response(response_id: str, http: HTTPRequest) -> Response:
     """Delete a response. Later responses of its conversation can then not be continued either."""
     _stored(http, response_id)
-    service_of(http).answers.drop(answer_owner(http), response_id)
+    models_of(http).shared.answers.drop(answer_owner(http), response_id)
     return json_response(DeletedResponse(response_id))
 
 
@@ -126,7 +127,7 @@ for path in ("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/
 
 def _stored(http: HTTPRequest, response_id: str) -> StoredAnswer:
     """A stored response. Raises UnknownResponseError."""
-    store = service_of(http).answers
+    store = models_of(http).shared.answers
     found = store.find(answer_owner(http), response_id)
     if found is None:
         reason = "not stored here, or no longer" if store.is_on else f"not there: {HOW_TO_STORE}"
