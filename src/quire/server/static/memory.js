@@ -38,13 +38,15 @@ export class MemoryView {
     this.tiers = el("div");
     this.misses = el("div");
     fill(root, el("div", { class: "grid memory" },
-      panel("Blocks", "Each square is a block. Its colour is the request that holds it, its brightness how often "
-        + "its content was used again. Outlined blocks are shared.", this.blocks.legend, this.blocks.node, this.note, this.owners),
-      panel("Ledger", "Every byte of the KV cache, over two minutes.", this.ledger.canvas, this.parts),
-      panel("Cached prefixes", "Runs of cached blocks, from the beginning of prompts downwards. The wider, the more prompt "
-        + "tokens it has saved.", this.tree, this.treeNote),
-      panel("Missed prefixes", "Why the cache did not have more of a prompt.", this.misses),
-      panel("Tiers", "Copies of cached blocks outside the KV cache.", this.tiers)));
+      el("div", { class: "column" },
+        panel("Blocks", "Each square is a block. Its colour is the request that holds it, its brightness how often its "
+          + "content was used again. Outlined blocks are shared.", this.blocks.legend, this.blocks.node, this.note, this.owners),
+        panel("Missed prefixes", "Why the cache did not have more of a prompt.", this.misses)),
+      el("div", { class: "column" },
+        panel("Ledger", "Every byte of the KV cache, over two minutes.", this.ledger.canvas, this.parts),
+        panel("Cached prefixes", "Runs of cached blocks, from the beginning of prompts downwards. The wider, the more prompt "
+          + "tokens it has saved.", this.tree, this.treeNote),
+        panel("Tiers", "Copies of cached blocks outside the KV cache.", this.tiers))));
   }
 
   /** Light up the table of a request; null for none. */
@@ -89,7 +91,11 @@ export class MemoryView {
   describeSelected() {
     const branches = this.tables;
     if (this.selected === null) { this.note.textContent = ""; return; }
-    if (!branches?.length) { this.note.textContent = `${this.selected} has ended and holds no block.`; return; }
+    if (!branches?.length) {
+      this.note.textContent = `${this.selected} has ended and holds no block.`;
+      this.selected = null;
+      return;
+    }
     const count = new Set(branches.flatMap((branch) => branch.groups.flat()).filter((block) => block >= 0)).size;
     const entries = branches.flatMap((branch) => branch.groups.flat()).filter((block) => block >= 0).length;
     const shared = entries > count ? ` ${entries - count} of ${entries} table entries share a block with another branch.` : "";

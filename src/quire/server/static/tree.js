@@ -28,8 +28,8 @@ export function treeNode(answers, current, number, onSelect, model) {
   const root = trie(answers.filter((each) => each.tokens?.length));
   const all = answers.reduce((sum, each) => sum + (each.tokens?.length ?? 0), 0);
   const kept = countTokens(root);
-  const note = kept < all ? `${all} tokens in ${answers.length} answers, of which ${all - kept} are stored once for several.`
-    : `${all} tokens in ${answers.length} answers, which have none in common.`;
+  const note = kept < all ? `${answers.length} answers of ${all} tokens together, ${all - kept} of which are in common with another answer.`
+    : `${answers.length} answers of ${all} tokens together, which have none in common.`;
   return el("div", { class: "tree" }, el("p", { class: "note" }, note), branchList(root, current, number, onSelect, model));
 }
 
