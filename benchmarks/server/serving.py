@@ -69,12 +69,12 @@ def resident_bytes(process: psutil.Process) -> int:
 
 
 @contextmanager
-def served(arguments: Sequence[str], log: Path) -> Iterator[Server]:
-    """`quire serve` with these arguments, on a free port of this machine; ended afterwards.
+def served(arguments: Sequence[str], log: Path, port: int = 0) -> Iterator[Server]:
+    """`quire serve` with these arguments on this machine; ended afterwards.
 
-    log: gets its error output.
+    log: gets its error output. port: 0 takes any free one.
     """
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-m", "quire", "serve", "--port", str(port), *arguments]
     # The repository's root is there for plugins, which stand among the benchmarks.
     paths = [str(SOURCE), str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
