@@ -240,9 +240,9 @@ def check_keys(args: argparse.Namespace, report: Report, folder: Path) -> None:
 
 
 def check_fleet(args: argparse.Namespace, report: Report, folder: Path) -> None:
-    """Two replicas with a disk tier: each is shown by itself."""
+    """Two replicas: each is shown by itself."""
     options = ["--replicas", "2", "--num-blocks", "96", "--max-num-seqs", "8"]
-    options += ["--cache-dir", str(folder / "cache"), "--max-model-len", "1024"]
+    options += ["--max-model-len", "1024"]
     with served(options, folder / "fleet.log") as server:
         url = f"http://127.0.0.1:{server.port}/"
         with opened(args, url, "wide") as page, Load(server, 24, (60, 200)):
@@ -250,8 +250,6 @@ def check_fleet(args: argparse.Namespace, report: Report, folder: Path) -> None:
             time.sleep(12)
             names = page.run("return [...document.querySelector('#engine').options].length")
             report.case("both replicas can be chosen", names == 2, names)
-            numbers = page.count("#memory .facts dd")
-            report.case("the tiers have numbers", numbers > 3, f"{numbers} numbers")
             if args.pictures is not None:
                 page.picture(args.pictures / "page-fleet.png")
             first = page.run("return document.querySelector('#memory .legend').textContent")
@@ -296,8 +294,9 @@ def save_hybrid(folder: Path) -> Path:
 
 
 def check_states(args: argparse.Namespace, report: Report, folder: Path) -> None:
-    """A model whose blocks hold keys and values, or recurrent states."""
+    """A model whose blocks hold keys and values, or recurrent states, with a disk tier."""
     options = ["--model", str(save_hybrid(folder / "hybrid")), "--num-blocks", "512"]
+    options += ["--cache-dir", str(folder / "cache"), "--max-model-len", "1024"]
     with served([*options, "--max-num-seqs", "16"], folder / "states.log") as server:
         url = f"http://127.0.0.1:{server.port}/"
         with opened(args, url, "wide") as page, Load(server, 12, (60, 200)):
@@ -312,6 +311,8 @@ def check_states(args: argparse.Namespace, report: Report, folder: Path) -> None
                 spoken = page.text("#memory .legend [role=status]")
                 kinds |= {spoken.rpartition("kind ")[2]} if "kind " in spoken else set()
             report.case("blocks of states are named", kinds == {"full", "state"}, kinds)
+            numbers = page.count("#memory .facts dd")
+            report.case("the tiers have numbers", numbers > 3, f"{numbers} numbers")
             if args.pictures is not None:
                 page.picture(args.pictures / "page-states.png")
 
