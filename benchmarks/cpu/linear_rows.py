@@ -44,6 +44,7 @@ GIVEN_FORMATS = {
     "Q5_K": KernelBlockFormat(5, 32, block=256, has_offsets=True),
     "Q6_K": KernelBlockFormat(6, 16, zero=32, block=256),
     "Q8_0": KernelBlockFormat(8, 32, zero=128),
+    "GPTQ-8": KernelBlockFormat(8, 128, zero=128),
 }
 
 
