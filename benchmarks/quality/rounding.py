@@ -4,14 +4,18 @@
     python -m benchmarks.quality.rounding --windows 2 --window-tokens 256
 
 transformers computes the model in fp32, and each linear rounds what it multiplies: activations to
-int8 with a scale for each 32, 64, 128 or 256 inputs beside exact weights, or weights to int4, as
-they are and after a rotation of their inputs. Prints the mean divergence from the model without
-rounding over each window's second half, in nats, and the change of perplexity.
+int8 with a scale for each 32, 64, 128 or 256 inputs beside exact weights, or weights to int8 or
+int4, after a rotation of their inputs or without it. Errors of weights are compensated for the
+inputs of a prompt in some rows (`kernels.compensation`). The rows "activations int8, rotated" and
+"weights int8, compensated" are the two parts of the loss of quire's int8.
+
+Prints the mean divergence from the model without rounding over each window's second half, in nats,
+the change of perplexity, and how often the likeliest token is the same.
 """
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,14 +25,28 @@ import torch
 from tests.real_weights import MODELS
 
 from benchmarks.quality.block_quantized import windows
+from quire.assembly.format_checks.compensated_rounding import FIRST_TOKEN, NUM_TOKENS
+from quire.assembly.format_checks.watched_products import TOKEN_STRIDE
 from quire.attention.kv_rounding import divergence
-from quire.kernels.quantize import quantize_groups, quantize_int4, rotate_blocks, rotation_size
+from quire.kernels.compensation import BLOCK, compensate_int8, error_feedback
+from quire.kernels.quantize import (
+    INT4_LEVELS,
+    INT8_GROUP,
+    quantize_groups,
+    quantize_int4,
+    quantize_int8_weight,
+    rotate_blocks,
+    rotation_size,
+)
 
 SIZES = (32, 64, 128, 256)
 INT4_GROUP = 32
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 """Numbers [N, I] fp32 -> the rounded ones."""
+
+WeightRounding = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A weight [O, I] and some inputs [T, I] of its linear, fp32 -> the rounded weight."""
 
 
 def round_groups(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -37,22 +55,71 @@ def round_groups(x: torch.Tensor, size: int) -> torch.Tensor:
     return (levels * scales[..., None]).flatten(1)[:, : x.shape[1]]
 
 
-def round_int4(weight: torch.Tensor) -> torch.Tensor:
+def round_rotated_groups(x: torch.Tensor) -> torch.Tensor:
+    """x [N, I] as quire's int8 rounds it: after a rotation, which is undone here."""
+    size = rotation_size(x.shape[1])
+    return rotate_blocks(round_groups(rotate_blocks(x, size), INT8_GROUP), size) / size
+
+
+def round_int8(weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """weight [O, I], rotated and rounded to the nearest levels of int8."""
+    levels, scales = quantize_int8_weight(weight)
+    return rotate_blocks(levels * scales[:, None], rotation_size(weight.shape[1]))
+
+
+def compensated_int8(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weight [O, I] as quire's int8 rounds it, so that errors cancel for the inputs x."""
+    levels, scales = compensate_int8(weight, error_feedback(x))
+    return rotate_blocks(levels * scales[:, None], BLOCK)
+
+
+def round_int4(weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     """weight [O, I] in the int4 format."""
     return quantize_int4(weight, INT4_GROUP).dequantized().flatten(1)[:, : weight.shape[1]]
 
 
-def round_rotated(weight: torch.Tensor) -> torch.Tensor:
+def compensated_int4(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weight [O, I] in the int4 format, so that errors cancel for the inputs x in blocks of 64.
+
+    Scales and offsets are those of `round_int4`, since they are chosen before levels are.
+    """
+    rows = quantize_int4(weight, INT4_GROUP)
+    scales, offsets = (
+        (values.float() * factors[:, None]).repeat_interleave(INT4_GROUP, 1)
+        for values, factors in (
+            (rows.scales, rows.scale_factors),
+            (rows.offsets, rows.offset_factors),
+        )
+    )
+    # error_feedback rotates its inputs. For inputs that are rotated already, it finds the feedback
+    # of the inputs themselves, times a power of two that cancels.
+    feedback = error_feedback(rotate_blocks(x, BLOCK))
+    blocks, scales, offsets = (
+        each.view(len(weight), -1, BLOCK).permute(2, 1, 0).contiguous()
+        for each in (weight, scales, offsets)
+    )
+    for j in range(BLOCK):
+        levels = ((blocks[j] + offsets[j]) / scales[j].clamp(min=1e-30)).round()
+        rounded = levels.clamp(0, INT4_LEVELS) * scales[j] - offsets[j]
+        blocks[j + 1 :] -= feedback[:, j, j + 1 :].T[..., None] * (blocks[j] - rounded)
+        blocks[j] = rounded
+    return blocks.permute(2, 1, 0).reshape(weight.shape)
+
+
+def round_rotated(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """weight [O, I] in the int4 format of rotated inputs, rotated back."""
     size = rotation_size(weight.shape[1])
-    return rotate_blocks(round_int4(rotate_blocks(weight, size) / size), size)
+    return rotate_blocks(round_int4(rotate_blocks(weight, size) / size, x), size)
 
 
 ACTIVATIONS: dict[str, Rounding] = {
     f"activations int8, a scale for {size}": partial(round_groups, size=size) for size in SIZES
-}
-WEIGHTS: dict[str, Rounding] = {
+} | {"activations int8, rotated": round_rotated_groups}
+WEIGHTS: dict[str, WeightRounding] = {
+    "weights int8": round_int8,
+    "weights int8, compensated": compensated_int8,
     "weights int4": round_int4,
+    "weights int4, compensated": compensated_int4,
     "weights int4, rotated": round_rotated,
 }
 
@@ -75,20 +142,40 @@ def rounded_activations(model: torch.nn.Module, rounding: Rounding) -> Iterator[
 
 
 @contextmanager
-def rounded_weights(model: torch.nn.Module, rounding: Rounding) -> Iterator[None]:
-    """Let each linear but the vocabulary projection round its weight."""
-    linears = {
-        name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)
-    }
-    linears.pop("lm_head", None)
+def rounded_weights(
+    model: torch.nn.Module, rounding: WeightRounding, inputs: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """Let each linear that has `inputs`, by name, round its weight for them."""
+    linears = {name: model.get_submodule(name) for name in inputs}
     exact = {name: each.weight.data for name, each in linears.items()}
     try:
         for name, each in linears.items():
-            each.weight.data = rounding(exact[name])
+            each.weight.data = rounding(exact[name], inputs[name])
         yield
     finally:
         for name, each in linears.items():
             each.weight.data = exact[name]
+
+
+@torch.no_grad()
+def linear_inputs(model: torch.nn.Module, given: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inputs [T, I] of each linear but the vocabulary projection, if the model gets `given`."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keeping(name: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
+        return lambda _, inputs: found.update({name: inputs[0].flatten(0, -2)})
+
+    handles = [
+        each.register_forward_pre_hook(keeping(name))
+        for name, each in model.named_modules()
+        if isinstance(each, torch.nn.Linear) and name != "lm_head"
+    ]
+    try:
+        model(given)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 @torch.inference_mode()
@@ -123,14 +210,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = [list(each.token_ids) for each in windows(args.model, args.windows, args.window_tokens)]
     exact = predict(model, given)
     exact_loss = loss(exact, given)
-    for context, roundings in ((rounded_activations, ACTIVATIONS), (rounded_weights, WEIGHTS)):
+    # The prompt that quire computes when it starts.
+    token_ids = (torch.arange(NUM_TOKENS) + FIRST_TOKEN) * TOKEN_STRIDE % model.config.vocab_size
+    of_weights = partial(rounded_weights, inputs=linear_inputs(model, token_ids[None]))
+    for context, roundings in ((rounded_activations, ACTIVATIONS), (of_weights, WEIGHTS)):
         for name, rounding in roundings.items():
             with context(model, rounding):
                 found = predict(model, given)
             pairs = zip(exact, found, strict=True)
             moved = torch.cat([divergence(*pair) for pair in pairs]).mean().item()
             change = math.exp(loss(found, given) - exact_loss) - 1
-            print(f"{name:34} KLD {moved:.4f}  perplexity {change:+.2%}", flush=True)
+            tops = [torch.cat([each.argmax(-1) for each in side]) for side in (exact, found)]
+            same = (tops[0] == tops[1]).float().mean().item()
+            print(
+                f"{name:34} KLD {moved:.5f}  perplexity {change:+.2%}  top-1 {same:.2%}", flush=True
+            )
 
 
 if __name__ == "__main__":
