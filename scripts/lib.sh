@@ -98,22 +98,24 @@ NATIVE=$ROOT/src/quire/kernels/cpu
 
 NATIVE_STAMP=$ROOT/build/native.sum
 
-# Only kernels for this processor are compiled: --own-isa. `--all-isas` of a script makes it empty, and
-# so does a library of all instruction sets that is there, even of other sources.
-own_isa=--own-isa
+# The option of build.py that says which kernels are compiled: for this processor only. A script's
+# `--all-isas` makes it empty, and its `--for-tests` replaces it. A library of either kind that is
+# there, even of other sources, is built as that kind again.
+isas=--own-isa
 case $(cat "$NATIVE_STAMP" 2>/dev/null) in
+*" tests") isas=--for-tests ;;
 "" | *" "*) ;;
-*) own_isa= ;;
+*) isas= ;;
 esac
 
-# The digest of the present sources, and behind it the instruction set if only this processor's is
-# compiled.
-native_digest() { "$PYTHON" -I "$NATIVE/build.py" --digest $own_isa; }
+# The digest of the present sources. Behind it stands the instruction set if only this processor's is
+# compiled, or "tests" for a library that is compiled for tests.
+native_digest() { "$PYTHON" -I "$NATIVE/build.py" --digest $isas; }
 
 # Needs only Python's standard library and a compiler. Object files are kept, so that only what
 # changed is compiled anew.
 compile_native() {
-    "$PYTHON" -I "$NATIVE/build.py" --objects "$ROOT/build/native" $own_isa \
+    "$PYTHON" -I "$NATIVE/build.py" --objects "$ROOT/build/native" $isas \
         ${CXX:+--compiler "$CXX"} "$@" >&2
 }
 

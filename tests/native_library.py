@@ -33,5 +33,5 @@ def require_isa(library: "NativeLibrary", isa: str) -> None:
     if isa not in library.isas():
         pytest.skip(
             f"no kernels of {isa}: this processor lacks it, or only its best instruction set was"
-            " built (./scripts/build --all-isas)"
+            " built (./scripts/build --for-tests)"
         )

@@ -217,6 +217,17 @@ def test_kernels_of_all_instruction_sets_are_built_where_asked_for_and_from_then
     assert "building the native kernels" in run.stderr and "--own-isa" not in run.stderr
 
 
+def test_kernels_for_tests_are_built_where_asked_for_and_from_then_on(machine: Machine) -> None:
+    machine.set_up("dev")
+    assert "<--for-tests>" in machine.run("setup", "--for-tests", "dev").stderr
+    assert "building" not in machine.run("test").stderr
+    with (machine.root / NATIVE / NATIVE_INPUTS[1]).open("a") as file:
+        file.write("\n")
+    assert "<--for-tests>" in machine.run("test").stderr
+    assert "-isa" not in machine.run("setup", "--all-isas", "dev").stderr
+    assert "<--for-tests>" in machine.run("build", "--for-tests").stderr
+
+
 def test_a_missing_library_is_built(machine: Machine) -> None:
     machine.set_up("runtime")
     (machine.root / NATIVE / "_native.so").unlink()
@@ -351,7 +362,7 @@ def test_ci_runs_all_tests_those_on_torch_and_reports_the_checks_last(
     run = ci_run()
     assert run.returncode == 0, run.stderr
     first, *between, third, last = run.stdout.splitlines()
-    assert first == "setup --all-isas dev"
+    assert first == "setup --for-tests dev"
     # Models are fetched while tests run that need none.
     models, on_torch = sorted(between)
     assert models.strip() == "models" and "--kernels torch" in on_torch

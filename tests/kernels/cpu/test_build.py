@@ -100,6 +100,24 @@ def test_one_instruction_set_can_be_compiled_and_the_library_lists_no_other(
     assert len(compiled) == (others + 1 if others else 0) and link.count(".o") == 4 + others
 
 
+def test_for_tests_only_some_instruction_sets_are_optimized_fully(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    for index in range(build.MAX_PARSED):  # enough files for a precompiled header
+        (workshop.sources / "linear" / f"{index}.cpp").write_text("")
+    build.build(workshop.output, workshop.objects, str(workshop.compiler), optimized=["avx2"])
+    *compiled, _ = workshop.log.read_text().splitlines()
+    for call in compiled:
+        is_reduced = "-DQUIRE_ISA=" in call and "-DQUIRE_ISA=avx2 " not in call
+        levels = [word for word in call.split() if word.startswith("-O")]
+        assert levels == ["-O3", "-O1"] if is_reduced else levels == ["-O3"], call
+    assert sum("-O1" in call for call in compiled) == 3 * (1 + 1 + build.MAX_PARSED)
+    # Object files of the two levels differ in name, so neither is taken for the other.
+    fully = workshop.calls()
+    assert sum("linear.cpp" in call for call in fully) == 3
+
+
 def test_another_family_has_its_own_instruction_sets_and_digest(workshop: Workshop) -> None:
     for machine in build.MACHINES:
         workshop.log.unlink(missing_ok=True)

@@ -3,11 +3,12 @@
 Neither torch nor headers of other packages are needed.
 
     python -m quire.kernels.cpu.build [--output FILE] [--objects FOLDER] [--compiler NAME]
-        [--own-isa | --machine FAMILY]
-    python -m quire.kernels.cpu.build --digest [--own-isa | --machine FAMILY]
+        [--own-isa | --for-tests | --machine FAMILY]
+    python -m quire.kernels.cpu.build --digest [--own-isa | --for-tests | --machine FAMILY]
 
 Files with kernels are compiled once for each instruction set of the processor family, or with
-`--own-isa` for the best one of this processor alone, which takes a quarter of the time. All that is
+`--own-isa` for the best one of this processor alone, which takes a quarter of the time. With
+`--for-tests` only that one is optimized fully, which takes two thirds of the time. All that is
 compiled is linked into one library, which selects an instruction set when it is loaded. `--machine`
 compiles for another processor family, with a cross compiler that `--compiler` names. The
 packaging hook runs this file by its path, so the file imports only the standard library, and reads
@@ -47,6 +48,9 @@ COMMON_FLAGS = (
     # Results must not depend on which multiplications and additions the compiler fuses.
     *("-ffp-contract=off", "-fno-math-errno"),
 )
+# Overrides -O3 in `--for-tests`. Results are the same to the bit, since no flag lets the compiler
+# reorder or fuse floating-point operations.
+FAST_COMPILE_FLAG = "-O1"
 # Compiled once for all instruction sets; the files of every other folder are compiled for each.
 COMMON_FOLDERS = ("library", "packing", "threads")
 
@@ -87,7 +91,7 @@ class _Unit:
 
     source: Path
     isa: str | None
-    #: The flags of that instruction set.
+    #: The flags of that instruction set, and FAST_COMPILE_FLAG if it is not optimized fully.
     isa_flags: tuple[str, ...] = ()
 
     def flags(self) -> list[str]:
@@ -161,13 +165,14 @@ def build(
     compiler_name: str | None = None,
     isas: Sequence[str] | None = None,
     machine: str | None = None,
+    optimized: Sequence[str] | None = None,
 ) -> None:
     """Compile and link the library.
 
     `objects` is a folder that keeps object files, which are reused while their sources and flags
     don't change. If it is None, they are deleted. `compiler_name` is as for `find_compiler`. `isas`
     are names of `isa_flags`, by default all. `machine` is as for `isa_flags`; the compiler must
-    compile for it.
+    compile for it. `optimized` names the instruction sets that are optimized fully, by default all.
     Raises BuildError with the compiler's messages.
     """
     compiler = find_compiler(compiler_name)
@@ -176,7 +181,7 @@ def build(
     with tempfile.TemporaryDirectory() as scratch:
         folder = objects or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        flags = {unit: _flags(unit, chosen, digest) for unit in _units(chosen, machine)}
+        flags = {unit: _flags(unit, chosen, digest) for unit in _units(chosen, machine, optimized)}
         units = {unit: _object_path(compiler, unit, flags[unit], folder) for unit in flags}
         missing = [unit for unit, target in units.items() if not target.exists()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -195,15 +200,20 @@ def build(
         linked.replace(output)  # processes that have the old file open keep it
 
 
-def _units(isas: Sequence[str], machine: str | None = None) -> list[_Unit]:
-    flags = isa_flags(machine)
+def _units(
+    isas: Sequence[str], machine: str | None = None, optimized: Sequence[str] | None = None
+) -> list[_Unit]:
+    """The object files of a library; see `build` for the arguments."""
+    flags = {isa: tuple(of_isa) for isa, of_isa in isa_flags(machine).items()}
+    if optimized is not None:
+        flags |= {isa: (*flags[isa], FAST_COMPILE_FLAG) for isa in flags if isa not in optimized}
     units = []
     for path in sorted(SOURCES.rglob("*.cpp")):
         is_common = path.parent.name in COMMON_FOLDERS
         if is_common:
             units.append(_Unit(path, None))
         else:
-            units += [_Unit(path, isa, tuple(flags[isa])) for isa in isas]
+            units += [_Unit(path, isa, flags[isa]) for isa in isas]
     return units
 
 
@@ -285,6 +295,7 @@ def _run(command: list[str]) -> None:
 
 def main() -> int:
     """The command line of this file."""
+    # First, define the options.
     parser = argparse.ArgumentParser(prog="python -m quire.kernels.cpu.build", description=__doc__)
     parser.add_argument("--output", type=Path, default=LIBRARY, help="the library (in the package)")
     parser.add_argument("--objects", type=Path, help="keep object files here, to reuse them")
@@ -296,6 +307,11 @@ def main() -> int:
         help="compile for this processor's best instruction set, not for all of its family",
     )
     family.add_argument(
+        "--for-tests",
+        action="store_true",
+        help="optimize fully for this processor's best instruction set only, to compile faster",
+    )
+    family.add_argument(
         "--machine",
         choices=MACHINES,
         help="compile for this processor family, with a --compiler for it (this machine's family)",
@@ -303,12 +319,15 @@ def main() -> int:
     parser.add_argument(
         "--digest",
         action="store_true",
-        help="print the sources' digest instead, and with --own-isa the instruction set behind it",
+        help="print the sources' digest instead, and behind it the instruction set with --own-isa,"
+        " or 'tests' with --for-tests",
     )
     arguments = parser.parse_args()
+    # Then print the digest, or build.
     isas = own_isas() if arguments.own_isa else None
     if arguments.digest:
-        print(source_digest(SOURCES, arguments.machine), *isas or ())
+        kind = ["tests"] if arguments.for_tests else isas or ()
+        print(source_digest(SOURCES, arguments.machine), *kind)
         return 0
     try:
         build(
@@ -317,6 +336,7 @@ def main() -> int:
             arguments.compiler,
             isas,
             arguments.machine,
+            own_isas() if arguments.for_tests else None,
         )
     except BuildError as error:
         print(f"quire: error: {error}", file=sys.stderr)
