@@ -130,7 +130,7 @@ def _keep_alive(http: HTTPRequest, body: OllamaBody) -> None:
     """Obey the operator's `keep_alive` if the server unloads an idle model. That of a tenant has no
     effect, since the model is there for all. Raises InvalidRequestError, and UnknownModelError."""
     service, given = find_model(http, body.model).service, body.keep_alive
-    if service is None:  # it was never loaded, so there is nothing to unload
+    if service is None:  # the model was never loaded
         return
     service.check_model(body.model)
     if service.idle_unload is not None:
