@@ -9,8 +9,8 @@ from starlette.requests import Request as HTTPRequest
 from quire.errors import EngineDeadError, InvalidRequestError, ServerDrainingError
 from quire.server.hosted_model import HostedModel, ModelNotLoadedError, Phase
 from quire.server.model_room import ModelRoom
-from quire.server.served_models import ServedModels
-from quire.server.service import Service, SharedState, UnknownModelError
+from quire.server.served_models import ServedModels, service_named
+from quire.server.service import Service, SharedState, UnknownModelError, service_of
 from quire.server.tenants.tenants import NO_TENANT, Tenant, TenantBook
 
 BOB = Tenant("bob", models=frozenset(["embed", "sql"]))
@@ -75,6 +75,23 @@ def test_a_model_that_is_not_in_memory_has_no_service():
         models = several()
         with pytest.raises(ModelNotLoadedError, match="'chat' is unloaded; a call that names it"):
             _ = models.default_service
+
+    asyncio.run(main())
+
+
+def test_a_question_that_names_no_model_gets_none_that_its_key_may_not_use():
+    async def main():
+        models = several()
+        http = call(BOB)
+        http.scope["app"] = SimpleNamespace(state=SimpleNamespace(models=models))
+        models.default.phase, models.default.service = Phase.LOADED, SimpleNamespace()
+        for find in (service_of, lambda http: service_named(http, None)):
+            with pytest.raises(ModelNotLoadedError, match="'vectors' is unloaded"):
+                find(http)
+            http.scope["state"]["tenant"] = Tenant("eve", models=frozenset(["other"]))
+            with pytest.raises(UnknownModelError, match="has none that this key may use"):
+                find(http)
+            http.scope["state"]["tenant"] = BOB
 
     asyncio.run(main())
 

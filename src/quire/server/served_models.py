@@ -60,9 +60,12 @@ class ServedModels:
 
     @property
     def default_service(self) -> Service:
-        """See `ModelChoice`. Raises ModelNotLoadedError."""
-        only = self.default.service
-        return only if self.room is None and only is not None else self.default.loaded_service
+        """The service of the first model. Raises ModelNotLoadedError."""
+        return self.default.loaded_service
+
+    def unnamed_service(self, tenant: Tenant) -> Service:
+        """See `ModelChoice`. Raises UnknownModelError, ModelNotLoadedError."""
+        return self.find(None, tenant).loaded_service
 
     @property
     def has_chat(self) -> bool:
@@ -176,8 +179,8 @@ def find_model(http: HTTPRequest, name: str | None) -> HostedModel:
 
 
 def service_named(http: HTTPRequest, name: str | None) -> Service:
-    """The service of the model in the query of a call; None means the first. Raises
-    UnknownModelError, ModelNotLoadedError."""
+    """The service of the model in the query of a call; None means the first that the caller may
+    use. Raises UnknownModelError, ModelNotLoadedError."""
     if name is None:
         return service_of(http)
     return find_model(http, name).loaded_service

@@ -28,7 +28,7 @@ from quire.server.limits import CallLimits
 from quire.server.model_store import ModelStore
 from quire.server.stats.live_feed import LiveFeed
 from quire.server.telemetry.monitor import Monitor
-from quire.server.tenants.tenants import TenantBook
+from quire.server.tenants.tenants import NO_TENANT, Tenant, TenantBook
 from quire.text.chat_template import ChatTemplate
 from quire.text.parsers.dialect import Dialect
 from quire.text.parsers.dialect_choice import find_dialect
@@ -55,7 +55,7 @@ class UnknownModelError(QuireError):
     @classmethod
     def of(cls, name: str | None, served: Iterable[str]) -> Self:
         """The error for `name`; `served` are the names that the caller may use."""
-        names = ", ".join(map(repr, served))
+        names = ", ".join(map(repr, served)) or "none that this key may use"
         return cls(
             f"the model {name!r:.80} is not served here; this server has {names:.400}"
             " (see /v1/models)"
@@ -193,17 +193,18 @@ class Service(SharedState):
 class ModelChoice(Protocol):
     """The part of `ServedModels` that `service_of` reads."""
 
-    @property
-    def default_service(self) -> Service:
-        """The service of calls that name no model."""
+    def unnamed_service(self, tenant: Tenant) -> Service:
+        """The service of a tenant's calls that name no model."""
         ...
 
 
 def service_of(http: HTTPRequest) -> Service:
-    """The service of the model that the call's body names, or else the default model's. Raises
-    ModelNotLoadedError if that model is not in memory."""
+    """The service of the model that the call's body names, or else of the first model that the
+    caller may use. Raises UnknownModelError if it may use none, ModelNotLoadedError if the model is
+    not in memory."""
     models: ModelChoice = http.app.state.models
-    return http.scope.get("state", {}).get("service") or models.default_service
+    state = http.scope.get("state", {})
+    return state.get("service") or models.unnamed_service(state.get("tenant", NO_TENANT))
 
 
 def report_ignored_fields(http: HTTPRequest, names: Iterable[str]) -> None:

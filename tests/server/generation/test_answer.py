@@ -58,7 +58,9 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
         default_deadline_s=None,
         engine=SimpleNamespace(limits=SimpleNamespace(max_logprobs=0)),
     )
-    app = SimpleNamespace(state=SimpleNamespace(models=SimpleNamespace(default_service=service)))
+    app = SimpleNamespace(
+        state=SimpleNamespace(models=SimpleNamespace(unnamed_service=lambda _: service))
+    )
     params = SimpleNamespace(sampling=SimpleNamespace(structured_outputs=None))
     body = SimpleNamespace(
         model="sql",
