@@ -91,12 +91,16 @@ def remove_model(name: str, in_use: Collection[str] = ()) -> int:
     return num_bytes
 
 
-def _needs(model: str, repository: str, places: Iterable[Path]) -> bool:
-    """Whether `model`, a name or a path, is the repository or lies in one of the places."""
+def _needs(model: str, repository: str, places: Collection[Path]) -> bool:
+    """Whether `model`, a name or a path, is the repository or lies in one of the places. A name may
+    also be that of a package's model whose file is one of the places."""
     path = Path(model).expanduser()
     if path.is_absolute():
         return any(path.resolve().is_relative_to(place.resolve()) for place in places)
-    return split_choice(hub_id_of(model) or model)[0] == repository
+    named = split_choice(hub_id_of(model) or model)[0]
+    package = packaged_models.PACKAGES.get(named)
+    held = None if package is None else packaged_models.path_of(package)
+    return named == repository or held in places
 
 
 def _scan() -> "HFCacheInfo | None":

