@@ -24,6 +24,8 @@ from quire.server.tenants.keys import ApiKeys
 
 OPERATOR = {"Authorization": "Bearer operator-key-1"}
 TENANT = {"Authorization": "Bearer alice-key-1"}
+LIMITED = {"Authorization": "Bearer bob-key-1"}
+"""A tenant that may not use the served model."""
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ def ask(in_use):
     store = ModelStore(lambda: in_use)
 
     def call(path, model, headers=OPERATOR, *, store=store, **fields):
-        keys = ApiKeys(["operator:operator-key-1", "alice:alice-key-1"])
+        limited = "bob:bob-key-1 models=other"
+        keys = ApiKeys(["operator:operator-key-1", "alice:alice-key-1", limited])
         service = Service(FakeEngine(), None, None, "mine", model_store=store)
         transport = httpx.ASGITransport(
             create_app(ServedModels.of(service), AccessConfig(keys=keys))
@@ -167,5 +170,8 @@ def test_only_the_operator_changes_models_and_only_with_the_right(hub, ask, home
         status, (error,) = ask(path, "org/model", store=None)
         assert status == 404 and "--manage-models" in error["error"]
     assert ask("/api/pull", "mine", TENANT, stream=False) == (200, [{"status": "success"}])
+    refused, unknown = (ask("/api/pull", name, LIMITED) for name in ("mine", "nine"))
+    assert refused[0] == 403
+    assert str(refused) == str(unknown).replace("nine", "mine")  # so bob learns no names
     assert ask("/api/delete", None)[0] == 400
     assert not hub.requests

@@ -1,11 +1,11 @@
 """POST /api/pull and DELETE /api/delete of Ollama's API: models are fetched and removed.
 
-Models are files of this machine's cache. A pull of a served model succeeds at once for any client.
-All else is for the operator, on a server with `--manage-models`.
+Models are files of this machine's cache. A pull of a served model succeeds at once for any client
+that may use it. All else is for the operator, on a server with `--manage-models`.
 """
 
 import hashlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import ClassVar
 
@@ -15,6 +15,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, OperatorOnlyError, QuireError
+from quire.server.hosted_model import HostedModel
 from quire.server.http.errors import CLIENT_GONE_STATUS, error_body
 from quire.server.http.streaming import (
     NDJSON,
@@ -28,7 +29,7 @@ from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints, ollama_
 from quire.server.routes.ollama.served_models import ERROR_RESPONSES, NamesModel
 from quire.server.routes.openapi import answers
 from quire.server.routes.unsupported import NotSupportedError
-from quire.server.served_models import models_of
+from quire.server.served_models import models_of, visible_models
 from quire.server.service import SharedState
 
 DELETE = "/api/delete"
@@ -73,7 +74,7 @@ class DeleteRequest(NamesModel):
 async def ollama_pull(body: PullRequest, http: HTTPRequest) -> Response:
     """Fetch a model into the cache; a served model is there already."""
     shared, name = models_of(http).shared, body.named
-    if name is None or _is_served(http, name):
+    if name is None or _is_among(visible_models(http), name):
         lines = _served()
     else:
         lines = _fetched(_store_of(http, shared, name), name)
@@ -100,7 +101,7 @@ async def ollama_delete(body: DeleteRequest, http: HTTPRequest) -> Response:
     if name is None:
         raise InvalidRequestError("model is missing", "model")
     store = _store_of(http, models_of(http).shared, name)
-    if _is_served(http, name):
+    if _is_among(models_of(http).all, name):
         raise ModelChangeError(f"the model {name!r:.80} is served, so its files must stay", 409)
     await store.remove(name)
     return Response()
@@ -110,8 +111,8 @@ for _path in ("/api/create", "/api/copy", "/api/push"):
     router.refuse(_path)
 
 
-def _is_served(http: HTTPRequest, name: str) -> bool:
-    return any(name in model.all_names for model in models_of(http).all)
+def _is_among(models: Iterable[HostedModel], name: str) -> bool:
+    return any(name in model.all_names for model in models)
 
 
 def _store_of(http: HTTPRequest, shared: SharedState, name: str) -> ModelStore:
