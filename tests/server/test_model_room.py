@@ -313,6 +313,28 @@ def test_an_engine_that_cannot_sleep_is_ended_and_started_anew():
     run(scenario)
 
 
+@pytest.mark.parametrize("num_bugs", [1, 2])
+def test_a_bug_while_a_model_is_unloaded_leaves_its_memory_to_others(num_bugs):
+    async def scenario():
+        world = World(6, a=4, b=4)
+        await world.one_call("a")
+        loader = world.models["a"].loader
+        loader.errors = [OSError("no file") for _ in range(num_bugs)]
+
+        async def discard(service):
+            world.events.append(("discard", "a"))
+            if loader.errors:
+                raise loader.errors.pop()
+
+        loader.discard = discard
+        await world.one_call("b")
+        assert world.events == [("load", "a"), ("discard", "a"), ("load", "b")]
+        await world.one_call("a")
+        return world
+
+    run(scenario)
+
+
 def test_a_model_whose_engine_has_failed_for_good_leaves_the_others_alone():
     async def scenario():
         world = World(10, a=4, b=4)

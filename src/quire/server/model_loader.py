@@ -14,7 +14,7 @@ from pathlib import Path
 from quire.core.memory.memory_report import format_bytes
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.fleet_sleep import SleepMode
-from quire.errors import ConfigurationError, QuireError
+from quire.errors import ConfigurationError
 from quire.hub.model_folder import EMBEDDED_MODEL_NAME
 from quire.observability.gpu_presence import lacks_gpu
 from quire.observability.log import get_logger
@@ -121,7 +121,7 @@ class EngineLoader:
         if service is not None:
             try:
                 await service.engine.sleeping.wake()
-            except QuireError:
+            except Exception:  # after a bug, too, no process may be left
                 await self.discard(service)
                 raise
             return service

@@ -106,14 +106,16 @@ class ModelMoves:
         model.phase = Phase.UNLOADING
         try:
             await _loader_of(model).unload(service, mode, wait_s)
-        except QuireError as error:
-            if model.num_calls and service.engine.state is not EngineState.FAILED:
+        except Exception as error:  # a bug, too, leaves the memory to other models
+            is_usable = (
+                isinstance(error, QuireError) and service.engine.state is not EngineState.FAILED
+            )
+            if model.num_calls and is_usable:
                 model.phase = Phase.LOADED
                 raise
             # An engine that is being restarted can't sleep, so it is ended for good.
             logger.warning("%s is ended, since it can't be unloaded: %s", model.name, error)
-            await _loader_of(model).discard(service)
-            model.service = None
+            await self._end(model, service)
         model.phase, model.reserved_bytes = Phase.UNLOADED, 0
         model.num_unloads += 1
         logger.info("unloaded %s", model.name)
@@ -128,10 +130,18 @@ class ModelMoves:
         self.spawn(self._discard(model, service, error))
 
     async def _discard(self, model: HostedModel, service: Service, error: QuireError) -> None:
-        await _loader_of(model).discard(service)
-        model.service, model.phase, model.reserved_bytes = None, Phase.UNLOADED, 0
+        await self._end(model, service)
+        model.phase, model.reserved_bytes = Phase.UNLOADED, 0
         self.fail(model, error)
         self._on_change()
+
+    async def _end(self, model: HostedModel, service: Service) -> None:
+        """End a model's engines for good."""
+        try:
+            await _loader_of(model).discard(service)
+        except Exception as error:  # otherwise the model's memory would stay reserved for good
+            logger.error("ending the engines of %s has met a bug", model.name, exc_info=error)
+        model.service = None
 
     def fail(self, model: HostedModel, error: QuireError) -> None:
         """Record that the model can't be loaded, and refuse the calls that wait for it."""
