@@ -268,6 +268,24 @@ def test_pinned_models_are_loaded_first_and_never_unloaded():
     run(scenario)
 
 
+def test_a_pinned_model_is_loaded_later_if_calls_took_its_memory_first(monkeypatch):
+    monkeypatch.setattr(model_room, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(NoRoomError, "retry_after_s", 0.01)
+
+    async def scenario():
+        world = World(6, wait_s=0.02, pinned=("a",), a=4, b=4)
+        await world.room.enter(world.models["b"])
+        world.room.load_pinned()
+        await asyncio.sleep(0.05)  # its first wait is over
+        assert world.loaded() == {"b"}
+        world.room.leave(world.models["b"])
+        while world.loaded() != {"a"}:
+            await asyncio.sleep(0.001)
+        return world
+
+    run(scenario)
+
+
 def test_only_so_many_calls_wait():
     async def scenario():
         world = World(4, max_waiting=2, a=4)

@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from quire.core.memory.memory_report import format_bytes
 from quire.engine_client.fleet_sleep import WAIT_S, SleepMode
 from quire.errors import InsufficientMemoryError, OverloadedError, QuireError
-from quire.server.hosted_model import HostedModel, ModelLoadError, NoRoomError, Phase, Waiter
+from quire.observability.log import get_logger
+from quire.server.hosted_model import HostedModel, NoRoomError, Phase, Waiter
 from quire.server.model_moves import ModelMoves
 from quire.server.service import Service
 
 PATIENCE_S = 2.0
 """Seconds for which a call waits, and a loaded model stays, before models in use get no new calls.
 It bounds how often two models replace each other."""
+
+logger = get_logger(__name__)
 
 
 class ModelRoom:
@@ -102,17 +105,24 @@ class ModelRoom:
             self._advance()
 
     def load_pinned(self) -> None:
-        """Begin to load the pinned models. Their failures are logged, and tried again by calls."""
+        """Begin to load the pinned models, as soon as there is room for them. Failures are logged,
+        and tried again by calls."""
         for model in self._models:
             if model.is_pinned:
                 self._moves.spawn(self._load_pinned(model))
 
     async def _load_pinned(self, model: HostedModel) -> None:
-        try:
-            await self.enter(model)
-        except (ModelLoadError, NoRoomError, OverloadedError):
-            return  # `ModelMoves.fail` has logged it
-        self.leave(model)
+        while True:
+            try:
+                await self.enter(model)
+            except (NoRoomError, OverloadedError) as error:  # calls came first
+                logger.warning("the pinned model %s is not loaded yet: %s", model.name, error)
+                await asyncio.sleep(NoRoomError.retry_after_s)
+            except QuireError:
+                return  # `ModelMoves.fail` has logged it, or the server ends
+            else:
+                self.leave(model)
+                return
 
     def begin_unload(self, model: HostedModel) -> None:
         """Begin to unload a model that is in memory and has no calls; else do nothing."""
