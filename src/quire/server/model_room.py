@@ -74,12 +74,12 @@ class ModelRoom:
         if self.try_enter(model):
             return
         model.check_failure(self._loop.time())
-        if sum(len(each.waiting) for each in self._models) >= self._max_waiting:
-            raise OverloadedError("too many calls wait for their models to be loaded; retry later")
         if model.needed_bytes is None:
             await self._moves.prepare(model)
         if self.try_enter(model):  # another call has loaded it meanwhile
             return
+        if sum(len(each.waiting) for each in self._models) >= self._max_waiting:
+            raise OverloadedError("too many calls wait for their models to be loaded; retry later")
         admitted = self._loop.create_future()
         timer = self._loop.call_later(self._wait_s, self._expire, model, admitted)
         waiter = Waiter(admitted, self._loop.time(), is_background, timer)
