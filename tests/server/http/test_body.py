@@ -58,6 +58,8 @@ def test_an_extra_body_counts_as_if_it_stood_at_the_top():
     assert Parent.model_validate({"extra_body": {"size": 3, "color": "red"}}) == flat
     assert Parent.model_validate({"size": 3, "color": "red", "extra_body": None}) == flat
     assert Parent.model_validate({"size": 3, "color": None, "extra_body": {"color": "red"}}) == flat
+    for body in ({}, {"model": None}):
+        assert Parent.model_named(body | {"extra_body": {"model": "b"}}) == "b"
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,8 @@ class Body(BaseModel):
         """The value of the field `model`, of any type; None if it is left out."""
         extra = fields.get("extra_body")
         inner = extra if cls.takes_extra_body and isinstance(extra, dict) else {}
-        return fields.get("model", inner.get("model"))
+        name = fields.get("model")  # null counts as left out
+        return inner.get("model") if name is None else name
 
     @classmethod
     def note_of(cls, field: str) -> str | None:

@@ -127,7 +127,8 @@ class OllamaBody(ChatBody):
     def needs_model(cls, fields: Mapping[str, Any]) -> bool:
         """See `Body`. A call without a prompt whose `keep_alive` is 0 unloads the model."""
         prompts = (fields.get(name) for name in ("messages", "prompt", "suffix"))
-        return any(prompts) or str(fields.get("keep_alive")).rstrip("hms") not in _UNLOAD
+        has_prompt = any(each not in (None, "", []) for each in prompts)
+        return has_prompt or str(fields.get("keep_alive")).rstrip("hms") not in _UNLOAD
 
     @classmethod
     def model_named(cls, fields: Mapping[str, Any]) -> Any:
