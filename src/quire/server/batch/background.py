@@ -386,7 +386,10 @@ class BatchRunner:
 
     async def _make(self, job: _Job, call: BatchCall) -> None:
         owner = self._book.owner_of(job.batch)
-        tenant = self._find_tenant(owner.tenant) or Tenant(owner.tenant)
+        tenant = self._find_tenant(owner.tenant)
+        if tenant is None:  # its keys were removed a moment ago
+            job.again.appendleft(call)
+            return
         state: dict[str, Any] = {
             "tenant": tenant,
             "is_operator": False,
