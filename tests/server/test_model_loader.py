@@ -1,6 +1,7 @@
 """Models that can't be served together are refused by name, and the memory of each is computed."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from quire.observability.machine_memory import total_memory_bytes
 from quire.server.config import ServerConfig
 from quire.server.hosted_model import HostedModel
 from quire.server.listed_model import ListedModel
-from quire.server.model_loader import LEAST_KV_BYTES, EngineLoader, check_models
+from quire.server.model_loader import LEAST_KV_BYTES, EngineLoader, RoomIdleUnload, check_models
 from quire.server.service import SharedState
 
 MIB = 1 << 20
@@ -81,3 +82,18 @@ def test_a_model_has_the_names_of_its_entry():
 def test_adapters_are_known_before_the_model_is_loaded():
     model = HostedModel(("a",), given_adapters=("sql",))
     assert model.all_names == ["a", "sql"]
+
+
+def test_the_operators_time_for_a_model_ends_when_the_model_is_unloaded():
+    async def main():
+        unloaded, model = [], HostedModel(("a",))
+        fleet = SimpleNamespace(sleeping=SimpleNamespace(last_request_s=0.0))
+        room = SimpleNamespace(begin_unload=unloaded.append)
+        idle = RoomIdleUnload(fleet, 300.0, room, model)
+        idle.keep(0)
+        assert idle.seconds_left == 0
+        await idle._unload()
+        assert unloaded == [model]
+        assert idle.seconds_left > 200  # so the next call's model is not unloaded at once
+
+    asyncio.run(main())
