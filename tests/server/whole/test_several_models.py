@@ -101,6 +101,13 @@ def test_a_key_may_be_limited_to_some_models(server):
         answer = server.http.post("/v1/completions", json=body | fields, headers=BOB)
         assert answer.status_code == status, answer.text
     assert [each["name"] for each in _ollama(server, "/api/tags", BOB)] == ["b"]
+    for name in ("a", "other"):
+        pulled = server.http.post("/api/pull", json={"model": name}, headers=BOB)
+        assert pulled.status_code == 403, pulled.text
+    assert server.http.get("/tokenizer_info", headers=BOB).status_code == 200
+    assert complete(server, "a").status_code == 200  # now `b` is not in memory, but `a` is
+    hidden = server.http.get("/tokenizer_info", headers=BOB)
+    assert hidden.status_code == 503 and "'b' is un" in hidden.text
 
 
 def _ollama(server, path, headers=ALICE):
