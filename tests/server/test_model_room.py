@@ -139,6 +139,7 @@ def test_a_model_in_use_is_not_unloaded_and_gets_no_new_calls_after_a_while(monk
 
 
 def test_calls_of_batches_take_no_memory_from_models_in_use(monkeypatch):
+    monkeypatch.setattr(model_room, "REST_S", 0.0)
     monkeypatch.setattr(model_room, "PATIENCE_S", 0.0)
 
     async def scenario():
@@ -151,6 +152,29 @@ def test_calls_of_batches_take_no_memory_from_models_in_use(monkeypatch):
         world.room.leave(world.models["a"])
         await of_batch
         world.room.leave(world.models["b"])
+        return world
+
+    run(scenario)
+
+
+def test_calls_of_batches_take_no_memory_from_models_that_were_just_used(monkeypatch):
+    monkeypatch.setattr(model_room, "REST_S", 0.05)
+
+    async def scenario():
+        world = World(6, a=4, b=4, c=4)
+        await world.one_call("a")
+        waiting = world.call("b", is_background=True)
+        for _ in range(3):  # live calls with pauses between them
+            await asyncio.sleep(0.02)
+            assert world.loaded() == {"a"}
+            await world.one_call("a")
+        await waiting
+        assert world.events == [("load", "a"), ("unload", "a"), ("load", "b")]
+        world.room.leave(world.models["b"], is_background=True)
+        before_s = asyncio.get_running_loop().time()
+        await world.room.enter(world.models["c"], is_background=True)  # batches take turns at once
+        assert asyncio.get_running_loop().time() - before_s < model_room.REST_S
+        world.room.leave(world.models["c"], is_background=True)
         return world
 
     run(scenario)

@@ -5,6 +5,7 @@ torch.
 """
 
 import asyncio
+import math
 import sys
 import time
 from collections import deque
@@ -135,6 +136,9 @@ class HostedModel:
     num_calls: int = 0
     #: Time of the latest begin or end of a call, by the loop's clock.
     last_use_s: float = 0.0
+    #: Time of the latest begin or end of a call that was not one of a batch; minus infinity
+    #: before the first.
+    last_live_s: float = -math.inf
     #: Whether new calls wait, since another model is to be loaded in this one's place.
     is_closing: bool = False
     #: Calls that wait until the model is loaded, the oldest first.
@@ -207,10 +211,16 @@ class HostedModel:
         never loaded."""
         return sys.maxsize if self.service is None else self.service.engine.limits.max_model_len
 
-    def begin_call(self, now_s: float) -> None:
+    def begin_call(self, now_s: float, *, is_background: bool) -> None:
         """Count a call that uses the model."""
         self.num_calls += 1
+        self.note_use(now_s, is_background=is_background)
+
+    def note_use(self, now_s: float, *, is_background: bool) -> None:
+        """Record the begin or the end of a call; `is_background` if it is one of a batch."""
         self.last_use_s = now_s
+        if not is_background:
+            self.last_live_s = now_s
 
     def check_failure(self, now_s: float) -> None:
         """Raises ModelLoadError while the model is not tried again after a failure."""

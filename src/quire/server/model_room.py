@@ -8,6 +8,7 @@ unloaded. No answer is cut. Made by `launch`; `served_models` calls it. Imports 
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from quire.core.memory.memory_report import format_bytes
@@ -21,6 +22,10 @@ from quire.server.service import Service
 PATIENCE_S = 2.0
 """Seconds for which a call waits, and a loaded model stays, before models in use get no new calls.
 It bounds how often two models replace each other."""
+
+REST_S = 30.0
+"""Seconds after the latest live call of a model in which batches take no memory from it. Otherwise
+each pause between two live calls would cost them a load."""
 
 logger = get_logger(__name__)
 
@@ -58,11 +63,11 @@ class ModelRoom:
         """Bytes reserved for all models."""
         return sum(model.reserved_bytes for model in self._models)
 
-    def try_enter(self, model: HostedModel) -> bool:
+    def try_enter(self, model: HostedModel, *, is_background: bool = False) -> bool:
         """Count a call if its model is in memory; returns whether it is."""
         if not model.takes_calls:
             return False
-        model.begin_call(self._loop.time())
+        model.begin_call(self._loop.time(), is_background=is_background)
         return True
 
     async def enter(self, model: HostedModel, *, is_background: bool = False) -> None:
@@ -71,12 +76,14 @@ class ModelRoom:
         Raises ModelLoadError, NoRoomError after the time limit, OverloadedError if too many calls
         wait. After an error or a cancellation the call is not counted.
         """
-        if self.try_enter(model):
+        if self.try_enter(model, is_background=is_background):
             return
         model.check_failure(self._loop.time())
         if model.needed_bytes is None:
             await self._moves.prepare(model)
-        if self.try_enter(model):  # another call has loaded it meanwhile
+        if self.try_enter(
+            model, is_background=is_background
+        ):  # another call has loaded it meanwhile
             return
         if sum(len(each.waiting) for each in self._models) >= self._max_waiting:
             raise OverloadedError("too many calls wait for their models to be loaded; retry later")
@@ -89,7 +96,7 @@ class ModelRoom:
             await admitted
         except asyncio.CancelledError:
             if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
-                self.leave(model)
+                self.leave(model, is_background=is_background)
             raise
         finally:
             timer.cancel()
@@ -97,10 +104,10 @@ class ModelRoom:
                 model.waiting.remove(waiter)
                 self._advance()
 
-    def leave(self, model: HostedModel) -> None:
+    def leave(self, model: HostedModel, *, is_background: bool = False) -> None:
         """End a call that `enter` has counted."""
         model.num_calls -= 1
-        model.last_use_s = self._loop.time()
+        model.note_use(self._loop.time(), is_background=is_background)
         if not model.num_calls and self._queue:
             self._advance()
 
@@ -205,7 +212,14 @@ class ModelRoom:
             self._moves.begin_load(model, needed)
             return True
         missing -= self._leaving_bytes
-        if missing <= 0 or self._unload_idle(missing) or not model.has_live_calls:
+        if not model.has_live_calls:
+            before_s = self._loop.time() - REST_S
+            if missing > 0 and not self._unload_idle(missing, before_s):
+                used_s = [each.last_live_s for each in self._by_use()]
+                if later_s := [each for each in used_s if each > before_s]:
+                    self._ask_again(min(later_s) - before_s)
+            return False
+        if missing <= 0 or self._unload_idle(missing):
             return False
         # Models in use must give their memory: after a while they get no new calls.
         candidates = self._by_use()
@@ -227,10 +241,12 @@ class ModelRoom:
         ]
         return sorted(loaded, key=lambda each: each.last_use_s)
 
-    def _unload_idle(self, missing: int) -> bool:
-        """Begin to unload models without calls. Returns False, and unloads none, if all of them
-        take less than `missing` bytes."""
-        idle = [each for each in self._by_use() if not each.num_calls]
+    def _unload_idle(self, missing: int, before_s: float = math.inf) -> bool:
+        """Begin to unload models without calls, and without a live call since `before_s`. Returns
+        False, and unloads none, if all of them take less than `missing` bytes."""
+        idle = [
+            each for each in self._by_use() if not each.num_calls and each.last_live_s <= before_s
+        ]
         if missing > sum(each.reserved_bytes for each in idle):
             return False
         for victim in idle:
@@ -251,7 +267,7 @@ class ModelRoom:
         while model.waiting:
             waiter = model.waiting.popleft()
             if not waiter.admitted.done():
-                model.begin_call(self._loop.time())
+                model.begin_call(self._loop.time(), is_background=waiter.is_background)
                 waiter.admitted.set_result(None)
 
     def _expire(self, model: HostedModel, admitted: "asyncio.Future[None]") -> None:
@@ -266,5 +282,6 @@ class ModelRoom:
 
     def _ask_again(self, after_s: float) -> None:
         if self._timer is not None:
+            after_s = min(after_s, self._timer.when() - self._loop.time())
             self._timer.cancel()
         self._timer = self._loop.call_later(after_s, self._advance)

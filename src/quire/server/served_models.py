@@ -6,7 +6,7 @@ torch.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from starlette.requests import Request as HTTPRequest
@@ -98,10 +98,11 @@ class ServedModels:
     async def enter(self, http: HTTPRequest, model: HostedModel) -> None:
         """Wait until a call's model is in memory; `leave` must follow. Raises the errors of
         `ModelRoom.enter`, ServerDrainingError, ClientGoneError."""
-        if self.room is not None and not self.room.try_enter(model):
+        state = http.scope.setdefault("state", {})
+        is_background = _is_background(state)
+        if self.room is not None and not self.room.try_enter(model, is_background=is_background):
             self.shared.check_accepting()
             await self._wait(http, self.room, model)
-        state = http.scope.setdefault("state", {})
         state["entered"], state["service"] = model, model.service
 
     async def _wait(self, http: HTTPRequest, room: ModelRoom, model: HostedModel) -> None:
@@ -109,7 +110,7 @@ class ServedModels:
 
         async def enter() -> None:
             nonlocal has_entered
-            await room.enter(model, is_background="added_priority" in state)
+            await room.enter(model, is_background=_is_background(state))
             has_entered = True
 
         # A waiting call counts as an open generation of its tenant.
@@ -118,7 +119,7 @@ class ServedModels:
             await unless_disconnected(http.receive, enter())
         except BaseException as error:
             if has_entered:  # the call was cancelled in the moment in which it was admitted
-                room.leave(model)
+                room.leave(model, is_background=_is_background(state))
             if isinstance(error, ModelLoadError) and not state.get("is_operator"):
                 raise ModelLoadError(LOG_SAYS_WHY, error.retry_after_s) from error
             raise
@@ -127,9 +128,10 @@ class ServedModels:
 
     def leave(self, scope: Scope) -> None:
         """End a call. Does nothing if it has not entered a model."""
-        model: HostedModel | None = scope.get("state", {}).pop("entered", None)
+        state = scope.get("state", {})
+        model: HostedModel | None = state.pop("entered", None)
         if model is not None and self.room is not None:
-            self.room.leave(model)
+            self.room.leave(model, is_background=_is_background(state))
 
     async def end(self, reason: QuireError) -> None:
         """End all engines; open streams end with `reason`."""
@@ -150,6 +152,11 @@ class ServedModels:
             return await self.default_service.engine.wait_failed()
         never: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()
         return await never
+
+
+def _is_background(state: Mapping[str, Any]) -> bool:
+    """Whether a call with this state belongs to a batch."""
+    return "added_priority" in state
 
 
 def models_of(http: HTTPRequest) -> ServedModels:
