@@ -150,3 +150,21 @@ def test_a_bounded_number_of_listeners_is_accepted_and_nothing_is_asked_after_th
         assert len(engine.asked) == asked
 
     asyncio.run(listen())
+
+
+def test_a_replica_that_is_removed_and_added_again_is_new_to_its_listeners():
+    async def listen():
+        feed, engine, listed = LiveFeed(), Engine(), fleet(Engine())
+        listed.engines_by_name[""] = engine
+        async with contextlib.aclosing(feed.changes(listed, ("stats",), 0.01)) as stream:
+            await anext(stream)
+            # Another listener looks while it is away, and it starts when it is back.
+            await feed.refresh(fleet(Engine(), Engine()), ("stats",))
+            engine.state = EngineState.RECOVERING
+            (starting,) = await anext(stream)
+            assert "facts" in starting and "stats" not in starting
+            engine.state = EngineState.READY
+            (found,) = await anext(stream)
+            assert found["stats"] == {"n": 2}
+
+    asyncio.run(listen())

@@ -40,6 +40,9 @@ FACTS = (
 )
 """The engine's facts that a snapshot has."""
 
+Cursors = dict[str, tuple[EngineView, Cursor]]
+"""The cursors of one listener by engine, each with the view that it belongs to."""
+
 
 class LiveFeed:
     """The views of all engines, and the number of open streams."""
@@ -79,7 +82,7 @@ class LiveFeed:
                 f"{MAX_LISTENERS} streams of /stats/events are open; end one of them", RETRY_AFTER_S
             )
         self.num_listeners += 1
-        cursors: dict[str, Cursor] = {}
+        cursors: Cursors = {}
         try:
             while True:
                 yield await self._look(fleet, cursors, parts)
@@ -88,20 +91,23 @@ class LiveFeed:
             self.num_listeners -= 1
 
     async def _look(
-        self, fleet: EngineFleet, cursors: dict[str, Cursor], parts: Collection[str]
+        self, fleet: EngineFleet, cursors: Cursors, parts: Collection[str]
     ) -> list[dict[str, Any]]:
         await self.refresh(fleet, parts)
         return self._engines(fleet, cursors, parts)
 
     def _engines(
-        self, fleet: EngineFleet, cursors: dict[str, Cursor], parts: Collection[str]
+        self, fleet: EngineFleet, cursors: Cursors, parts: Collection[str]
     ) -> list[dict[str, Any]]:
         overview = {} if ONLY_ENGINE in fleet.engines_by_name else fleet.engines.overview()
         found = []
         for name, engine in fleet.engines_by_name.items():
             view = self._views.get(name) or EngineView()
-            is_new = name not in cursors
-            cursor = cursors.setdefault(name, Cursor())
+            # A replica that was removed and added again has a new view, whose versions begin anew.
+            known = cursors.get(name)
+            is_new = known is None or known[0] is not view
+            cursor = Cursor() if known is None or is_new else known[1]
+            cursors[name] = view, cursor
             each: dict[str, Any] = {"name": name, "state": engine.state.value, "pid": engine.pid}
             each |= {"num_restarts": engine.num_restarts} | overview.get(name, {})
             if is_new:
