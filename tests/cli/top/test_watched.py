@@ -37,6 +37,13 @@ def test_an_engine_whose_clock_began_anew_has_no_old_steps() -> None:
     assert [each["ended_s"] for each in server.engines[""].steps] == [0.5]
 
 
+def test_steps_that_a_new_connection_repeats_count_once() -> None:
+    server = WatchedServer()
+    server.take(event(engine(100.0, events=[step(98.0), step(99.0)])))
+    server.take(event(engine(101.0, events=[step(98.0), step(99.0), step(100.5)])))
+    assert [each["ended_s"] for each in server.engines[""].steps] == [98.0, 99.0, 100.5]
+
+
 def test_a_removed_replica_is_forgotten() -> None:
     server = WatchedServer()
     server.take(event(engine(name="a"), engine(name="b")))

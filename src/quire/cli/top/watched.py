@@ -71,7 +71,11 @@ class WatchedEngine:
         self.requests = change.get("requests", self.requests)
         if "blocks" in change:
             self.blocks.take(change["blocks"])
-        self.steps.extend(each for each in change.get("events", ()) if each["event"] == "step")
+        # A new connection begins with all events that the server remembers.
+        known_s = self.steps[-1]["ended_s"] if self.steps else 0.0
+        for each in change.get("events", ()):
+            if each["event"] == "step" and each["ended_s"] > known_s:
+                self.steps.append(each)
 
     def recent_steps(self, seconds: float = WINDOW_S) -> Iterator[dict[str, Any]]:
         """The steps that ended in the last `seconds`, newest first."""
