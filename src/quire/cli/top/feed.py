@@ -14,7 +14,7 @@ from quire.errors import EngineDeadError, InvalidRequestError
 PARTS = "stats,events,requests,memory,blocks"
 
 CONNECT_S = 10.0
-"""Seconds in which the server must accept a connection and send its next event."""
+"""Seconds in which the server must accept a connection, and by which an event may be late."""
 
 PAUSE_S = 1.0
 """Seconds between two attempts to connect."""
@@ -35,6 +35,7 @@ class Feed:
     def __init__(self, url: str, api_key: str | None, interval_s: float) -> None:
         self._url = f"{url.rstrip('/')}/stats/events?parts={PARTS}&interval={interval_s:g}"
         self._api_key = api_key
+        self._timeout_s = CONNECT_S + interval_s
         self._changes: queue.SimpleQueue[Change | Exception] = queue.SimpleQueue()
         self._is_over = threading.Event()
 
@@ -75,7 +76,7 @@ class Feed:
         if self._api_key is not None:
             request.add_header("Authorization", f"Bearer {self._api_key}")
         try:
-            with urlopen(request, timeout=CONNECT_S) as answer:
+            with urlopen(request, timeout=self._timeout_s) as answer:
                 for line in answer:
                     if self._is_over.is_set():
                         return
