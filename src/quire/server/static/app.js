@@ -75,11 +75,16 @@ function connectTheme() {
 
 function connectKey() {
   const dialog = byId("key-dialog");
-  byId("key-button").addEventListener("click", () => dialog.showModal());
+  byId("key-button").addEventListener("click", () => {
+    dialog.returnValue = ""; // Escape leaves the value of the last time
+    dialog.showModal();
+  });
+  byId("key-cancel").addEventListener("click", () => dialog.close());
   dialog.addEventListener("close", () => {
+    const text = byId("key-input").value;
+    byId("key-input").value = "";
     if (dialog.returnValue === "use") {
-      setKey(byId("key-input").value);
-      byId("key-input").value = "";
+      setKey(text);
       begin();
     }
   });
