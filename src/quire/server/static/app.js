@@ -5,6 +5,7 @@ import { byId, el, fill, showTip } from "./dom.js";
 import { Live } from "./live.js";
 import { MemoryView } from "./memory.js";
 import { Playground } from "./playground.js";
+import { recall, remember } from "./storage.js";
 import { StepsView } from "./steps.js";
 
 const PARTS = {
@@ -56,7 +57,8 @@ function connectTabs() {
 
 function connectTheme() {
   const names = Object.keys(THEMES);
-  let theme = names.includes(localStorage.getItem("quire-theme")) ? localStorage.getItem("quire-theme") : "auto";
+  let theme = recall("quire-theme");
+  if (!names.includes(theme)) theme = "auto";
   const apply = () => {
     if (theme === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
@@ -66,7 +68,7 @@ function connectTheme() {
   };
   byId("theme").addEventListener("click", () => {
     theme = names[(names.indexOf(theme) + 1) % names.length];
-    localStorage.setItem("quire-theme", theme);
+    remember("quire-theme", theme);
     apply();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", apply);

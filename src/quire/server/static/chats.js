@@ -1,5 +1,7 @@
 // Conversations as trees of messages, kept in this browser's localStorage and nowhere else.
 
+import { recall, remember } from "./storage.js";
+
 const STORE = "quire-chats";
 const MAX_CHATS = 40;
 const MAX_CHARACTERS = 4_000_000;
@@ -68,7 +70,7 @@ export class Chat {
 export class Chats {
   constructor() {
     this.all = [];
-    try { this.all = JSON.parse(localStorage.getItem(STORE) ?? "[]").map((each) => new Chat(each)); } catch { /* unreadable */ }
+    try { this.all = JSON.parse(recall(STORE) ?? "[]").map((each) => new Chat(each)); } catch { /* unreadable */ }
     this.timer = null;
   }
 
@@ -84,20 +86,30 @@ export class Chats {
     this.save();
   }
 
-  /** Write all conversations soon. The oldest are dropped if there is no room. */
+  /** Write all conversations soon. Those without a message for longest are dropped if there is no room. */
   save() {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
-      this.all = this.all.slice(0, MAX_CHATS);
+      this.all = this.all.sort((a, b) => b.at - a.at).slice(0, MAX_CHATS);
       const used = this.all.filter((each) => Object.keys(each.messages).length);
-      while (used.length) {
-        const text = JSON.stringify(used, (name, value) => (name === "running" ? undefined : value));
-        try {
-          if (text.length <= MAX_CHARACTERS) { localStorage.setItem(STORE, text); return; }
-        } catch { /* the browser's bound is lower */ }
-        used.pop();
-      }
-      localStorage.removeItem(STORE);
+      let room = MAX_CHARACTERS; // the browser's own bound may be lower
+      while (room > 1000 && !remember(STORE, packed(used, room))) room /= 2;
     }, 300);
   }
+}
+
+/** Conversations as JSON of at most `room` characters. One that is too long loses its tokens, then its place. */
+function packed(chats, room) {
+  const found = [];
+  let left = room - 2;
+  for (const chat of chats) {
+    const text = [[], ["top"], ["top", "tokens", "promptIds"]]
+      .map((lists) => JSON.stringify(chat, (name, value) =>
+        (name === "running" || (lists.includes(name) && Array.isArray(value)) ? undefined : value)))
+      .find((each) => each.length < left);
+    if (text === undefined) continue;
+    found.push(text);
+    left -= text.length + 1;
+  }
+  return `[${found.join(",")}]`;
 }

@@ -1,6 +1,7 @@
 // The parameters of a call, as a form. Their values are kept in localStorage.
 
 import { el } from "./dom.js";
+import { recall, remember } from "./storage.js";
 
 const STORE = "quire-settings";
 
@@ -20,7 +21,7 @@ function numberField([name, text, min, max, step, value], saved) {
 export class Settings {
   constructor(onMode) {
     let saved = {};
-    try { saved = JSON.parse(localStorage.getItem(STORE) ?? "{}"); } catch { /* unreadable */ }
+    try { saved = JSON.parse(recall(STORE) ?? "{}"); } catch { /* unreadable */ }
     this.model = el("select", { id: "set-model", name: "model" });
     this.mode = el("select", { id: "set-mode", name: "mode", onchange: () => onMode(this.mode.value) },
       el("option", { value: "chat" }, "Chat"), el("option", { value: "completion" }, "Completion"));
@@ -64,7 +65,7 @@ export class Settings {
     const found = { stop: this.stop.value, tools: this.tools.value, schema: this.schema.value, beams: this.beams.checked,
       logprobs: this.logprobs.checked };
     for (const [name] of NUMBERS) found[name] = this.node.elements[name].value;
-    localStorage.setItem(STORE, JSON.stringify(found));
+    remember(STORE, JSON.stringify(found));
   }
 
   /** The values for a call. Throws Error with a sentence if a field does not hold JSON. */
