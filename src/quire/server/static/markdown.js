@@ -1,6 +1,6 @@
 // Shows a model's Markdown as DOM nodes. It makes elements and text nodes only, never HTML from text,
 // so no text can become a script, an attribute or a request. Links lead to http and https alone, and
-// pictures become links. Each character is looked at a bounded number of times.
+// pictures become links. Searches for an end of a mark are bounded by MAX_INLINE.
 
 import { el } from "./dom.js";
 
@@ -108,11 +108,12 @@ function paragraph(lines, at) {
 const MARKS = [["**", "strong"], ["__", "strong"], ["~~", "s"], ["*", "em"], ["_", "em"]];
 
 /** The nodes of a paragraph's text. `depth` is the number of marks around it. */
-export function inline(text, depth = 0) {
+export function inline(whole, depth = 0) {
+  const text = whole.slice(0, MAX_INLINE);
   const found = [];
   let plain = "";
   let at = 0;
-  const end = Math.min(text.length, MAX_INLINE);
+  const end = text.length;
   const flush = () => { if (plain) found.push(document.createTextNode(plain)); plain = ""; };
   const missing = new Set(); // marks that have no end in the rest of the text
   while (at < end) {
@@ -127,7 +128,7 @@ export function inline(text, depth = 0) {
       at += 1;
     }
   }
-  plain += text.slice(end);
+  plain += whole.slice(end);
   flush();
   return found;
 }
