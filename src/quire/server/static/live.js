@@ -59,9 +59,9 @@ export class Engine {
     if (event.ended_s > last || (event.ended_s === last && !this.ended.some(isSame))) this.ended.push(event);
   }
 
-  /** Drops what a former process of this engine did. */
+  /** Drops what a former process of this engine did. Its blocks stay, since the server sends their changes. */
   forget() {
-    Object.assign(this, { steps: [], ended: [], samples: [], requests: [], blocks: null });
+    Object.assign(this, { steps: [], ended: [], samples: [], requests: [] });
     this.preempted.clear();
   }
 

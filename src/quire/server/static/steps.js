@@ -132,9 +132,10 @@ export class StepsView {
   }
 
   showTiles(engine, server) {
-    const { stats, samples } = engine;
-    if (!stats) return;
-    const before = samples.find((each) => each.stats && engine.now - each.time <= 5) ?? samples[0];
+    const { stats } = engine;
+    const samples = engine.samples.filter((each) => each.stats);
+    if (!samples.length) return;
+    const before = samples.find((each) => engine.now - each.time <= 5) ?? samples[0];
     const passed = Math.max(0.001, engine.now - before.time);
     const rate = (name) => (stats[name] - before.stats[name]) / passed;
     const share = stats.num_query_tokens ? stats.num_hit_tokens / stats.num_query_tokens : 0;
