@@ -32,6 +32,9 @@ export class MemoryView {
       (...area) => this.drawLedger(...area), (x) => this.describeLedger(x));
     this.parts = el("ul", { class: "legend wide" });
     this.owners = el("div", { class: "owners", role: "group", "aria-label": "Requests that hold blocks" });
+    this.buttons = new Map(); // request -> its button
+    this.more = el("span", { class: "note" });
+    fill(this.owners, this.more);
     this.note = el("p", { class: "note selected", role: "status" });
     this.tree = el("div", { class: "icicle", role: "list", "aria-label": "Cached prefixes" });
     this.treeNote = el("p", { class: "note" });
@@ -61,6 +64,7 @@ export class MemoryView {
   async fetchTable() {
     const { engine } = this.live;
     const request = this.selected;
+    if (request === null) this.describeSelected();
     if (request === null || !engine) return;
     const replica = engine.name ? `&replica=${encodeURIComponent(engine.name)}` : "";
     try {
@@ -68,7 +72,7 @@ export class MemoryView {
       if (request !== this.selected) return;
       this.tables = found.branches;
       this.blocks.highlight(found.branches.length ? new Set(found.branches.flatMap((branch) => branch.groups.flat())) : null);
-    } catch { this.tables = null; } // the request has ended, or the engine restarts
+    } catch { return; } // the engine does not answer; the next update asks again
     this.describeSelected();
   }
 
@@ -112,17 +116,25 @@ export class MemoryView {
       byRequest.set(request.request_id, known);
     }
     const holding = [...byRequest.values()].filter((each) => each.blocks).slice(0, 60);
-    const focused = document.activeElement?.dataset?.request;
-    fill(this.owners, holding.map((each) => {
-      const swatch = el("i", { class: "swatch" });
-      swatch.style.background = this.blocks.colorOf(each.slot);
-      return el("button", {
-        type: "button", class: "owner", "aria-pressed": String(each.request_id === this.selected),
-        dataset: { request: each.request_id }, title: each.request_id, onclick: () => this.select(each.request_id),
-      }, swatch, short(each.request_id), el("small", {}, `${each.blocks}`));
-    }), byRequest.size > holding.length && holding.length === 60
-      ? el("span", { class: "note" }, `and ${byRequest.size - 60} more`) : null);
-    if (focused) [...this.owners.children].find((node) => node.dataset.request === focused)?.focus();
+    const wanted = new Set(holding.map((each) => each.request_id));
+    for (const [id, button] of this.buttons) {
+      if (!wanted.has(id)) { button.remove(); this.buttons.delete(id); }
+    }
+    // Buttons stay in their places: a button that is replaced or moved while it is pressed gets no click.
+    for (const each of holding) {
+      const id = each.request_id;
+      if (!this.buttons.has(id)) {
+        const button = el("button", { type: "button", class: "owner", title: id, onclick: () => this.select(id) },
+          el("i", { class: "swatch" }), short(id), el("small"));
+        this.buttons.set(id, button);
+        this.more.before(button);
+      }
+      const button = this.buttons.get(id);
+      button.setAttribute("aria-pressed", String(id === this.selected));
+      button.querySelector("i").style.background = this.blocks.colorOf(each.slot);
+      button.querySelector("small").textContent = String(each.blocks);
+    }
+    this.more.textContent = byRequest.size > holding.length && holding.length === 60 ? `and ${byRequest.size - 60} more` : "";
   }
 
   showParts(engine) {
