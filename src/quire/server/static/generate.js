@@ -3,6 +3,8 @@
 import { ask, stream } from "./api.js";
 
 const NUM_ALTERNATIVES = 5;
+const ID = "token_id:"; // before a token's id in a chat's probabilities
+const BYTES = "bytes:"; // before the bytes of a part of a character, in those of a completion
 
 /** The body's fields that chat and completion have in common. */
 function common(settings) {
@@ -21,14 +23,14 @@ export function chatBody(chat, leaf, settings) {
   if (settings.schema) {
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: settings.schema, strict: true } };
   }
-  if (settings.logprobs && !settings.beams) Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
+  if (settings.logprobs && !settings.beams) Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES, return_tokens_as_token_ids: true });
   return body;
 }
 
 /** The body of a completion of a text, or of token ids. */
 export function completionBody(prompt, settings) {
   const body = { ...common(settings), prompt, n: settings.n };
-  if (settings.logprobs && !settings.beams) body.logprobs = NUM_ALTERNATIVES;
+  if (settings.logprobs && !settings.beams) Object.assign(body, { logprobs: NUM_ALTERNATIVES, return_tokens_as_token_ids: false });
   return body;
 }
 
@@ -121,9 +123,9 @@ function addTokens(message, ids, logprobs, text) {
   ids.forEach((id, at) => {
     const token = { id };
     if (chat?.[at]) {
-      token.text = chat[at].token;
+      token.text = decoded(chat[at].bytes);
       token.p = probability(chat[at].logprob);
-      token.top = chat[at].top_logprobs.map((each) => [each.token, probability(each.logprob)]);
+      token.top = chat[at].top_logprobs.map((each) => [decoded(each.bytes), probability(each.logprob), Number(each.token.slice(ID.length))]);
     } else if (logprobs?.tokens) {
       token.text = logprobs.tokens[at];
       token.p = probability(logprobs.token_logprobs[at]);
@@ -134,11 +136,24 @@ function addTokens(message, ids, logprobs, text) {
   });
 }
 
+/** A token's text; parts of characters become signs for unknown ones. */
+const decoded = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(bytes));
+
+const isWhole = (text) => text !== undefined && !text.startsWith(BYTES) && !text.includes("\ufffd");
+
 const probability = (logprob) => Math.round(1e4 * Math.exp(logprob)) / 1e4;
 
-/** The ids of a token's text, for a fork that begins with another token. */
-export async function idsOf(text, model) {
+/** The ids of an alternative [text, probability, id], of which completions give no id; none if its text has none. */
+export async function idsOf([text, , id], model) {
+  if (Number.isInteger(id)) return [id];
+  if (!isWhole(text)) return [];
   return (await ask("/tokenize", { model: model || undefined, prompt: text, add_special_tokens: false })).tokens;
+}
+
+/** The text of an answer's tokens, which the server knows where single tokens are parts of characters. */
+export async function textOfTokens(tokens, model) {
+  if (tokens.every((token) => isWhole(token.text))) return tokens.map((token) => token.text).join("");
+  return textOf(tokens.map((token) => token.id), model);
 }
 
 export async function textOf(ids, model) {

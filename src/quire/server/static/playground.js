@@ -2,7 +2,7 @@
 
 import { Chats } from "./chats.js";
 import { byId, el, fill, number, seconds } from "./dom.js";
-import { chatBody, completionBody, generate, idsOf, searchBeams } from "./generate.js";
+import { chatBody, completionBody, generate, idsOf, searchBeams, textOfTokens } from "./generate.js";
 import { markdown } from "./markdown.js";
 import { Settings } from "./settings.js";
 import { TokenView } from "./tokens.js";
@@ -102,18 +102,21 @@ export class Playground {
     this.run((settings.beams ? searchBeams : generate), isChat ? CHAT : COMPLETION, body, answers);
   }
 
-  /** Continue an answer's first `at` tokens in a new branch, with `text` as the next token if given. */
-  async fork(message, at, text) {
+  /** Continue an answer's first `at` tokens in a new branch, with an alternative as the next token if given. */
+  async fork(message, at, other) {
     const settings = this.read();
+    const { chat } = this;
     if (!settings || this.stopper) return;
     const kept = message.tokens.slice(0, at);
-    if (text !== null) {
-      const ids = await idsOf(text, settings.model).catch(() => []);
-      if (!ids.length) { this.status.textContent = "The server has no token for this text."; return; }
-      ids.forEach((id, index) => kept.push({ id, text: index ? "" : text }));
-    }
-    const start = kept.map((token) => token.text ?? "").join("");
-    const branch = this.chat.add("assistant", message.parent, { text: start, tokens: kept.map((token) => ({ ...token })), running: true,
+    let start;
+    try {
+      const ids = other === null ? [] : await idsOf(other, settings.model);
+      if (other !== null && !ids.length) { this.status.textContent = "The server has no token for this text."; return; }
+      ids.forEach((id, index) => kept.push({ id, text: index ? "" : other[0] }));
+      start = await textOfTokens(kept, settings.model);
+    } catch (error) { this.status.textContent = error.message; return; }
+    if (this.stopper || chat !== this.chat) return; // another answer began meanwhile
+    const branch = chat.add("assistant", message.parent, { text: start, tokens: kept.map((token) => ({ ...token })), running: true,
       kind: "fork", from: message.id, at, promptIds: message.promptIds, group: `fork/${Date.now()}` });
     this.open.set(branch.id, this.open.get(message.id) === "tokens" ? "tokens" : "tree");
     const prompt = [...message.promptIds, ...kept.map((token) => token.id)];

@@ -2,7 +2,7 @@
 
 import { el, fill, percent } from "./dom.js";
 
-/** The tokens of an answer. `onFork(at, text)` forks before token `at`, to go on with `text` if given. */
+/** The tokens of an answer. `onFork(at, other)` forks before token `at`, to go on with an alternative if given. */
 export class TokenView {
   constructor(message, onFork) {
     this.message = message;
@@ -75,10 +75,10 @@ export class TokenView {
     this.node.children[at]?.classList.add("chosen");
     const title = el("span", {}, el("code", {}, visible(token.text ?? `#${token.id}`)),
       ` token ${at + 1}${token.p === undefined ? "" : `, probability ${percent(token.p)}`}`);
-    const others = (token.top ?? []).map(([text, p]) => withForks && this.onFork
-      ? el("button", { type: "button", class: "quiet", onclick: () => this.onFork(at, text === token.text ? null : text) },
-        el("code", {}, visible(text)), ` ${percent(p)}`)
-      : el("span", { class: "other" }, el("code", {}, visible(text)), ` ${percent(p)}`));
+    const others = (token.top ?? []).map((each) => withForks && this.onFork
+      ? el("button", { type: "button", class: "quiet", onclick: () => this.onFork(at, isSame(each, token) ? null : each) },
+        el("code", {}, visible(each[0])), ` ${percent(each[1])}`)
+      : el("span", { class: "other" }, el("code", {}, visible(each[0])), ` ${percent(each[1])}`));
     const fork = withForks && this.onFork
       ? el("button", { type: "button", class: "primary", onclick: () => this.onFork(at, null) }, "Fork before it") : null;
     const close = withForks ? el("button", { type: "button", class: "quiet", "aria-label": "Close",
@@ -86,6 +86,9 @@ export class TokenView {
     fill(this.info, title, fork, others, close);
   }
 }
+
+/** Whether an alternative [text, probability, id] is the token itself. */
+const isSame = ([text, , id], token) => (id === undefined ? text === token.text : id === token.id);
 
 /** A token's text with signs for white space. */
 function visible(text) {
