@@ -229,13 +229,15 @@ def check_keys(args: argparse.Namespace, report: Report, folder: Path) -> None:
             report.case("without a key the page asks for one", "key" in page.text("#banner"))
             for key, expected in (("alice-key-1", 1), ("operator-key-1", 3)):
                 page.click("#key-button")
-                page.driver.find_element(By.ID, "key-input").send_keys(key)
-                page.click("#key-dialog .primary")
+                page.driver.find_element(By.ID, "key-input").send_keys(key, Keys.ENTER)
                 page.wait("return document.querySelector('#set-model option') !== null")
                 time.sleep(1)
                 name = f"{key.partition('-')[0]} sees {expected} of 3 views"
                 report.case(name, page.run(tabs) == expected, page.run(tabs))
+            page.click("#key-button")
+            page.press(Keys.ESCAPE)
             ended = page.ask("What does os.path.join do?")
+            report.case("Escape keeps the key", page.text("#key-button") == "Key set")
             report.case("a key chats", ended and page.count(".message.assistant .body p") > 0)
 
 
