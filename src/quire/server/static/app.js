@@ -38,7 +38,14 @@ function show(name, focus = false) {
 }
 
 function follow() {
-  live.follow(document.hidden ? null : PARTS[shown]);
+  live.follow(document.hidden ? null : PARTS[shown], showModel());
+}
+
+/** Shows the chosen model's name in the bar, and returns it. */
+function showModel() {
+  const { model } = views.playground;
+  byId("model").textContent = model;
+  return model;
 }
 
 function connectTabs() {
@@ -99,7 +106,6 @@ async function begin() {
   try {
     const models = await ask("/v1/models");
     views.playground.setModels(models.data);
-    byId("model").textContent = models.data.map((each) => each.id)[0] ?? "";
   } catch (error) {
     if (error instanceof CallError && error.status === 401) {
       tell(hasKey() ? "The server does not know this key." : "This server needs a key: enter yours with the button Key.");
@@ -127,6 +133,7 @@ function chooseEngine() {
 }
 
 byId("engine").addEventListener("change", (event) => { live.chosen = event.target.value; views[shown].update?.(); });
+byId("set-model").addEventListener("change", showModel);
 document.addEventListener("visibilitychange", follow);
 let lastState = null;
 live.onUpdate(() => {
@@ -134,10 +141,10 @@ live.onUpdate(() => {
     const texts = { open: "live", lost: "reconnecting…", refused: "refused", closed: "" };
     byId("connection").textContent = texts[live.state];
     byId("connection").dataset.state = live.state;
-    if (live.state === "lost") tell("The server does not answer; the page asks again.");
-    else if (lastState === "lost") tell(null);
+    if (lastState === "lost") tell(null);
     lastState = live.state;
   }
+  if (live.state === "lost") tell(live.problem ?? "The server does not answer; the page asks again.");
   chooseEngine();
   views[shown].update?.();
 });

@@ -115,7 +115,9 @@ export class Live {
     this.server = null;
     this.engines = new Map();
     this.chosen = null; // name of the engine that the views show
-    this.state = "closed"; // closed, open, lost
+    this.model = ""; // name of the model that the engines have
+    this.state = "closed"; // closed, open, lost, refused
+    this.problem = null; // the server's sentence, if it answers with an error
     this.listeners = [];
     this.stop = null;
   }
@@ -127,27 +129,34 @@ export class Live {
     return this.engines.get(this.chosen) ?? this.engines.values().next().value ?? null;
   }
 
-  /** Follow these parts from now on; null ends the connection. */
-  follow(parts) {
+  /** Follow these parts of a model's engines from now on; null ends the connection. */
+  follow(parts, model) {
     this.stop?.abort();
     this.stop = null;
+    if (model !== this.model) this.engines.clear();
+    this.model = model;
     if (parts === null) { this.setState("closed"); return; }
     this.stop = new AbortController();
     this.run(parts, this.stop.signal);
   }
 
+  /** The part of a query that names the model. */
+  get query() { return this.model ? `&model=${encodeURIComponent(this.model)}` : ""; }
+
   async run(parts, signal) {
     let pause = 500;
     while (!signal.aborted) {
       try {
-        const path = `/stats/events?parts=${parts.join(",")}&interval=0.25`;
+        const path = `/stats/events?parts=${parts.join(",")}&interval=0.25${this.query}`;
         for await (const change of stream(path, undefined, signal)) {
           pause = 500;
+          this.problem = null;
           this.take(change);
         }
       } catch (error) {
         if (signal.aborted) return;
         if (error.status === 401 || error.status === 403) { this.setState("refused"); return; }
+        this.problem = error.status ? error.message : null;
       }
       if (signal.aborted) return;
       this.setState("lost");

@@ -68,7 +68,7 @@ export class MemoryView {
     if (request === null || !engine) return;
     const replica = engine.name ? `&replica=${encodeURIComponent(engine.name)}` : "";
     try {
-      const found = await ask(`/stats/table?request_id=${encodeURIComponent(request)}${replica}`);
+      const found = await ask(`/stats/table?request_id=${encodeURIComponent(request)}${replica}${this.live.query}`);
       if (request !== this.selected) return;
       this.tables = found.branches;
       this.blocks.highlight(found.branches.length ? new Set(found.branches.flatMap((branch) => branch.groups.flat())) : null);

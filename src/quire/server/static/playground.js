@@ -40,6 +40,9 @@ export class Playground {
     this.show(this.chat);
   }
 
+  /** The name of the chosen model; "" before the server has told any. */
+  get model() { return this.settings.model.value; }
+
   setModels(models) { this.settings.setModels(models); }
 
   start(mode = this.chat.mode) {
