@@ -28,6 +28,7 @@ def test_own_names_and_addresses_are_answered(host):
     [
         *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"),
         *("box.example.evil", "xlocalhost", "[evil]:8000", "127.0.0.1@evil.example", "127.0.0.1 x"),
+        *("[127.0.0.1].evil.example", "[::1]evil.example:80"),
     ],
 )
 def test_names_of_others_are_refused(host):
@@ -35,7 +36,7 @@ def test_names_of_others_are_refused(host):
 
 
 def test_a_server_that_strangers_pages_could_use_has_a_rule_by_default():
-    for loopback in ("127.0.0.1", "::1", "localhost", "127.8.0.1"):
+    for loopback in ("127.0.0.1", "::1", "localhost", "127.8.0.1", "LOCALHOST", "localhost."):
         assert isinstance(rule(listens_on=loopback), HostRule)
         assert rule(listens_on=loopback, has_keys=True) is None
     for reachable in ("0.0.0.0", "", "::", "10.0.0.5", "box.example"):

@@ -41,6 +41,7 @@ def host_rule(allowed: Iterable[str], listens_on: str, *, has_keys: bool) -> Hos
     ConfigurationError for a name with a scheme, a path or a port.
     """
     names = [name.lower().removesuffix(".") for name in allowed]
+    listens_on = listens_on.lower().removesuffix(".")
     for name in names:
         if name != ANY_HOST and (not name or set(name) & set("/:*@ \t")):
             raise ConfigurationError(
@@ -49,13 +50,14 @@ def host_rule(allowed: Iterable[str], listens_on: str, *, has_keys: bool) -> Hos
             )
     if ANY_HOST in names or (not names and (has_keys or not _is_loopback(listens_on))):
         return None
-    return HostRule(frozenset([*names, listens_on.lower()]))
+    return HostRule(frozenset([*names, listens_on]))
 
 
 def _without_port(host: str) -> str:
     """The name or address of a Host header."""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        name, _, rest = host[1:].partition("]")
+        return name if not rest or rest.startswith(":") else host
     return host.rpartition(":")[0] if host.count(":") == 1 else host
 
 
