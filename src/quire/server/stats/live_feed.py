@@ -99,6 +99,8 @@ class LiveFeed:
     def _engines(
         self, fleet: EngineFleet, cursors: Cursors, parts: Collection[str]
     ) -> list[dict[str, Any]]:
+        for name in cursors.keys() - fleet.engines_by_name.keys():  # replicas that were removed
+            del cursors[name]
         overview = {} if ONLY_ENGINE in fleet.engines_by_name else fleet.engines.overview()
         found = []
         for name, engine in fleet.engines_by_name.items():
