@@ -132,6 +132,7 @@ export class Playground {
     this.send.hidden = true;
     this.stop.hidden = false;
     this.status.textContent = "The model answers.";
+    this.chats.save(); // so that a reload keeps the question
     this.render();
     let last = 0;
     let timer = null;
@@ -267,7 +268,7 @@ export class Playground {
 
   paintAnswer(message, body, state) {
     const shown = this.open.get(message.id) ?? "text";
-    if (message.error) { fill(body, el("p", { class: "error" }, message.error)); return; }
+    if (message.error) { fill(body, this.texts(message), el("p", { class: "error" }, message.error)); return; }
     if (shown === "tokens") {
       if (!state.view) {
         const onFork = message.promptIds || message.running ? (at, text) => this.fork(message, at, text) : null;
