@@ -83,6 +83,12 @@ def test_without_colours_there_is_no_block_map() -> None:
     assert len(lines) < 24
 
 
+def test_a_name_can_not_send_commands_to_the_terminal() -> None:
+    server = _server()
+    server.numbers["model"] = "evil\x1b[2J\x9b2J"
+    assert "evil?[2J?2J" in _text(server, Page(100, 30))[0]
+
+
 def test_the_chosen_order_sorts_the_requests() -> None:
     server = _server()
     shown = {

@@ -278,7 +278,11 @@ def _heading(title: str, width: int) -> Text:
 
 
 def _padded(lines: Sequence[Text], page: Page) -> list[Text]:
-    """The lines with empty ones behind them, and the keys in the last line."""
+    """The lines with empty ones behind them, and the keys in the last line. A server's names can't
+    send commands to the terminal."""
+    for line in lines:
+        if not line.plain.isprintable():
+            line.plain = "".join(each if each.isprintable() else "?" for each in line.plain)
     if page.height is None:
         return list(lines)
     keys = "q quit   space pause   s order   tab next replica"
