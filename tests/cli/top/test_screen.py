@@ -83,6 +83,13 @@ def test_without_colours_there_is_no_block_map() -> None:
     assert len(lines) < 24
 
 
+def test_tiers_are_shown_by_their_bytes() -> None:
+    server = _server()
+    tiers = {"num_loads": 3, "by_tier": {"disk": {"used_bytes": 2048, "loads_done": 1}}}
+    server.engines[""].memory["tiers"] = tiers
+    assert "tiers  disk: used 2.0 KiB" in "\n".join(_text(server, Page(100, 40)))
+
+
 def test_a_name_can_not_send_commands_to_the_terminal() -> None:
     server = _server()
     server.numbers["model"] = "evil\x1b[2J\x9b2J"

@@ -87,7 +87,7 @@ def render(server: WatchedServer, url: str, choices: Choices, page: Page) -> Gro
     lines += _ledger(engine, width)
     if len(names) > 1:
         lines += _replicas(server, engine, width)
-    if tiers := engine.memory.get("tiers"):
+    if tiers := engine.memory.get("tiers", {}).get("by_tier"):
         lines += _tiers(tiers)
     # Then the block map, if enough lines are left for the requests.
     room = MAX_MAP_LINES
