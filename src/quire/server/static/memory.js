@@ -259,9 +259,10 @@ export class MemoryView {
   }
 }
 
-const words = (name) => name.replace(/^num_/, "").replace(/_(bytes|s)$/, "").replaceAll("_", " ");
+const words = (name) => name === "bytes_per_s" ? "speed" : name.replace(/^num_/, "").replace(/_(bytes|s)$/, "").replaceAll("_", " ");
 
 function shown(name, value) {
+  if (name === "bytes_per_s") return `${bytes(value)}/s`;
   if (name.endsWith("_bytes")) return bytes(value);
   return name.endsWith("_s") ? seconds(value) : number(value);
 }
