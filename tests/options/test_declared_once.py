@@ -227,6 +227,7 @@ OTHER_USES = {
     *("--port", "--revision", "api_keys", "log_level"),  # of `quire doctor`; from the environment
     *("--api-key", "--served-model-name"),  # of the server that `quire replay` asks
     *("--replicas", "kv_cache_dtype"),  # of `quire plan`
+    *("revision", "tokenizer"),  # refused beside a file of several models
     "enable_prefix_caching",  # settled by the allocator that an LLM is compared with
 }
 """Names of options in the files below."""

@@ -111,6 +111,22 @@ def test_the_model_used_least_recently_is_unloaded_for_one_that_does_not_fit():
     run(scenario)
 
 
+def test_an_unload_waits_for_one_under_way():
+    async def scenario():
+        world = World(budget=10, a=10, b=10)
+        await world.one_call("a")
+        call = world.call("b")
+        while world.models["a"].phase is not Phase.UNLOADING:
+            await asyncio.sleep(0)
+        await world.room.unload(world.models["a"], "abort")
+        assert world.models["a"].phase is Phase.UNLOADED
+        await call
+        world.room.leave(world.models["b"])
+        return world
+
+    run(scenario)
+
+
 def test_a_model_in_use_is_not_unloaded_and_gets_no_new_calls_after_a_while(monkeypatch):
     monkeypatch.setattr(model_room, "PATIENCE_S", 0.05)
 

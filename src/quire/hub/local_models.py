@@ -27,7 +27,7 @@ class ModelNotHereError(CheckpointError):
     """No model on this machine has the name."""
 
     http_status = 404
-    code = "model_not_found"
+    code = "model_not_here"
 
 
 class ModelInUseError(CheckpointError):

@@ -31,6 +31,8 @@ class ModelMoves:
         self._loop = asyncio.get_running_loop()
         self._preparing: dict[HostedModel, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        #: The end of each model's last unload.
+        self._unloaded: dict[HostedModel, asyncio.Event] = {}
 
     async def close(self) -> None:
         """End all loads and unloads that are under way."""
@@ -96,14 +98,29 @@ class ModelMoves:
 
     def begin_unload(self, model: HostedModel) -> None:
         """Begin to unload a model that is in memory and has no calls."""
-        model.phase = Phase.UNLOADING
+        self._mark_unloading(model)
         self.spawn(self._unload(model))
 
     async def unload(self, model: HostedModel, mode: SleepMode, wait_s: float = WAIT_S) -> None:
         """Unload a model that is in memory. Raises QuireError if that fails and it has calls."""
+        self._mark_unloading(model)
+        try:
+            await self._make_unloaded(model, mode, wait_s)
+        finally:
+            self._unloaded[model].set()
+
+    async def wait_unloaded(self, model: HostedModel) -> None:
+        """Wait until an unload under way has ended."""
+        if (ended := self._unloaded.get(model)) is not None:
+            await ended.wait()
+
+    def _mark_unloading(self, model: HostedModel) -> None:
+        if model.phase is not Phase.UNLOADING:
+            model.phase, self._unloaded[model] = Phase.UNLOADING, asyncio.Event()
+
+    async def _make_unloaded(self, model: HostedModel, mode: SleepMode, wait_s: float) -> None:
         service = model.service
         assert service is not None, "it is loaded"
-        model.phase = Phase.UNLOADING
         try:
             await _loader_of(model).unload(service, mode, wait_s)
         except Exception as error:  # a bug, too, leaves the memory to other models
@@ -126,11 +143,14 @@ class ModelMoves:
 
     def begin_discard(self, model: HostedModel, service: Service, error: QuireError) -> None:
         """Begin to end a model's engines, which have failed with `error`."""
-        model.phase = Phase.UNLOADING
+        self._mark_unloading(model)
         self.spawn(self._discard(model, service, error))
 
     async def _discard(self, model: HostedModel, service: Service, error: QuireError) -> None:
-        await self._end(model, service)
+        try:
+            await self._end(model, service)
+        finally:
+            self._unloaded[model].set()
         model.phase, model.reserved_bytes = Phase.UNLOADED, 0
         self.fail(model, error)
         self._on_change()

@@ -137,9 +137,12 @@ class ModelRoom:
             self._moves.begin_unload(model)
 
     async def unload(self, model: HostedModel, mode: SleepMode, wait_s: float = WAIT_S) -> None:
-        """Unload a model if it is in memory. `mode` and `wait_s` are those of `FleetSleep.sleep`.
-        Raises QuireError if the model has open calls and can't be unloaded."""
-        if model.phase is Phase.LOADED:
+        """Unload a model if it is in memory, or wait for an unload under way. `mode` and `wait_s`
+        are those of `FleetSleep.sleep`. Raises QuireError if the model has open calls and can't be
+        unloaded."""
+        if model.phase is Phase.UNLOADING:
+            await self._moves.wait_unloaded(model)
+        elif model.phase is Phase.LOADED:
             try:
                 await self._moves.unload(model, mode, wait_s)
             finally:

@@ -146,13 +146,15 @@ def test_calls_of_a_batch_can_t_go_before_live_ones():
     body = SimpleNamespace(priority=-(1 << 20), cache_salt=None, deadline_s=None)
     http = FakeHTTP(added_priority=1 << 20)
     http.state = SimpleNamespace(tenant=ALICE)
-    assert options_of(http, body, None).priority == 0
+    limits = SimpleNamespace(reads_priority=True)
+    service = SimpleNamespace(default_deadline_s=None, engine=SimpleNamespace(limits=limits))
+    assert options_of(http, body, service).priority == 0
     body.priority -= 1
     with pytest.raises(InvalidRequestError, match="must be at least -1048576") as caught:
-        options_of(http, body, None)
+        options_of(http, body, service)
     assert caught.value.param == "priority"
     http.scope["state"].pop("added_priority")
-    assert options_of(http, body, None).priority == -(1 << 20) - 1
+    assert options_of(http, body, service).priority == -(1 << 20) - 1
 
 
 def token(tokenizer, text, branch=0, finish=None, request_id="c-0", **fields):

@@ -55,7 +55,7 @@ class NoFileError(QuireError):
     """The page has no file of this name, or the server has no page."""
 
     http_status = 404
-    code = "not_found"
+    code = "page_file_not_found"
 
 
 class PageFile(NamedTuple):
