@@ -145,6 +145,7 @@ class Batch:
 
     def _draw_options(self) -> dict[str, Any]:
         rng = self.rng
+        is_alone = "tensor_parallel_size" not in self.served.options
         max_num_seqs = rng.choice((2, 8, 24, 24))
         options: dict[str, Any] = {
             "speculation": rng.choice(("ngram", *PROPOSERS)),
@@ -163,7 +164,8 @@ class Batch:
             method = self.served.drafter["speculation"]
             names = (method, f"ngram,{method}", f"forced,siblings,{method}")
             options |= {**self.served.drafter, "speculation": rng.choice(names)}
-        is_alone = "tensor_parallel_size" not in self.served.options
+        if not is_alone and options["speculation"] == "auto":
+            options["speculation"] = "ngram"  # "auto" drafts only for one native program
         if rng.random() < 0.3:
             options |= {"enable_prefix_caching": True, "num_blocks": "tight"}
             if is_alone and rng.random() < 0.5:
