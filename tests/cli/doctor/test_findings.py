@@ -77,6 +77,10 @@ def test_a_gpu_that_can_be_used_is_described_and_leaves_nothing_to_advise() -> N
             {"kernels": Kernels("torch", 8, reason="x was not built", compiler="/usr/bin/g++")},
             "can't be used \\(x was not built\\); torch computes",
         ),
+        (
+            {"kernels": Kernels("avx2", 8, ("portable",), for_tests=("avx2", "portable"))},
+            "kernels of avx2 were compiled for tests, so they are slow",
+        ),
         ({"transparent_huge_pages": "never"}, "transparent huge pages are off"),
         ({"gpus": (H200,)}, "there is a GPU, but torch was built without CUDA"),
         (

@@ -93,7 +93,7 @@ def test_one_instruction_set_can_be_compiled_and_the_library_lists_no_other(
     (linear,) = [call for call in compiled if "linear.cpp" in call]
     assert "-DQUIRE_ISA=portable " in linear
     (api,) = [call for call in compiled if "api.cpp" in call]
-    assert "-DQUIRE_ISAS=ISA(portable) " in api
+    assert "-DQUIRE_ISAS=ISA(portable,1) " in api
     # The others are compiled when they are asked for, and named in the library.
     *compiled, link = workshop.calls()
     others = len(build.isa_flags()) - 1
@@ -112,6 +112,8 @@ def test_for_tests_only_some_instruction_sets_are_optimized_fully(
         is_reduced = "-DQUIRE_ISA=" in call and "-DQUIRE_ISA=avx2 " not in call
         levels = [word for word in call.split() if word.startswith("-O")]
         assert levels == ["-O3", "-O1"] if is_reduced else levels == ["-O3"], call
+    (api,) = [call for call in compiled if "api.cpp" in call]
+    assert "ISA(avx512,0) ISA(avx2,1) ISA(portable,0) " in api
     assert sum("-O1" in call for call in compiled) == 3 * (1 + 1 + build.MAX_PARSED)
     # Object files of the two levels differ in name, so neither is taken for the other.
     fully = workshop.calls()
@@ -126,7 +128,7 @@ def test_another_family_has_its_own_instruction_sets_and_digest(workshop: Worksh
         (api,) = [call for call in compiled if "api.cpp" in call]
         digest = build.source_digest(workshop.sources, machine)
         assert f'-DQUIRE_SOURCE_DIGEST="{digest}"' in api
-        isas = " ".join(f"ISA({isa})" for isa in reversed(build.isa_flags(machine)))
+        isas = " ".join(f"ISA({isa},1)" for isa in reversed(build.isa_flags(machine)))
         assert f"-DQUIRE_ISAS={isas} " in api
     assert len({build.source_digest(workshop.sources, machine) for machine in build.MACHINES}) == 2
 

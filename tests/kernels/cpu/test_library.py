@@ -117,6 +117,19 @@ def test_an_instruction_set_that_is_not_there_is_refused_by_name(library: Native
         NativeKernels(library, "avx1024")
 
 
+def test_kernels_compiled_for_tests_are_named_and_warn_where_they_are_taken(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    best, *_ = library.isas()
+    assert best not in library.isas_for_tests()
+    NativeKernels(library, best, 1)
+    assert not caplog.messages
+    monkeypatch.setattr(library, "isa_optimized", lambda index: 0, raising=False)
+    assert library.isas_for_tests() == tuple(library.isas())
+    NativeKernels(library, best, 1)
+    assert [best in text and "compiled for tests" in text for text in caplog.messages] == [True]
+
+
 def tasks_of_this_process() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 

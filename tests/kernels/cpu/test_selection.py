@@ -92,6 +92,7 @@ def test_where_no_thread_can_be_started_the_callers_own_computes(
     create = library.create
     few = SimpleNamespace(
         isas=library.isas,
+        isas_for_tests=library.isas_for_tests,
         create=lambda isa, num_threads: create(isa, 1) if num_threads == 1 else None,
         destroy=library.destroy,
     )

@@ -121,6 +121,11 @@ def _advices(machine: Machine) -> Iterator[str]:
 
 def _advices_on_kernels(machine: Machine) -> Iterator[str]:
     kernels = machine.kernels
+    if kernels is not None and kernels.chosen in kernels.for_tests:
+        yield (
+            f"the kernels of {kernels.chosen} were compiled for tests, so they are slow: run"
+            " `python -m quire.kernels.cpu.build`"
+        )
     if kernels is None or kernels.reason is None:
         return
     if kernels.compiler is None:
@@ -249,7 +254,9 @@ def _kernels(machine: Machine) -> str:
     if kernels.reason is not None:
         return f"torch, since {kernels.reason}"
     others = f"; also there: {', '.join(kernels.others)}" if kernels.others else ""
-    return f"{kernels.chosen}, {kernels.num_threads} threads{others}"
+    names = ", ".join(kernels.for_tests)
+    slow = f"; compiled for tests, so slow: {names}" if names else ""
+    return f"{kernels.chosen}, {kernels.num_threads} threads{others}{slow}"
 
 
 def _extra(machine: Machine, name: str) -> str:

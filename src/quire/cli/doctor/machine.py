@@ -47,6 +47,8 @@ class Kernels:
     num_threads: int
     #: Further instruction sets of the native library that run on this machine.
     others: tuple[str, ...] = ()
+    #: Instruction sets among all these whose kernels were compiled for tests, and are slow.
+    for_tests: tuple[str, ...] = ()
     #: The reason why the native kernels can't be used; None if they can.
     reason: str | None = None
     #: The compiler that could build the native kernels; None if there is no compiler, or if the
@@ -185,10 +187,17 @@ def _kernels() -> Kernels:
     except build.BuildError:
         compiler = None
     try:
-        chosen, *others = load_library().isas()
+        library = load_library()
     except NativeUnavailableError as error:
         return Kernels("torch", usable_processors(), reason=str(error), compiler=compiler)
-    return Kernels(chosen, usable_processors(), tuple(others), None, compiler)
+    chosen, *others = library.isas()
+    return Kernels(
+        chosen,
+        usable_processors(),
+        tuple(others),
+        for_tests=library.isas_for_tests(),
+        compiler=compiler,
+    )
 
 
 def _missing(modules: tuple[str, ...]) -> tuple[str, ...]:

@@ -181,7 +181,8 @@ def build(
     with tempfile.TemporaryDirectory() as scratch:
         folder = objects or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        flags = {unit: _flags(unit, chosen, digest) for unit in _units(chosen, machine, optimized)}
+        all_units = _units(chosen, machine, optimized)
+        flags = {unit: _flags(unit, chosen, digest, optimized or chosen) for unit in all_units}
         units = {unit: _object_path(compiler, unit, flags[unit], folder) for unit in flags}
         missing = [unit for unit, target in units.items() if not target.exists()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -244,10 +245,10 @@ def _precompile(
     }
 
 
-def _flags(unit: _Unit, isas: Sequence[str], digest: str) -> list[str]:
+def _flags(unit: _Unit, isas: Sequence[str], digest: str, optimized: Sequence[str]) -> list[str]:
     flags = [*COMMON_FLAGS, *unit.flags()]
     if unit.source.name == "api.cpp":
-        best_first = " ".join(f"ISA({isa})" for isa in reversed(isas))
+        best_first = " ".join(f"ISA({isa},{int(isa in optimized)})" for isa in reversed(isas))
         flags += [f'-DQUIRE_SOURCE_DIGEST="{digest}"', f"-DQUIRE_ISAS={best_first}"]
     return flags
 

@@ -18,7 +18,10 @@ from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi, build, experts_abi
 from quire.kernels.cpu.adapters import adapters_abi
 from quire.kernels.cpu.states import state_abi
+from quire.observability.log import get_logger
 from quire.observability.machine_processors import usable_processors
+
+logger = get_logger(__name__)
 
 _LINEAR = POINTER(abi.Weights)
 _LAYER, _STEP = POINTER(abi.AttentionLayer), POINTER(abi.Step)
@@ -30,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_num_isas": (c_int32, []),
     "quire_isa_name": (c_char_p, [c_int32]),
     "quire_isa_supported": (c_int32, [c_int32]),
+    "quire_isa_optimized": (c_int32, [c_int32]),
     "quire_create": (c_void_p, [c_int32, c_int32]),
     "quire_destroy": (None, [c_void_p]),
     "quire_run": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
@@ -166,6 +170,11 @@ class NativeLibrary:
         names = {self.isa_name(i).decode(): i for i in range(self.num_isas())}
         return {name: i for name, i in names.items() if self.isa_supported(i)}
 
+    def isas_for_tests(self) -> tuple[str, ...]:
+        """The names from `isas` whose kernels `build.py --for-tests` has compiled without full
+        optimization. They compute the same, but are slow."""
+        return tuple(name for name, i in self.isas().items() if not self.isa_optimized(i))
+
     @cached_property
     def best_isa(self) -> int:
         """The index of the best instruction set, for functions with the same results in all
@@ -198,6 +207,12 @@ class NativeKernels:
             raise NativeUnavailableError(
                 f"kernels {self.isa!r} do not run on this processor, or were not built; there is:"
                 f" {', '.join(known)}; `python -m quire.kernels.cpu.build` builds all"
+            )
+        if self.isa in library.isas_for_tests():
+            logger.warning(
+                "kernels %s were compiled for tests, so they are slow; `python -m"
+                " quire.kernels.cpu.build` compiles all for use",
+                self.isa,
             )
         self.library = library
         self._pid = os.getpid()

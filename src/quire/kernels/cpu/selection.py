@@ -77,7 +77,9 @@ def describe_kernels() -> str:
         return f"{versions}\nkernels: torch, since {error}"
     best, *others = library.isas()
     beside = f"; also there: {', '.join(others)}" if others else ""
-    return f"{versions}\nkernels: {best}, {usable_processors()} threads{beside}"
+    slow = library.isas_for_tests()
+    note = f"; compiled for tests, so slow: {', '.join(slow)}" if slow else ""
+    return f"{versions}\nkernels: {best}, {usable_processors()} threads{beside}{note}"
 
 
 def set_torch_threads(kernels: NativeKernels | None, num_threads: int | None) -> None:

@@ -14,16 +14,19 @@
 
 namespace quire {
 
-// QUIRE_ISAS is given by the build: an ISA(name) for each instruction set that it compiles, best
-// first.
-#define ISA(name) extern const Kernels kernels_##name;
+// QUIRE_ISAS is given by the build: an ISA(name, is_optimized) for each instruction set that it
+// compiles, best first.
+#define ISA(name, is_optimized) extern const Kernels kernels_##name;
 QUIRE_ISAS
 #undef ISA
 
 namespace {
 
-#define ISA(name) &kernels_##name,
+#define ISA(name, is_optimized) &kernels_##name,
 const Kernels* const kTables[] = {QUIRE_ISAS};
+#undef ISA
+#define ISA(name, is_optimized) is_optimized,
+constexpr bool kIsOptimized[] = {QUIRE_ISAS};
 #undef ISA
 constexpr int kNumTables = sizeof kTables / sizeof *kTables;
 
@@ -59,6 +62,8 @@ int32_t quire_num_isas() { return kNumTables; }
 const char* quire_isa_name(int32_t index) { return kTables[index]->name; }
 
 int32_t quire_isa_supported(int32_t index) { return is_supported(kTables[index]->name); }
+
+int32_t quire_isa_optimized(int32_t index) { return kIsOptimized[index]; }
 
 void* quire_create(int32_t isa, int32_t num_threads) {
   try {

@@ -31,6 +31,8 @@ const char* quire_source_digest();
 int32_t quire_num_isas();
 const char* quire_isa_name(int32_t index);
 int32_t quire_isa_supported(int32_t index);
+// Whether the instruction set was optimized fully, and not compiled fast for tests.
+int32_t quire_isa_optimized(int32_t index);
 void* quire_create(int32_t isa, int32_t num_threads);
 void quire_destroy(void* context);
 void quire_run(void* context, const quire::Op* ops, int64_t num_ops, const quire::Step* step);
