@@ -284,7 +284,7 @@ class Scheduler:
         # freed blocks.
         if has_preempted and (chunks or self._in_flight):
             return []
-        if has_preempted:  # no sequence runs, so the first waiting one may take all blocks
+        if has_preempted:  # the first waiting sequence may need blocks that loads still hold
             self.admission.make_room_for_first()
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
         # Last, add drafts behind decoding rows, with what the others leave.
