@@ -180,6 +180,18 @@ def test_many_inputs_of_many_rows_are_several_groups_of_rows(kernels: NativeKern
 
 
 @SOME
+@pytest.mark.parametrize("inputs", [256, 4096])
+def test_few_rows_have_the_bits_of_one(
+    kernels: NativeKernels, block_format: BlockFormat, inputs: int
+) -> None:
+    """Two and three rows read short units in turn, and long units side by side."""
+    linear, x = _pack(random_codes(block_format, 40, inputs)), _x(4, inputs)
+    alone = torch.cat([apply(kernels, linear, row[None]) for row in x])
+    for count in (2, 3, 4):
+        assert torch.equal(apply(kernels, linear, x[:count]), alone[:count])
+
+
+@SOME
 def test_neighbours_and_strides_do_not_matter(
     kernels: NativeKernels, block_format: BlockFormat
 ) -> None:
