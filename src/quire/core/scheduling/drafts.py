@@ -20,16 +20,19 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.scheduling.cost_model import NO_LOAD
-from quire.core.scheduling.draft_lengths import (
-    Catching,
-    DraftCandidate,
-    choose_lengths,
-    decodes_of,
-    is_worth_drafts,
+from quire.core.scheduling.draft_lengths import choose_lengths, decodes_of, is_worth_drafts
+from quire.core.scheduling.draft_options import (
+    DraftingRow,
+    DraftOption,
+    candidates_of,
+    cut,
+    num_useful,
+    with_drafter,
+    with_room,
 )
 from quire.core.scheduling.model_drafts import ModelDrafts, OrderedDrafts
 from quire.core.scheduling.pacing import StepBudget
@@ -61,26 +64,6 @@ considered them ordered any, or else once in ASKS_EVERY times."""
 
 
 _NO_BUDGET = StepBudget(0)  # of a step that has no drafts
-
-
-class _Option(NamedTuple):
-    """Drafts that a row could get."""
-
-    sequence: Sequence
-    #: Without tokens, if the drafter would make the drafts.
-    proposal: Proposal
-    #: None if the drafts are known.
-    catching: Catching | None
-
-
-class _Row(NamedTuple):
-    """A decoding row that may have drafts."""
-
-    sequence: Sequence
-    #: The guess of a proposer; NO_PROPOSAL if there is none.
-    known: Proposal
-    #: The chances of the drafter's drafts; NO_PROPOSAL if it can't draft for the row.
-    expected: Proposal
 
 
 class Drafting:
@@ -193,31 +176,35 @@ class Drafting:
             asking_s = (1 + self._num_asked) * ASKING_S
             self._next_ask_s = self._now_s + asking_s / ASKING_SHARE
 
-    def _choose(self, rows: list[_Row], budget: StepBudget, model: ModelDrafts | None) -> None:
+    def _choose(
+        self, rows: list[DraftingRow], budget: StepBudget, model: ModelDrafts | None
+    ) -> None:
         """Plan the drafts that pay. `rows` are in the order of their ranks. `model` is None if the
         drafter is not considered."""
         # First, choose the numbers of known drafts, and of those of the drafter in their place.
-        options = [_Option(row.sequence, row.known, None) for row in rows if row.known.token_ids]
-        lengths, rate = choose_lengths(_candidates(options, self._has_states), budget)
+        options = [
+            DraftOption(row.sequence, row.known, None) for row in rows if row.known.token_ids
+        ]
+        lengths, rate = choose_lengths(candidates_of(options, self._has_states), budget)
         if model is not None:
-            others = _with_drafter(model, rows, budget)
+            others = with_drafter(model, rows, budget)
             if others != options:
-                found = _candidates(others, self._has_states)
+                found = candidates_of(others, self._has_states)
                 choice = choose_lengths(found, budget, model.costs)
                 if choice.rate >= LEAST_GAIN * rate:
                     options, rate = others, choice.rate
-                    lengths = _with_room(model, others, choice.lengths, budget)
+                    lengths = with_room(model, others, choice.lengths, budget)
         # Then reserve their slots. A row that has to catch up on too much gets no drafts yet.
         num_drafting = sum([option.catching is not None for option in options])
         for (sequence, proposal, catching), length in zip(options, lengths, strict=True):
             if catching is not None and length and catching.num_now < catching.num_missing:
-                self._ordered.append(OrderedDrafts(sequence, _cut(proposal, 0), catching.num_now))
+                self._ordered.append(OrderedDrafts(sequence, cut(proposal, 0), catching.num_now))
                 continue
             count = min(length, self._slots.most_after(sequence))
             if count <= 0:
                 continue
             self._slots.reserve(sequence, count)
-            chosen = _cut(proposal, count)
+            chosen = cut(proposal, count)
             if catching is not None and model is not None:
                 stop = self.speculator.stop(sequence)._replace(
                     least_chance=model.least_chance(budget, rate, num_drafting),
@@ -232,9 +219,9 @@ class Drafting:
 
     def _find_rows(
         self, chunks: Mapping[Sequence, int], budget: StepBudget, model: ModelDrafts | None
-    ) -> list[_Row]:
+    ) -> list[DraftingRow]:
         """The decoding rows of the step that may have drafts, by rank."""
-        found: list[_Row] = []
+        found: list[DraftingRow] = []
         for sequence in self._running_set.running:
             num_lacking = len(sequence.token_ids) - sequence.num_computed_tokens
             decodes = chunks.get(sequence) == num_lacking and (
@@ -247,12 +234,12 @@ class Drafting:
                 continue
             self._num_asked += 1
             known = self.speculator.propose(sequence, most)
-            known = _cut(known, _num_useful(sequence, known.token_ids[:most]))
+            known = cut(known, num_useful(sequence, known.token_ids[:most]))
             expected = NO_PROPOSAL
             if model is not None and not self._would_write_stored(model, sequence):
                 expected = model.expect(self.speculator, sequence, most)
             if known.token_ids or expected.survival:
-                found.append(_Row(sequence, known, expected))
+                found.append(DraftingRow(sequence, known, expected))
         return found
 
     def _would_write_stored(self, model: ModelDrafts, sequence: Sequence) -> bool:
@@ -286,17 +273,17 @@ class Drafting:
         assert self.model is not None and step.drafts is not None and plan.step_id == step.step_id
         self.model.learn(step.ordered, drafts)
         # First, choose how many of the drafts are verified.
-        options: dict[int, _Option] = {}
+        options: dict[int, DraftOption] = {}
         for row, each in step.ordered.items():
             drafted = drafts.of_rows[row]
-            count = _num_useful(each.sequence, drafted.token_ids[: each.num_drafts])
+            count = num_useful(each.sequence, drafted.token_ids[: each.num_drafts])
             if count:
                 survival = each.stop.survival(drafted.probabilities[:count])
                 found = each.expected._replace(
                     token_ids=drafted.token_ids[:count], survival=survival
                 )
-                options[row] = _Option(each.sequence, found, None)
-        candidates = _candidates(list(options.values()), self._has_states)
+                options[row] = DraftOption(each.sequence, found, None)
+        candidates = candidates_of(list(options.values()), self._has_states)
         lengths = choose_lengths(candidates, self._budget, spent_s=drafts.seconds).lengths
         # Then put them into the plan.
         num_own = {chunk.row: chunk.num_new_tokens for chunk in plan.chunks}
@@ -304,7 +291,7 @@ class Drafting:
         for (row, (sequence, found, _)), count in zip(options.items(), lengths, strict=True):
             if not count:
                 continue
-            chosen = _cut(found, count)
+            chosen = cut(found, count)
             self._budget.take_drafts(len(sequence.token_ids) - 1, count)
             sequence.draft_token_ids = chosen.token_ids
             step.drafts[row] = chosen
@@ -434,70 +421,3 @@ class Drafting:
             or sequence.params.pooling is not None
             or len(sequence.token_ids) == sequence.num_prompt_tokens
         )
-
-
-def _with_drafter(model: ModelDrafts, rows: list[_Row], budget: StepBudget) -> list[_Option]:
-    """The better drafts for each row: known ones, or those of the drafter."""
-    found: list[_Option] = []
-    num_rows = sum([bool(row.expected.survival) for row in rows])
-    num_left = model.most_catch_up(budget)
-    for sequence, known, expected in rows:
-        num_known = sum(known.survival)
-        gain = model.net_tokens(expected, budget, num_rows) if expected.survival else 0.0
-        if gain > num_known and num_left > 0:
-            catching = model.catching(sequence, expected, num_left)
-            num_left -= catching.num_now
-            found.append(_Option(sequence, expected, catching))
-        elif known.token_ids:
-            found.append(_Option(sequence, known, None))
-    return found
-
-
-def _with_room(
-    model: ModelDrafts, options: list[_Option], lengths: list[int], budget: StepBudget
-) -> list[int]:
-    """The lengths, of which those of the drafter's drafts are the longest that the step's limit
-    allows: where it is sure of its drafts, the drafter goes on for longer than is expected."""
-    chosen = [
-        (length, len(option.proposal.survival))
-        for option, length in zip(options, lengths, strict=True)
-        if option.catching is not None and length
-    ]
-    if not chosen:
-        return lengths
-    longest, most = (max(numbers) for numbers in zip(*chosen, strict=True))
-    longest = model.most_places(budget, longest, most, len(chosen))
-    return [
-        max(length, min(longest, len(option.proposal.survival)))
-        if option.catching is not None and length
-        else length
-        for option, length in zip(options, lengths, strict=True)
-    ]
-
-
-def _candidates(options: list[_Option], has_states: bool) -> list[DraftCandidate]:
-    return [
-        DraftCandidate(sequence.num_tokens - 1, proposal.survival, catching, has_states)
-        for sequence, proposal, catching in options
-    ]
-
-
-def _cut(proposal: Proposal, count: int) -> Proposal:
-    """The proposal's first `count` tokens."""
-    if count == len(proposal.survival):
-        return proposal
-    return proposal._replace(
-        token_ids=proposal.token_ids[:count], survival=proposal.survival[:count]
-    )
-
-
-def _num_useful(sequence: Sequence, drafts: tuple[int, ...]) -> int:
-    """The number of leading drafts that do not end the sequence and that its grammar allows.
-
-    A token that ends the sequence is sampled behind the draft before it, and verifies no further.
-    """
-    ends = sequence.end_token_ids
-    count = next((at for at, token_id in enumerate(drafts) if token_id in ends), len(drafts))
-    if sequence.constraint is not None:
-        count = sequence.constraint.allowed_prefix(drafts[:count])
-    return count
