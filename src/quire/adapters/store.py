@@ -183,9 +183,8 @@ class AdapterStore:
             self._num_reads += 1
         try:
             adapter = self._read(Path(path))
-            _ = (
-                adapter.digest
-            )  # computed in this thread and cached: hashing takes as long as reading
+            # Compute and cache the digest in this thread: hashing takes as long as reading.
+            _ = adapter.digest
             return adapter
         except AdapterError as error:
             logger.warning("%s", shown_text(error))

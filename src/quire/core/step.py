@@ -170,8 +170,8 @@ class DraftOrder(NamedTuple):
 
     row: int
     num_drafts: int
-    #: Maximum number of the row's tokens without K and V of the drafter that it computes first. If
-    #: the row has more such tokens, the drafter computes this number of them and makes no drafts.
+    #: Maximum number of the row's tokens whose missing K and V the drafter computes first. If more
+    #: are missing, the drafter computes those of this number of tokens and makes no drafts.
     most_tokens: int
     #: Says from the drafts' probabilities where the drafter stops before num_drafts.
     stop: DraftStop = DraftStop()

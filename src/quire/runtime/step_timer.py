@@ -1,4 +1,4 @@
-"""Measures on a GPU how long steps run, and how long it waited for the host.
+"""Measures how long a GPU runs each step, and how long it waits for the host.
 
 `model_runner` marks the beginning and the end of each step.
 """
