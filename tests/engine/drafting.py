@@ -4,8 +4,9 @@ import math
 import random
 
 from quire.core.sampling_params import SamplingParams
+from quire.core.scheduling.cost_model import StepLoad, typical_model
 from quire.core.scheduling.drafts import Drafting
-from quire.core.scheduling.pacing import ConstantPacer, LearningPacer
+from quire.core.scheduling.pacing import ConstantPacer, LearningPacer, StepPacer
 from quire.core.scheduling.proposals import Proposal
 from quire.core.sequence import Sequence
 from quire.engine.engine import Engine
@@ -45,6 +46,10 @@ def use_proposer(engine: Engine, answers: dict[Key, list[int]]) -> None:
     scheduler = engine.scheduler
     if isinstance(scheduler.pacer, LearningPacer):
         scheduler.pacer = ConstantPacer()
+    elif isinstance(scheduler.pacer, StepPacer):
+        # Predictions that follow steps on a busy machine may say that no draft pays.
+        scheduler.pacer.model = typical_model(StepLoad(num_decodes=1), 0.01)
+        scheduler.pacer.observe = lambda step_id, seconds: None
     if scheduler.drafting is None:
         running, slots = scheduler.running_set, scheduler._slots
         scheduler.drafting = Drafting(
