@@ -246,6 +246,7 @@ def test_every_kind_of_error_has_a_code_of_its_own():
         403,
         404,
         408,
+        409,
         413,
         422,
         429,

@@ -8,6 +8,7 @@ from openai.types import EmbeddingCreateParams
 from tests.server.asking import CHAT, COMPLETIONS, RESPONSES, openai_fields
 
 from quire import errors
+from quire.hub.local_models import ModelInUseError, ModelNotHereError
 from quire.server.adapter_names import UnknownAdapterError
 from quire.server.batch.file_store import StorageError
 from quire.server.generation.body import StreamOptions
@@ -15,6 +16,7 @@ from quire.server.hosted_model import ModelLoadError, ModelNotLoadedError, NoRoo
 from quire.server.http import guard
 from quire.server.http.errors import _CODES
 from quire.server.routes.admin.health import NotReadyError
+from quire.server.routes.admin.page import NoFileError
 from quire.server.routes.openai.batches import UnknownBatchError
 from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
@@ -123,7 +125,8 @@ def test_the_codes_of_errors_are_those_that_clients_can_meet():
         and not issubclass(kind, errors.ConfigurationError)
     ]
     more = (NotReadyError, NotSupportedError, UnknownModelError, UnknownResponseError)
-    more += (ModelLoadError, ModelNotLoadedError, NoRoomError)
+    more += (ModelLoadError, ModelNotLoadedError, NoRoomError, NoFileError)
+    more += (ModelNotHereError, ModelInUseError)
     more += (UnknownAdapterError, UnknownBatchError, UnknownFileError, StorageError)
     codes = {kind.code for kind in (*kinds, *more)} | set(_CODES.values())
     codes |= set(guard.CODES.values())
