@@ -410,7 +410,7 @@ def _ps(args: argparse.Namespace) -> int:
 def _top(args: argparse.Namespace) -> int:
     from quire.cli.top.loop import show  # brings rich
 
-    return show(args.url, args.api_key, args.interval, is_once=args.once)
+    return show(args.url, args.api_key, args.model, args.interval, is_once=args.once)
 
 
 def _doctor(args: argparse.Namespace) -> int:

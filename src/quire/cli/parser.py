@@ -275,6 +275,9 @@ def _add_top(commands: Any) -> None:
         "--api-key", metavar="KEY", help="the operator's key, if the server wants keys (none)"
     )
     command.add_argument(
+        "--model", metavar="NAME", help="which of the server's models to show (the first)"
+    )
+    command.add_argument(
         "--interval",
         type=seconds_between,
         metavar="S",

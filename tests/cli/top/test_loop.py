@@ -22,6 +22,12 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.path.startswith("/stats/events?"):
             self.send_error(404)
             return
+        if "&model=a%2Fb" in self.path:
+            self.send_response(404)
+            self.end_headers()
+            error = {"message": "the model 'a/b' is not served here", "param": "model"}
+            self.wfile.write(json.dumps({"error": error}).encode())
+            return
         self.send_response(200)
         self.end_headers()
         shown = event(engine(requests=[request("r1", tenant="ann")], memory=memory()))
@@ -52,6 +58,11 @@ def test_a_refused_key_is_said(url: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "operator's key" in capsys.readouterr().err
 
 
+def test_an_unknown_model_is_said(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["top", "--url", url, "--api-key", KEY, "--once", "--model", "a/b"]) == 1
+    assert "the model 'a/b' is not served here" in capsys.readouterr().err
+
+
 def test_a_server_that_does_not_answer_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["top", "--url", "http://127.0.0.1:9", "--once"]) == 1
     assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
@@ -67,7 +78,7 @@ def test_intervals_are_checked(interval: str, capsys: pytest.CaptureFixture[str]
 def test_the_feed_connects_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.cli.top.feed.PAUSE_S", 0.01)
     seen = 0
-    with Feed(url, KEY, 0.5) as feed:
+    with Feed(url, KEY, None, 0.5) as feed:
         while seen < 7:
             for change in feed.take(5.0):
                 assert isinstance(change, dict), change

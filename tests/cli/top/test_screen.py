@@ -49,6 +49,20 @@ def _text(server: WatchedServer, page: Page, choices: Choices | None = None) -> 
     return out.getvalue().splitlines()
 
 
+def test_a_model_that_is_not_in_memory_has_no_engine_and_stands_among_the_models() -> None:
+    server = WatchedServer()
+    loaded = {"name": "small", "state": "loaded", "memory_bytes": 3 << 20}
+    unloaded = {"name": "code", "state": "unloaded", "memory_bytes": 0}
+    server.take(event(model="code", state="unloaded", models=[loaded, unloaded]))
+    text = "\n".join(_text(server, Page(120, 40)))
+    for part in (
+        "code  http://h:1  unloaded",
+        "small: loaded, 3.0 MiB   code: unloaded",
+        "no engine",
+    ):
+        assert part in text
+
+
 def test_a_picture_has_the_rates_the_ledger_the_blocks_and_the_requests() -> None:
     text = "\n".join(_text(_server(), Page(120, 40)))
     for part in (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from http.client import HTTPException
 from typing import Any, Self
 from urllib.error import HTTPError
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from quire.errors import EngineDeadError, InvalidRequestError
@@ -32,8 +33,11 @@ class Feed:
     A context manager: a thread follows the server inside, and ends with its connection after it.
     """
 
-    def __init__(self, url: str, api_key: str | None, interval_s: float) -> None:
+    def __init__(self, url: str, api_key: str | None, model: str | None, interval_s: float) -> None:
+        """model: one of several models; None means the first."""
         self._url = f"{url.rstrip('/')}/stats/events?parts={PARTS}&interval={interval_s:g}"
+        if model is not None:
+            self._url += f"&model={quote(model, safe='')}"
         self._api_key = api_key
         self._timeout_s = CONNECT_S + interval_s
         self._changes: queue.SimpleQueue[Change | Exception] = queue.SimpleQueue()
@@ -83,7 +87,19 @@ class Feed:
                     if line.startswith(b"data: "):
                         self._changes.put(json.loads(line[6:]))
         except HTTPError as error:
+            why = _unknown_model(error) or REFUSALS.get(error.code)
             error.close()
-            if why := REFUSALS.get(error.code):
+            if why:
                 raise InvalidRequestError(why) from error
             raise
+
+
+def _unknown_model(error: HTTPError) -> str | None:
+    """The server's sentence about a model that it does not have; None for other errors."""
+    if error.code != 404:
+        return None
+    try:
+        found = json.loads(error.read())["error"]
+        return str(found["message"]) if found["param"] == "model" else None
+    except (KeyError, TypeError, ValueError):  # another server's 404
+        return None

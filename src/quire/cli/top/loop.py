@@ -27,16 +27,19 @@ KEY_S = 0.05
 """Longest time for which a key waits to be read."""
 
 
-def show(url: str, api_key: str | None, interval_s: float, *, is_once: bool) -> int:
+def show(
+    url: str, api_key: str | None, model: str | None, interval_s: float, *, is_once: bool
+) -> int:
     """Show the server until the reader quits. Returns the exit code.
 
+    model: the name of one of several models; None means the first.
     is_once: print one picture and return; also done where the output is no terminal. Raises
     EngineDeadError if no server answers at first, InvalidRequestError if it refuses.
     """
     console = Console(highlight=False)
     is_once = is_once or not console.is_terminal
     server = WatchedServer()
-    with Feed(url, api_key, interval_s) as feed:
+    with Feed(url, api_key, model, interval_s) as feed:
         _await(feed, server, FIRST_EVENTS if is_once else 1)
         if is_once:
             page = Page(console.width, None, has_colours=console.color_system is not None)

@@ -78,6 +78,7 @@ def render(server: WatchedServer, url: str, choices: Choices, page: Page) -> Gro
     """The screen: as many lines as the page has, the last of them with the keys."""
     names, width = list(server.engines), page.width
     lines = [_title(server, url, choices)]
+    lines += _models(server, width)
     if not names:
         return Group(*_padded([*lines, Text("no engine", _DIM)], page))
     engine = server.engines[names[choices.engine % len(names)]]
@@ -197,6 +198,16 @@ def _replicas(server: WatchedServer, shown: WatchedEngine, width: int) -> list[T
         running = each.stats.get("num_running", 0)
         line.append(f"{name}: {each.state}, {running} running   ", style)
     return [_heading("replicas", width), line]
+
+
+def _models(server: WatchedServer, width: int) -> list[Text]:
+    """The models of a server that has several, with their states and memory."""
+    parts = []
+    for each in server.numbers.get("models", ()):  # older servers have none
+        style = _BOLD if each["name"] == server.numbers["model"] else _DIM
+        size = f", {format_bytes(each['memory_bytes'])}" if each["memory_bytes"] else ""
+        parts.append(Text(f"{each['name']}: {each['state']}{size}", style))
+    return [_heading("models", width), *_flow(parts, width)] if parts else []
 
 
 def _tiers(tiers: dict[str, dict[str, Any]]) -> list[Text]:
