@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
+from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.fleet_sleep import SleepMode
 from quire.engine_client.recovery import EngineState
 from quire.errors import QuireError
@@ -206,10 +207,27 @@ class HostedModel:
         return self.service
 
     @property
+    def fleet(self) -> EngineFleet | None:
+        """The engines of a model in memory, else None."""
+        if self.service is None or self.phase is not Phase.LOADED:
+            return None
+        return self.service.engine
+
+    @property
     def max_model_len(self) -> int:
         """The most tokens of a prompt and its answer; a bound that no text reaches if the model was
         never loaded."""
         return sys.maxsize if self.service is None else self.service.engine.limits.max_model_len
+
+    def report(self) -> dict[str, Any]:
+        """The model's state, memory and calls, for the operator."""
+        return {
+            "state": self.state,
+            "memory_bytes": self.reserved_bytes,
+            "num_calls": self.num_calls,
+            "num_waiting": len(self.waiting),
+            "error": None if self.failure is None else str(self.failure.error),
+        }
 
     def begin_call(self, now_s: float, *, is_background: bool) -> None:
         """Count a call that uses the model."""

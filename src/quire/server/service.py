@@ -115,6 +115,8 @@ class SharedState:
     bodies: BodyBudget = field(default_factory=BodyBudget)
     #: Bounds the number of long bodies that are parsed at once.
     parsing: ParseTurns = field(default_factory=ParseTurns)
+    #: Snapshots of the engines of all models for the operator, and their open streams.
+    feed: LiveFeed = field(default_factory=LiveFeed)
 
     def report_or_refuse_fields(self, http: HTTPRequest, labels: Collection[str]) -> None:
         """Report nested fields of the body that have no effect in a header of the answer. Raises
@@ -171,8 +173,6 @@ class Service(SharedState):
     answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
     #: Adapters that calls may name as their model.
     adapters: AdapterNames = field(default_factory=AdapterNames)
-    #: Snapshots of the engines for the operator, and their open streams.
-    feed: LiveFeed = field(default_factory=LiveFeed)
 
     @property
     def model_names(self) -> tuple[str, ...]:

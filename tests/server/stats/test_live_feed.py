@@ -46,12 +46,13 @@ class Engine:
         return found
 
 
-def fleet(*engines):
+def model(*engines):
     names = {str(at) if len(engines) > 1 else "": each for at, each in enumerate(engines)}
     overview = {name: {"num_open": 2} for name in names}
-    return SimpleNamespace(
+    fleet = SimpleNamespace(
         engines_by_name=names, engines=SimpleNamespace(overview=lambda: overview)
     )
+    return SimpleNamespace(name="small", fleet=fleet)
 
 
 def refreshed(view, engine, parts, now_s):
@@ -126,7 +127,7 @@ def test_an_engine_that_does_not_answer_is_shown_with_its_last_numbers():
 def test_a_snapshot_has_all_engines_and_leaves_those_alone_that_are_not_ready():
     ready, recovering = Engine(), Engine()
     recovering.state = EngineState.RECOVERING
-    first, second = asyncio.run(LiveFeed().snapshot(fleet(ready, recovering), ("stats",)))
+    first, second = asyncio.run(LiveFeed().snapshot(model(ready, recovering), ("stats",)))
     assert first["answers"] and first["num_open"] == 2 and first["facts"] == {"dtype": "bfloat16"}
     assert second["state"] == "recovering" and not second["answers"] and not recovering.asked
 
@@ -137,13 +138,13 @@ def test_a_bounded_number_of_listeners_is_accepted_and_nothing_is_asked_after_th
         async with contextlib.AsyncExitStack() as stack:
             streams = []
             for _ in range(MAX_LISTENERS):
-                stream = feed.changes(fleet(engine), ("stats",), 0.01)
+                stream = feed.changes(model(engine), ("stats",), 0.01)
                 streams.append(await stack.enter_async_context(contextlib.aclosing(stream)))
                 await anext(streams[-1])
             assert feed.num_listeners == MAX_LISTENERS
             assert len(engine.asked) == 1, "the listeners share an answer"
             with pytest.raises(OverloadedError, match=f"{MAX_LISTENERS} streams"):
-                await anext(feed.changes(fleet(engine), ("stats",), 0.01))
+                await anext(feed.changes(model(engine), ("stats",), 0.01))
         assert feed.num_listeners == 0
         asked = len(engine.asked)
         await asyncio.sleep(0.05)
@@ -154,12 +155,12 @@ def test_a_bounded_number_of_listeners_is_accepted_and_nothing_is_asked_after_th
 
 def test_a_replica_that_is_removed_and_added_again_is_new_to_its_listeners():
     async def listen():
-        feed, engine, listed = LiveFeed(), Engine(), fleet(Engine())
-        listed.engines_by_name[""] = engine
+        feed, engine, listed = LiveFeed(), Engine(), model(Engine())
+        listed.fleet.engines_by_name[""] = engine
         async with contextlib.aclosing(feed.changes(listed, ("stats",), 0.01)) as stream:
             await anext(stream)
             # Another listener looks while it is away, and it starts when it is back.
-            await feed.refresh(fleet(Engine(), Engine()), ("stats",))
+            await feed.refresh(model(Engine(), Engine()), ("stats",))
             engine.state = EngineState.RECOVERING
             (starting,) = await anext(stream)
             assert "facts" in starting and "stats" not in starting
@@ -168,3 +169,19 @@ def test_a_replica_that_is_removed_and_added_again_is_new_to_its_listeners():
             assert found["stats"] == {"n": 2}
 
     asyncio.run(listen())
+
+
+def test_a_model_has_no_engines_while_it_is_not_in_memory_and_whole_ones_afterwards():
+    async def watch():
+        watched, engine = model(Engine()), Engine()
+        fleet = watched.fleet
+        stream = LiveFeed().changes(watched, ("stats",), 0.001)
+        async with contextlib.aclosing(stream):
+            assert (await anext(stream))[0]["stats"] == {"n": 1}
+            watched.fleet = None
+            assert await anext(stream) == []
+            fleet.engines_by_name[""], watched.fleet = engine, fleet
+            (again,) = await anext(stream)
+        assert again["facts"] == {"dtype": "bfloat16"} and again["stats"] == {"n": 1}
+
+    asyncio.run(watch())

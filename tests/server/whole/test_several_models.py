@@ -145,6 +145,44 @@ def test_the_operators_endpoints_name_a_model(server):
     assert http.get("/ready").json() == {"status": "ready"}
 
 
+def test_the_operator_watches_models_without_loading_them(server):
+    assert complete(server, "b").status_code == 200
+    ask = {"headers": OPERATOR}
+    loads = {}
+    for path in ("/stats", "/stats?model=b", "/stats?model=first", "/stats?model=wrong"):
+        found = server.http.get(path, **ask).raise_for_status().json()
+        models = {each["name"]: each for each in found["models"]}
+        loads[path] = [each["num_loads"] for each in models.values()]
+        is_b = path.endswith("=b")
+        assert found["model"] == {"/stats?model=wrong": "wrong"}.get(path, "b" if is_b else "a")
+        assert (found["state"] == "ready") == bool(found["engines"]) == is_b
+        assert bool(found["finished"]) == bool(found["tenants"]) == (found["model"] != "wrong")
+        assert found["num_open_calls"] >= 1  # this one
+    assert len(set(map(tuple, loads.values()))) == 1
+    assert (models["a"]["state"], models["b"]["state"]) == ("unloaded", "loaded")
+    assert models["a"]["memory_bytes"] == 0 < models["b"]["memory_bytes"] <= MEMORY
+    assert 0 <= models["b"]["unused_s"] < models["a"]["unused_s"]
+    assert found["models_memory_bytes"] == MEMORY * 3 // 2
+    assert server.http.get("/stats?model=none", **ask).status_code == 404
+
+
+def test_a_stream_of_a_model_shows_its_engine_once_it_is_loaded(server):
+    assert complete(server, "a").status_code == 200
+    ask = {"headers": OPERATOR, "params": {"model": "b", "interval": "0.25"}}
+    seen = []
+    with server.http.stream("GET", "/stats/events", **ask) as stream:
+        for line in stream.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            seen.append(json.loads(line.removeprefix("data: ")))
+            if len(seen) == 1:
+                assert complete(server, "b").status_code == 200
+            if seen[-1]["engines"]:
+                break
+    assert (seen[0]["engines"], seen[0]["state"]) == ([], "unloaded")
+    assert "facts" in seen[-1]["engines"][0] and seen[-1]["state"] == "ready"
+
+
 def test_metrics_have_the_model_in_a_label(server):
     assert complete(server, "b").status_code == 200
     text = server.http.get("/metrics", headers=OPERATOR).text

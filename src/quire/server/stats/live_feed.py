@@ -6,8 +6,8 @@ answers (`engine_view`). Belongs to one event loop.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Collection
-from typing import Any
+from collections.abc import AsyncGenerator, Collection, Mapping
+from typing import Any, Protocol
 
 from quire.engine_client.engine_slot import ONLY_ENGINE
 from quire.engine_client.fleet import EngineFleet
@@ -44,36 +44,54 @@ Cursors = dict[str, tuple[EngineView, Cursor]]
 """The cursors of one listener by engine, each with the view that it belongs to."""
 
 
+class Watched(Protocol):
+    """A model whose engines are shown: `HostedModel`, or a fake."""
+
+    @property
+    def name(self) -> str:
+        """The name that no other model of the server has."""
+        ...
+
+    @property
+    def fleet(self) -> EngineFleet | None:
+        """The engines; None while the model is not in memory."""
+        ...
+
+
 class LiveFeed:
-    """The views of all engines, and the number of open streams."""
+    """The views of the engines of all models, and the number of open streams. Loads no model."""
 
     def __init__(self) -> None:
         #: Number of open streams.
         self.num_listeners = 0
-        self._views: dict[str, EngineView] = {}
+        #: By the names of models, and of engines.
+        self._views: dict[str, dict[str, EngineView]] = {}
 
-    async def refresh(self, fleet: EngineFleet, parts: Collection[str]) -> None:
-        """Ask all ready engines for the parts that are due."""
-        engines = dict(fleet.engines_by_name)  # a copy, since replicas may be added or removed
-        self._views = {name: self._views.get(name) or EngineView() for name in engines}
+    async def refresh(self, model: Watched, parts: Collection[str]) -> None:
+        """Ask all ready engines of a model for the parts that are due."""
+        engines = dict(_engines(model))  # a copy, since replicas may be added or removed
+        known = self._views.get(model.name, {})
+        views = self._views[model.name] = {
+            name: known.get(name) or EngineView() for name in engines
+        }
         now_s = time.monotonic()
         await asyncio.gather(
             *[
-                self._views[name].refresh(engine, parts, now_s)
+                views[name].refresh(engine, parts, now_s)
                 for name, engine in engines.items()
                 if engine.state is EngineState.READY
             ]
         )
 
-    async def snapshot(self, fleet: EngineFleet, parts: Collection[str]) -> list[dict[str, Any]]:
-        """All engines as they are now."""
-        await self.refresh(fleet, parts)
-        return self._engines(fleet, {}, parts)
+    async def snapshot(self, model: Watched, parts: Collection[str]) -> list[dict[str, Any]]:
+        """All engines of a model as they are now; none while it is not in memory."""
+        return await self._look(model, {}, parts)
 
     async def changes(
-        self, fleet: EngineFleet, parts: Collection[str], interval_s: float
+        self, model: Watched, parts: Collection[str], interval_s: float
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """All engines, first whole and then with what has changed, every interval_s seconds.
+        """All engines of a model, first whole and then with what has changed, every interval_s
+        seconds. There are none while the model is not in memory.
 
         Raises OverloadedError if too many streams are open.
         """
@@ -85,26 +103,25 @@ class LiveFeed:
         cursors: Cursors = {}
         try:
             while True:
-                yield await self._look(fleet, cursors, parts)
+                yield await self._look(model, cursors, parts)
                 await asyncio.sleep(interval_s)
         finally:
             self.num_listeners -= 1
 
     async def _look(
-        self, fleet: EngineFleet, cursors: Cursors, parts: Collection[str]
+        self, model: Watched, cursors: Cursors, parts: Collection[str]
     ) -> list[dict[str, Any]]:
-        await self.refresh(fleet, parts)
-        return self._engines(fleet, cursors, parts)
-
-    def _engines(
-        self, fleet: EngineFleet, cursors: Cursors, parts: Collection[str]
-    ) -> list[dict[str, Any]]:
+        await self.refresh(model, parts)
+        fleet, views = model.fleet, self._views[model.name]
+        if fleet is None:
+            cursors.clear()  # the next engines are new to the listener
+            return []
         for name in cursors.keys() - fleet.engines_by_name.keys():  # replicas that were removed
             del cursors[name]
         overview = {} if ONLY_ENGINE in fleet.engines_by_name else fleet.engines.overview()
         found = []
         for name, engine in fleet.engines_by_name.items():
-            view = self._views.get(name) or EngineView()
+            view = views.get(name) or EngineView()
             # A replica that was removed and added again has a new view, whose versions begin anew.
             known = cursors.get(name)
             is_new = known is None or known[0] is not view
@@ -116,6 +133,10 @@ class LiveFeed:
                 each["facts"] = _facts(engine)
             found.append(each | view.changes(cursor, parts))
         return found
+
+
+def _engines(model: Watched) -> Mapping[str, FleetEngine]:
+    return {} if model.fleet is None else model.fleet.engines_by_name
 
 
 def _facts(engine: FleetEngine) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from starlette.requests import Request as HTTPRequest
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.recovery import EngineState
 from quire.errors import EngineDeadError, QuireError
-from quire.server.hosted_model import Phase
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
 from quire.server.served_models import ServedModels, models_of
@@ -76,15 +75,9 @@ async def _models(models: ServedModels) -> dict[str, Any]:
     """The states and numbers of several models."""
     found: dict[str, dict[str, Any]] = {}
     for model in models.all:
-        found[model.name] = {
-            "state": model.state,
-            "memory_bytes": model.reserved_bytes,
-            "num_calls": model.num_calls,
-            "num_waiting": len(model.waiting),
-            "error": None if model.failure is None else str(model.failure.error),
-        }
-        if model.service is not None and model.phase is Phase.LOADED:
-            found[model.name] |= await _numbers(model.service.engine)
+        found[model.name] = model.report()
+        if (fleet := model.fleet) is not None:
+            found[model.name] |= await _numbers(fleet)
     return {"models": found}
 
 

@@ -4,6 +4,7 @@ The page at `/` and `quire top` read them. Engines collect steps while one of th
 for some seconds after.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,13 +15,13 @@ from starlette.responses import Response
 
 from quire.engine_client.messages import Observe
 from quire.errors import InvalidRequestError
+from quire.server.hosted_model import HostedModel
 from quire.server.http.streaming import EventStream, event
 from quire.server.routes.admin.health import ENGINE_TIMEOUT_S
 from quire.server.routes.admin.memory import check_query, find_engine
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
-from quire.server.served_models import service_named
-from quire.server.service import Service
+from quire.server.served_models import ServedModels, find_model, models_of
 from quire.server.stats.engine_view import PARTS
 from quire.version import __version__
 
@@ -43,13 +44,14 @@ async def stats(
 ) -> dict[str, Any]:
     """The server, its tenants and its engines as they are now (docs/page.md has the fields).
 
-    `parts` names the parts of each engine, separated by commas, and `model` one of several models.
-    Raises InvalidRequestError for an unknown part, UnknownModelError, ModelNotLoadedError.
+    `parts` names the parts of each engine, separated by commas, and `model` one of several models;
+    it has no engines while it is not in memory. Raises InvalidRequestError for an unknown part,
+    UnknownModelError.
     """
     check_query(http, ("parts", "model"))
-    service = service_named(http, model)
-    engines = await service.feed.snapshot(service.engine, _parts(parts))
-    return _server(service) | {"engines": engines}
+    models, shown = models_of(http), find_model(http, model)
+    engines = await models.shared.feed.snapshot(shown, _parts(parts))
+    return _server(models, shown) | {"engines": engines}
 
 
 @router.route("/stats/events", "GET", include_in_schema=False)  # it does not end
@@ -65,9 +67,9 @@ async def stats_events(
     and OverloadedError if too many streams are open.
     """
     check_query(http, ("parts", "interval", "model"))
-    service = service_named(http, model)
-    chosen, interval_s = _parts(parts), _interval_s(interval)
-    return EventStream(_events(service, chosen, interval_s), service.keep_alive_s)
+    models, shown = models_of(http), find_model(http, model)
+    changes = models.shared.feed.changes(shown, _parts(parts), _interval_s(interval))
+    return EventStream(_events(models, shown, changes), models.shared.keep_alive_s)
 
 
 @router.get("/stats/table")
@@ -86,12 +88,12 @@ async def stats_table(
 
 
 async def _events(
-    service: Service, parts: tuple[str, ...], interval_s: float
+    models: ServedModels, shown: HostedModel, changes: AsyncGenerator[list[dict[str, Any]], None]
 ) -> AsyncGenerator[bytes, None]:
-    async with aclosing(service.feed.changes(service.engine, parts, interval_s)) as changes:
+    async with aclosing(changes):
         async for engines in changes:
-            yield event(_server(service) | {"engines": engines})
-            if service.drain.is_on:
+            yield event(_server(models, shown) | {"engines": engines})
+            if models.shared.drain.is_on:
                 return
 
 
@@ -119,23 +121,45 @@ def _interval_s(text: str) -> float:
     return interval_s
 
 
-def _server(service: Service) -> dict[str, Any]:
-    """The numbers of the API server and its tenants."""
-    monitor = service.monitor
+def _models(models: ServedModels) -> list[dict[str, Any]]:
+    """The models of a server that has several, whether they are in memory or not."""
+    if models.room is None:
+        return []
+    now_s = asyncio.get_running_loop().time()
+    return [
+        {
+            "name": each.name,
+            **each.report(),
+            "needed_bytes": each.needed_bytes,
+            "is_pinned": each.is_pinned,
+            "num_loads": each.num_loads,
+            "unused_s": now_s - each.last_use_s if each.last_use_s else None,
+        }
+        for each in models.all
+    ]
+
+
+def _server(models: ServedModels, shown: HostedModel) -> dict[str, Any]:
+    """The numbers of the API server, its models and its tenants."""
+    shared, room = models.shared, models.room
+    # Generations are counted by model, calls for the whole server.
+    monitor = shared.monitor if shown.service is None else shown.service.monitor
     finished: Counter[str] = Counter()
     for (reason, _), count in monitor.finished.items():
         finished[reason] += count
-    num_open = service.tenants.num_open()
+    num_open = shared.tenants.num_open()
     return {
         "version": __version__,
-        "model": service.model_name,
-        "started_s": service.created_s,
-        "state": service.engine.state.value,
-        "is_draining": service.drain.is_on,
-        "num_open_calls": monitor.num_open_http_calls,
+        "model": shown.name,
+        "models": _models(models),
+        "models_memory_bytes": None if room is None else room.budget_bytes,
+        "started_s": shown.created_s,
+        "state": shown.state if shown.fleet is None else shown.fleet.state.value,
+        "is_draining": shared.drain.is_on,
+        "num_open_calls": shared.monitor.num_open_http_calls,
         "num_open_generations": monitor.num_open_generations,
-        "num_connections": service.connections.num_open,
-        "num_listeners": service.feed.num_listeners,
+        "num_connections": shared.connections.num_open,
+        "num_listeners": shared.feed.num_listeners,
         "finished": dict(finished),
         "time_to_first_token_s": monitor.time_to_first_token_s.as_dict(),
         "inter_token_s": monitor.inter_token_s.as_dict(),
