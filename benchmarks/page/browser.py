@@ -269,6 +269,52 @@ def check_fleet(args: argparse.Namespace, report: Report, folder: Path) -> None:
             report.case("no error in the console, fleet", not (found := page.errors()), found[:2])
 
 
+def check_models(args: argparse.Namespace, report: Report, folder: Path) -> None:
+    """Two models in room for one: choosing one does not load it, and a call does."""
+    entries = "".join(f"- {{name: {name}, memory: 64MiB}}\n" for name in ("chat", "code"))
+    (folder / "models.yaml").write_text(entries)
+    options = ["--models", str(folder / "models.yaml"), "--models-memory", "96MiB"]
+    with served(options, folder / "models.log") as server:
+        url = f"http://127.0.0.1:{server.port}/"
+        with opened(args, url, "wide") as page:
+            ended = page.ask("What does os.path.join do?")
+            states = "return [...document.querySelector('#set-model').options].map((o) => o.text)"
+            page.wait(f"{states}.includes('chat (loaded)')")
+            listed = page.run(states)
+            shown = listed == ["chat (loaded)", "code (unloaded)"]
+            report.case("the playground lists models with their states", ended and shown, listed)
+            page.view("steps")
+            loaded = page.wait("return document.querySelector('.models td .ready') !== null")
+            report.case("the loaded model is listed", loaded, page.text("#steps .models"))
+            counted = page.text("#steps .panel:nth-of-type(3) .note")
+            report.case("its generation is counted", "1 values" in counted, counted)
+            if args.pictures is not None:
+                page.run("document.querySelector('.models').scrollIntoView(false)")
+                page.picture(args.pictures / "page-models.png")
+            page.run(
+                "const e = document.querySelector('#shown'); e.value = 'code';"
+                " e.dispatchEvent(new Event('change'))"
+            )
+            said = page.wait("return !document.querySelector('#not-loaded').hidden")
+            report.case("a model that is not in memory is named", said, page.text("#not-loaded"))
+            time.sleep(2)
+            states = "document.querySelectorAll('#steps .models .state')"
+            rows = page.run(f"return [...{states}].map((each) => each.textContent)")
+            report.case("watching loads no model", rows == ["loaded", "unloaded"], rows)
+            page.run(
+                "fetch('/v1/completions', {method: 'POST', headers: {'Content-Type':"
+                " 'application/json'}, body: JSON.stringify({model: 'code', prompt: 'def f',"
+                " max_tokens: 200, ignore_eos: true})})"
+            )
+            page.view("memory")
+            blocks = "[...document.querySelectorAll('#memory .legend b')]"
+            used = f"return {blocks}.slice(0, 2).some((each) => each.textContent !== '0')"
+            drawn = page.wait(f"{used} && document.querySelector('#not-loaded').hidden", 60)
+            text = page.text("#memory .legend")
+            report.case("a call loads it, and its blocks are drawn", drawn, text)
+            report.case("no error in the console, models", not (found := page.errors()), found[:2])
+
+
 def save_hybrid(folder: Path) -> Path:
     """A model with recurrent states and random weights, with the embedded model's tokenizer."""
     config = Qwen3_5TextConfig(
@@ -354,6 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "keys": lambda: check_keys(args, report, folder),
             "states": lambda: check_states(args, report, folder),
             "fleet": lambda: check_fleet(args, report, folder),
+            "models": lambda: check_models(args, report, folder),
             "crowd": lambda: check_crowd(args, report, folder),
         }
         for each in args.only or checks:

@@ -1,7 +1,7 @@
 // Begins the page: tabs, theme, key, and the connection that the visible view needs.
 
 import { CallError, ask, hasKey, setKey } from "./api.js";
-import { byId, el, fill, showTip } from "./dom.js";
+import { byId, showOptions, showTip } from "./dom.js";
 import { Live } from "./live.js";
 import { MemoryView } from "./memory.js";
 import { Playground } from "./playground.js";
@@ -13,6 +13,7 @@ const PARTS = {
   memory: ["stats", "requests", "memory", "blocks", "prefixes", "events"],
   steps: ["stats", "events", "requests", "memory"],
 };
+const MODELS_MS = 3000; // between two looks at the models' states
 const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
 
 const live = new Live();
@@ -22,6 +23,7 @@ const views = {
   steps: new StepsView(byId("steps"), live),
 };
 let shown = "playground";
+let hasStates = false; // whether the server has several models, which are loaded and unloaded
 
 function show(name, focus = false) {
   shown = name;
@@ -106,6 +108,7 @@ async function begin() {
   try {
     const models = await ask("/v1/models");
     views.playground.setModels(models.data);
+    hasStates = models.data.some((each) => each.state);
   } catch (error) {
     if (error instanceof CallError && error.status === 401) {
       tell(hasKey() ? "The server does not know this key." : "This server needs a key: enter yours with the button Key.");
@@ -127,14 +130,34 @@ function chooseEngine() {
   const names = [...live.engines.keys()];
   byId("engine-choice").hidden = names.length < 2;
   const select = byId("engine");
-  if ([...select.options].map((each) => each.value).join("\n") === names.join("\n")) return;
-  fill(select, names.map((name) => el("option", { value: name }, name)));
+  showOptions(select, names.map((name) => [name, name]));
   if (names.includes(live.chosen)) select.value = live.chosen;
+}
+
+/** Shows which model the views Memory and Steps show, and says so if it is not in memory. */
+function chooseModel() {
+  const { model, models = [], state } = live.server ?? {};
+  const isWatched = shown !== "playground";
+  byId("shown-choice").hidden = !isWatched || models.length < 2;
+  showOptions(byId("shown"), models.map((each) => [each.name, `${each.name} (${each.state})`]));
+  if (models.length) byId("shown").value = model;
+  const isEmpty = isWatched && live.state === "open" && live.engines.size === 0;
+  for (const name of ["memory", "steps"]) byId(name).classList.toggle("no-engine", isEmpty);
+  byId("not-loaded").hidden = !isEmpty;
+  if (isEmpty) byId("not-loaded").textContent = `The model ${model} is ${state}. A call that names it loads it.`;
+}
+
+/** Keep the states in the playground's list of models. */
+async function followModels() {
+  if (!hasStates || document.hidden || shown !== "playground") return;
+  try { views.playground.setModels((await ask("/v1/models")).data); } catch { /* the next look may succeed */ }
 }
 
 byId("engine").addEventListener("change", (event) => { live.chosen = event.target.value; views[shown].update?.(); });
 byId("set-model").addEventListener("change", showModel);
+byId("shown").addEventListener("change", (event) => { byId("set-model").value = event.target.value; follow(); });
 document.addEventListener("visibilitychange", follow);
+setInterval(followModels, MODELS_MS);
 let lastState = null;
 live.onUpdate(() => {
   if (live.state !== lastState) {
@@ -146,6 +169,7 @@ live.onUpdate(() => {
   }
   if (live.state === "lost") tell(live.problem ?? "The server does not answer; the page asks again.");
   chooseEngine();
+  chooseModel();
   views[shown].update?.();
 });
 connectTabs();

@@ -30,6 +30,13 @@ export function fill(node, ...children) {
   node.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
 }
 
+/** Gives a select these options, pairs of values and texts, and touches only what has changed. */
+export function showOptions(select, options) {
+  const isSame = select.options.length === options.length && options.every(([value], at) => select.options[at].value === value);
+  if (!isSame) fill(select, options.map(([value, text]) => el("option", { value }, text)));
+  else options.forEach(([, text], at) => { if (select.options[at].text !== text) select.options[at].text = text; });
+}
+
 export function bytes(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let at = 0;

@@ -1,6 +1,6 @@
 // The parameters of a call, as a form. Their values are kept in localStorage.
 
-import { el } from "./dom.js";
+import { el, showOptions } from "./dom.js";
 import { recall, remember } from "./storage.js";
 
 const STORE = "quire-settings";
@@ -52,7 +52,8 @@ export class Settings {
 
   setModels(models) {
     const chosen = this.model.value;
-    this.model.replaceChildren(...models.map((each) => el("option", { value: each.id }, each.id)));
+    const names = models.map((each) => [each.id, each.state ? `${each.id} (${each.state})` : each.id]);
+    showOptions(this.model, names);
     if (models.some((each) => each.id === chosen)) this.model.value = chosen;
   }
 

@@ -1,4 +1,4 @@
-// The view Steps: a waterfall of steps, requests as bars, latencies, shares, replicas and tenants.
+// The view Steps: a waterfall of steps, requests as bars, latencies, shares, replicas, tenants and models.
 
 import { Picture, bytes, card, color, el, fill, number, panel, percent, seconds, table } from "./dom.js";
 import { RequestBars } from "./requests.js";
@@ -20,6 +20,9 @@ export class StepsView {
     this.betweenNote = el("p", { class: "note" });
     this.replicas = el("div");
     this.tenants = el("div");
+    this.models = el("div");
+    this.modelsPanel = panel("Models", null, this.models);
+    this.modelsPanel.classList.add("models");
     this.pause = el("button", { type: "button", class: "quiet", "aria-pressed": "false", onclick: () => this.freeze() }, "Pause");
     const legend = el("div", { class: "legend" }, [
       ["prompt", "prompt tokens"], ["decode", "decoded tokens"], ["draft", "drafts: accepted"], ["rejected", "rejected"],
@@ -31,7 +34,7 @@ export class StepsView {
       panel("Requests", "Waiting, computing their prompt, answering, preempted. The newest are on top.", this.bars.legend, this.bars.node),
       panel("Time to first token", null, this.first.canvas, this.firstNote),
       panel("Time between tokens", null, this.between.canvas, this.betweenNote),
-      panel("Engines", null, this.replicas), panel("Tenants", null, this.tenants)));
+      panel("Engines", null, this.replicas), panel("Tenants", null, this.tenants), this.modelsPanel));
   }
 
   freeze() {
@@ -44,6 +47,7 @@ export class StepsView {
 
   update() {
     const { engine, server } = this.live;
+    if (server) this.showModels(server);
     if (!engine || !server) return;
     this.waterfall.paint();
     this.bars.paint();
@@ -162,6 +166,19 @@ export class StepsView {
       number(each.overview.num_restarts), number(each.overview.num_requested_restarts ?? 0), String(each.pid ?? "–")]);
     fill(this.replicas, table(["Engine", "State", "#Requests", "#Open", "#Crashes", "#Restarts", "#Process"], rows, "No engine."),
       el("p", { class: "note" }, machineText(this.live.engine.facts)));
+  }
+
+  /** All models of a server that has several, in memory or not. */
+  showModels({ models = [], models_memory_bytes: budget }) {
+    this.modelsPanel.hidden = models.length < 2;
+    const rows = models.map((each) => [each.name,
+      el("span", { class: `state ${each.state === "loaded" ? "ready" : each.state}` }, each.state),
+      bytes(each.memory_bytes), each.needed_bytes === null ? "–" : bytes(each.needed_bytes), number(each.num_calls),
+      number(each.num_waiting), number(each.num_loads), each.num_calls ? "now" : seconds(each.unused_s),
+      each.error ?? (each.is_pinned ? "pinned" : "")]);
+    const used = models.reduce((sum, each) => sum + each.memory_bytes, 0);
+    fill(this.models, table(["Model", "State", "#Has", "#Needs", "#Calls", "#Waiting", "#Loads", "#Last use", "Note"], rows, ""),
+      el("p", { class: "note" }, `Together they have ${bytes(used)} of ${bytes(budget ?? 0)}.`));
   }
 
   showTenants(tenants) {
