@@ -24,8 +24,8 @@ def _refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     [
         (
             "",
-            "name a command: generate, run, chat, serve, pull, list, rm, show, ps, batch, replay,"
-            " bench, plan, doctor, cluster, cache",
+            "name a command: generate, run, chat, serve, pull, list, rm, show, ps, top, batch,"
+            " replay, bench, plan, doctor, cluster, cache",
         ),
         ("srve", "there is no command 'srve'; did you mean serve? (see 'quire --help')"),
         ("xyzzy", "there is no command 'xyzzy' (see 'quire --help')"),
