@@ -366,18 +366,18 @@ def check_states(args: argparse.Namespace, report: Report, folder: Path) -> None
 
 
 def check_crowd(args: argparse.Namespace, report: Report, folder: Path) -> None:
-    """10,000 blocks and 200 requests: every frame in time, and the pictures for the documents."""
-    options = ["--num-blocks", "10000", "--max-num-seqs", "200"]
+    """10,000 blocks and 300 requests: every frame in time, and the pictures for the documents."""
+    options = ["--num-blocks", "10000", "--max-num-seqs", "300"]
     with served(options, folder / "crowd.log") as server:
         url = f"http://127.0.0.1:{server.port}/"
-        with opened(args, url, "wide") as page, Load(server, 220, (60, 400)):
+        with opened(args, url, "wide") as page, Load(server, 320, (60, 400)):
             for view in ("memory", "steps"):
                 page.view(view)
                 time.sleep(8)
                 rate, most_ms, longest_ms = page.run_async(FRAMES, 5)
                 figure = f"{rate:.0f} frames/s, 95% of them within {most_ms:.0f} ms, all"
                 figure += f" within {longest_ms:.0f} ms"
-                report.case(f"{view} with 200 requests and 10,000 blocks", rate > 5, figure)
+                report.case(f"{view} with 300 requests and 10,000 blocks", rate > 5, figure)
                 if args.pictures is not None:
                     page.picture(args.pictures / f"page-{view}-crowd.png")
             report.case("no error in the console, crowd", not (found := page.errors()), found[:2])

@@ -36,7 +36,7 @@ if spec["command"]:
     fleet_launch.start_one_engine = functools.partial(start, command=spec["command"])
 if "log_format" in spec["server"]:
     launch.log.configure("info", spec["server"]["log_format"])
-models = spec["models"] and [launch.ListedModel(**each) for each in spec["models"]]
+models = spec.get("models") and [launch.ListedModel(**each) for each in spec["models"]]
 try:
     sys.exit(launch.serve(spec["options"], launch.ServerConfig(**spec["server"]), models))
 except QuireError as error:  # as the command line does

@@ -314,7 +314,7 @@ MUTATIONS: dict[str, Patch] = {
         KVCacheManager, "truncate", free_drafts_at_once
     ),
     "tokens behind the end are returned": both(
-        replace(drafting, "_num_useful", cut_by_grammars_alone),
+        replace(drafting, "num_useful", cut_by_grammars_alone),
         replace(scheduling, "extend", keep_all_tokens),
     ),
     "all tokens have the first's log-probabilities": replace(
@@ -403,6 +403,6 @@ def test_drafts_behind_an_end_token_change_nothing(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are cut because they are useless, not because they would do harm."""
-    replace(drafting, "_num_useful", cut_by_grammars_alone)(monkeypatch)
+    replace(drafting, "num_useful", cut_by_grammars_alone)(monkeypatch)
     report = run(dataclasses.replace(CONFIG, seed=seed, end_rate=0.1, stop_rate=0.3))
     assert report.num_accepted_drafts > 0
