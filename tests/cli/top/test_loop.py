@@ -42,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
 def url() -> Iterator[str]:
     """The URL of a server that sends three events to a reader with KEY, then ends the stream."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
