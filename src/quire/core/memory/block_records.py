@@ -1,8 +1,8 @@
 """The block map in a compact form: seven bytes for each block of the pool.
 
 The server's page shows the map up to four times a second. So this module loops over blocks in C,
-and only over sequences in Python. 10,000 blocks and 300 sequences take 5 ms (Zen 4, 2026), an eighth
-of the time of `memory_report.block_map`. A record has these bytes:
+and only over sequences in Python. 10,000 blocks and 300 sequences take 5 ms (Zen 4, 2026), an
+eighth of the time of `memory_report.block_map`. A record has these bytes:
 
     0       bits: 1 if it has content that a prompt may find, 2 if it is held
     1       number of holders, at most 255
