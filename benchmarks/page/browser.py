@@ -197,6 +197,58 @@ def check_left_open(page: Page, report: Report) -> None:
     report.case("two hours open take no more memory", growth < 40, f"{figure} items kept")
 
 
+def check_controls(args: argparse.Namespace, report: Report, folder: Path) -> None:
+    """The playground's controls: stop, answer again, edit, a schema, a completion."""
+    options = ["--num-blocks", "512", "--max-num-seqs", "16", "--seed", "1"]
+    with (
+        served(options, folder / "controls.log") as server,
+        opened(args, f"http://127.0.0.1:{server.port}/", "wide") as page,
+    ):
+        page.set("temperature", "2")
+        page.set("max_tokens", "4000")
+        page.set("n", "8")
+        page.driver.find_element(By.ID, "prompt").send_keys("Write a long text.", Keys.ENTER)
+        began = page.wait("return !document.querySelector('.stop').hidden")
+        page.click(".stop")
+        stopped = page.wait("return document.querySelector('.stop').hidden", 5)
+        report.case("an answer is stopped", began and stopped)
+        page.set("n", "1")
+        page.set("max_tokens", "40")
+        buttons = page.driver.find_elements(By.CSS_SELECTOR, ".message.user button")
+        next(each for each in buttons if each.text == "Answer again").click()
+        time.sleep(0.5)
+        page.wait("return document.querySelector('.stop').hidden")
+        shown = page.run("return document.querySelector('#playground').textContent")
+        report.case("answered again, beside the answers before", "9 of 9" in shown)
+        buttons = page.driver.find_elements(By.CSS_SELECTOR, ".message.user button")
+        next(each for each in buttons if each.text == "Edit").click()
+        field = page.driver.find_element(By.CSS_SELECTOR, "[aria-label='Edited message']")
+        field.clear()
+        field.send_keys("What does os.path.join do?")
+        edited = page.driver.find_elements(By.CSS_SELECTOR, ".message.user button.primary")
+        (edited or page.driver.find_elements(By.CSS_SELECTOR, ".message.user button"))[0].click()
+        time.sleep(0.5)
+        page.wait("return document.querySelector('.stop').hidden")
+        shown = page.run("return document.querySelector('#playground').textContent")
+        report.case("an edited message makes a branch", "2 of 2" in shown)
+        page.set(
+            "schema",
+            '{"type": "object", "properties": {"a": {"type": "integer"}},'
+            ' "required": ["a"], "additionalProperties": false}',
+        )
+        page.set("temperature", "0")
+        page.click("#playground button.primary, button.new")
+        page.ask("Give a number.")
+        answer = page.text(".message.assistant")
+        report.case("an answer follows the schema", '{"a"' in answer.replace(" ", ""), answer[:60])
+        page.set("mode", "completion")
+        page.set("schema", "")
+        page.ask("def add(a, b):")
+        numbers = page.text(".message.assistant footer")
+        report.case("a completion streams in", "tokens/s" in numbers, numbers)
+        report.case("no error in the console, controls", not (found := page.errors()), found[:2])
+
+
 def check_restart(args: argparse.Namespace, report: Report, folder: Path) -> None:
     """The server goes away under the page, and comes back at the same address."""
     with served(["--num-blocks", "256"], folder / "first.log") as server:
@@ -396,6 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         checks: dict[str, Callable[[], None]] = {
             "views": lambda: check_views(args, report, folder),
+            "controls": lambda: check_controls(args, report, folder),
             "restart": lambda: check_restart(args, report, folder),
             "keys": lambda: check_keys(args, report, folder),
             "states": lambda: check_states(args, report, folder),
