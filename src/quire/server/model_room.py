@@ -142,7 +142,7 @@ class ModelRoom:
         unloaded."""
         if model.phase is Phase.UNLOADING:
             await self._moves.wait_unloaded(model)
-        elif model.phase is Phase.LOADED:
+        if model.phase is Phase.LOADED:
             try:
                 await self._moves.unload(model, mode, wait_s)
             finally:
