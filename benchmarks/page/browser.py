@@ -22,7 +22,16 @@ from selenium.webdriver.common.keys import Keys
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from benchmarks.page.hostile import texts
-from benchmarks.page.scripts import CONTRASTS, FOREIGN, FRAMES, INERT, LEFT_OPEN, PAINTED
+from benchmarks.page.scripts import (
+    CONTRASTS,
+    FOREIGN,
+    FRAMES,
+    INERT,
+    LEFT_OPEN,
+    PAINTED,
+    REQUIRE_TOOLS,
+    TOOLS,
+)
 from benchmarks.page.tab import SIZES, Load, Page, opened
 from benchmarks.server.serving import served
 from quire.hub.model_folder import EMBEDDED_MODEL
@@ -241,6 +250,25 @@ def check_controls(args: argparse.Namespace, report: Report, folder: Path) -> No
         page.ask("Give a number.")
         answer = page.text(".message.assistant")
         report.case("an answer follows the schema", '{"a"' in answer.replace(" ", ""), answer[:60])
+        page.set("schema", "")
+        page.set("tools", TOOLS)
+        page.run(REQUIRE_TOOLS)
+        page.ask("What is the weather in Paris?")
+        called = page.count(".message.assistant figcaption") == 1
+        fields = page.driver.find_elements(By.CSS_SELECTOR, "[aria-label='Result of get_weather']")
+        report.case("a tool's call is shown, with a field for its result", called and fields)
+        fields[0].send_keys("18 degrees and sunny")
+        page.run("window.fetch = window.plainFetch")
+        page.click(".message.tool button")
+        time.sleep(0.5)
+        page.wait("return document.querySelector('.stop').hidden")
+        numbers = page.count(".message.assistant footer")
+        report.case("the answer goes on from the result", numbers >= 2, f"{numbers} answers")
+        page.set("tools", "{")
+        page.ask("Again.")
+        said = page.text(".settings .error")
+        report.case("tools that are no JSON are refused in words", "no JSON" in said, said)
+        page.set("tools", "")
         page.set("mode", "completion")
         page.set("schema", "")
         page.ask("def add(a, b):")

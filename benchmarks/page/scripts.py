@@ -89,6 +89,23 @@ return files.filter((each) => !each.name.startsWith(location.origin)).length;
 """
 """The number of files that came from another host."""
 
+TOOLS = (
+    '[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object",'
+    ' "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"],'
+    ' "additionalProperties": false}}}]'
+)
+"""A tool that a model may call."""
+
+REQUIRE_TOOLS = """
+window.plainFetch = window.fetch;
+window.fetch = (path, options) => {
+  const body = JSON.parse(options?.body ?? "{}");
+  if (body.tools) options.body = JSON.stringify({ ...body, tool_choice: "required" });
+  return window.plainFetch(path, options);
+};
+"""
+"""Makes the server require a call of a tool, since a small model makes none by itself."""
+
 LEFT_OPEN = """
 const [hours, done] = arguments;
 import("/page/live.js").then(({ Live }) => {
