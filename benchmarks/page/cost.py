@@ -53,7 +53,7 @@ class Turn:
     tokens_per_s: float
     #: 99th percentile of the times between tokens.
     gap_p99_s: float
-    #: Of the stream that the page reads.
+    #: Bytes a second of the stream that the page reads.
     bytes_per_s: float
     #: Processor time of the API server and the engine for one token.
     cpu_s_per_token: float

@@ -121,7 +121,7 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def run_async(self, script: str, *arguments: object) -> Any:
-        """What a script gives to its last argument."""
+        """The result that a script passes to its last argument, a callback."""
         return self.driver.execute_async_script(script, *arguments)
 
     def wait(self, script: str, limit_s: float = 20.0) -> bool:

@@ -1,4 +1,4 @@
-"""How far plans with a disk tier are from what is measured: prompts that come again after eviction.
+"""Compares plans with a disk tier with measurements: prompts that come again after eviction.
 
     python -m benchmarks.planning.disk [--model MODEL] [--prompts 24] [--turns 6] [--folder FOLDER]
 
@@ -36,7 +36,7 @@ from quire.simulation.virtual_engine import EngineShape
 NUM_ROUNDS, NUM_FITTING = 3, 4
 QUESTION, ANSWER = 20, 16
 BUSY = 0.4
-"""Of what the engine without a tier can serve, about."""
+"""Arrival rate of the load, as a share of the rate that an engine without a tier can serve."""
 DISK_BYTES = 1 << 30
 
 
@@ -60,7 +60,7 @@ def _figures(outcome: RunOutcome) -> dict[str, float]:
 
 
 def measured(engine: Engine, load: Sequence[LoadRequest]) -> dict[str, float]:
-    """What an engine needs for the load; its tier is emptied first."""
+    """The figures of an engine that serves the load. Its tier is emptied first."""
     moves = engine.scheduler.memory.moves
     before = 0 if moves is None else moves.loads.stats.num_hit_tokens
     outcome = serve(engine, load)
@@ -73,7 +73,8 @@ def measured(engine: Engine, load: Sequence[LoadRequest]) -> dict[str, float]:
 def predicted(
     shape: EngineShape, costs: StepCosts, slowness: Sequence[float], load: Sequence[LoadRequest]
 ) -> dict[str, float]:
-    """What a plan says, with steps that take so many times as long with prompts and without."""
+    """The figures that a plan predicts. `slowness` multiplies the times of steps with prompts, and
+    of steps without."""
     return _figures(run_virtually(load, shape, SlowedCosts(costs, *slowness)))
 
 
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace, folder: Path) -> list[str]:
-    """The lines."""
+    """The lines of the comparison, to print."""
     # First, the engines, and the load that their steps' times suggest.
     bench = Bench(args.model, None, time.perf_counter)
     load = draw_load(args.prompts, min(args.length, CONTEXT), _token_s(bench.costs()))

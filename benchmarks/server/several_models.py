@@ -1,4 +1,4 @@
-"""What it costs to share memory between two models: first tokens, swaps, and calls under load.
+"""Measures two models that share memory: first tokens, swaps, and calls under load.
 
     python -m benchmarks.server.several_models .models/smollm2-135m-instruct --memory 800MiB
 
@@ -30,9 +30,9 @@ PROMPT = "The capital of France is"
 class Swaps:
     """Times to the first token in seconds, by the model that was called."""
 
-    #: Of calls whose model was in memory.
+    #: Times of calls whose model was in memory.
     there_s: dict[str, float]
-    #: Of calls that loaded their model in the other's place.
+    #: Times of calls that loaded their model in the other's place.
     swapped_s: dict[str, float]
 
 

@@ -1,4 +1,4 @@
-"""What an engine tells an operator who watches it: its steps, its requests, and nothing unasked."""
+"""Tests that an engine collects steps and ended requests while it is watched, and only then."""
 
 import base64
 

@@ -1,4 +1,4 @@
-"""Where the drafts of a row end."""
+"""Tests of where a row's run of drafts ends."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which of several models are in memory: loaders that only count, within a budget of bytes."""
+"""Tests of which models are in memory, with loaders that only count within a budget of bytes."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Which model a call gets by its name and its key."""
+"""Tests of the model that a call gets by its name and its key."""
 
 import asyncio
 from types import SimpleNamespace

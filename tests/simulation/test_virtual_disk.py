@@ -125,7 +125,7 @@ def test_a_folder_too_small_for_a_block_is_refused() -> None:
 
 
 def test_segments_are_evicted_as_in_the_real_store(tmp_path: Path) -> None:
-    """Of contents that are written and loaded at random, both keep the same."""
+    """Both keep the same contents of those that are written and loaded at random."""
     rng = random.Random(5)
     opened = Opened(tmp_path, 40_000, 8_000)
     kept = KeptSegments(40_000, 8_000, lambda num_bytes: True)

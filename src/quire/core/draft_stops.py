@@ -23,7 +23,7 @@ def grade_of(probability: float) -> int:
 
 
 class DraftStop(NamedTuple):
-    """Where the drafts of one row end."""
+    """The rule by which a run of drafts for one row ends."""
 
     #: For each grade, the chance that a draft of this grade is accepted if those before it are.
     chances: tuple[float, ...] = TYPICAL_PROBABILITIES

@@ -55,7 +55,7 @@ class NoRoomError(QuireError):
 
 
 class Phase(Enum):
-    """Where a model is between the disk and the memory."""
+    """Whether a model is in memory, or on its way into memory or out of it."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -215,8 +215,8 @@ class HostedModel:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a prompt and its answer; a bound that no text reaches if the model was
-        never loaded."""
+        """Maximum number of tokens of a prompt and its answer. If the model was never loaded, it is
+        a bound that no text reaches."""
         return sys.maxsize if self.service is None else self.service.engine.limits.max_model_len
 
     def report(self) -> dict[str, Any]:

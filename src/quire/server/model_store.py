@@ -17,7 +17,7 @@ KEPT_FREE = 0.1
 """The share of the disk with the cache that a fetch must leave free."""
 
 _PAGES = ("hf.co/", "huggingface.co/")
-"""What Ollama's clients put before a hub id."""
+"""Prefixes that Ollama's clients put before a hub id."""
 
 
 class ModelChangeError(QuireError):

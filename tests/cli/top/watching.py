@@ -66,7 +66,7 @@ def memory(**others: Any) -> dict[str, Any]:
 
 
 def engine(now_s: float = 110.0, name: str = "", **parts: Any) -> dict[str, Any]:
-    """What an event says of one engine."""
+    """The part of an event about one engine."""
     return {"name": name, "state": "ready", "answers": True, "now_s": now_s} | parts
 
 

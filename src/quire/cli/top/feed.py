@@ -22,7 +22,7 @@ PAUSE_S = 1.0
 
 _KEY = "the server shows its state to the operator's key only; give it with --api-key"
 REFUSALS = {401: _KEY, 403: _KEY, 404: "the server has no /stats/events: is it an older quire?"}
-"""What to tell the reader for an HTTP status that another attempt does not change."""
+"""Messages for HTTP statuses that another attempt does not change."""
 
 Change = dict[str, Any]
 

@@ -136,8 +136,8 @@ class ModelDrafts:
         return rate * (own_s + verify_s - budget.model.predict_s(budget.load))
 
     def most_places(self, budget: StepBudget, chosen: int, most: int, num_rows: int) -> int:
-        """The most drafts, from `chosen` up to `most`, that may be ordered for each of num_rows
-        rows within the step's limit of time."""
+        """Maximum number of drafts, from `chosen` up to `most`, that may be ordered for each of
+        num_rows rows within the step's limit of time."""
         limit_s = budget.drafts_limit_s()
         if budget.model is None or limit_s == math.inf:
             return most

@@ -1,4 +1,4 @@
-"""Which Host headers a server answers, against DNS rebinding.
+"""Decides by the Host header which calls a server answers, against DNS rebinding.
 
 A web page of another site can make its own name lead to this machine. Its browser then treats the
 answers of a server here as the page's own, and sends that name as Host. So a server that anybody on

@@ -8,7 +8,7 @@ const MAX_ENDED = 1000;
 const MAX_SAMPLES = 600;
 export const RECORD_BYTES = 7;
 
-/** What is known of one engine. Times of steps and requests are the engine's own seconds. */
+/** The known state of one engine. Times of steps and requests are the engine's own seconds. */
 export class Engine {
   constructor(name) {
     this.name = name;
