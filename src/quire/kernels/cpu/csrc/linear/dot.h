@@ -23,6 +23,7 @@ constexpr int kIntLanes = 8;
 constexpr int kIntLanes = 4;
 #endif
 typedef int32_t DotInts __attribute__((vector_size(kIntLanes * 4)));
+typedef uint16_t DotShorts __attribute__((vector_size(kIntLanes * 4)));
 typedef float DotFloats __attribute__((vector_size(kIntLanes * 4)));
 
 template <typename V>
@@ -58,16 +59,27 @@ inline DotInts widen_byte_pairs(const uint8_t* p) {
 #endif
 }
 
+// The sum itself. GCC adds the products of an unrolled loop as a tree, for which it first makes them
+// all and keeps most of them in memory. It does not move additions past this.
+inline DotInts in_order(DotInts sum) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(sum));
+#elif defined(__SSE2__)
+  asm("" : "+x"(sum));
+#endif
+  return sum;
+}
+
 // acc + a[0] b[0] + a[1] b[1] in each lane; a and b are pairs of 16 bits.
 inline DotInts dot_pairs(DotInts acc, DotInts a, DotInts b) {
 #if defined(__AVX512VNNI__)
   return (DotInts)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #elif defined(__AVX512BW__)
-  return acc + (DotInts)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+  return in_order(acc + (DotInts)_mm512_madd_epi16((__m512i)a, (__m512i)b));
 #elif defined(__AVX2__)
-  return acc + (DotInts)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  return in_order(acc + (DotInts)_mm256_madd_epi16((__m256i)a, (__m256i)b));
 #elif defined(__SSE2__)
-  return acc + (DotInts)_mm_madd_epi16((__m128i)a, (__m128i)b);
+  return in_order(acc + (DotInts)_mm_madd_epi16((__m128i)a, (__m128i)b));
 #else
   return acc + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -109,7 +121,7 @@ struct DotInput {
 
 struct DotWeights {
   DotInts even, odd;
-  explicit DotWeights(DotInts w) : even(w & 0x00ff00ff), odd(w >> 8 & 0x00ff00ff) {}
+  explicit DotWeights(DotInts w) : even(w & 0x00ff00ff), odd((DotInts)((DotShorts)w >> 8)) {}
 };
 
 inline DotInts dot(DotInts acc, const DotWeights& w, const DotInput& x) {
