@@ -18,14 +18,17 @@ namespace quire::QUIRE_ISA {
 constexpr int kRegisterLanes = 16, kTileRegisters = 2, kMaxTileRows = 14;
 constexpr int kMaxWidenedRows = 12;  // bf16 weights become two registers of fp32 each
 #elif defined(__AVX2__)
-constexpr int kRegisterLanes = 8, kTileRegisters = 4, kMaxTileRows = 3, kMaxWidenedRows = 3;
+constexpr int kRegisterLanes = 8, kTileRegisters = 4, kMaxTileRows = 6, kMaxWidenedRows = 6;
 #else
 constexpr int kRegisterLanes = 4, kTileRegisters = 4, kMaxTileRows = 2, kMaxWidenedRows = 2;
 #endif
 typedef float Register __attribute__((vector_size(kRegisterLanes * 4)));
 typedef uint32_t RegisterBits __attribute__((vector_size(kRegisterLanes * 4)));
-constexpr int kTileLanes = kRegisterLanes * kTileRegisters;
-constexpr int kTilesPerPanel = int(kPanelOutputs) / kTileLanes;
+// With AVX2 one or two rows take a whole panel at once, which gives them enough independent sums and
+// reads the panel from first to last. More rows have registers for half of it.
+constexpr int tile_registers(int num_rows) {
+  return kRegisterLanes == 8 && num_rows > 2 ? 2 : kTileRegisters;
+}
 
 template <typename T>
 inline T load_as(const void* p) {
@@ -44,78 +47,86 @@ inline Register multiply_add(Register a, Register b, Register c) {
 #endif
 }
 
-// One step of the loop: the weights of kInputs inputs in registers, and how a row of x, read as X,
-// meets them.
+// One number in all lanes. x - 0 is x, and so left out, which x + 0 is not.
+inline Register in_all_lanes(float x) { return x - Register{}; }
+
+// One step of the loop: kInputs inputs of a row of x, read as X. Of these, kInputsAtOnce meet their
+// weights, N registers for an input, before the next rows do.
 struct F32Step {
   using X = float;
-  static constexpr int kInputs = 1, kMaxRows = kMaxTileRows;
-  Register weights[kTileRegisters];
+  static constexpr int kInputs = 1, kInputsAtOnce = 1, kMaxRows = kMaxTileRows;
 
-  explicit F32Step(const uint8_t* w) {
+  template <int N>
+  struct Weights {
+    Register of[N];
+
+    Weights() = default;
+    Weights(const uint8_t* w, int) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kTileRegisters; ++i)
-      weights[i] = load_as<Register>(w + i * sizeof(Register));
-  }
-  void add(Register (&sums)[kTileRegisters], const float* x) const {
-    const Register value = Register{} + *x;
+      for (int i = 0; i < N; ++i) of[i] = load_as<Register>(w + i * sizeof(Register));
+    }
+    void add(Register (&sums)[N], const float* x) const {
+      const Register value = in_all_lanes(*x);
 #pragma GCC unroll 8
-    for (int i = 0; i < kTileRegisters; ++i) sums[i] = multiply_add(weights[i], value, sums[i]);
-  }
+      for (int i = 0; i < N; ++i) sums[i] = multiply_add(of[i], value, sums[i]);
+    }
+  };
 };
 
 #if defined(__AVX512BF16__)
 struct BF16Step {
   using X = uint16_t;
-  static constexpr int kInputs = 2, kMaxRows = kMaxTileRows;
-  __m512bh weights[kTileRegisters];
+  static constexpr int kInputs = 2, kInputsAtOnce = 2, kMaxRows = kMaxTileRows;
 
-  explicit BF16Step(const uint8_t* w) {
+  template <int N>
+  struct Weights {
+    __m512bh of[N];
+
+    Weights(const uint8_t* w, int) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kTileRegisters; ++i)
-      weights[i] = load_as<__m512bh>(w + i * sizeof(__m512bh));
-  }
-  void add(Register (&sums)[kTileRegisters], const uint16_t* x) const {
-    const auto pair = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(x));
+      for (int i = 0; i < N; ++i) of[i] = load_as<__m512bh>(w + i * sizeof(__m512bh));
+    }
+    void add(Register (&sums)[N], const uint16_t* x) const {
+      const auto pair = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(x));
 #pragma GCC unroll 8
-    for (int i = 0; i < kTileRegisters; ++i)
-      sums[i] = (Register)_mm512_dpbf16_ps((__m512)sums[i], weights[i], pair);
-  }
+      for (int i = 0; i < N; ++i)
+        sums[i] = (Register)_mm512_dpbf16_ps((__m512)sums[i], of[i], pair);
+    }
+  };
 };
 #else
 struct BF16Step {
   using X = float;
-  static constexpr int kInputs = 2, kMaxRows = kMaxWidenedRows;
-  Register even[kTileRegisters], odd[kTileRegisters];
+  static constexpr int kInputs = 2, kInputsAtOnce = 1, kMaxRows = kMaxWidenedRows;
 
-  explicit BF16Step(const uint8_t* w) {
+  template <int N>
+  struct Weights : F32Step::Weights<N> {
+    // The even inputs are the low halves of words, the odd ones the high halves.
+    Weights(const uint8_t* w, int input) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kTileRegisters; ++i) {
-      const auto pairs = load_as<RegisterBits>(w + i * sizeof(RegisterBits));
-      even[i] = (Register)(pairs << 16);
-      odd[i] = (Register)(pairs & 0xffff0000u);
+      for (int i = 0; i < N; ++i) {
+        const auto pairs = load_as<RegisterBits>(w + i * sizeof(RegisterBits));
+        this->of[i] = (Register)(input == 0 ? pairs << 16 : pairs & 0xffff0000u);
+      }
     }
-  }
-  void add(Register (&sums)[kTileRegisters], const float* x) const {
-    const Register first = Register{} + x[0], second = Register{} + x[1];
-#pragma GCC unroll 8
-    for (int i = 0; i < kTileRegisters; ++i)
-      sums[i] = multiply_add(odd[i], second, multiply_add(even[i], first, sums[i]));
-  }
+  };
 };
 #endif
 
 constexpr int64_t kStepBytes = kPanelOutputs * 4;
 constexpr int64_t kStepsPerGroup = 8;
 
-template <typename Step, int R>
+template <typename Step, int R, int N>
 inline void add_steps(const uint8_t*& weights, const typename Step::X*& x, int64_t ldx,
-                      int num_steps, Register (&sums)[R][kTileRegisters]) {
+                      int num_steps, Register (&sums)[R][N]) {
 #pragma GCC unroll 8
-  for (int step = 0; step < num_steps; ++step) {
-    const Step now(weights + step * kStepBytes);
+  for (int step = 0; step < num_steps; ++step)
+#pragma GCC unroll 2
+    for (int input = 0; input < Step::kInputs; input += Step::kInputsAtOnce) {
+      const typename Step::template Weights<N> now(weights + step * kStepBytes, input);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) now.add(sums[r], x + r * ldx + step * Step::kInputs);
-  }
+      for (int r = 0; r < R; ++r) now.add(sums[r], x + r * ldx + step * Step::kInputs + input);
+    }
   weights += num_steps * kStepBytes;
   x += num_steps * Step::kInputs;
 }
@@ -124,11 +135,13 @@ inline void add_steps(const uint8_t*& weights, const typename Step::X*& x, int64
 template <typename Step, int R>
 void multiply(const uint8_t* panel, int64_t num_steps, const typename Step::X* rows, int64_t ldx,
               Prefetch prefetch, bool is_first, float* results) {
+  constexpr int kRegisters = tile_registers(R), kTileLanes = kRegisterLanes * kRegisters;
+  constexpr int kTilesPerPanel = int(kPanelOutputs) / kTileLanes;
   const int64_t num_groups = num_steps / kStepsPerGroup;
   prefetch.spread(num_groups * kTilesPerPanel);
   for (int tile = 0; tile < kTilesPerPanel; ++tile) {
     float* const result = results + tile * kTileLanes;
-    Register sums[R][kTileRegisters] = {};
+    Register sums[R][kRegisters] = {};
     if (!is_first)
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) std::memcpy(sums[r], result + r * kPanelOutputs, sizeof sums[r]);
@@ -136,10 +149,10 @@ void multiply(const uint8_t* panel, int64_t num_steps, const typename Step::X* r
     const typename Step::X* x = rows;
     for (int64_t group = 0; group < num_groups; ++group) {
       prefetch.step();
-      add_steps<Step, R>(weights, x, ldx, kStepsPerGroup, sums);
+      add_steps<Step>(weights, x, ldx, kStepsPerGroup, sums);
     }
     for (int64_t step = num_groups * kStepsPerGroup; step < num_steps; ++step)
-      add_steps<Step, R>(weights, x, ldx, 1, sums);
+      add_steps<Step>(weights, x, ldx, 1, sums);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) std::memcpy(result + r * kPanelOutputs, sums[r], sizeof sums[r]);
   }
