@@ -124,11 +124,26 @@ def test_an_outlier_leaves_the_other_inputs_their_bits(kernels: NativeKernels, n
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int4_is_the_sum_of_its_groups(kernels: NativeKernels, shape, group_size):
     weight, x = _random(*shape, scale=0.05), _random(5, shape[1], seed=1)
+    _check_int4_sums(kernels, weight, x, group_size)
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_int4_sums_of_the_largest_levels_are_exact(kernels: NativeKernels, group_size, sign):
+    """Nearly all levels are 15 and all of x is 127 or -127, so partial sums are the largest."""
+    weight = torch.ones(40, 256)
+    weight[:, ::32] = -1.0
+    for num_rows in (1, 7):
+        _check_int4_sums(kernels, weight, torch.full((num_rows, 256), sign), group_size)
+
+
+def _check_int4_sums(kernels: NativeKernels, weight, x, group_size):
+    """Compare the product of int4 weights and int8 inputs with its sum in fp64."""
     rows = quantize_int4(weight, group_size)
     shared = INT4_GROUPS_PER_SCALE * group_size
     q, q_scales = quantize_groups(x, shared)
     num_groups = rows.levels.shape[1]
-    x_groups = (q * q_scales[..., None]).double().view(5, -1, group_size)[:, :num_groups]
+    x_groups = (q * q_scales[..., None]).double().view(len(x), -1, group_size)[:, :num_groups]
     dots = torch.einsum("mgk,ngk->mng", x_groups, rows.levels.double())
     above = dots * rows.scales * rows.scale_factors[:, None].double()
     below = x_groups.sum(-1)[:, None] * rows.offsets * rows.offset_factors[:, None].double()

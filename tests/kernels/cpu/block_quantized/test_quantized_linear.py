@@ -24,12 +24,18 @@ from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.linear import apply
 from quire.kernels.options import NATIVE_KERNELS
 
+WIDE_TABLE = (-128, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 127)
 MORE_BLOCK_FORMATS = {
     "flat, five bits": BlockFormat("Q5_0", 5, 32, zero=16),
     "flat, five bits, offsets": BlockFormat("Q5_1", 5, 32, has_offsets=True),
     "flat, bytes, 128": BlockFormat("W8A16", 8, 128, zero=128, scale_dtype=torch.bfloat16),
     "blocks, two bits": BlockFormat("Q2_K", 4, 16, has_offsets=True, block_size=256),
     "blocks, three bits": BlockFormat("Q3_K", 4, 16, zero=4, block_size=256),
+    "a wide table": BlockFormat("IQ4_NL", 4, 32, table=WIDE_TABLE),
+    "a table, zero": BlockFormat("table", 4, 64, zero=3, table=tuple(range(-17, 15, 2))),
+    "blocks, a wide table": BlockFormat("IQ4_XS", 4, 32, table=WIDE_TABLE, block_size=256),
+    "flat, bytes, zeros": BlockFormat("GPTQ", 8, 64, has_zeros=True),
+    "flat, bytes, offsets": BlockFormat("W8", 8, 32, has_offsets=True),
 }
 ALL = BLOCK_FORMATS | MORE_BLOCK_FORMATS
 EACH = pytest.mark.parametrize("block_format", ALL.values(), ids=ALL)
@@ -111,6 +117,31 @@ def test_the_largest_sums_are_those_of_torch(
     if kernels.isa != "portable":
         assert torch.equal(result, expected)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
+
+
+@EACH
+def test_sums_of_the_largest_products_are_exact(
+    kernels: NativeKernels, block_format: BlockFormat
+) -> None:
+    """All of x is 127 or -127 and all codes are at an end, where sums of 16 bits would overflow."""
+    codes = random_codes(block_format, 36, 256)
+    ends = torch.tensor([2**block_format.width - 1, 0], dtype=torch.uint8)
+    codes.codes.copy_(ends[torch.arange(36) // 18, None])
+    signs = torch.ones(6, 256)
+    signs[1:3] = -1.0  # one row, then several
+    signs[3, ::2] = -1.0
+    signs[4, 1::2] = -1.0
+    signs[5, 2::4] = -1.0
+    codes.codes[9:18, 1::2] = ends[1]
+    codes.codes[27:, 1::2] = ends[0]
+    expected, linear = multiply_block_quantized(signs, codes), _pack(codes)
+    for rows in (slice(0, 1), slice(1, 2), slice(0, 6)):
+        result = apply(kernels, linear, signs[rows])
+        if kernels.isa != "portable":
+            assert torch.equal(result, expected[rows])
+        torch.testing.assert_close(result, expected[rows], rtol=1e-5, atol=1e-5)
+    many = apply(kernels, linear, signs.repeat(9, 1))
+    assert torch.equal(many, apply(kernels, linear, signs).repeat(9, 1))
 
 
 @EACH

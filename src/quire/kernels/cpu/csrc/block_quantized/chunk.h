@@ -1,24 +1,51 @@
-// Chunks of codes as the bytes that dot.h multiplies.
+// Chunks of codes as the bytes that dot.h and dot_codes.h multiply.
 #pragma once
+#include <algorithm>
+
 #include "block_quantized/layout.h"
-#include "linear/dot.h"
+#include "linear/dot_codes.h"
 
 namespace quire::QUIRE_ISA {
 
-enum class CodeKind { k4, kTable, k5, k6, k8 };
+// kNarrowTable: a table whose values are at most 31 apart; chosen only where kHasHalves.
+enum class CodeKind { k4, kTable, kNarrowTable, k5, k6, k8 };
 
 constexpr int width_of(CodeKind kind) {
   return kind == CodeKind::k5 ? 5 : kind == CodeKind::k6 ? 6 : kind == CodeKind::k8 ? 8 : 4;
 }
 
-// Sixteen bytes, repeated over a register: the value of each code, plus 128.
+// The largest byte of a chunk, for ByteDot.
+constexpr int largest_of(CodeKind kind) {
+  return kind == CodeKind::k4                                       ? 15
+         : kind == CodeKind::k5 || kind == CodeKind::kNarrowTable ? 31
+         : kind == CodeKind::k6                                   ? 63
+                                                                  : 255;
+}
+
+// Whether codes are of kNarrowTable.
+inline bool is_narrow(const CodeFormat& code_format) {
+  const int8_t* table = code_format.table;
+  if (!kHasHalves || table == nullptr || code_format.block != 0) return false;
+  const auto ends = std::minmax_element(table, table + 16);
+  return *ends.second - *ends.first <= largest_of(CodeKind::kNarrowTable);
+}
+
+// What is added to a table's values, so that none is negative.
+inline int32_t table_bias(const CodeFormat& code_format) {
+  const int8_t* table = code_format.table;
+  return is_narrow(code_format) ? -*std::min_element(table, table + 16) : 128;
+}
+
+// Sixteen bytes, repeated over a register: the value of each code, plus table_bias.
 struct CodeTable {
   DotInts bytes;
 
-  explicit CodeTable(const int8_t* values) : bytes{} {
-    if (values == nullptr) return;
+  explicit CodeTable(const CodeFormat& code_format) : bytes{} {
+    if (code_format.table == nullptr) return;
+    const int32_t bias = table_bias(code_format);
     uint8_t repeated[sizeof bytes];
-    for (size_t i = 0; i < sizeof bytes; ++i) repeated[i] = uint8_t(values[i % 16] + 128);
+    for (size_t i = 0; i < sizeof bytes; ++i)
+      repeated[i] = uint8_t(code_format.table[i % 16] + bias);
     std::memcpy(&bytes, repeated, sizeof bytes);
   }
 
@@ -52,7 +79,8 @@ class Chunk {
     if constexpr (kKind == CodeKind::k8) return vector(q);
     const DotInts pair = vector(q / 2);
     const DotInts low = (q % 2 == 0 ? pair : pair >> 4) & 0x0f0f0f0f;
-    if constexpr (kKind == CodeKind::kTable) return table_.look_up(low);
+    if constexpr (kKind == CodeKind::kTable || kKind == CodeKind::kNarrowTable)
+      return table_.look_up(low);
     if constexpr (kKind == CodeKind::k5) return low | (moved(vector(4), 4 - q) & 0x10101010);
     if constexpr (kKind == CodeKind::k6)
       return low | (moved(vector(4 + q / 4), 4 - q % 4 * 2) & 0x30303030);
@@ -96,6 +124,27 @@ inline void add_quads(const Chunk<kKind> (&chunks)[U], const uint8_t* x, int64_t
 
 // What four bytes, the same of each row, are in all lanes.
 inline DotInts all_lanes(const uint8_t* p) { return DotInts{} + load_as<int32_t>(p); }
+
+// sums [R][U] = the rows' corrections, and the products of quads [kFirst, kEnd) with x; rows and
+// corrections begin `ld` bytes apart.
+template <int kFirst, int kEnd, int R, int U, CodeKind kKind>
+inline void sum_chunk(const Chunk<kKind> (&chunks)[U], const uint8_t* x,
+                      const uint8_t* corrections, int64_t ld, DotInts (&sums)[R][U]) {
+  if constexpr (kHasHalves) {
+    using Dot = ByteDot<largest_of(kKind)>;
+    sum_quads<Dot, kEnd - kFirst, R>(
+        [&](int u, int q) { return Dot::stored(chunks[u].bytes(kFirst + q)); }, x + kFirst * 4,
+        corrections, ld, sums);
+  } else {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const DotInts first = all_lanes(corrections + r * ld);
+#pragma GCC unroll 2
+      for (int u = 0; u < U; ++u) sums[r][u] = first;
+    }
+    add_quads<kFirst, kEnd, R, U>(chunks, x, ld, sums);
+  }
+}
 inline DotFloats all_lanes_float(const uint8_t* p) { return (DotFloats)all_lanes(p); }
 
 // fp16, one to a lane.

@@ -8,9 +8,9 @@
 // inputs, else all of it:
 //
 //   scales   [kParts][32]      fp32
-//   offsets  [kParts][32]      fp32, negative; only where groups have offsets
-//   codes    [8 quads][32][4]  bytes: codes, or entries of the table; where groups have
-//                              zeros, codes + 128 - zero
+//   seconds  [kParts][32]      fp32, only if there are some: negative offsets, or 128 - zero
+//   codes    [8 quads][32][4]  bytes: codes, or entries of the table, as ByteDot::stored; where
+//                              groups have zeros that are not among the seconds, codes + 128 - zero
 #pragma once
 #include <utility>
 
@@ -22,21 +22,27 @@ namespace quire::QUIRE_ISA {
 
 inline DotInts to_ints(DotFloats x) { return __builtin_convertvector(x, DotInts); }
 
-template <int kPartsOfChunk, bool kOffsets>
+enum class Seconds { kNone, kOffsets, kZeros };
+
+// Where kHasHalves, codes stay as small as they are, for the sums of ByteDot: zeros are numbers of
+// their own. Elsewhere they are added to the codes, and kLargestByte is 255 for all codes.
+template <int kPartsOfChunk, Seconds kSecondNumbers, int kLargestByte>
 struct ExpandedTile {
   static constexpr int kParts = kPartsOfChunk;
-  static constexpr bool kHasOffsets = kOffsets;
+  static constexpr Seconds kSeconds = kSecondNumbers;
+  using Dot = ByteDot<kLargestByte>;
   static constexpr int kNumbersBytes = kParts * int(kPanelOutputs) * int(sizeof(float));
-  static constexpr int kCodes = kNumbersBytes * (kHasOffsets ? 2 : 1);
+  static constexpr int kCodes = kNumbersBytes * (kSeconds != Seconds::kNone ? 2 : 1);
   static constexpr int kBytes = kCodes + int(kChunkInputs) / 4 * kQuadBytes;  // of a chunk
 
   static constexpr int scale_at(int part) { return part * int(kPanelOutputs * sizeof(float)); }
-  static constexpr int offset_at(int part) { return kNumbersBytes + scale_at(part); }
+  static constexpr int second_at(int part) { return kNumbersBytes + scale_at(part); }
 
   // chunk: of the first of these outputs, as below.
-  static void store_numbers(uint8_t* chunk, int part, DotFloats scale, DotFloats offset) {
+  static void store_numbers(uint8_t* chunk, int part, DotFloats scale, DotFloats second) {
     std::memcpy(chunk + scale_at(part), &scale, sizeof scale);
-    if constexpr (kHasOffsets) std::memcpy(chunk + offset_at(part), &offset, sizeof offset);
+    if constexpr (kSeconds != Seconds::kNone)
+      std::memcpy(chunk + second_at(part), &second, sizeof second);
   }
 
   // added: to each byte, none of which overflows.
@@ -44,7 +50,11 @@ struct ExpandedTile {
   static void store_codes(uint8_t* chunk, const Chunk<kKind>& codes, DotInts added) {
 #pragma GCC unroll 8
     for (int q = 0; q < kChunkInputs / 4; ++q) {
-      const DotInts bytes = codes.bytes(q) + added;
+      DotInts bytes = codes.bytes(q);
+      if constexpr (kHasHalves)
+        bytes = Dot::stored(bytes);
+      else
+        bytes += added;
       std::memcpy(chunk + kCodes + q * kQuadBytes, &bytes, sizeof bytes);
     }
   }
@@ -52,13 +62,18 @@ struct ExpandedTile {
 
 // A whole number of stretches of every form.
 constexpr int64_t kMaxTileInputs = 512;
-constexpr int64_t kMaxTileBytes = kMaxTileInputs / kChunkInputs * ExpandedTile<2, true>::kBytes;
+constexpr int64_t kMaxTileBytes =
+    kMaxTileInputs / kChunkInputs * ExpandedTile<2, Seconds::kOffsets, 255>::kBytes;
 // Below, expanding costs what it saves. Where an instruction multiplies bytes, a few rows wait for
 // memory, and a tile's requests keep it busy.
 constexpr int64_t kMinExpandedRows = sizeof(DotElement) == 1 ? 8 : 16;
 // A row takes two registers for each of the widths: a part's sum and the result.
-constexpr int kTileWidths = kIntLanes == 16 ? 2 : 1;
-constexpr int kMaxExpandedRows = kIntLanes == 16 ? 6 : 4;
+constexpr int kTileWidths = kIntLanes >= 8 ? 2 : 1;
+template <typename Tile>
+constexpr int max_expanded_rows() {
+  if constexpr (kHasHalves) return Tile::Dot::kQuads >= 4 ? 6 : 4;
+  return kIntLanes == 16 ? 6 : 4;
+}
 
 // results [R][widths] += part kPart of a chunk, whose rows are x.
 template <typename Tile, int kPart, int R>
@@ -66,28 +81,38 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
                      DotFloats (&results)[R][kTileWidths]) {
   using Header = ChunkHeader<Tile::kParts>;
   constexpr int kQuads = int(kChunkInputs) / 4 / Tile::kParts;
+  const uint8_t* corrections = x + offsetof(Header, corrections) + kPart * sizeof(int32_t);
   DotInts sums[R][kTileWidths];
+  if constexpr (kHasHalves) {
+    const uint8_t* quads = chunk + Tile::kCodes + kPart * kQuads * kQuadBytes;
+    sum_quads<typename Tile::Dot, kQuads, R>(
+        [&](int w, int q) {
+          return load_as<DotInts>(quads + q * kQuadBytes + w * sizeof(DotInts));
+        },
+        x + sizeof(Header) + kPart * kQuads * 4, corrections, ld, sums);
+  } else {
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-    for (int w = 0; w < kTileWidths; ++w)
-      sums[r][w] = all_lanes(x + r * ld + offsetof(Header, corrections) + kPart * sizeof(int32_t));
+      for (int w = 0; w < kTileWidths; ++w)
+        sums[r][w] = all_lanes(corrections + r * ld);
 #pragma GCC unroll 8
-  for (int q = kPart * kQuads; q < (kPart + 1) * kQuads; ++q) {
-    const uint8_t* codes = chunk + Tile::kCodes + q * kQuadBytes;
-    const uint8_t* inputs = x + sizeof(Header) + q * 4 * sizeof(DotElement);
-    const DotWeights low(load_as<DotInts>(codes));
-    if constexpr (kTileWidths == 1) {
+    for (int q = kPart * kQuads; q < (kPart + 1) * kQuads; ++q) {
+      const uint8_t* codes = chunk + Tile::kCodes + q * kQuadBytes;
+      const uint8_t* inputs = x + sizeof(Header) + q * 4 * sizeof(DotElement);
+      const DotWeights low(load_as<DotInts>(codes));
+      if constexpr (kTileWidths == 1) {
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
-        sums[r][0] = dot(sums[r][0], low, DotInput((const DotElement*)(inputs + r * ld)));
-    } else {
-      const DotWeights high(load_as<DotInts>(codes + sizeof(DotInts)));
+        for (int r = 0; r < R; ++r)
+          sums[r][0] = dot(sums[r][0], low, DotInput((const DotElement*)(inputs + r * ld)));
+      } else {
+        const DotWeights high(load_as<DotInts>(codes + sizeof(DotInts)));
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const DotInput both((const DotElement*)(inputs + r * ld));
-        sums[r][0] = dot(sums[r][0], low, both);
-        sums[r][1] = dot(sums[r][1], high, both);
+        for (int r = 0; r < R; ++r) {
+          const DotInput both((const DotElement*)(inputs + r * ld));
+          sums[r][0] = dot(sums[r][0], low, both);
+          sums[r][1] = dot(sums[r][1], high, both);
+        }
       }
     }
   }
@@ -95,13 +120,25 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
   for (int w = 0; w < kTileWidths; ++w) {
     const uint8_t* numbers = chunk + w * sizeof(DotFloats);
     const auto scale = load_as<DotFloats>(numbers + Tile::scale_at(kPart));
+    if constexpr (Tile::kSeconds == Seconds::kZeros) {  // as in linear_flat.cpp
+      const auto above = load_as<DotFloats>(numbers + Tile::second_at(kPart));
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* row = x + r * ld;
+        const DotFloats dot = fma(above, all_lanes_float(row + offsetof(Header, sums)),
+                                  to_floats(sums[r][w]));
+        results[r][w] =
+            fma(dot, scale * all_lanes_float(row + offsetof(Header, scale)), results[r][w]);
+      }
+      continue;
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
       results[r][w] =
           fma(to_floats(sums[r][w]),
               scale * all_lanes_float(x + r * ld + offsetof(Header, scale)), results[r][w]);
-    if constexpr (!Tile::kHasOffsets) continue;
-    const auto offset = load_as<DotFloats>(numbers + Tile::offset_at(kPart));
+    if constexpr (Tile::kSeconds != Seconds::kOffsets) continue;
+    const auto offset = load_as<DotFloats>(numbers + Tile::second_at(kPart));
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const uint8_t* sum = x + r * ld + offsetof(Header, sums) + kPart * sizeof(float);
@@ -164,7 +201,7 @@ inline void multiply_blocks(const uint8_t* tile, int64_t num_chunks, const uint8
                             std::integer_sequence<int, kRs...>) {
   static constexpr decltype(&multiply_rows<Tile, 1>) kFunctions[] = {
       &multiply_rows<Tile, kRs + 1>...};
-  const int64_t num_blocks = divide_up(num_rows, kMaxExpandedRows);
+  const int64_t num_blocks = divide_up(num_rows, max_expanded_rows<Tile>());
   for (int64_t i = 0; i < num_blocks; ++i) {
     const Range block = Range{0, num_rows}.part(i, num_blocks);
     kFunctions[block.size() - 1](tile, num_chunks, x + block.first * ld, ld, is_first,
@@ -177,7 +214,7 @@ template <typename Tile>
 inline void multiply_tile(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, int64_t ld,
                           int64_t num_rows, bool is_first, const NextTile& next, float* results) {
   multiply_blocks<Tile>(tile, num_chunks, x, ld, num_rows, is_first, next, results,
-                        std::make_integer_sequence<int, kMaxExpandedRows>{});
+                        std::make_integer_sequence<int, max_expanded_rows<Tile>()>{});
 }
 
 }  // namespace quire::QUIRE_ISA

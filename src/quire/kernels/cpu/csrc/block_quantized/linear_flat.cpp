@@ -15,8 +15,9 @@ namespace {
 
 template <CodeKind kKind>
 struct Flat {
-  // A row takes two registers for each unit: the chunk's sum and the result.
+  // A row takes two registers for each of the outputs: the chunk's sum and the result.
   static constexpr int kMaxRows = kIntLanes == 16 ? 6 : 4;
+  static constexpr int kLargest = largest_of(kKind);
   static constexpr int kParts = 1;  // of a chunk
   using Header = ChunkHeader<kParts>;
   static constexpr bool kExpands = kKind != CodeKind::k8;
@@ -31,13 +32,16 @@ struct Flat {
       for (int g = 0; g < 2; ++g) {
         const uint8_t* numbers = stretch + g * kHalvesBytes + lane * 2;
         const DotFloats scale = widen(numbers, code_format);
-        DotFloats offset{};
+        DotFloats second{};
         DotInts added{};
-        if (Tile::kHasOffsets) offset = widen(numbers + layout.seconds, code_format);
-        if (code_format.has_zeros != 0)
+        if (Tile::kSeconds == Seconds::kOffsets)
+          second = -widen(numbers + layout.seconds, code_format);
+        else if (Tile::kSeconds == Seconds::kZeros)
+          second = above_zeros(numbers + layout.seconds, code_format);
+        else if (code_format.has_zeros != 0)
           added = to_ints(above_zeros(numbers + layout.seconds, code_format)) * 0x01010101;
         for (int64_t k = 0; k < linear.group_size; k += kChunkInputs) {
-          Tile::store_numbers(tile, 0, scale, -offset);
+          Tile::store_numbers(tile, 0, scale, second);
           Tile::store_codes(tile, Chunk<kKind>(chunk, table), added);
           chunk += Chunk<kKind>::kBytes;
           tile += Tile::kBytes;
@@ -46,11 +50,11 @@ struct Flat {
     }
   }
 
-  // U: units at once.
+  // U: registers at once.
   template <int R, int U>
   static void multiply(const UnitProduct& call, Prefetch prefetch) {
-    prefetch.spread(call.num_stretches * (kUnitOutputs / kIntLanes));
-    for (int lane = 0; lane < kUnitOutputs; lane += kIntLanes) {
+    prefetch.spread(call.num_stretches * (kUnitOutputs / kLanesAtOnce));
+    for (int lane = 0; lane < kUnitOutputs; lane += kLanesAtOnce) {
       DotFloats results[R][U] = {};
       const uint8_t *stretch = call.unit, *x = call.x;
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
@@ -73,19 +77,15 @@ struct Flat {
   template <int R, int U>
   static void add_chunk(const UnitProduct& call, const uint8_t* numbers, const uint8_t* chunk,
                         const uint8_t* x, DotFloats (&results)[R][U]) {
-    DotInts sums[R][U];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const DotInts correction = all_lanes(x + r * call.ld + offsetof(Header, corrections));
-#pragma GCC unroll 2
-      for (int u = 0; u < U; ++u) sums[r][u] = correction;
-    }
     const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
-    add_quads<0, 8, R, U>(codes.units, x + sizeof(Header), call.ld, sums);
+    const uint8_t* corrections = x + offsetof(Header, corrections);
+    DotInts sums[R][U];
+    sum_chunk<0, 8, R, U>(codes.units, x + sizeof(Header), corrections, call.ld, sums);
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u)
-      add_scaled<R, U>(*call.linear.code_format, numbers + u * call.unit_bytes, call.layout.seconds,
-                       u, sums, x, call.ld, results);
+      add_scaled<R, U>(*call.linear.code_format,
+                       numbers + unit_offset(u, call.unit_bytes) + lane_offset(u) * 2,
+                       call.layout.seconds, u, sums, x, call.ld, results);
   }
 
   template <int R, int U>
@@ -132,8 +132,13 @@ struct Flat {
 
 void linear_flat(Pool& pool, const LinearCall& call) {
   const CodeFormat& code_format = *call.any().code_format;
-  if (code_format.table != nullptr)
+  if (code_format.table != nullptr) {
+    if constexpr (kHasHalves) {
+      if (is_narrow(code_format))
+        return multiply_block_quantized<Flat<CodeKind::kNarrowTable>>(pool, call);
+    }
     return multiply_block_quantized<Flat<CodeKind::kTable>>(pool, call);
+  }
   if (code_format.width == 4) return multiply_block_quantized<Flat<CodeKind::k4>>(pool, call);
   if (code_format.width == 5) return multiply_block_quantized<Flat<CodeKind::k5>>(pool, call);
   return multiply_block_quantized<Flat<CodeKind::k8>>(pool, call);

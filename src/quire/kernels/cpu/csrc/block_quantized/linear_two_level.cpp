@@ -17,11 +17,12 @@ namespace {
 
 template <CodeKind kKind, int kGroup>
 struct TwoLevel {
-  // A row takes two registers for each unit: a group's sum and the result. Where an instruction
-  // multiplies bytes, a sixth row is worth the registers that are kept in memory.
+  // A row takes two registers for each of the outputs: a group's sum and the result. Where an
+  // instruction multiplies bytes, a sixth row is worth the registers that are kept in memory.
   static constexpr int kMaxRows = sizeof(DotElement) == 1 ? 6 : kIntLanes == 16 ? 5 : 4;
   static constexpr int kParts = int(kChunkInputs) / kGroup;  // of a chunk
   static constexpr int kQuads = kGroup / 4;
+  static constexpr int kLargest = largest_of(kKind);
   using Header = ChunkHeader<kParts>;
   static constexpr bool kExpands = true;
 
@@ -35,7 +36,8 @@ struct TwoLevel {
       for (int group = 0; group < kBlockInputs / kGroup; ++group) {
         const DotFloats scale = scale_of(stretch, layout, group, lane) * factor;
         DotFloats offset{};
-        if (Tile::kHasOffsets) offset = offset_of(stretch, layout.seconds, group, lane);
+        if (Tile::kSeconds == Seconds::kOffsets)
+          offset = offset_of(stretch, layout.seconds, group, lane);
         Tile::store_numbers(tile, group % kParts, scale, -offset);
         if (group % kParts != kParts - 1) continue;
         Tile::store_codes(tile, Chunk<kKind>(chunk, table), DotInts{});
@@ -45,11 +47,11 @@ struct TwoLevel {
     }
   }
 
-  // U: units at once.
+  // U: registers at once.
   template <int R, int U>
   static void multiply(const UnitProduct& call, Prefetch prefetch) {
-    prefetch.spread(call.num_stretches * (kUnitOutputs / kIntLanes));
-    for (int lane = 0; lane < kUnitOutputs; lane += kIntLanes) {
+    prefetch.spread(call.num_stretches * (kUnitOutputs / kLanesAtOnce));
+    for (int lane = 0; lane < kUnitOutputs; lane += kLanesAtOnce) {
       DotFloats results[R][U] = {};
       const uint8_t *stretch = call.unit, *x = call.x;
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
@@ -68,7 +70,8 @@ struct TwoLevel {
     DotFloats factors[U];
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u)
-      factors[u] = widen_fp16(stretch + u * call.unit_bytes + lane * 2);
+      factors[u] =
+          widen_fp16(stretch + unit_offset(u, call.unit_bytes) + (lane + lane_offset(u)) * 2);
     for (int i = 0; i < kBlockInputs / kChunkInputs; ++i) {
       const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
       add_group<R, U, 0>(call, codes.units, stretch, factors, lane, i, x, results);
@@ -87,26 +90,21 @@ struct TwoLevel {
     const int group = i * kParts + kIndex;
     const uint8_t* correction = x + offsetof(Header, corrections) + kIndex * sizeof(int32_t);
     DotInts sums[R][U];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const DotInts first = all_lanes(correction + r * call.ld);
-#pragma GCC unroll 2
-      for (int u = 0; u < U; ++u) sums[r][u] = first;
-    }
-    const uint8_t* q = x + sizeof(Header);
-    add_quads<kIndex * kQuads, (kIndex + 1) * kQuads, R, U>(codes, q, call.ld, sums);
+    sum_chunk<kIndex * kQuads, (kIndex + 1) * kQuads, R, U>(codes, x + sizeof(Header), correction,
+                                                            call.ld, sums);
     const uint8_t* x_scale = x + offsetof(Header, scale);
     const uint8_t* x_sum = x + offsetof(Header, sums) + kIndex * sizeof(float);
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u) {
-      const uint8_t* numbers = stretch + u * call.unit_bytes;
-      const DotFloats scale = scale_of(numbers, call.layout, group, lane) * factors[u];
+      const uint8_t* numbers = stretch + unit_offset(u, call.unit_bytes);
+      const int first = lane + lane_offset(u);
+      const DotFloats scale = scale_of(numbers, call.layout, group, first) * factors[u];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
         results[r][u] = fma(to_floats(sums[r][u]), scale * all_lanes_float(x_scale + r * call.ld),
                             results[r][u]);
       if (call.linear.code_format->has_offsets == 0) continue;
-      const DotFloats below = -offset_of(numbers, call.layout.seconds, group, lane);
+      const DotFloats below = -offset_of(numbers, call.layout.seconds, group, first);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
         results[r][u] = fma(below, all_lanes_float(x_sum + r * call.ld), results[r][u]);

@@ -9,8 +9,7 @@
 //
 // A row is one run of bytes, chunk after chunk: a header, then the chunk's q.
 #pragma once
-#include "block_quantized/layout.h"
-#include "linear/dot.h"
+#include "block_quantized/chunk.h"
 #include "linear/quantize_rows.h"
 
 namespace quire::QUIRE_ISA {
@@ -25,12 +24,17 @@ struct alignas(16) ChunkHeader {
 
 template <int kParts>
 constexpr int kChunkRowBytes =
-    int(sizeof(ChunkHeader<kParts>)) + int(kChunkInputs) * int(sizeof(DotElement));
+    int(sizeof(ChunkHeader<kParts>)) + int(kChunkInputs) * int(sizeof(CodeElement));
 
-// What is subtracted from a code's byte: bytes of a table are 128 more than its values. With zeros
-// of the groups' own, 128 - zero is added to what is left.
+// What is subtracted from a code's byte: bytes of a table are more than its values by a bias. With
+// zeros of the groups' own, 128 - zero is added to what is left. ByteDot itself takes its bias off
+// bytes of eight bits.
 inline int32_t byte_zero(const CodeFormat& code_format) {
-  return code_format.zero + (code_format.table != nullptr || code_format.has_zeros != 0 ? 128 : 0);
+  const bool has_table = code_format.table != nullptr;
+  const bool is_long = has_table ? !is_narrow(code_format) : code_format.width == 8;
+  const int32_t added =
+      has_table ? table_bias(code_format) : code_format.has_zeros != 0 ? 128 : 0;
+  return code_format.zero + added - (is_long ? ByteDot<255>::kBias : 0);
 }
 
 // Into how many parts the groups divide a chunk.
@@ -50,7 +54,7 @@ inline void quantize_row(const Weights& linear, const T* x, int64_t padded, uint
   for (int64_t k = 0; k < padded; k += kChunkInputs) {
     const RunQuantizer run(x + k, known_inputs(K - k, kChunkInputs));
     ChunkHeader<kParts> header{run.scale(), {}, {}};
-    auto* q = (DotElement*)(to + sizeof header);
+    auto* q = (CodeElement*)(to + sizeof header);
     for (int part = 0; part < kParts; ++part) {
       const int64_t first = k + part * kInputs;
       const int32_t sum =

@@ -30,6 +30,15 @@ using MultiplyUnits = void (*)(const UnitProduct&, Prefetch);
 // single row reads memory from first to last.
 constexpr int units_at_once(int num_rows) { return kIntLanes == 16 && num_rows > 1 ? 2 : 1; }
 
+// How many registers of outputs those functions take: of two units, which are unit_bytes apart, or
+// of a unit's halves.
+constexpr int registers_at_once(int num_units) { return kHasHalves ? 2 : num_units; }
+constexpr int kLanesAtOnce = kHasHalves ? int(kUnitOutputs) : kIntLanes;
+
+// Where register u begins.
+inline int64_t unit_offset(int u, int64_t unit_bytes) { return kHasHalves ? 0 : u * unit_bytes; }
+constexpr int lane_offset(int u) { return kHasHalves ? u * kIntLanes : 0; }
+
 // Up to kMaxStreamedRows rows read short units one after the other, and leave fetching to the
 // processor, which keeps up there. Two rows of 1,536 x 512 then take 1.01 (Q8_0), 1.12 (Q4_K) and
 // 1.02 (AWQ) times as long as one, instead of 1.12, 1.41 and 1.40; three rows of Q4_K 1.2 instead of
@@ -41,14 +50,15 @@ constexpr int64_t kMaxStreamedBytes = 12 * 1024;
 template <typename Form, int... kRs>
 inline MultiplyUnits choose_among(int64_t num_rows, std::integer_sequence<int, kRs...>) {
   static constexpr MultiplyUnits kFunctions[] = {
-      &Form::template multiply<kRs + 1, units_at_once(kRs + 1)>...};
+      &Form::template multiply<kRs + 1, registers_at_once(units_at_once(kRs + 1))>...};
   return kFunctions[num_rows - 1];
 }
 
 // The same with one unit at once.
 template <typename Form, int... kRs>
 inline MultiplyUnits choose_streamed(int64_t num_rows, std::integer_sequence<int, kRs...>) {
-  static constexpr MultiplyUnits kFunctions[] = {&Form::template multiply<kRs + 1, 1>...};
+  static constexpr MultiplyUnits kFunctions[] = {
+      &Form::template multiply<kRs + 1, registers_at_once(1)>...};
   return kFunctions[num_rows - 1];
 }
 
@@ -56,7 +66,7 @@ inline MultiplyUnits choose_streamed(int64_t num_rows, std::integer_sequence<int
 constexpr int64_t kMinFetchedRows = 2;
 constexpr int64_t kAheadBytes = 8192;
 
-// The chunks of U units, which are that far apart.
+// The chunks of U registers' outputs.
 template <CodeKind kKind, int U>
 struct UnitChunks {
   Chunk<kKind> units[U];
@@ -68,21 +78,23 @@ inline UnitChunks<kKind, U> chunks_of(const uint8_t* first, int64_t unit_bytes,
   if constexpr (U == 1)
     return {{Chunk<kKind>(first, table)}};
   else
-    return {{Chunk<kKind>(first, table), Chunk<kKind>(first + unit_bytes, table)}};
+    return {{Chunk<kKind>(first, table),
+             Chunk<kKind>(first + unit_offset(1, unit_bytes) + lane_offset(1) * 4, table)}};
 }
 
-// to: [R, 32], the lanes of the first unit.
+// to: [R, 32], the lanes of the first register.
 template <int R, int U>
 inline void store_results(const DotFloats (&results)[R][U], float* to) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u)
-      std::memcpy(to + r * kPanelOutputs + u * kUnitOutputs, &results[r][u], sizeof(DotFloats));
+      std::memcpy(to + r * kPanelOutputs + u * kIntLanes, &results[r][u], sizeof(DotFloats));
 }
 
-// Form: kMaxRows and multiply<R, U>, a UnitProduct of R rows and U units; kParts of a chunk. Where
-// kExpands, also expand<Tile>, which writes a stretch of a unit to a tile.
+// Form: kMaxRows and multiply<R, U>, a UnitProduct of R rows and U registers; kParts of a chunk,
+// and kLargest, its largest byte. Where kExpands, also expand<Tile>, which writes a stretch of a
+// unit to a tile.
 template <typename Form>
 struct BlockQuantizedTask {
   const Weights& linear;
@@ -95,16 +107,22 @@ struct BlockQuantizedTask {
   }
 
   void run_expanded(Range rows, int64_t panel, uint8_t* memory) const {
+    constexpr int kParts = Form::kParts, kLargest = kHasHalves ? Form::kLargest : 255;
     if (linear.code_format->has_offsets != 0)
-      expand_and_multiply<ExpandedTile<Form::kParts, true>>(rows, panel, memory);
-    else
-      expand_and_multiply<ExpandedTile<Form::kParts, false>>(rows, panel, memory);
+      return expand_and_multiply<ExpandedTile<kParts, Seconds::kOffsets, kLargest>>(rows, panel,
+                                                                                   memory);
+    if constexpr (kHasHalves && kParts == 1) {
+      if (linear.code_format->has_zeros != 0)
+        return expand_and_multiply<ExpandedTile<kParts, Seconds::kZeros, kLargest>>(rows, panel,
+                                                                                   memory);
+    }
+    expand_and_multiply<ExpandedTile<kParts, Seconds::kNone, kLargest>>(rows, panel, memory);
   }
 
   template <typename Tile>
   void expand_and_multiply(Range rows, int64_t panel, uint8_t* memory) const {
     const BlockQuantizedLayout layout(linear);
-    const CodeTable table(linear.code_format->table);
+    const CodeTable table(*linear.code_format);
     const int64_t unit_bytes = quantized_unit_bytes(linear);
     const int64_t num_stretches = quantized_stretches(linear);
     const uint8_t* unit = static_cast<const uint8_t*>(linear.weights) + panel * 2 * unit_bytes;
@@ -135,7 +153,7 @@ struct BlockQuantizedTask {
 
   void run(Range rows, int64_t panel) const {
     const BlockQuantizedLayout layout(linear);
-    const CodeTable table(linear.code_format->table);
+    const CodeTable table(*linear.code_format);
     const int64_t unit_bytes = quantized_unit_bytes(linear), num_bytes = 2 * unit_bytes;
     const uint8_t* weights = static_cast<const uint8_t*>(linear.weights) + panel * num_bytes;
     const int64_t num_blocks = divide_up(rows.size(), Form::kMaxRows);

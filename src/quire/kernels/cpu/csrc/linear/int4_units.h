@@ -1,19 +1,26 @@
-// Products of several rows with two units of int4 weights at once.
+// Products of rows with two registers of int4 outputs at once.
 //
-// linear_int4.cpp has the formula, and multiplies units one after the other. Here what is loaded of
-// x serves both units of a panel, and their sums are twice as many chains of instructions, each of
-// which waits for its predecessor. Where an instruction multiplies bytes (VNNI), that counts more
-// than registers: with weights in the L1 cache, 2 to 8 rows took 0.75 to 0.88 of the time of one
-// unit after the other (an Intel Xeon with AMX). The numbers are the same, and the order in which
-// they are added.
+// linear_int4.cpp has the formula, and multiplies registers one after the other. Here what is
+// loaded of x serves two: the units of a panel, or a unit's halves (kHasHalves). Their sums are
+// twice as many chains of instructions, each of which waits for its predecessor. Where an instruction
+// multiplies bytes (VNNI), that counts more than registers: with weights in the L1 cache, 2 to 8
+// rows took 0.75 to 0.88 of the time of one unit after the other (an Intel Xeon with AMX). The
+// numbers are the same, and the order in which they are added.
 #pragma once
-#include "linear/dot.h"
+#include "linear/dot_codes.h"
 #include "linear/linear_int4.h"
 #include "linear/quantize_rows.h"
 
 namespace quire::QUIRE_ISA {
 
 constexpr int64_t kInt4PairsPerScale = 2;  // pairs of groups that share a scale of x
+
+// Where the second register's numbers begin, if an output has so many bytes: in the next unit, or
+// in the other half of this one.
+template <int kOutputBytes>
+inline int64_t next_register(int64_t unit_bytes) {
+  return kHasHalves ? kIntLanes * kOutputBytes : unit_bytes;
+}
 
 // What is summed for some rows: [rows, 32] each.
 struct Int4Sums {
@@ -36,7 +43,7 @@ struct PackedPair {
   const uint8_t* halves(int g) const { return data + kInt4HeaderBytes + g * kGroupBytes; }
 };
 
-// Four inputs of two units.
+// Four inputs of two registers' outputs.
 struct Int4Quads {
   DotWeights units[2];
 
@@ -65,17 +72,26 @@ inline void add_quads(const Int4Quads& quads, const DotElement* x, int64_t ldx,
 // above [R][2] += one group.
 template <int R, int kGroup>
 inline void add_group_of_units(const uint8_t* halves, const uint8_t* scales, int64_t unit_bytes,
-                               const DotElement* x, int64_t ldx, DotFloats (&above)[R][2]) {
+                               const CodeElement* x, int64_t ldx, DotFloats (&above)[R][2]) {
   DotInts sums[R][2] = {};
+  if constexpr (kHasHalves) {
+    sum_quads<ByteDot<15>, kGroup / 4, R>(
+        [&](int u, int q) {
+          const uint8_t* bytes = halves + q / 2 * kQuadBytes / 2 + u * next_register<4>(unit_bytes);
+          return load_as<DotInts>(bytes) >> q % 2 * 4 & 0x0f0f0f0f;
+        },
+        (const uint8_t*)x, nullptr, ldx, sums);
+  } else {
 #pragma GCC unroll 8
-  for (int k = 0; k < kGroup; k += 8) {
-    const uint8_t* bytes = halves + k * kUnitOutputs / 2;
-    add_quads<R>(Int4Quads::of<0>(bytes, unit_bytes), x + k, ldx, sums);
-    add_quads<R>(Int4Quads::of<4>(bytes, unit_bytes), x + k + 4, ldx, sums);
+    for (int k = 0; k < kGroup; k += 8) {
+      const uint8_t* bytes = halves + k * kUnitOutputs / 2;
+      add_quads<R>(Int4Quads::of<0>(bytes, unit_bytes), (const DotElement*)x + k, ldx, sums);
+      add_quads<R>(Int4Quads::of<4>(bytes, unit_bytes), (const DotElement*)x + k + 4, ldx, sums);
+    }
   }
 #pragma GCC unroll 2
   for (int u = 0; u < 2; ++u) {
-    const DotFloats scale = to_floats(widen_bytes(scales + u * unit_bytes));
+    const DotFloats scale = to_floats(widen_bytes(scales + u * next_register<1>(unit_bytes)));
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) above[r][u] = fma(to_floats(sums[r][u]), scale, above[r][u]);
   }
@@ -85,13 +101,14 @@ inline void add_group_of_units(const uint8_t* halves, const uint8_t* scales, int
 inline DotInts in_all_lanes(const void* p) { return DotInts{} + load_as<int32_t>(p); }
 
 // scaled, offsets [R, 32] += num_pairs pairs of groups, one or two, which share the scale `share`
-// of x. Registers are as wide as a unit.
+// of x.
 template <int R, int kGroup>
 inline void add_share_of_units(const uint8_t* pairs, int64_t num_pairs, int64_t unit_bytes,
-                               const QuantizedRows& rows, int64_t share, const Int4Sums& sums) {
+                               const RowsOf<CodeElement>& rows, int64_t share,
+                               const Int4Sums& sums) {
   static_assert(kInt4PairsPerScale == 2);
   // First, the products.
-  const DotElement* x = rows.data + share * (2 * kInt4PairsPerScale * kGroup);
+  const CodeElement* x = rows.data + share * (2 * kInt4PairsPerScale * kGroup);
   const int64_t ldx = rows.ld;
   DotFloats above[R][2] = {};
 #pragma GCC unroll 1
@@ -108,7 +125,7 @@ inline void add_share_of_units(const uint8_t* pairs, int64_t num_pairs, int64_t 
   DotInts first_o[2], last_o[2] = {};
 #pragma GCC unroll 2
   for (int u = 0; u < 2; ++u) {
-    const uint8_t* o = PackedPair<kGroup>{pairs}.offsets() + u * unit_bytes;
+    const uint8_t* o = PackedPair<kGroup>{pairs}.offsets() + u * next_register<2>(unit_bytes);
     first_o[u] = widen_byte_pairs(o);
     if (last > 0) last_o[u] = widen_byte_pairs(o + PackedPair<kGroup>::kBytes);
   }
@@ -123,7 +140,7 @@ inline void add_share_of_units(const uint8_t* pairs, int64_t num_pairs, int64_t 
     const DotInts last_sum = in_all_lanes(x_sums + r * num_sums + last);
 #pragma GCC unroll 2
     for (int u = 0; u < 2; ++u) {
-      const int64_t at = r * kPanelOutputs + u * kUnitOutputs;
+      const int64_t at = r * kPanelOutputs + u * kIntLanes;
       const DotInts below =
           dot_pairs(dot_pairs(DotInts{}, first_o[u], first_sum), last_o[u], last_sum);
       const DotFloats more = fma(above[r][u], scale, load_as<DotFloats>(scaled + at));

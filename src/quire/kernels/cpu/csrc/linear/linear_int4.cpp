@@ -15,7 +15,7 @@
 
 #include <utility>
 
-#include "linear/dot.h"
+#include "linear/dot_codes.h"
 #include "linear/epilogue.h"
 #include "linear/int4_units.h"
 #include "linear/quantize_rows.h"
@@ -34,21 +34,23 @@ constexpr int kUnit = int(kUnitOutputs);
 constexpr int kPanel = int(kPanelOutputs);
 constexpr int64_t kPairsPerScale = kInt4PairsPerScale;
 using Sums = Int4Sums;
+using Rows = RowsOf<CodeElement>;
 
 // How many rows a tile has at most, and how many units it multiplies at once. A row takes two
-// registers for each unit that is multiplied with others (int4_units.h), and else three: a group's
-// integer sum, and what has been summed of the groups that share a scale of x, of products and of
-// offsets.
+// registers for each register of outputs that is multiplied with others (int4_units.h), and else
+// three: a group's integer sum, and what has been summed of the groups that share a scale of x, of
+// products and of offsets.
 #if defined(__AVX512VNNI__)
 constexpr int kMaxRows = 8;
 constexpr int units_at_once(int num_rows) { return num_rows > 1 ? 2 : 1; }
 constexpr int kStepsUnrolled = 8;
 #else
-constexpr int kMaxRows = kIntLanes == 16 ? 9 : 3;
+constexpr int kMaxRows = kIntLanes == 16 ? 9 : kHasHalves ? 6 : 3;
 constexpr int units_at_once(int) { return 1; }
 // g++ 12 takes time quadratic in the length of the loop's body: for nine rows, 27 s instead of 1.
 constexpr int kStepsUnrolled = kIntLanes == 16 ? 2 : 8;
 #endif
+constexpr int registers_at_once(int num_rows) { return kHasHalves ? 2 : units_at_once(num_rows); }
 
 // above [R] += one group of R rows. Few rows have two sums each, or the processor would wait for
 // one product before it adds the next.
@@ -78,7 +80,7 @@ inline void add_group(const uint8_t* halves, DotFloats scale, const DotElement* 
 // x, `share`. Both are in the L1 cache, as there are too few registers for them.
 template <int R, int kGroup>
 inline void add_share(const PackedPair<kGroup>& unit, int64_t first, int64_t end, int64_t share,
-                      int lane, const QuantizedRows& rows, Prefetch& prefetch, const Sums& sums) {
+                      int lane, const Rows& rows, Prefetch& prefetch, const Sums& sums) {
   DotFloats above[R] = {};
   DotInts below[R] = {};
   for (int64_t i = first; i < end; ++i) {
@@ -92,7 +94,7 @@ inline void add_share(const PackedPair<kGroup>& unit, int64_t first, int64_t end
     for (int g = 0; g < 2; ++g)
       add_group<R, kGroup>(pair.halves(g) + lane * 4,
                            to_floats(widen_bytes(pair.scales(g) + lane)),
-                           rows.data + (i * 2 + g) * kGroup, rows.ld, above);
+                           (const DotElement*)rows.data + (i * 2 + g) * kGroup, rows.ld, above);
   }
 #pragma GCC unroll 9
   for (int r = 0; r < R; ++r) {
@@ -111,14 +113,21 @@ inline void add_share(const PackedPair<kGroup>& unit, int64_t first, int64_t end
 
 // wide [R]: the products of the wide inputs, times their scale of x, which is the row's last.
 template <int R>
-inline void multiply_wide(const uint8_t* bytes, int64_t num_wide, const QuantizedRows& rows,
-                          const DotElement* x, float* wide) {
+inline void multiply_wide(const uint8_t* bytes, int64_t num_wide, const Rows& rows,
+                          const CodeElement* x, float* wide) {
   const int64_t last = rows.num_scales - 1;
   for (int r = 0; r < R; ++r) {
-    DotInts sum = DotInts{} + rows.sums[r * rows.num_sums + rows.num_sums - 1];
-    for (int64_t k = 0; k < num_wide; k += 4)
-      sum = dot(sum, DotWeights(load_as<DotInts>(bytes + k * kUnit)),
-                DotInput(x + r * rows.ld + k));
+    DotInts sum{};
+    if constexpr (ByteDot<255>::kBias == 0)
+      sum += rows.sums[r * rows.num_sums + rows.num_sums - 1];
+    for (int64_t k = 0; k < num_wide; k += 4) {
+      const auto weights = load_as<DotInts>(bytes + k * kUnit);
+      const CodeElement* quad = x + r * rows.ld + k;
+      if constexpr (kHasHalves)
+        sum += multiply_quad<ByteDot<255>>(weights, quad);
+      else
+        sum = dot(sum, DotWeights(weights), DotInput((const DotElement*)quad));
+    }
     const DotFloats scale = DotFloats{} + rows.scales[r * rows.num_scales + last];
     const DotFloats result = to_floats(sum) * scale;
     std::memcpy(wide + r * kPanel, &result, sizeof result);
@@ -128,20 +137,26 @@ inline void multiply_wide(const uint8_t* bytes, int64_t num_wide, const Quantize
 // sums [R, 16 of 32] of units_at_once(R) units.
 template <int R, int kGroup>
 void multiply_units(const uint8_t* unit, int64_t num_pairs, int64_t num_wide,
-                    const QuantizedRows& rows, Prefetch prefetch, const Sums& sums) {
-  constexpr int kUnits = units_at_once(R);
-  static_assert(kUnits == 1 || kIntLanes == kUnit);
+                    const Rows& rows, Prefetch prefetch, const Sums& sums) {
+  constexpr int kRegisters = registers_at_once(R);
+  constexpr int kLanesAtOnce = kHasHalves ? kUnit : kIntLanes;
+  static_assert(kRegisters == 1 || kHasHalves || kIntLanes == kUnit);
   constexpr int64_t kPairBytes = PackedPair<kGroup>::kBytes;
   const int64_t unit_bytes = num_pairs * kPairBytes + num_wide * kUnit;
-  prefetch.spread(num_pairs * (kUnit / kIntLanes));
-  if constexpr (kUnits == 2) {
+  prefetch.spread(num_pairs * (kUnit / kLanesAtOnce));
+  if constexpr (kHasHalves) {
+    for (int r = 0; r < R; ++r) {
+      std::memset(sums.scaled + r * kPanel, 0, kUnit * sizeof(float));
+      std::memset(sums.offsets + r * kPanel, 0, kUnit * sizeof(float));
+    }
+  } else if constexpr (kRegisters == 2) {
     std::memset(sums.scaled, 0, R * kPanel * sizeof(float));
     std::memset(sums.offsets, 0, R * kPanel * sizeof(float));
   }
-  for (int lane = 0; lane < kUnit; lane += kIntLanes) {
+  for (int lane = 0; lane < kUnit; lane += kLanesAtOnce) {
     for (int64_t first = 0, share = 0; first < num_pairs; first += kPairsPerScale, ++share) {
       const int64_t left = num_pairs - first, count = left < kPairsPerScale ? left : kPairsPerScale;
-      if constexpr (kUnits == 2) {
+      if constexpr (kRegisters == 2) {
         for (int64_t i = 0; i < count; ++i) prefetch.step();
         add_share_of_units<R, kGroup>(unit + first * kPairBytes, count, unit_bytes, rows, share,
                                       sums);
@@ -150,13 +165,14 @@ void multiply_units(const uint8_t* unit, int64_t num_pairs, int64_t num_wide,
       }
     }
     if (num_wide == 0) continue;
-    for (int u = 0; u < kUnits; ++u)
-      multiply_wide<R>(unit + u * unit_bytes + num_pairs * kPairBytes + lane * 4, num_wide, rows,
-                       rows.data + num_pairs * 2 * kGroup, sums.wide + u * kUnit + lane);
+    for (int u = 0; u < kRegisters; ++u)
+      multiply_wide<R>(
+          unit + u * next_register<4>(unit_bytes) + num_pairs * kPairBytes + lane * 4, num_wide,
+          rows, rows.data + num_pairs * 2 * kGroup, sums.wide + u * kIntLanes + lane);
   }
 }
 
-using MultiplyUnits = void (*)(const uint8_t*, int64_t, int64_t, const QuantizedRows&, Prefetch,
+using MultiplyUnits = void (*)(const uint8_t*, int64_t, int64_t, const Rows&, Prefetch,
                                const Sums&);
 
 // The functions of R = 1 .. kMaxRows.
@@ -175,7 +191,7 @@ template <int kGroup>
 struct Int4Task {
   const Weights& linear;
   Output output;
-  QuantizedRows x;
+  Rows x;
 
   void run(Range rows, int64_t panel) const {
     const int64_t unit_bytes = int4_unit_bytes(linear), num_bytes = 2 * unit_bytes;
@@ -230,8 +246,8 @@ void run(Pool& pool, const LinearCall& call) {
                         .part = kGroup,
                         .wide = linear.wide_inputs,
                         .num_wide = linear.num_wide};
-  const QuantizedRows x = quantize_rows(pool, call, how);
-  const int64_t row_bytes = x.ld * int64_t(sizeof(DotElement));
+  const Rows x = quantize_rows<CodeElement>(pool, call, how);
+  const int64_t row_bytes = x.ld * int64_t(sizeof(CodeElement));
   share_panels(pool, call, row_bytes,
                [&](const LinearGroup& group, Range rows, int64_t panel, int thread) {
                  const Int4Task<kGroup> task{*group.linear,

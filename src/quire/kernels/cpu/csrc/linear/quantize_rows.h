@@ -6,13 +6,15 @@
 // the dense formats are.
 #pragma once
 #include "hadamard.h"
-#include "linear/dot.h"
+#include "linear/dot_codes.h"
 #include "linear/linear.h"
 
 namespace quire::QUIRE_ISA {
 
-struct QuantizedRows {
-  const DotElement* data;  // [M, ld]: groups one after the other, then wide inputs
+// Element: DotElement, or CodeElement where weights are codes.
+template <typename Element>
+struct RowsOf {
+  const Element* data;  // [M, ld]: groups one after the other, then wide inputs
   int64_t ld;
   const float* scales;  // [M, num_scales]: of groups, then of the wide inputs
   // [M, num_sums]: -128 times the sum of q of a group, which takes 128 off unsigned weights, or
@@ -22,10 +24,12 @@ struct QuantizedRows {
   int64_t num_sums;
 
   // Those from row m on.
-  QuantizedRows from(int64_t m) const {
+  RowsOf from(int64_t m) const {
     return {data + m * ld, ld, scales + m * num_scales, sums + m * num_sums, num_scales, num_sums};
   }
 };
+
+using QuantizedRows = RowsOf<DotElement>;
 
 // How rows are rounded.
 struct RowRounding {
@@ -46,6 +50,12 @@ struct RowRounding {
 inline int32_t sum_of(vi x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32((__m512i)x);
+#elif defined(__AVX2__)
+  union { vi v; __m256i halves[2]; } wide{x};
+  const __m256i eight = _mm256_add_epi32(wide.halves[0], wide.halves[1]);
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
 #else
   int32_t v[kLanes];
   std::memcpy(v, &x, sizeof x);
@@ -69,6 +79,12 @@ inline vi larger(vi a, vi b) {
 inline int32_t greatest_lane(vi x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__AVX2__)
+  union { vi v; __m256i halves[2]; } wide{x};
+  const __m256i eight = _mm256_max_epi32(wide.halves[0], wide.halves[1]);
+  __m128i most = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
 #else
   int32_t v[kLanes];
   std::memcpy(v, &x, sizeof x);
@@ -109,10 +125,10 @@ class RunQuantizer {
   float scale() const { return scale_; }
 
   // Stores the q of `count` inputs, zeros from x[known] on, and returns their sum.
-  template <typename T>
-  int32_t round(const T* x, int64_t known, int64_t count, DotElement* to) const {
+  template <typename T, typename Element>
+  int32_t round(const T* x, int64_t known, int64_t count, Element* to) const {
     if (!is_rounded_) {
-      std::memset(to, 0, count * sizeof(DotElement));
+      std::memset(to, 0, count * sizeof(Element));
       return 0;
     }
     const vf factor = splat(factor_);
@@ -127,7 +143,8 @@ class RunQuantizer {
   }
 
  private:
-  static vi round_vector(vf x, vf factor, DotElement* to) {
+  template <typename Element>
+  static vi round_vector(vf x, vf factor, Element* to) {
     // Adding 1.5 * 2^23 leaves the rounded number in the low bits.
     const vi q = (vi)(x * factor + splat(12582912.0f)) - 0x4b400000;
     store_elements(to, q);
@@ -139,9 +156,10 @@ class RunQuantizer {
 };
 
 // Writes rows of x.
+template <typename Element>
 struct RowQuantizer {
   RowRounding how;
-  DotElement* data;
+  Element* data;
   int64_t ld;
   float* scales;
   int32_t* sums;
@@ -157,7 +175,7 @@ struct RowQuantizer {
     }
     float* scale = scales + m * how.num_scales();
     int32_t* sum = sums + m * how.num_sums();
-    DotElement* q = data + m * ld;
+    Element* q = data + m * ld;
     for (int64_t start = 0; start < how.padded; start += how.group) {
       const int64_t left = how.padded - start, count = left < how.group ? left : how.group;
       const RunQuantizer run(y + start, count);
@@ -180,18 +198,18 @@ struct RowQuantizer {
 };
 
 // Uses the pool's shared memory, slots 0 and 1, and the threads' scratch.
-template <typename T>
-inline QuantizedRows quantize_rows(Pool& pool, const LinearCall& call, const RowRounding& how) {
+template <typename T, typename Element>
+inline RowsOf<Element> quantize_rows(Pool& pool, const LinearCall& call, const RowRounding& how) {
   const int64_t M = call.M, K = call.any().num_inputs, width = how.padded + how.num_wide;
   // Rows a multiple of 2 KiB apart would meet in few sets of the L1 cache.
-  const int64_t kLine = 64 / int64_t(sizeof(DotElement));
+  const int64_t kLine = 64 / int64_t(sizeof(Element));
   const int64_t lines = divide_up(width, kLine);
   const int64_t ld = (lines % 2 == 0 ? lines + 1 : lines) * kLine;
-  auto* data = static_cast<DotElement*>(pool.shared(0, M * ld * int64_t(sizeof(DotElement))));
+  auto* data = static_cast<Element*>(pool.shared(0, M * ld * int64_t(sizeof(Element))));
   const int64_t num_words = M * (how.num_scales() + how.num_sums());
   auto* scales = static_cast<float*>(pool.shared(1, num_words * 4));
   auto* sums = reinterpret_cast<int32_t*>(scales + M * how.num_scales());
-  const RowQuantizer quantizer{how, data, ld, scales, sums};
+  const RowQuantizer<Element> quantizer{how, data, ld, scales, sums};
   // A region costs about as much as 8 Ki elements.
   const int64_t kTaskElements = 16384;
   const int64_t rows_per_task = divide_up(kTaskElements, how.padded);
@@ -204,9 +222,10 @@ inline QuantizedRows quantize_rows(Pool& pool, const LinearCall& call, const Row
   return {data, ld, scales, sums, how.num_scales(), how.num_sums()};
 }
 
-inline QuantizedRows quantize_rows(Pool& pool, const LinearCall& call, const RowRounding& how) {
-  if (call.dtype == kBF16) return quantize_rows<uint16_t>(pool, call, how);
-  return quantize_rows<float>(pool, call, how);
+template <typename Element = DotElement>
+inline RowsOf<Element> quantize_rows(Pool& pool, const LinearCall& call, const RowRounding& how) {
+  if (call.dtype == kBF16) return quantize_rows<uint16_t, Element>(pool, call, how);
+  return quantize_rows<float, Element>(pool, call, how);
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -1,0 +1,172 @@
+// Dot products of bytes of weights with bytes of x, for sets of 256 bits.
+//
+// Without an instruction that adds products of bytes in 32 bits (VNNI), vpmaddubsw multiplies
+// unsigned by signed bytes and adds neighbours in 16 bits, which saturate. Codes of few bits leave
+// room there: x is at most 127 in magnitude, so a pair of products of codes up to L is at most
+// 2 * 127 * L, and 32767 / (254 L) of these are added in 16 bits, exactly, before they are widened:
+//
+//   4 bits: 2 * 127 * 15 =  3810, 8 quads: 30480        5 bits:  7874, 4 quads: 31496
+//   8 bits: 2 * 127 * 128 = 32512, 1 quad               6 bits: 16002, 2 quads: 32004
+//
+// Bytes of eight bits are made signed (byte - 128). The instruction then gets their magnitudes, and
+// x with their signs.
+#pragma once
+#include "linear/dot.h"
+
+namespace quire::QUIRE_ISA {
+
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+
+// A unit of 16 outputs is two registers, which are multiplied together.
+constexpr bool kHasHalves = true;
+typedef int8_t CodeElement;  // of x
+
+// The sum itself. g++ does not move additions past this: in an order of its own, they take more
+// registers than there are.
+template <typename V>
+inline V keep_order(V sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
+
+#if defined(__AVXVNNI__)
+
+// Products of bytes of weights, at most kLargest, with four inputs of x.
+template <int kLargest>
+struct ByteDot {
+  static constexpr int kQuads = 16;  // that are added before they are widened
+  static constexpr int kBias = 0;    // what `stored` takes off each byte
+  typedef DotInput Input;
+  typedef DotInts Sum;
+
+  static DotInts stored(DotInts bytes) { return bytes; }
+
+  explicit ByteDot(DotInts bytes) : weights(bytes) {}
+  Sum multiply(const Input& x) const { return add(DotInts{}, x); }
+  Sum add(Sum sum, const Input& x) const { return dot(sum, weights, x); }
+  static DotInts widen(Sum sum) { return sum; }
+
+ private:
+  DotWeights weights;
+};
+
+#else
+
+// Four inputs of x, in all lanes.
+struct ByteInput {
+  __m256i bytes;
+  explicit ByteInput(const CodeElement* x) : bytes(_mm256_set1_epi32(load_as<int32_t>(x))) {}
+};
+
+template <int kLargest>
+struct ByteDot {
+  static_assert(kLargest < 64);
+  static constexpr int kQuads = kLargest < 16 ? 8 : kLargest < 32 ? 4 : 2;
+  static constexpr int kBias = 0;
+  typedef ByteInput Input;
+  typedef __m256i Sum;
+
+  static DotInts stored(DotInts bytes) { return bytes; }
+
+  explicit ByteDot(DotInts bytes) : weights((__m256i)bytes) {}
+  Sum multiply(const Input& x) const { return _mm256_maddubs_epi16(weights, x.bytes); }
+  Sum add(Sum sum, const Input& x) const {
+    return keep_order(_mm256_add_epi16(sum, multiply(x)));
+  }
+  static DotInts widen(Sum sum) {
+    return (DotInts)_mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+  }
+
+ private:
+  __m256i weights;
+};
+
+template <>
+struct ByteDot<255> {
+  static constexpr int kQuads = 1;
+  static constexpr int kBias = 128;
+  typedef ByteInput Input;
+  typedef __m256i Sum;
+
+  static DotInts stored(DotInts bytes) { return bytes ^ int32_t(0x80808080); }
+
+  // bytes: as stored.
+  explicit ByteDot(DotInts bytes)
+      : weights((__m256i)bytes), magnitudes(_mm256_abs_epi8(weights)) {}
+  Sum multiply(const Input& x) const {
+    return _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(x.bytes, weights));
+  }
+  Sum add(Sum sum, const Input& x) const { return _mm256_add_epi16(sum, multiply(x)); }
+  static DotInts widen(Sum sum) {
+    return (DotInts)_mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+  }
+
+ private:
+  __m256i weights, magnitudes;
+};
+
+inline void store_elements(CodeElement* to, vi x) {
+  union { vi v; __m256i halves[2]; } wide{x};
+  const __m256i pairs = _mm256_packs_epi32(wide.halves[0], wide.halves[1]);
+  const __m256i in_order = _mm256_permute4x64_epi64(pairs, 0xd8);
+  _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(in_order),
+                                                 _mm256_extracti128_si256(in_order, 1)));
+}
+
+#endif
+
+#else
+
+constexpr bool kHasHalves = false;
+typedef DotElement CodeElement;
+
+template <int kLargest>
+struct ByteDot {
+  static constexpr int kBias = 0;
+};
+
+template <typename V>
+inline V keep_order(V sum) {
+  return sum;
+}
+
+#endif
+
+// One quad of weights, bytes that are not stored yet, times four inputs.
+template <typename Dot>
+inline DotInts multiply_quad(DotInts bytes, const CodeElement* x) {
+  return Dot::widen(Dot(Dot::stored(bytes)).multiply(typename Dot::Input(x)));
+}
+
+// sums [R][2] = starts + rows of x, which begin `ld` bytes apart, times quads [0, kQuads).
+// bytes(u, q): quad q of register u, as stored; starts: four bytes of each row, also `ld` apart, or
+// null for zeros.
+template <typename Dot, int kQuads, int R, typename Bytes>
+inline void sum_quads(const Bytes& bytes, const uint8_t* x, const uint8_t* starts, int64_t ld,
+                      DotInts (&sums)[R][2]) {
+  constexpr int kSteps = Dot::kQuads < kQuads ? Dot::kQuads : kQuads;
+#pragma GCC unroll 16
+  for (int first = 0; first < kQuads; first += kSteps) {
+    typename Dot::Sum parts[R][2];
+#pragma GCC unroll 16
+    for (int q = first; q < first + kSteps; ++q) {
+      const Dot low(bytes(0, q)), high(bytes(1, q));
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const typename Dot::Input input((const CodeElement*)(x + r * ld + q * 4));
+        parts[r][0] = q == first ? low.multiply(input) : low.add(parts[r][0], input);
+        parts[r][1] = q == first ? high.multiply(input) : high.add(parts[r][1], input);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      DotInts start{};
+      if (starts != nullptr) start += load_as<int32_t>(starts + r * ld);
+#pragma GCC unroll 2
+      for (int u = 0; u < 2; ++u)
+        sums[r][u] = keep_order(Dot::widen(parts[r][u]) + (first == 0 ? start : sums[r][u]));
+    }
+  }
+}
+
+}  // namespace quire::QUIRE_ISA
