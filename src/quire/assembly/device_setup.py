@@ -251,6 +251,12 @@ def choose_dtype(options: EngineOptions, config: ModelConfig, device: torch.devi
 
 
 def _has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 (AVX-512 BF16, AMX, Arm's bf16)."""
-    flags = Path("/proc/cpuinfo").read_text().lower().split()
+    """Whether the processor multiplies bfloat16 (AVX-512 BF16, AMX, Arm's bf16).
+
+    False on systems that have no list of the processor's features, such as macOS.
+    """
+    listing = Path("/proc/cpuinfo")
+    if not listing.exists():
+        return False
+    flags = listing.read_text().lower().split()
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)

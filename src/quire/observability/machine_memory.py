@@ -70,6 +70,9 @@ def num_oom_kills(root: Path = ROOT) -> int | None:
 
 
 def _meminfo_bytes(root: Path, name: str) -> int:
+    """A line of /proc/meminfo; all physical memory on systems without it, such as macOS."""
+    if not (root / "proc").exists():
+        return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

@@ -16,7 +16,9 @@ def usable_processors(root: Path = ROOT) -> int:
     It is at most the CPU quota of the control groups, rounded down: if more threads ran, the system
     would suspend them in the middle of a step.
     """
-    count = len(os.sched_getaffinity(0))
+    # macOS doesn't let a process choose its processors.
+    is_chosen = hasattr(os, "sched_getaffinity")
+    count = len(os.sched_getaffinity(0)) if is_chosen else os.cpu_count() or 1
     limit = cpu_limit(root)
     return count if limit is None else max(1, min(count, int(limit)))
 

@@ -2,13 +2,15 @@
 
 #include "threads/pool.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
-#include <sys/syscall.h>
 #include <time.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <climits>
 #include <cstdlib>
@@ -45,12 +47,45 @@ inline void relax() {
 }
 
 // Sleep while *word == seen; may return at any time.
-void futex_wait(void* word, uint32_t seen) {
-  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+template <typename T>
+void futex_wait(std::atomic<T>* word, T seen) {
+#if defined(__linux__)
+  static_assert(sizeof *word == sizeof(uint32_t));
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, uint32_t(seen), nullptr, nullptr, 0);
+#else
+  word->wait(seen);
+#endif
 }
 
-void futex_wake(void* word, int num_threads) {
+// Wake that many threads, or more of them.
+template <typename T>
+void futex_wake(std::atomic<T>* word, [[maybe_unused]] int num_threads) {
+#if defined(__linux__)
   syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, num_threads, nullptr, nullptr, 0);
+#else
+  word->notify_all();
+#endif
+}
+
+// Which one runs the caller; -1 where the system lets no thread choose its processor.
+int current_processor() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// The thread may run where the caller may, except on this processor. Where that is refused, it
+// stays where it was.
+void keep_off([[maybe_unused]] int processor, [[maybe_unused]] std::thread& thread) {
+#if defined(__linux__)
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;  // more than 1024 processors
+  CPU_CLR(processor, &allowed);
+  if (CPU_COUNT(&allowed) > 0)
+    pthread_setaffinity_np(thread.native_handle(), sizeof allowed, &allowed);
+#endif
 }
 
 // Look until it is true or the time is over, whichever is first; whether it is true.
@@ -153,7 +188,7 @@ void Pool::wait_for_tasks(int32_t count) {
   const auto is_done = [&] { return num_done_.load(std::memory_order_acquire) == count; };
   if (is_done() || spin(now_ns() + kCallerSpinNs, is_done)) return;
   caller_asleep_.store(true);
-  for (int32_t seen; (seen = num_done_.load()) != count;) futex_wait(&num_done_, uint32_t(seen));
+  for (int32_t seen; (seen = num_done_.load()) != count;) futex_wait(&num_done_, seen);
   caller_asleep_.store(false);
 }
 
@@ -162,19 +197,13 @@ void Pool::wait_for_tasks(int32_t count) {
 // threads then got one processor's time, not one and a half). So workers may run where the caller
 // may, except where it is; the caller itself goes wherever the system sends it.
 void Pool::leave_processor_to_caller() {
-  const int processor = sched_getcpu();
+  const int processor = current_processor();
   if (processor == caller_processor_ || processor < 0) return;
   const int64_t now = now_ns();
   if (now < next_move_ns_) return;
   next_move_ns_ = now + kMoveNs;
   caller_processor_ = processor;
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;  // more than 1024 processors
-  CPU_CLR(processor, &allowed);
-  if (CPU_COUNT(&allowed) == 0) return;
-  // Where it is refused, the workers stay where they were.
-  for (auto& thread : threads_)
-    pthread_setaffinity_np(thread.native_handle(), sizeof allowed, &allowed);
+  for (auto& thread : threads_) keep_off(processor, thread);
 }
 
 // What is left of the region is counted in the ticket itself, so that it can't be mixed up with
