@@ -47,9 +47,6 @@ inline Register multiply_add(Register a, Register b, Register c) {
 #endif
 }
 
-// One number in all lanes. x - 0 is x, and so left out, which x + 0 is not.
-inline Register in_all_lanes(float x) { return x - Register{}; }
-
 // One step of the loop: kInputs inputs of a row of x, read as X. Of these, kInputsAtOnce meet their
 // weights, N registers for an input, before the next rows do.
 struct F32Step {
@@ -66,7 +63,7 @@ struct F32Step {
       for (int i = 0; i < N; ++i) of[i] = load_as<Register>(w + i * sizeof(Register));
     }
     void add(Register (&sums)[N], const float* x) const {
-      const Register value = in_all_lanes(*x);
+      const Register value = splat_part(*x);
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) sums[i] = multiply_add(of[i], value, sums[i]);
     }
