@@ -167,8 +167,27 @@ def test_the_own_instruction_set_is_the_best_that_the_system_lists(
     assert build.own_isas() == tuple(build.isa_flags()), "where nothing is listed"
     build.CPUINFO.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\n")
     assert build.own_isas() == (expected,)
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert build.own_isas() == ("portable",)
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ("fp asimd crc32", "neon"),
+        ("fp asimd asimddp", "neon"),
+        ("fp asimd crc32 atomics asimddp", "neon_dotprod"),
+        ("fp asimd atomics asimddp sve i8mm", "neon_i8mm"),
+        ("fp asimd atomics asimddp sve i8mm bf16", "neon_bf16"),
+    ],
+)
+def test_the_own_instruction_set_of_arm_is_the_best_that_the_system_lists(
+    features: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    build.CPUINFO.write_text(f"processor\t: 0\nFeatures\t: {features}\n\n")
+    assert build.own_isas() == (expected,)
 
 
 def test_the_own_instruction_set_is_the_one_that_the_library_takes(
@@ -282,12 +301,14 @@ def test_the_command_says_why_it_failed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_processors_get_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    assert tuple(build.isa_flags()) == ("portable", "avx2", "avx512", "avx512_bf16")
-    assert sorted(NATIVE_KERNELS) == sorted(build.isa_flags())
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert build.isa_flags() == {"portable": ()}
+def test_each_processor_family_gets_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    x86, arm = build.isa_flags("x86_64"), build.isa_flags("aarch64")
+    assert tuple(x86) == ("portable", "avx2", "avx512", "avx512_bf16")
+    assert tuple(arm) == ("neon", "neon_dotprod", "neon_i8mm", "neon_bf16")
+    assert sorted(NATIVE_KERNELS) == sorted(x86 | arm)
+    for name, expected in [("AMD64", x86), ("arm64", arm), ("riscv64", {"portable": ()})]:
+        monkeypatch.setattr(platform, "machine", lambda name=name: name)
+        assert build.isa_flags() == expected
 
 
 def test_every_source_is_compiled_where_it_belongs() -> None:

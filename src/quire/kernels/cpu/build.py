@@ -48,6 +48,8 @@ COMMON_FLAGS = (
     # Results must not depend on which multiplications and additions the compiler fuses.
     *("-ffp-contract=off", "-fno-math-errno"),
 )
+# An undefined name is an error, as it is on macOS anyway, whose linker doesn't know the second.
+LINK_FLAGS = ("-pthread",) if sys.platform == "darwin" else ("-pthread", "-Wl,-z,defs")
 # Overrides -O3 in `--for-tests`. Results are the same to the bit, since no flag lets the compiler
 # reorder or fuse floating-point operations.
 FAST_COMPILE_FLAG = "-O1"
@@ -65,10 +67,15 @@ CPUINFO = Path("/proc/cpuinfo")
 # the same features.
 _AVX2_FEATURES = frozenset({"avx2", "fma"})
 _AVX512_FEATURES = _AVX2_FEATURES | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+# Compilers need ARMv8.2 for dot products, and then use the atomic instructions of ARMv8.1.
+_DOTPROD_FEATURES = frozenset({"asimddp", "atomics"})
 _FEATURES = {
     "avx2": _AVX2_FEATURES,
     "avx512": _AVX512_FEATURES,
     "avx512_bf16": _AVX512_FEATURES | {"avx512_vnni", "avx512_bf16"},
+    "neon_dotprod": _DOTPROD_FEATURES,
+    "neon_i8mm": _DOTPROD_FEATURES | {"i8mm"},
+    "neon_bf16": _DOTPROD_FEATURES | {"i8mm", "bf16"},
 }
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -78,6 +85,15 @@ _X86_ISAS = {
     "avx2": _AVX2,
     "avx512": (*_AVX512, "-mprefer-vector-width=512"),
     "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
+}
+# GCC otherwise moves the loads of an unrolled loop to its front, where registers don't suffice.
+# Clang doesn't know the flag, and takes it with a warning.
+_NEON = ("-fno-schedule-insns", "-Wno-ignored-optimization-argument")
+_ARM64_ISAS = {
+    "neon": _NEON,
+    "neon_dotprod": (*_NEON, "-march=armv8.2-a+dotprod"),
+    "neon_i8mm": (*_NEON, "-march=armv8.2-a+dotprod+i8mm"),
+    "neon_bf16": (*_NEON, "-march=armv8.2-a+dotprod+i8mm+bf16"),
 }
 
 
@@ -103,8 +119,10 @@ def isa_flags(machine: str | None = None) -> dict[str, Sequence[str]]:
 
     `machine` is the family's name as `platform.machine` has it, by default this machine's.
     """
-    is_x86 = (machine or platform.machine()).lower() in ("x86_64", "amd64")
-    return dict(_X86_ISAS) if is_x86 else {"portable": ()}
+    family = (machine or platform.machine()).lower()  # ARM64 is aarch64 on Linux, arm64 on macOS
+    if family in ("x86_64", "amd64"):
+        return dict(_X86_ISAS)
+    return dict(_ARM64_ISAS) if family in ("aarch64", "arm64") else {"portable": ()}
 
 
 def own_isas() -> tuple[str, ...]:
@@ -114,7 +132,8 @@ def own_isas() -> tuple[str, ...]:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
         lines = []
-    listed = next((line for line in lines if line.startswith("flags")), None)
+    # x86 has a line of flags, ARM one of Features.
+    listed = next((line for line in lines if line.startswith(("flags", "Features"))), None)
     if listed is None or len(isas) == 1:
         return tuple(isas)
     features = frozenset(listed.partition(":")[2].split())
@@ -197,7 +216,7 @@ def build(
                 compiled.result()
         linked = output.with_name(f"{output.name}.{os.getpid()}")
         objects_of_all = map(str, units.values())
-        _run([compiler, "-shared", "-pthread", "-Wl,-z,defs", "-o", str(linked), *objects_of_all])
+        _run([compiler, "-shared", *LINK_FLAGS, "-o", str(linked), *objects_of_all])
         linked.replace(output)  # processes that have the old file open keep it
 
 

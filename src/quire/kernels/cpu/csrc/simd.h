@@ -7,6 +7,8 @@
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -70,6 +72,10 @@ inline vf fma(vf a, vf b, vf c) {
   z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
   z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
   return z.v;
+#elif defined(__aarch64__)
+  Parts x{a}, y{b}, z{c};
+  for (int i = 0; i < kNumParts; ++i) z.parts[i] = (part)vfmaq_f32(z.parts[i], x.parts[i], y.parts[i]);
+  return z.whole;
 #else
   return a * b + c;
 #endif
@@ -236,6 +242,8 @@ inline part load_part_n(const T* p, int n) {
 inline part fma(part a, part b, part c) {
 #if defined(__FMA__)
   return (part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (part)vfmaq_f32(c, a, b);
 #else
   return a * b + c;
 #endif

@@ -25,7 +25,7 @@ constexpr int kProbStride = kTileTokens + 32;   // tokens; a multiple of 64 byte
 #if defined(__AVX512F__)
 constexpr int kMostRows = 12, kFewRows = 6;
 constexpr int kScoreColumns = 4, kValueColumns = 4;  // of up to kFewRows rows; half for kMostRows
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int kMostRows = 4, kFewRows = 4;
 constexpr int kScoreColumns = 1, kValueColumns = 1;
 #else
@@ -45,6 +45,8 @@ inline part multiply_add(part a, part b, part c) {
   return fma(a, b, c);
 #elif defined(__FMA__)
   return (part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return fma(a, b, c);
 #else
   return a * b + c;
 #endif

@@ -222,7 +222,7 @@ void attend_tile(const RowBlock<M>& block, Tile<typename M::Stored>& tile, const
     switch (count) {
       case 1: attend_rows<M, 1>(block, row, tile, softmax, head_dim, scratch); break;
       case 2: attend_rows<M, 2>(block, row, tile, softmax, head_dim, scratch); break;
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
       case 3: attend_rows<M, 3>(block, row, tile, softmax, head_dim, scratch); break;
       case 4: attend_rows<M, 4>(block, row, tile, softmax, head_dim, scratch); break;
 #endif

@@ -39,7 +39,7 @@ template <int R>
 constexpr int columns() {
 #if defined(__AVX512F__)
   return R > 4 ? 2 : 4;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
   return R > 2 ? 1 : 2;
 #else
   return 1;
@@ -79,7 +79,7 @@ void add_group(const SliceWork<M>& work, const typename M::Factor* probs, int fi
     switch (count) {
       case 1: add_columns<M, 1>(work, p, first, end, rows); break;
       case 2: add_columns<M, 2>(work, p, first, end, rows); break;
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
       case 4: add_columns<M, 4>(work, p, first, end, rows); break;
 #endif
 #if defined(__AVX512F__)

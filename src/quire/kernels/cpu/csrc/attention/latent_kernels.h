@@ -22,7 +22,7 @@ namespace quire::QUIRE_ISA {
 constexpr int kLatentTokens = 16;     // scored at once for one group of rows; half of it for two
 constexpr int kLatentGroups = 2;      // groups of sixteen rows that are scored at once
 constexpr int kLatentValueRows = 8;   // against two columns of values; fewer against four
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int kLatentTokens = 4, kLatentGroups = 1, kLatentValueRows = 4;
 #else
 constexpr int kLatentTokens = 2, kLatentGroups = 1, kLatentValueRows = 2;

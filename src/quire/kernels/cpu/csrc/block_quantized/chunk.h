@@ -55,6 +55,8 @@ struct CodeTable {
     return (DotInts)_mm512_shuffle_epi8((__m512i)bytes, (__m512i)codes);
 #elif defined(__AVX2__)
     return (DotInts)_mm256_shuffle_epi8((__m256i)bytes, (__m256i)codes);
+#elif defined(__aarch64__)
+    return (DotInts)vqtbl1q_u8((uint8x16_t)bytes, (uint8x16_t)codes);
 #else
     uint8_t entries[sizeof bytes], found[sizeof bytes];
     std::memcpy(entries, &bytes, sizeof bytes);
@@ -86,7 +88,7 @@ class Chunk {
       return low | (moved(vector(4 + q / 4), 4 - q % 4 * 2) & 0x30303030);
     return low;
   }
-  DotWeights quad(int q) const { return DotWeights(bytes(q)); }
+  DotWeights quad(int q) const { return byte_weights(bytes(q)); }
 
  private:
   DotInts vector(int i) const { return load_as<DotInts>(data_ + i * kVectorBytes); }
@@ -153,6 +155,8 @@ inline DotFloats widen_fp16(const uint8_t* p) {
   return (DotFloats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
   return (DotFloats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+  return (DotFloats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 #else
   DotInts bits{};
   for (int i = 0; i < kIntLanes; ++i) bits[i] = load_as<uint16_t>(p + i * 2);
@@ -173,6 +177,8 @@ inline DotFloats widen_bf16(const uint8_t* p) {
 #elif defined(__AVX2__)
   const __m128i bits = _mm_loadu_si128((const __m128i*)p);
   return (DotFloats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#elif defined(__aarch64__)
+  return (DotFloats)vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16);
 #else
   DotInts bits{};
   for (int i = 0; i < kIntLanes; ++i) bits[i] = load_as<uint16_t>(p + i * 2);
@@ -186,6 +192,9 @@ inline DotInts widen_signed_bytes(const uint8_t* p) {
   return (DotInts)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__AVX2__)
   return (DotInts)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(__aarch64__)
+  const auto four = vreinterpret_s8_s32(vdup_n_s32(load_as<int32_t>(p)));
+  return (DotInts)vmovl_s16(vget_low_s16(vmovl_s8(four)));
 #else
   return DotInts{int8_t(p[0]), int8_t(p[1]), int8_t(p[2]), int8_t(p[3])};
 #endif

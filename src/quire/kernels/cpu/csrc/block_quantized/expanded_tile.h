@@ -68,11 +68,11 @@ constexpr int64_t kMaxTileBytes =
 // memory, and a tile's requests keep it busy.
 constexpr int64_t kMinExpandedRows = sizeof(DotElement) == 1 ? 8 : 16;
 // A row takes two registers for each of the widths: a part's sum and the result.
-constexpr int kTileWidths = kIntLanes >= 8 ? 2 : 1;
+constexpr int kTileWidths = kHas32Registers || kHasHalves ? 2 : 1;
 template <typename Tile>
 constexpr int max_expanded_rows() {
   if constexpr (kHasHalves) return Tile::Dot::kQuads >= 4 ? 6 : 4;
-  return kIntLanes == 16 ? 6 : 4;
+  return kHas32Registers ? 6 : 4;
 }
 
 // results [R][widths] += part kPart of a chunk, whose rows are x.
@@ -100,13 +100,13 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
     for (int q = kPart * kQuads; q < (kPart + 1) * kQuads; ++q) {
       const uint8_t* codes = chunk + Tile::kCodes + q * kQuadBytes;
       const uint8_t* inputs = x + sizeof(Header) + q * 4 * sizeof(DotElement);
-      const DotWeights low(load_as<DotInts>(codes));
+      const DotWeights low = byte_weights(load_as<DotInts>(codes));
       if constexpr (kTileWidths == 1) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
           sums[r][0] = dot(sums[r][0], low, DotInput((const DotElement*)(inputs + r * ld)));
       } else {
-        const DotWeights high(load_as<DotInts>(codes + sizeof(DotInts)));
+        const DotWeights high = byte_weights(load_as<DotInts>(codes + sizeof(DotInts)));
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           const DotInput both((const DotElement*)(inputs + r * ld));

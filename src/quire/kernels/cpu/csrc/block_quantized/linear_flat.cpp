@@ -16,7 +16,7 @@ namespace {
 template <CodeKind kKind>
 struct Flat {
   // A row takes two registers for each of the outputs: the chunk's sum and the result.
-  static constexpr int kMaxRows = kIntLanes == 16 ? 6 : 4;
+  static constexpr int kMaxRows = kHas32Registers ? 6 : 4;
   static constexpr int kLargest = largest_of(kKind);
   static constexpr int kParts = 1;  // of a chunk
   using Header = ChunkHeader<kParts>;

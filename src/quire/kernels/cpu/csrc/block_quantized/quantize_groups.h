@@ -18,7 +18,7 @@ namespace quire::QUIRE_ISA {
 template <int kParts>
 struct alignas(16) ChunkHeader {
   float scale;
-  int32_t corrections[kParts];  // -zero * (sum of the part's q)
+  int32_t corrections[kParts];  // (kByteOffset - zero) * (sum of the part's q)
   float sums[kParts];           // of the part's q; times the scale where groups have offsets
 };
 
@@ -59,7 +59,7 @@ inline void quantize_row(const Weights& linear, const T* x, int64_t padded, uint
       const int64_t first = k + part * kInputs;
       const int32_t sum =
           run.round(x + first, known_inputs(K - first, kInputs), kInputs, q + part * kInputs);
-      header.corrections[part] = -zero * sum;
+      header.corrections[part] = (kByteOffset - zero) * sum;
       header.sums[part] = has_offsets ? run.scale() * float(sum) : float(sum);
     }
     std::memcpy(to, &header, sizeof header);

@@ -28,7 +28,7 @@ using MultiplyUnits = void (*)(const UnitProduct&, Prefetch);
 // How many units a function multiplies at once. Several rows take two, as far as registers allow:
 // what is loaded of x serves both (512 rows of Q8_0 took 1.3 times as long with one; Zen 5). A
 // single row reads memory from first to last.
-constexpr int units_at_once(int num_rows) { return kIntLanes == 16 && num_rows > 1 ? 2 : 1; }
+constexpr int units_at_once(int num_rows) { return kHas32Registers && num_rows > 1 ? 2 : 1; }
 
 // How many registers of outputs those functions take: of two units, which are unit_bytes apart, or
 // of a unit's halves.
@@ -43,7 +43,7 @@ constexpr int lane_offset(int u) { return kHasHalves ? u * kIntLanes : 0; }
 // processor, which keeps up there. Two rows of 1,536 x 512 then take 1.01 (Q8_0), 1.12 (Q4_K) and
 // 1.02 (AWQ) times as long as one, instead of 1.12, 1.41 and 1.40; three rows of Q4_K 1.2 instead of
 // 1.6. But with the longer units of 2,048 inputs they take 2.0 instead of 1.4 (one thread, Zen 4).
-constexpr int kMaxStreamedRows = kIntLanes == 16 ? 3 : 1;
+constexpr int kMaxStreamedRows = kHas32Registers ? 3 : 1;
 constexpr int64_t kMaxStreamedBytes = 12 * 1024;
 
 // The functions for 1 .. kMaxRows rows.

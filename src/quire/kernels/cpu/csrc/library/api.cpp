@@ -11,6 +11,9 @@
 #include "library/read_records.h"
 #include "packing/pack.h"
 #include "library/program.h"
+#if defined(__aarch64__)
+#include "library/arm_features.h"
+#endif
 
 namespace quire {
 
@@ -42,6 +45,8 @@ bool is_supported(std::string_view isa) {
   if (isa == "avx512_bf16") return dots;
   if (isa == "avx512") return avx512;
   if (isa == "avx2") return avx2;
+#elif defined(__aarch64__)
+  if (ArmFeatures::of_this_processor().support(isa)) return true;
 #endif
   return isa == "portable";
 }

@@ -11,6 +11,8 @@
 #include "simd.h"
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include "linear/dot_neon.h"
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -21,6 +23,11 @@ constexpr int kIntLanes = 16;
 constexpr int kIntLanes = 8;
 #else
 constexpr int kIntLanes = 4;
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr bool kHas32Registers = true;  // else 16
+#else
+constexpr bool kHas32Registers = false;
 #endif
 typedef int32_t DotInts __attribute__((vector_size(kIntLanes * 4)));
 typedef uint16_t DotShorts __attribute__((vector_size(kIntLanes * 4)));
@@ -34,6 +41,8 @@ inline V load_as(const void* p) {
 }
 
 inline DotFloats to_floats(DotInts x) { return __builtin_convertvector(x, DotFloats); }
+
+#if !defined(__aarch64__)
 
 // A byte to a lane. (g++ 12 takes __builtin_convertvector from bytes apart, lane by lane.)
 inline DotInts widen_bytes(const uint8_t* p) {
@@ -85,7 +94,11 @@ inline DotInts dot_pairs(DotInts acc, DotInts a, DotInts b) {
 #endif
 }
 
-#if defined(__AVX512VNNI__)
+#endif  // !__aarch64__
+
+#if defined(__aarch64__)
+// dot_neon.h has the same functions.
+#elif defined(__AVX512VNNI__)
 
 typedef int8_t DotElement;  // of x
 
@@ -149,19 +162,30 @@ inline void store_elements(DotElement* to, vi x) {
 
 #endif
 
+#if !defined(__aarch64__)
+constexpr int kByteOffset = 0;  // what `byte_weights` takes off each byte
+#endif
+
+// Weights of any bytes, 0 .. 255, less kByteOffset each: what a sum starts from makes up for it.
+// DotWeights itself takes bytes of at most 127.
+inline DotWeights byte_weights(DotInts bytes) {
+  if constexpr (kByteOffset == 0) return DotWeights(bytes);
+  return DotWeights(bytes ^ int32_t(0x80808080));
+}
+
 // What the products of a panel's outputs with R rows are summed in: two registers for a row, so a
 // panel is one tile or several side by side. kMaxTileRows of them fit beside the weights and x.
 constexpr int kTileLanes = 2 * kIntLanes;
 constexpr int kTilesPerPanel = int(kPanelOutputs) / kTileLanes;
-constexpr int kMaxTileRows = kIntLanes == 16 ? 12 : 4;
+constexpr int kMaxTileRows = kIntLanes == 16 ? 12 : kHas32Registers ? 8 : 4;
 constexpr int kQuadBytes = int(kPanelOutputs) * 4;  // [32][4]: four inputs of a panel's outputs
 
 // sums [R, 2 registers] += one quad of rows [R, ldx] times a tile's.
 template <int R>
 inline void add_quad(const uint8_t* weights, const DotElement* x, int64_t ldx,
                      DotInts (&sums)[R][2]) {
-  const DotWeights low(load_as<DotInts>(weights));
-  const DotWeights high(load_as<DotInts>(weights + sizeof(DotInts)));
+  const DotWeights low = byte_weights(load_as<DotInts>(weights));
+  const DotWeights high = byte_weights(load_as<DotInts>(weights + sizeof(DotInts)));
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     const DotInput input(x + r * ldx);

@@ -45,10 +45,11 @@ constexpr int kMaxRows = 8;
 constexpr int units_at_once(int num_rows) { return num_rows > 1 ? 2 : 1; }
 constexpr int kStepsUnrolled = 8;
 #else
-constexpr int kMaxRows = kIntLanes == 16 ? 9 : kHasHalves ? 6 : 3;
+constexpr int kMaxRows =
+    kIntLanes == 16 ? 9 : kHas32Registers ? 8 : kHasHalves ? 6 : 3;
 constexpr int units_at_once(int) { return 1; }
 // g++ 12 takes time quadratic in the length of the loop's body: for nine rows, 27 s instead of 1.
-constexpr int kStepsUnrolled = kIntLanes == 16 ? 2 : 8;
+constexpr int kStepsUnrolled = kHas32Registers ? 2 : 8;
 #endif
 constexpr int registers_at_once(int num_rows) { return kHasHalves ? 2 : units_at_once(num_rows); }
 
@@ -126,7 +127,7 @@ inline void multiply_wide(const uint8_t* bytes, int64_t num_wide, const Rows& ro
       if constexpr (kHasHalves)
         sum += multiply_quad<ByteDot<255>>(weights, quad);
       else
-        sum = dot(sum, DotWeights(weights), DotInput((const DotElement*)quad));
+        sum = dot(sum, byte_weights(weights), DotInput((const DotElement*)quad));
     }
     const DotFloats scale = DotFloats{} + rows.scales[r * rows.num_scales + last];
     const DotFloats result = to_floats(sum) * scale;

@@ -4,7 +4,7 @@
 //
 // An output element has one accumulator, to which its products are added in the order of K, one
 // instruction after another, whatever R: so a row's results do not depend on its neighbours. With
-// AVX-512 BF16 an instruction adds a pair of products.
+// AVX-512 BF16, and with the BF16 extension of ARM64, an instruction adds a pair of products.
 #pragma once
 #include "linear/linear.h"
 #include "linear/panel_task.h"
@@ -19,6 +19,8 @@ constexpr int kRegisterLanes = 16, kTileRegisters = 2, kMaxTileRows = 14;
 constexpr int kMaxWidenedRows = 12;  // bf16 weights become two registers of fp32 each
 #elif defined(__AVX2__)
 constexpr int kRegisterLanes = 8, kTileRegisters = 4, kMaxTileRows = 6, kMaxWidenedRows = 6;
+#elif defined(__aarch64__)
+constexpr int kRegisterLanes = 4, kTileRegisters = 4, kMaxTileRows = 6, kMaxWidenedRows = 6;
 #else
 constexpr int kRegisterLanes = 4, kTileRegisters = 4, kMaxTileRows = 2, kMaxWidenedRows = 2;
 #endif
@@ -42,6 +44,8 @@ inline Register multiply_add(Register a, Register b, Register c) {
   return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Register)vfmaq_f32(c, a, b);
 #else
   return a * b + c;
 #endif
@@ -88,6 +92,26 @@ struct BF16Step {
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i)
         sums[i] = (Register)_mm512_dpbf16_ps((__m512)sums[i], of[i], pair);
+    }
+  };
+};
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+struct BF16Step {
+  using X = uint16_t;
+  static constexpr int kInputs = 2, kInputsAtOnce = 2, kMaxRows = kMaxTileRows;
+
+  template <int N>
+  struct Weights {
+    bfloat16x8_t of[N];
+
+    Weights(const uint8_t* w, int) {
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) of[i] = load_as<bfloat16x8_t>(w + i * sizeof(bfloat16x8_t));
+    }
+    void add(Register (&sums)[N], const uint16_t* x) const {
+      const bfloat16x4_t pair = vcreate_bf16(load_as<uint32_t>(x));
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) sums[i] = (Register)vbfdotq_lane_f32(sums[i], of[i], pair, 0);
     }
   };
 };

@@ -11,14 +11,17 @@
 
 namespace quire::QUIRE_ISA {
 
+// Weights are bytes above a zero of 128, of which byte_weights has taken kByteOffset.
+constexpr int kZeroFactor = kByteOffset - 128;
+
 // Element: DotElement, or CodeElement where weights are codes.
 template <typename Element>
 struct RowsOf {
   const Element* data;  // [M, ld]: groups one after the other, then wide inputs
   int64_t ld;
   const float* scales;  // [M, num_scales]: of groups, then of the wide inputs
-  // [M, num_sums]: -128 times the sum of q of a group, which takes 128 off unsigned weights, or
-  // plain sums of its parts; that of the wide inputs is the last one.
+  // [M, num_sums]: kZeroFactor times the sum of q of a group, which takes 128 off unsigned weights,
+  // or plain sums of its parts; that of the wide inputs is the last one.
   const int32_t* sums;
   int64_t num_scales;
   int64_t num_sums;
@@ -56,6 +59,9 @@ inline int32_t sum_of(vi x) {
   __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
   sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+#elif defined(__aarch64__)
+  union { vi whole; int32x4_t parts[4]; } y{x};
+  return vaddvq_s32(y.parts[0] + y.parts[1] + (y.parts[2] + y.parts[3]));
 #else
   int32_t v[kLanes];
   std::memcpy(v, &x, sizeof x);
@@ -85,6 +91,9 @@ inline int32_t greatest_lane(vi x) {
   __m128i most = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
   most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
   return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+#elif defined(__aarch64__)
+  union { vi whole; int32x4_t parts[4]; } y{x};
+  return vmaxvq_s32(vmaxq_s32(vmaxq_s32(y.parts[0], y.parts[1]), vmaxq_s32(y.parts[2], y.parts[3])));
 #else
   int32_t v[kLanes];
   std::memcpy(v, &x, sizeof x);
@@ -181,7 +190,7 @@ struct RowQuantizer {
       const RunQuantizer run(y + start, count);
       *scale++ = run.scale();
       if (how.part == 0) {
-        *sum++ = -128 * run.round(y + start, count, count, q + start);
+        *sum++ = kZeroFactor * run.round(y + start, count, count, q + start);
         continue;
       }
       for (int64_t k = start; k < start + count; k += 2 * how.part) {
@@ -193,7 +202,7 @@ struct RowQuantizer {
     if (how.num_wide == 0) return;
     const RunQuantizer run(y + how.padded, how.num_wide);
     *scale = run.scale();
-    *sum = -128 * run.round(y + how.padded, how.num_wide, how.num_wide, q + how.padded);
+    *sum = kZeroFactor * run.round(y + how.padded, how.num_wide, how.num_wide, q + how.padded);
   }
 };
 

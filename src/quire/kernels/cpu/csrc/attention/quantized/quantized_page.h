@@ -69,6 +69,8 @@ inline void store_codes(int8_t* to, vi x) {
   const __m128i low = _mm_packs_epi32(wide.parts[0], wide.parts[1]);
   const __m128i high = _mm_packs_epi32(wide.parts[2], wide.parts[3]);
   _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(low, high));
+#elif defined(__aarch64__)
+  store_elements(to, x);
 #else
   for (int i = 0; i < kLanes; ++i) to[i] = int8_t(x[i]);
 #endif
