@@ -1,0 +1,80 @@
+"""Runs tests of the ARM64 kernels on an x86-64 machine, under qemu.
+
+    python -m tools.arm64 --root FOLDER --packages FOLDER [--cpus NAMES] [TEST ...]
+
+It compiles the library by aarch64-linux-gnu-g++, copies the checkout's files to a temporary folder
+with it, and runs pytest there, once for each processor that qemu emulates. docs/install.md says
+how to make the folders: one with Python for ARM64, one with the packages that the tests import.
+Emulated processors are a hundred times as slow as real ones, so nothing here measures time.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.kernels.cpu import build
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+CPUS = ("cortex-a72", "neoverse-n1", "max")
+"""Processors without dot products, with those of ARMv8.2, and with all that qemu knows."""
+TESTS = ("tests/kernels/cpu",)
+COMPILER = "aarch64-linux-gnu-g++"
+
+
+def copy_checkout(target: Path) -> None:
+    """Copy all files that git does not ignore."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=CHECKOUT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (CHECKOUT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(CHECKOUT / name, target / name)
+
+
+def run_tests(folder: Path, cpu: str, root: Path, packages: Path, tests: Sequence[str]) -> int:
+    """Run pytest in `folder` on an emulated processor. Returns its exit status."""
+    python = sorted(root.glob("usr/bin/python3.*"))[-1]
+    paths = [packages, folder / "src", folder]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "QEMU_LD_PREFIX": str(root),
+    }
+    command = ["qemu-aarch64", "-cpu", cpu, "-L", str(root), str(python), "-m", "pytest"]
+    options = ["-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *options, *tests], cwd=folder, env=environment, check=False)
+    return done.returncode
+
+
+def main() -> int:
+    """The command line of this file."""
+    parser = argparse.ArgumentParser(prog="python -m tools.arm64", description=__doc__)
+    parser.add_argument("--root", type=Path, required=True, help="has usr/bin/python3 for ARM64")
+    parser.add_argument("--packages", type=Path, required=True, help="has torch for ARM64")
+    parser.add_argument("--cpus", default=",".join(CPUS), help="(%(default)s)")
+    parser.add_argument("--objects", type=Path, help="keep object files here, to reuse them")
+    parser.add_argument("tests", nargs="*", default=TESTS, help="(%(default)s)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        copy_checkout(folder)
+        library = folder / build.LIBRARY.relative_to(CHECKOUT)
+        # -O1 gives the same results, and takes a third of the time to compile.
+        build.build(library, arguments.objects, COMPILER, machine="aarch64", optimized=("none",))
+        failed = []
+        for cpu in arguments.cpus.split(","):
+            print(f"{cpu}:", flush=True)
+            root, packages = arguments.root.resolve(), arguments.packages.resolve()
+            if run_tests(folder, cpu, root, packages, arguments.tests) != 0:
+                failed.append(cpu)
+    print(f"failed on {', '.join(failed)}" if failed else "passed on each processor")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
