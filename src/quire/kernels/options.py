@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from quire.option_fields import Flag, OneOf, Options, Whole, option
 
 NATIVE_KERNELS = (
-    *("avx512_bf16", "avx512", "avx2"),
+    *("avx512_bf16", "avx512", "avx_vnni", "avx2"),
     *("neon_bf16", "neon_i8mm", "neon_dotprod", "neon"),
     "portable",
 )

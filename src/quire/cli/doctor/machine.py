@@ -22,7 +22,7 @@ from quire.observability.memory_speed import measure_reads
 ROOT = Path("/")
 
 ISA_FLAGS = (
-    *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
     *("avx512_fp16", "amx_bf16", "amx_int8", "asimd", "asimddp", "bf16", "i8mm", "sve"),
 )
 """Processor flags that decide how fast a model is computed."""

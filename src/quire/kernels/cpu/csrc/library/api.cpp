@@ -5,6 +5,9 @@
 
 #include <new>
 #include <string_view>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "library/context.h"
 #include "library/kernels.h"
@@ -33,6 +36,15 @@ constexpr bool kIsOptimized[] = {QUIRE_ISAS};
 #undef ISA
 constexpr int kNumTables = sizeof kTables / sizeof *kTables;
 
+#if defined(__x86_64__)
+// Bit 4 of EAX in part 1 of cpuid's leaf 7: g++ 12 has no name for it.
+bool has_avx_vnni() {
+  unsigned last_part, features, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &last_part, &ebx, &ecx, &edx) && last_part >= 1 &&
+         __get_cpuid_count(7, 1, &features, &ebx, &ecx, &edx) && (features & 1u << 4);
+}
+#endif
+
 bool is_supported(std::string_view isa) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -44,6 +56,7 @@ bool is_supported(std::string_view isa) {
                     __builtin_cpu_supports("avx512bf16");
   if (isa == "avx512_bf16") return dots;
   if (isa == "avx512") return avx512;
+  if (isa == "avx_vnni") return avx2 && has_avx_vnni();
   if (isa == "avx2") return avx2;
 #elif defined(__aarch64__)
   if (ArmFeatures::of_this_processor().support(isa)) return true;

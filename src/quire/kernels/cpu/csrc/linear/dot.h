@@ -42,6 +42,18 @@ inline V load_as(const void* p) {
 
 inline DotFloats to_floats(DotInts x) { return __builtin_convertvector(x, DotFloats); }
 
+// The sum itself. GCC adds the products of an unrolled loop as a tree, for which it first makes them
+// all and keeps most of them in memory. It does not move additions past this.
+template <typename V>
+inline V in_order(V sum) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(sum));
+#elif defined(__SSE2__)
+  asm("" : "+x"(sum));
+#endif
+  return sum;
+}
+
 #if !defined(__aarch64__)
 
 // A byte to a lane. (g++ 12 takes __builtin_convertvector from bytes apart, lane by lane.)
@@ -68,21 +80,12 @@ inline DotInts widen_byte_pairs(const uint8_t* p) {
 #endif
 }
 
-// The sum itself. GCC adds the products of an unrolled loop as a tree, for which it first makes them
-// all and keeps most of them in memory. It does not move additions past this.
-inline DotInts in_order(DotInts sum) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(sum));
-#elif defined(__SSE2__)
-  asm("" : "+x"(sum));
-#endif
-  return sum;
-}
-
 // acc + a[0] b[0] + a[1] b[1] in each lane; a and b are pairs of 16 bits.
 inline DotInts dot_pairs(DotInts acc, DotInts a, DotInts b) {
 #if defined(__AVX512VNNI__)
   return (DotInts)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+  return (DotInts)_mm256_dpwssd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
 #elif defined(__AVX512BW__)
   return in_order(acc + (DotInts)_mm512_madd_epi16((__m512i)a, (__m512i)b));
 #elif defined(__AVX2__)
@@ -98,7 +101,7 @@ inline DotInts dot_pairs(DotInts acc, DotInts a, DotInts b) {
 
 #if defined(__aarch64__)
 // dot_neon.h has the same functions.
-#elif defined(__AVX512VNNI__)
+#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 typedef int8_t DotElement;  // of x
 
@@ -115,11 +118,11 @@ struct DotWeights {
 };
 
 inline DotInts dot(DotInts acc, const DotWeights& w, const DotInput& x) {
+#if defined(__AVX512VNNI__)
   return (DotInts)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w.bytes, (__m512i)x.bytes);
-}
-
-inline void store_elements(DotElement* to, vi x) {
-  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+  return (DotInts)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w.bytes, (__m256i)x.bytes);
+#endif
 }
 
 #else
@@ -141,28 +144,52 @@ inline DotInts dot(DotInts acc, const DotWeights& w, const DotInput& x) {
   return dot_pairs(dot_pairs(acc, w.even, x.even), w.odd, x.odd);
 }
 
-// Within a lane of four pairs, the second and the third change places.
-inline void store_elements(DotElement* to, vi x) {
-  typedef int16_t Narrow __attribute__((vector_size(kLanes * 2)));
-#if defined(__AVX512BW__)
-  const auto narrow = (Narrow)_mm512_cvtepi32_epi16((__m512i)x);
-#elif defined(__SSE2__)
-  union { vi v; __m128i q[4]; } wide{x};
-  union { __m128i q[2]; Narrow v; } packed;
-  packed.q[0] = _mm_packs_epi32(wide.q[0], wide.q[1]);
-  packed.q[1] = _mm_packs_epi32(wide.q[2], wide.q[3]);
-  const Narrow narrow = packed.v;
-#else
-  const Narrow narrow = __builtin_convertvector(x, Narrow);
-#endif
-  const Narrow swapped = __builtin_shufflevector(narrow, narrow, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9,
-                                                 11, 12, 14, 13, 15);
-  std::memcpy(to, &swapped, sizeof swapped);
-}
-
 #endif
 
 #if !defined(__aarch64__)
+typedef int16_t Shorts __attribute__((vector_size(kLanes * 2)));
+
+// Sixteen numbers that fit 16 bits.
+inline Shorts narrow_to_shorts(vi x) {
+#if defined(__AVX512BW__)
+  return (Shorts)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+  union { vi v; __m256i halves[2]; } wide{x};
+  const __m256i mixed = _mm256_packs_epi32(wide.halves[0], wide.halves[1]);
+  return (Shorts)_mm256_permute4x64_epi64(mixed, 0xd8);
+#elif defined(__SSE2__)
+  union { vi v; __m128i q[4]; } wide{x};
+  union { __m128i q[2]; Shorts v; } packed;
+  packed.q[0] = _mm_packs_epi32(wide.q[0], wide.q[1]);
+  packed.q[1] = _mm_packs_epi32(wide.q[2], wide.q[3]);
+  return packed.v;
+#else
+  return __builtin_convertvector(x, Shorts);
+#endif
+}
+
+// Stores numbers as dot.h's DotInput reads them, of whichever type DotElement is.
+#if defined(__AVX512VNNI__)
+inline void store_elements(int8_t* to, vi x) {
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+}
+#else
+#if defined(__AVX2__)
+inline void store_elements(int8_t* to, vi x) {
+  union { Shorts v; __m128i halves[2]; } shorts{narrow_to_shorts(x)};
+  _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(shorts.halves[0], shorts.halves[1]));
+}
+#endif
+
+// Within a lane of four pairs, the second and the third change places.
+inline void store_elements(int16_t* to, vi x) {
+  const Shorts narrow = narrow_to_shorts(x);
+  const Shorts swapped = __builtin_shufflevector(narrow, narrow, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9,
+                                                 11, 12, 14, 13, 15);
+  std::memcpy(to, &swapped, sizeof swapped);
+}
+#endif
+
 constexpr int kByteOffset = 0;  // what `byte_weights` takes off each byte
 #endif
 
@@ -177,7 +204,8 @@ inline DotWeights byte_weights(DotInts bytes) {
 // panel is one tile or several side by side. kMaxTileRows of them fit beside the weights and x.
 constexpr int kTileLanes = 2 * kIntLanes;
 constexpr int kTilesPerPanel = int(kPanelOutputs) / kTileLanes;
-constexpr int kMaxTileRows = kIntLanes == 16 ? 12 : kHas32Registers ? 8 : 4;
+constexpr int kMaxTileRows =
+    kIntLanes == 16 ? 12 : kHas32Registers ? 8 : sizeof(DotElement) == 1 ? 6 : 4;
 constexpr int kQuadBytes = int(kPanelOutputs) * 4;  // [32][4]: four inputs of a panel's outputs
 
 // sums [R, 2 registers] += one quad of rows [R, ldx] times a tile's.

@@ -21,14 +21,6 @@ namespace quire::QUIRE_ISA {
 constexpr bool kHasHalves = true;
 typedef int8_t CodeElement;  // of x
 
-// The sum itself. g++ does not move additions past this: in an order of its own, they take more
-// registers than there are.
-template <typename V>
-inline V keep_order(V sum) {
-  asm("" : "+x"(sum));
-  return sum;
-}
-
 #if defined(__AVXVNNI__)
 
 // Products of bytes of weights, at most kLargest, with four inputs of x.
@@ -71,7 +63,7 @@ struct ByteDot {
   explicit ByteDot(DotInts bytes) : weights((__m256i)bytes) {}
   Sum multiply(const Input& x) const { return _mm256_maddubs_epi16(weights, x.bytes); }
   Sum add(Sum sum, const Input& x) const {
-    return keep_order(_mm256_add_epi16(sum, multiply(x)));
+    return in_order(_mm256_add_epi16(sum, multiply(x)));
   }
   static DotInts widen(Sum sum) {
     return (DotInts)_mm256_madd_epi16(sum, _mm256_set1_epi16(1));
@@ -105,14 +97,6 @@ struct ByteDot<255> {
   __m256i weights, magnitudes;
 };
 
-inline void store_elements(CodeElement* to, vi x) {
-  union { vi v; __m256i halves[2]; } wide{x};
-  const __m256i pairs = _mm256_packs_epi32(wide.halves[0], wide.halves[1]);
-  const __m256i in_order = _mm256_permute4x64_epi64(pairs, 0xd8);
-  _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(in_order),
-                                                 _mm256_extracti128_si256(in_order, 1)));
-}
-
 #endif
 
 #else
@@ -124,11 +108,6 @@ template <int kLargest>
 struct ByteDot {
   static constexpr int kBias = 0;
 };
-
-template <typename V>
-inline V keep_order(V sum) {
-  return sum;
-}
 
 #endif
 
@@ -164,7 +143,7 @@ inline void sum_quads(const Bytes& bytes, const uint8_t* x, const uint8_t* start
       if (starts != nullptr) start += load_as<int32_t>(starts + r * ld);
 #pragma GCC unroll 2
       for (int u = 0; u < 2; ++u)
-        sums[r][u] = keep_order(Dot::widen(parts[r][u]) + (first == 0 ? start : sums[r][u]));
+        sums[r][u] = in_order(Dot::widen(parts[r][u]) + (first == 0 ? start : sums[r][u]));
     }
   }
 }
