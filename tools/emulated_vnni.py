@@ -1,0 +1,60 @@
+"""Runs kernel tests of the instruction set AVX-VNNI by AVX2 instructions.
+
+    python -m tools.emulated_vnni [--objects FOLDER] [tests/kernels/cpu/test_linear.py ..]
+
+For a processor that has AVX2 and lacks AVX-VNNI. Builds a library whose set `avx_vnni` has the same
+sources as always, compiled with `tests/kernels/cpu/emulated_vnni.h` instead of the compiler's
+option, and the set `avx2` to compare with; runs pytest with them in this process. With `--objects`,
+object files are kept in that folder and used again. By default the tests of linears run.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from quire.kernels.cpu import build
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNEL_TESTS = ROOT / "tests" / "kernels" / "cpu"
+HEADER = KERNEL_TESTS / "emulated_vnni.h"
+DEFAULT_TESTS = (
+    *("test_linear.py", "test_quantized_linear.py", "test_mixture.py", "test_rotation.py"),
+    "block_quantized",
+)
+SET = "avx_vnni"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Build, and return pytest's exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--objects", type=Path, help="keep object files here, to use them again")
+    parser.add_argument("tests", nargs="*", help="arguments of pytest")
+    args = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as scratch:
+        # The module is changed before the loader of the library, whose default is its LIBRARY, is
+        # imported, and the digest of the library is that of the changed flags.
+        build.LIBRARY = Path(scratch) / "_native.so"
+        build._X86_ISAS[SET] = (*build._AVX2, "-include", str(HEADER))
+        # None of them is optimized fully, which takes a third of the time.
+        sets = ("avx2", SET)
+        build.build(build.LIBRARY, args.objects, isas=sets, optimized=("portable",))
+
+        from quire.kernels.cpu.library import NativeLibrary
+
+        find = NativeLibrary.__getattr__
+
+        def is_supported(library: NativeLibrary, index: int) -> bool:
+            name = library.isa_name(index).decode()
+            return name == SET or bool(find(library, "isa_supported")(index))
+
+        pytest.MonkeyPatch().setattr(NativeLibrary, "isa_supported", is_supported, raising=False)
+        tests = args.tests or [str(KERNEL_TESTS / name) for name in DEFAULT_TESTS]
+        return int(pytest.main(["-q", *tests]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
