@@ -11,15 +11,17 @@ import os
 import subprocess
 from collections.abc import Generator
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-from tests.collecting import begin_elsewhere, put_first, put_in_one_order
+from tests.collecting import is_first, put_first
 from tests.forking import Forks, rank_starter, shared_forks, starter
 from tests.native_library import OPTION as WITHOUT_NATIVE
 from tests.native_library import why_missing
+from tests.processes import FOLDER, add_option, run_in_processes
 from tests.real_weights import NO_REAL_WEIGHTS
 from tests.real_weights import minilm as minilm
 from tests.real_weights import smollm2 as smollm2
@@ -46,6 +48,7 @@ settings.load_profile("quire")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    add_option(parser)
     parser.addoption(
         "--kernels",
         default=EngineOptions().kernels,
@@ -73,7 +76,6 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     """What collecting makes lives to the end: the garbage collector is not to look at it again and
     again, which was a quarter of the time of all tests. So with torch's loggers: pytest (from 9.1
     on) adds its handlers to those that do not propagate six times a test, and torch has forty."""
-    begin_elsewhere(session.config, os.environ)
     gc.disable()
     try:
         return (yield)
@@ -114,39 +116,32 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.line(nodeid)
 
 
-# ---- several processes (pytest-xdist) ------------------------------------------------------------
-
-MAX_WORKERS = 4
-"""By default: each takes up to 1.5 GB."""
+# ---- several processes (processes.py) ------------------------------------------------------------
 
 TURNS = pytest.StashKey[Turns]()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    put_in_one_order(config, items)
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if config.getoption("processes") != "0":
         put_first(items)
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may be missing
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The number of processes of `-n auto`: three for two processors, because tests spend a third
-    of their time waiting for other processes and for timeouts."""
-    num_processors = len(os.sched_getaffinity(0))
-    return min(MAX_WORKERS, num_processors + num_processors // 2)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    return run_in_processes(session, num_first=sum(map(is_first, session.items)))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the timeout: waiting does not count
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """A test that is marked `alone` runs while all other processes of this run wait."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    stash = item.config.stash
+    if FOLDER not in stash:
         return (yield)
-    if TURNS not in item.config.stash:
-        factory: pytest.TempPathFactory = item.config._tmp_path_factory  # type: ignore[attr-defined]
-        item.config.stash[TURNS] = Turns(factory.getbasetemp().parent)
+    if TURNS not in stash:
+        stash[TURNS] = Turns(Path(stash[FOLDER]))
     is_alone = item.get_closest_marker("alone") is not None
-    with item.config.stash[TURNS].turn(is_alone=is_alone):
+    with stash[TURNS].turn(is_alone=is_alone):
         return (yield)
 
 

@@ -83,19 +83,18 @@ import os, pathlib, time
 import pytest
 
 FOLDER = pathlib.Path(__file__).parent
-ME = os.environ["PYTEST_XDIST_WORKER"]
 
 def others():
-    return [path.name for path in FOLDER.glob("*.runs") if path.stem != ME]
+    return [path.name for path in FOLDER.glob("*.runs") if path.stem != str(os.getpid())]
 
 def run(meanwhile):
-    mine = FOLDER / f"{ME}.runs"
+    mine = FOLDER / f"{os.getpid()}.runs"
     mine.touch()
     meanwhile()
     mine.unlink()
 
 def meet():
-    (FOLDER / f"{ME}.met").touch()
+    (FOLDER / f"{os.getpid()}.met").touch()
     deadline_s = time.monotonic() + 30
     while len(list(FOLDER.glob("*.met"))) < 2:
         assert time.monotonic() < deadline_s, "the other process runs no test at the same time"
@@ -126,14 +125,13 @@ def pytest_collection_modifyitems(items):
 
 
 def test_the_mark_holds_over_processes(tmp_path: Path) -> None:
-    pytest.importorskip("xdist")
     (tmp_path / "conftest.py").write_text(TOGETHER_FIRST)
     (tmp_path / "test_marked.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    alone\n")
-    options = ["-n", "2", "-p", "xdist", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    options = ["-n", "2", "-p", "tests.conftest", "-p", "no:cacheprovider"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *options, "--basetemp", "b", str(tmp_path)],
-        env={key: text for key, text in os.environ.items() if "XDIST" not in key}
+        env=os.environ
         | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
         cwd=tmp_path,
