@@ -99,7 +99,8 @@ def log_settings() -> Generator[None]:
     before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
-        logger.setLevel(level)
+        if logger.level != level:  # to set a level empties the caches of all loggers there are
+            logger.setLevel(level)
         logger.propagate, logger.handlers[:] = propagate, handlers
 
 

@@ -174,11 +174,19 @@ each_option = pytest.mark.parametrize(
 )
 
 
-@each_option
-def test_every_option_has_its_flag_in_serve(options: Any, each: Any, declared: Any) -> None:
+@pytest.fixture(scope="module")
+def serve() -> argparse.ArgumentParser:
+    """The parser of the command. To build it takes longer than a test of one option."""
     (commands,) = [action for action in build_parser()._actions if action.dest == "command"]
     assert isinstance(commands.choices, dict)
-    serve = commands.choices["serve"]
+    parser: argparse.ArgumentParser = commands.choices["serve"]
+    return parser
+
+
+@each_option
+def test_every_option_has_its_flag_in_serve(
+    options: Any, each: Any, declared: Any, serve: argparse.ArgumentParser
+) -> None:
     if declared.group is None:
         assert each.name in WITHOUT_GROUP
     else:
