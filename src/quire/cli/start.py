@@ -10,6 +10,8 @@ import signal
 import sys
 from types import FrameType
 
+from quire.version import __version__
+
 SERVERS = ("serve", "cluster")
 """Commands that end with exit code 0 on SIGTERM, also before they serve."""
 
@@ -20,6 +22,9 @@ KILLED = 128
 def main() -> int:
     """Run the command, and return the process's exit code."""
     handle_sigterm()
+    if sys.argv[1:] == ["--version"]:  # as `main` prints it, without the imports
+        print(f"quire {__version__}")
+        return 0
     try:
         from quire.cli.main import main as run  # takes a third of a second
 
