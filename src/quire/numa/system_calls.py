@@ -11,10 +11,11 @@ import os
 import platform
 from collections.abc import Collection
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # the API server imports this module, and starts sooner without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 MPOL_MF_MOVE = 2
@@ -33,8 +34,8 @@ _WORD_BITS = 64
 UNTRIED = -errno.EAGAIN
 """The status of a page that the system call did not reach."""
 
-Addresses: TypeAlias = NDArray[np.uint64]
-Statuses: TypeAlias = NDArray[np.int32]
+Addresses: TypeAlias = "NDArray[np.uint64]"
+Statuses: TypeAlias = "NDArray[np.int32]"
 
 
 class MemoryPolicy(IntEnum):
@@ -98,7 +99,9 @@ class LinuxCalls:
         """
         return self._pages(addresses, nodes, MPOL_MF_MOVE)
 
-    def _pages(self, addresses: Addresses, nodes: Statuses | None, flags: int) -> Statuses:
+    def _pages(self, addresses: Addresses, nodes: "Statuses | None", flags: int) -> Statuses:
+        import numpy as np  # only the engine's process calls it
+
         pages = np.ascontiguousarray(addresses, np.uint64)
         targets = None if nodes is None else np.ascontiguousarray(nodes, np.int32)
         statuses = np.full(len(pages), UNTRIED, np.int32)

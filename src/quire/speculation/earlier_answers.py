@@ -13,9 +13,10 @@ from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 
 from quire.core.sequence import Sequence
-from quire.speculation.ngram import LONGEST_MATCH, MAX_CANDIDATES, graded, ngram_key
+from quire.speculation.ngram import MAX_CANDIDATES, graded, ngram_key
 from quire.speculation.proposer import Guess
 from quire.speculation.speculation_options import SpeculationOptions
+from quire.speculation.token_match import LONGEST_MATCH
 
 RING_TOKENS = 1 << 15
 """Number of tokens of a ring; a power of two."""

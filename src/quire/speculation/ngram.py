@@ -19,12 +19,10 @@ import numpy.typing as npt
 from quire.core.sequence import Sequence
 from quire.speculation.proposer import Guess
 from quire.speculation.speculation_options import SpeculationOptions
+from quire.speculation.token_match import LONGEST_MATCH, match_length
 
 MAX_CANDIDATES = 16
 """Most occurrences of the last n-gram that are compared; newer ones come first."""
-
-LONGEST_MATCH = 32
-"""Matches of this many tokens count as equally good, so that the newest one is taken."""
 
 GRADES = (5, 8, 12, LONGEST_MATCH)
 """Matches shorter than each of these numbers of tokens have a grade of their own."""
@@ -36,19 +34,6 @@ LEAST_BULK = 128
 """From this number of new tokens on, n-grams are sorted instead of looked up one by one."""
 
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-
-
-def match_length(
-    source: Tokens[int], end: int, token_ids: Tokens[int], most: int = LONGEST_MATCH
-) -> int:
-    """Number of tokens, at most `most`, that end at index `end` of source and at the end of
-    token_ids."""
-    last = len(token_ids) - 1
-    most = min(most, end + 1, last + 1)
-    length = 0
-    while length < most and source[end - length] == token_ids[last - length]:
-        length += 1
-    return length
 
 
 def ngram_key(token_ids: Tokens[int], end: int, size: int) -> int:

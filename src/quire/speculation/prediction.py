@@ -10,9 +10,9 @@ from collections.abc import Sequence as Tokens
 from weakref import WeakKeyDictionary
 
 from quire.core.sequence import Sequence
-from quire.speculation.ngram import match_length
 from quire.speculation.proposer import Guess
 from quire.speculation.speculation_options import SpeculationOptions
+from quire.speculation.token_match import match_length
 
 LEAST_MATCH = 2
 """Number of tokens that the prediction must have in common with the answer's end, after a
