@@ -1,6 +1,6 @@
 """Runs kernel tests of the instruction set AVX-VNNI by AVX2 instructions.
 
-    python -m tools.emulated_vnni [--objects FOLDER] [tests/kernels/cpu/test_linear.py ..]
+    python -m tools.emulated_vnni [--objects FOLDER] [arguments of pytest]
 
 For a processor that has AVX2 and lacks AVX-VNNI. Builds a library whose set `avx_vnni` has the same
 sources as always, compiled with `tests/kernels/cpu/emulated_vnni.h` instead of the compiler's
@@ -32,14 +32,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Build, and return pytest's exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--objects", type=Path, help="keep object files here, to use them again")
-    parser.add_argument("tests", nargs="*", help="arguments of pytest")
-    args = parser.parse_args(words)
+    args, tests = parser.parse_known_args(words)
     with tempfile.TemporaryDirectory() as scratch:
         # The module is changed before the loader of the library, whose default is its LIBRARY, is
         # imported, and the digest of the library is that of the changed flags.
         build.LIBRARY = Path(scratch) / "_native.so"
         build._X86_ISAS[SET] = (*build._AVX2, "-include", str(HEADER))
-        # None of them is optimized fully, which takes a third of the time.
+        # Neither is optimized fully, which would take longer to compile.
         sets = ("avx2", SET)
         build.build(build.LIBRARY, args.objects, isas=sets, optimized=("portable",))
 
@@ -52,8 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
             return name == SET or bool(find(library, "isa_supported")(index))
 
         pytest.MonkeyPatch().setattr(NativeLibrary, "isa_supported", is_supported, raising=False)
-        tests = args.tests or [str(KERNEL_TESTS / name) for name in DEFAULT_TESTS]
-        return int(pytest.main(["-q", *tests]))
+        return int(pytest.main(tests or ["-q", *(str(KERNEL_TESTS / it) for it in DEFAULT_TESTS)]))
 
 
 if __name__ == "__main__":

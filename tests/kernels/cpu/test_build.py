@@ -113,7 +113,7 @@ def test_for_tests_only_some_instruction_sets_are_optimized_fully(
         levels = [word for word in call.split() if word.startswith("-O")]
         assert levels == ["-O3", "-O1"] if is_reduced else levels == ["-O3"], call
     (api,) = [call for call in compiled if "api.cpp" in call]
-    assert "ISA(avx512,0) ISA(avx2,1) ISA(portable,0) " in api
+    assert "ISA(avx512,0) ISA(avx_vnni,0) ISA(avx2,1) ISA(portable,0) " in api
     assert sum("-O1" in call for call in compiled) == 3 * (1 + 1 + build.MAX_PARSED)
     # Object files of the two levels differ in name, so neither is taken for the other.
     fully = workshop.calls()
