@@ -7,6 +7,8 @@ torch's methods repeat to the bit where the processor has fused multiply-adds
 or two without.
 """
 
+import hashlib
+
 import pytest
 import torch
 from tests.pairwise import pairwise
@@ -29,6 +31,13 @@ from quire.kernels.quantize import (
 FORMATS = {"int8": (WeightLayout.INT8, INT8_GROUP), "int4": (WeightLayout.INT4, 32)}
 FORMATS["int8, whole rows"] = (WeightLayout.INT8, 0)
 FORMATS["int4-64"] = (WeightLayout.INT4, 64)
+# Digests of results, computed on x86-64 (avx2): of all instruction sets with fused multiply-adds.
+KNOWN = {
+    "int8": "40bea62c31baae3b",
+    "int8, whole rows": "a0d3903597f6d77d",
+    "int4": "f1b0ea6ed0e4c1ae",
+    "int4-64": "5c3a76ed48f325b4",
+}
 SHAPES = [(1, 1), (31, 7), (33, 77), (100, 130), (48, 256), (64, 768)]
 
 
@@ -247,6 +256,17 @@ def test_instruction_sets_with_fused_multiply_adds_agree(library: NativeLibrary,
         if isa != "portable" or name == "int8, whole rows"
     ]
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_bits_are_those_of_other_processor_families(kernels: NativeKernels, name):
+    """Uniform numbers: torch's normal distribution depends on the processor."""
+    if kernels.isa == "portable" and name != "int8, whole rows":
+        pytest.skip("these instructions have no fused multiply-adds")
+    generator = torch.Generator().manual_seed(7)
+    weight, x = (torch.rand(rows, 768, generator=generator) * 2 - 1 for rows in (80, 19))
+    x[:, 8] *= 30
+    result = apply(kernels, _pack(name, weight), x)
+    assert hashlib.sha256(result.numpy().tobytes()).hexdigest()[:16] == KNOWN[name]
 
 
 def test_neighbours_and_strides_do_not_matter(kernels: NativeKernels, name):
