@@ -28,8 +28,23 @@ def make_pacer(
     return StepPacer(config, model or fitted(roofline))
 
 
-def open_paced(pacer: StepPacer, num_decodes: int = 4, num_prompts: int = 1) -> PacedBudget:
-    budget = pacer.open_step(StepDemand(2048, num_decodes, num_decodes * 100, num_prompts))
+def open_paced(
+    pacer: StepPacer,
+    num_decodes: int = 4,
+    num_prompts: int = 1,
+    num_prompt_tokens: int = 0,
+    num_expected: int = 0,
+) -> PacedBudget:
+    budget = pacer.open_step(
+        StepDemand(
+            2048,
+            num_decodes,
+            num_decodes * 100,
+            num_prompts,
+            num_prompt_tokens=num_prompt_tokens,
+            count_expected=lambda: num_expected,
+        )
+    )
     assert isinstance(budget, PacedBudget)
     return budget
 
@@ -152,15 +167,15 @@ def test_rows_that_pause_wait_for_the_step_as_those_that_decode() -> None:
 def test_more_rows_than_may_be_saved_up_are_late_at_times_too() -> None:
     pacer = make_pacer(late_rows=16)
     steps = 0
-    while not open_paced(pacer, num_decodes=40, num_prompts=2).may_be_late:
+    while not open_paced(pacer, num_decodes=40, num_prompts=9).may_be_late:
         pacer.launch(steps)
         steps += 1
         assert steps < 100
     assert steps >= (40 - 8) // 5, "an eighth of forty a step"
-    budget = open_paced(pacer, num_decodes=40, num_prompts=2)
+    budget = open_paced(pacer, num_decodes=40, num_prompts=9)
     assert budget.take_chunk(0, 1000) == 1000 and budget.is_late
     pacer.launch(steps)
-    assert not open_paced(pacer, num_decodes=40, num_prompts=2).may_be_late
+    assert not open_paced(pacer, num_decodes=40, num_prompts=9).may_be_late
 
 
 def test_a_step_is_late_only_where_that_saves_steps() -> None:
@@ -169,10 +184,71 @@ def test_a_step_is_late_only_where_that_saves_steps() -> None:
     budget = open_paced(pacer, num_prompts=2)
     assert budget.may_be_late and budget.take_chunk(0, 2 * fitting - 10) <= fitting + 1
     assert budget.is_spent and not budget.is_late
-    single = pacer.open_step(StepDemand(2048, 4, 400, num_prompts=1))
-    assert isinstance(single, PacedBudget) and not single.may_be_late
     crowd = open_paced(pacer, num_decodes=9, num_prompts=2)
     assert not crowd.may_be_late and crowd.take_chunk(0, 1000) < 1000
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "num_prompts", "num_prompt_tokens", "is_late"),
+    [
+        (1, 1, 150, True),  # a long prompt delays a single stream
+        (1, 1, 50, False),  # a short prompt needs no more than two steps
+        (8, 1, 150, False),  # it saves steps for one prompt, and delays eight streams
+        (8, 8, 600, True),  # the same streams are delayed for eight prompts
+        (30, 8, 600, False),  # too much of what is saved up
+        (33, 40, 9000, False),  # more streams than late intervals are saved up
+        (32, 40, 9000, True),
+    ],
+)
+def test_late_intervals_are_used_up_where_they_save_many_steps(
+    num_decodes: int, num_prompts: int, num_prompt_tokens: int, is_late: bool
+) -> None:
+    pacer = make_pacer(late_rows=64)
+    budget = open_paced(pacer, num_decodes, num_prompts, num_prompt_tokens)
+    size = num_prompt_tokens // num_prompts
+    while not budget.is_spent and num_prompts:
+        budget.take_chunk(0, size)
+        num_prompts -= 1
+    assert budget.is_late == is_late
+
+
+@pytest.mark.parametrize(
+    ("num_late_rows", "num_expected", "most"),
+    [(64, 0, 64), (64, 128, 80), (0, 2000, 128), (-128, 2000, 0)],
+)
+def test_late_intervals_are_borrowed_from_those_expected(
+    num_late_rows: float, num_expected: int, most: int
+) -> None:
+    """An eighth of the expected intervals, and no more than may be saved up."""
+    config = PacingConfig(2.5, 4, late_share=0.125, max_late_rows=128)
+    for num_decodes in range(max(1, most - 1), most + 3):
+        pacer = StepPacer(config, fitted(roofline), num_late_rows)
+        budget = open_paced(pacer, num_decodes, 400, 400 * 300, num_expected)
+        budget.take_chunk(0, 300)
+        assert budget.is_late == (num_decodes <= most)
+
+
+def test_borrowed_intervals_are_paid_back() -> None:
+    config = PacingConfig(2.5, 4, late_share=0.125, max_late_rows=128)
+    pacer = StepPacer(config, fitted(roofline), num_late_rows=0.0)
+    budget = open_paced(pacer, 8, 4, 4 * 500, num_expected=80)
+    assert take_all(budget, 500, wants_logprobs=False) == 2048 and budget.is_late
+    pacer.launch(0)
+    num_steps = 0
+    while open_paced(pacer, 8).num_late_left < 0:
+        num_steps += 1
+        pacer.launch(num_steps)
+    assert num_steps == 7, "the late step and seven more decoded 64 rows"
+
+
+def test_a_late_step_in_time_uses_up_nothing() -> None:
+    """Cached prompts have less to compute than was estimated."""
+    pacer = make_pacer(late_rows=64)
+    budget = open_paced(pacer, 8, 8, 600)
+    assert budget.take_chunk(0, 10) == 10 and budget.is_late and budget.is_in_time
+    before = budget.num_late_left
+    pacer.launch(0)
+    assert open_paced(pacer).num_late_left == min(64, before + 1)
 
 
 def test_the_debt_for_late_steps_is_bounded() -> None:
@@ -226,7 +302,7 @@ def test_a_step_at_full_speed_takes_no_longer_for_log_probabilities(
 ) -> None:
     """They take three times what their tokens take: a quarter of the tokens fits."""
     pacer = make_pacer(late_rows=8, model=fitted_with_vocabulary())
-    plain, asked = (open_paced(pacer, num_decodes, num_prompts=2) for _ in range(2))
+    plain, asked = (open_paced(pacer, num_decodes, 12, 12 * 180) for _ in range(2))
     assert take_all(plain, size, wants_logprobs=False) == 2048
     num_asked = take_all(asked, size, wants_logprobs=True)
     assert plain.is_late and asked.is_late
@@ -335,10 +411,12 @@ def test_only_steps_that_were_launched_with_decodes_are_learned_from() -> None:
 class CountingPacer(ConstantPacer):
     """Remembers how many prompts the step was opened for."""
 
-    num_prompts = -1
+    num_prompts = num_prompt_tokens = num_expected = -1
 
     def open_step(self, demand: StepDemand) -> StepBudget:
         self.num_prompts = demand.num_prompts
+        self.num_prompt_tokens = demand.num_prompt_tokens
+        self.num_expected = demand.count_expected()
         return super().open_step(demand)
 
 
@@ -361,6 +439,25 @@ def test_prompts_count_that_have_room(num_blocks: int, num_waiting: int, expecte
     harness.step()
     assert (len(harness.scheduler.running) >= 2, pacer.num_prompts) == (True, expected)
     harness.run()
+
+
+def test_the_tokens_of_prompts_that_have_room_are_estimated() -> None:
+    """One of 8 rows decodes, and one prompt lacks 31 - 23 tokens. Six of nine waiting prompts have
+    room."""
+    harness = Harness(make_memory(num_blocks=100), max_num_seqs=8, budget=24)
+    harness.scheduler.pacer = pacer = CountingPacer()
+    harness.add("stream", 7, 4)
+    harness.step()
+    assert (pacer.num_prompt_tokens, pacer.num_expected) == (7, 0)
+    harness.add("partial", 31, 2)
+    harness.step()
+    for length in range(11, 20):
+        harness.add(f"waiting-{length}", length, 2)
+    harness.step()
+    assert pacer.num_prompt_tokens == 8 + 6 * 15
+    assert 1 + 2 <= pacer.num_expected <= 3 + 2
+    harness.run()
+    assert harness.scheduler.waiting.num_tokens == 0
 
 
 def test_while_blocks_are_lacking_no_prompt_counts_that_waits() -> None:

@@ -71,6 +71,14 @@ class Admission:
             return 0
         return min(len(self._waiting), self._running_set.num_room)
 
+    def estimate_prompt_tokens(self) -> int:
+        """Estimate the tokens of the waiting prompts that have room to run.
+
+        Assumes the mean length of all waiting prompts, and that none of their tokens are cached.
+        """
+        num_prompts = self.num_prompts
+        return num_prompts and self._waiting.num_tokens * num_prompts // len(self._waiting)
+
     def make_room_for_first(self) -> None:
         """If the first waiting sequence outranks other sequences, take the blocks that it needs
         from them.

@@ -60,6 +60,17 @@ class GrowthForecast:
         limit = sequence.max_num_tokens - num_prompt
         return self.lengths.expected_remaining(sequence.num_tokens - num_prompt, limit)
 
+    def num_all_remaining(self) -> int:
+        """The predicted number of tokens that the running sequences will still generate."""
+        outputs = [
+            (
+                sequence.num_tokens - sequence.num_prompt_tokens,
+                sequence.max_num_tokens - sequence.num_prompt_tokens,
+            )
+            for sequence in self._running_set.running
+        ]
+        return sum(self.lengths.all_expected_remaining(outputs))
+
     def _fit_all(self, sequence: Sequence) -> bool:
         """Whether there are enough blocks even if all sequences grow to their limits.
 

@@ -2,15 +2,17 @@
 
 With a constant budget, one long prompt slows down every stream while it is computed. A paced step
 takes at most `max_itl_ratio` times the predicted time of its decoding rows alone, and longer only
-while several prompts wait. Pacing does not change the order of prompts, which are served one after
-the other: a step without pacing would compute more tokens of the same prompts.
+where that spares prompts many steps. Pacing does not change the order of prompts, which are served
+one after the other: a step without pacing would compute more tokens of the same prompts.
 
 Prompts that wait behind the first count as if they decoded already. Otherwise a queue would be
 served ever slower: few rows make short steps, short steps small chunks, and small chunks few rows.
 
 If every interval between a stream's tokens were short, prompts would wait long, most of all where
 steps are compute-bound. So a small share of the intervals may be longer, below the 1% that a 99th
-percentile ignores. These late steps serve prompts at full speed.
+percentile ignores. These late steps serve prompts at full speed. They are spent where they save
+the most: one late step delays each stream once, and saves each waiting prompt the steps that its
+tokens would have taken at the pace.
 
 Log-probabilities of a prompt need logits over the whole vocabulary for each token, and may take
 several times as long as the tokens themselves. But they make no step longer. A paced step counts
@@ -23,7 +25,7 @@ clock.
 
 import math
 from bisect import bisect_right
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -38,11 +40,12 @@ MARGIN_QUANTILE = 0.97
 MARGIN_RATE = 0.02
 LARGEST_MARGIN = 1.25
 
-# A step may be late only if its chunk is then more than this number of times as long as the chunk
-# with which the step would be in time.
+# A late step must compute the prompt tokens of more than this number of steps within the limit.
 LATE_GAIN = 2
-# A step may be late only while at least this many prompts wait: the cost is the same for more.
-LEAST_LATE_PROMPTS = 2
+# A late step that uses up all late intervals must save more than this number of steps, summed over
+# the prompts that wait. A step that uses up half of them must save half as many. In simulations
+# of Azure's conversations, 200 and 500 gave the same latencies as 80; 40 and 20 gave longer waits.
+LATE_PRICE = 80
 
 LEARNS_EVERY_S = 0.01
 """Minimum time of steps that only decode, without drafts, between two from which `LearningPacer`
@@ -62,6 +65,11 @@ class StepDemand(NamedTuple):
     num_prompts: int = 1
     #: Number of decoding rows that skip this step and wait for its end.
     num_paused: int = 0
+    #: Estimated number of tokens that the `num_prompts` sequences lack together.
+    num_prompt_tokens: int = 0
+    #: Returns the number of tokens that running sequences are expected to generate yet. Called only
+    #: if the pacer needs it.
+    count_expected: Callable[[], int] = lambda: 0
 
     @property
     def decode_load(self) -> StepLoad:
@@ -210,8 +218,8 @@ class PacingConfig:
     """Bounds of paced steps.
 
     A ratio of 2.7 leaves some room below 3 for effects that the model can't predict, such as
-    joining rows and the loop itself. With a late_share of 0.005 and 128 late rows, the 99th
-    percentile of 26,000 intervals or more stays within the ratio.
+    joining rows and the loop itself. With a late_share of 0.006 and 128 late rows, the 99th
+    percentile of 32,000 intervals or more stays within the ratio.
     """
 
     #: Maximum time of a step, relative to its decoding rows alone, while one prompt waits. Of
@@ -222,10 +230,11 @@ class PacingConfig:
     min_prefill_tokens: int = 8
     #: Share of the intervals between tokens of decoding rows that may be longer than max_itl_ratio
     #: allows.
-    late_share: float = 0.005
+    late_share: float = 0.006
     #: Largest number of late intervals that can be saved up (or the number of decoding rows, if
     #: larger), and the largest debt of late intervals. At the start, half of it is saved up. A late
-    #: step uses up one late interval for each decoding row.
+    #: step uses up one late interval for each decoding row. It may use up the share of intervals
+    #: that running sequences are expected to have yet.
     max_late_rows: int = 128
 
     def __post_init__(self) -> None:
@@ -262,8 +271,12 @@ class PacedBudget(StepBudget):
         self.num_streams = demand.num_decodes + demand.num_paused
         #: Predicted time of the decoding rows alone, including prompts that count as such.
         self.alone_s = 0.0
-        #: Whether enough late intervals are saved up for this step to be late.
-        self.may_be_late = False
+        #: Number of late intervals that are saved up; negative in debt.
+        self.num_late_rows = 0.0
+        #: The largest debt of late intervals.
+        self.max_debt = 0.0
+        #: Share of the expected intervals that may be late.
+        self.late_share = 0.0
         #: Whether the step serves prompts at full speed.
         self.is_late = False
         self._predict_s = model.predict_s
@@ -271,6 +284,7 @@ class PacedBudget(StepBudget):
         self._ratio = ratio
         self._limit_s = 0.0
         self._least = least
+        self._demand = demand
         # Number of prompts behind the first; they count as decoding rows.
         self._num_behind = max(0, demand.num_prompts - 1)
         self._is_full = False
@@ -279,21 +293,36 @@ class PacedBudget(StepBudget):
     def is_spent(self) -> bool:
         return self._is_full or self.num_tokens <= 0
 
+    @property
+    def is_in_time(self) -> bool:
+        """Whether the step is predicted to keep the ratio, even if it `is_late`: some prompts have
+        less to compute than was estimated, since they are cached."""
+        return self._predict_s(self.load) <= self._ratio * self.alone_s
+
+    @property
+    def num_late_left(self) -> float:
+        """Number of late intervals that the step may use up: those that are saved up, and the share
+        of those that are expected."""
+        num_expected = self._demand.count_expected()
+        return self.num_late_rows + min(self.max_debt, self.late_share * num_expected)
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether enough late intervals are left for this step to be late."""
+        return self.num_streams <= self.num_late_left
+
     def take_chunk(
         self, num_computed_tokens: int, num_wanted: int, *, wants_logprobs: bool = False
     ) -> int:
         most = min(num_wanted, self.num_tokens)
         is_first = not self.load.num_chunk_tokens
-        # First, set the time limit when the first chunk is planned.
+        # First, set the time limit when the first chunk is planned; be late if that is worth it.
         if is_first:
             self._set_time_limit()
-            if self.is_late:
+            if self.is_late or self._gains_by_lateness(num_computed_tokens, num_wanted):
                 self._lift_time_limit()
-        # Then find the longest chunk within the limit, and be late if that is worth it.
+        # Then find the longest chunk within the limit.
         fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
-        if most > LATE_GAIN * fitting and self.may_be_late and not self.is_late:
-            self._lift_time_limit()
-            fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
         num_taken = max(fitting, min(self._least if is_first else 1, most))
         self._count(num_computed_tokens, num_taken, wants_logprobs)
         # The next prompt begins in this step only if its least chunk fits, too.
@@ -317,6 +346,25 @@ class PacedBudget(StepBudget):
         crowd = StepLoad(num_decodes, self.load.num_decode_pairs)
         self.alone_s = self._predict_s(crowd)
         self._limit_s = self._ratio * self.alone_s
+
+    def _gains_by_lateness(self, num_computed_tokens: int, num_wanted: int) -> bool:
+        """Whether the step should and may be late. The first prompt has num_computed_tokens and
+        wants num_wanted more."""
+        num_late = min(max(num_wanted, self._demand.num_prompt_tokens), self.num_tokens)
+        in_time = self._most_tokens(self._limit_s, self.load, num_computed_tokens, self.num_tokens)
+        num_steps = num_late / max(in_time, self._least)
+        if num_steps <= LATE_GAIN:
+            return False
+        num_saved = num_steps * (1 + self._num_behind)
+
+        def suffice(num_left: float) -> bool:
+            is_worth_it = num_saved * num_left > LATE_PRICE * self.num_streams
+            return is_worth_it and self.num_streams <= num_left
+
+        # The expected intervals are counted only if the answer depends on them.
+        if suffice(self.num_late_rows):
+            return True
+        return suffice(self.num_late_rows + self.max_debt) and suffice(self.num_late_left)
 
     def _lift_time_limit(self) -> None:
         """Lift the time limit: allow all tokens of the budget, but no extra time for
@@ -366,8 +414,9 @@ class StepPacer:
     prediction.
 
     The decoding rows of deliberately late steps sum to at most max_late_rows (or the rows of one
-    step, if more) plus late_share of all rows that ever decoded. Rows of steps that were late
-    because of a wrong prediction reduce this allowance, to -max_late_rows at least.
+    step, if more) plus late_share of all rows that ever decoded or are expected to decode. Rows of
+    steps that were late because of a wrong prediction reduce this allowance. It is never below
+    -max_late_rows.
     """
 
     def __init__(
@@ -390,8 +439,9 @@ class StepPacer:
         ratio = self.config.max_itl_ratio / self.margin
         budget = PacedBudget(demand, self.model, ratio, self.config.min_prefill_tokens)
         budget.is_late = not budget.num_streams
-        is_worth_it = demand.num_prompts >= LEAST_LATE_PROMPTS
-        budget.may_be_late = is_worth_it and budget.num_streams <= self._num_late_rows
+        budget.num_late_rows = self._num_late_rows
+        budget.max_debt = self.config.max_late_rows
+        budget.late_share = self.config.late_share
         self._open = budget
         return budget
 
@@ -402,7 +452,7 @@ class StepPacer:
             return
         self._in_flight[step_id] = budget
         saved = self.config.late_share * budget.num_decodes
-        spent = budget.num_streams if budget.is_late else 0
+        spent = budget.num_streams if budget.is_late and not budget.is_in_time else 0
         # If there are more rows than max_late_rows, they may save up for one late step.
         most = max(self.config.max_late_rows, budget.num_streams)
         self._num_late_rows = min(most, self._num_late_rows + saved - spent)

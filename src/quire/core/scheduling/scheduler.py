@@ -386,10 +386,9 @@ class Scheduler:
         num_decodes = len(chunks) + len(replays)
         num_pairs += sum([sequence.num_tokens for sequence in replays])
         num_left = self.config.max_num_batched_tokens - num_decodes
-        num_prompts = len(partial) + self.admission.num_prompts
-        self.budget = budget = self.pacer.open_step(
-            StepDemand(num_left, num_decodes, num_pairs, num_prompts, num_paused)
-        )
+        decodes = StepDemand(num_left, num_decodes, num_pairs, num_paused=num_paused)
+        demand = _with_prompts(decodes, partial, self.admission)
+        self.budget = budget = self.pacer.open_step(demand)
         # Last, give tokens to replays, and chunks to prompts by rank, while the budget lasts.
         for sequence in replays:
             chunks[sequence] = self.admission.chunk(sequence, budget, is_replay=True)
@@ -564,6 +563,17 @@ def fail_item(scheduler: Scheduler, digest: str, message: str) -> list[SequenceO
         if digest in (sequence.adapter, *(span.digest for span in rest)):
             outputs += scheduler.fail(sequence, message)
     return outputs
+
+
+def _with_prompts(demand: StepDemand, partial: list[Sequence], admission: Admission) -> StepDemand:
+    """Return the demand of decoding rows with that of prompts: `partial`, the running sequences
+    that want chunks, and those that may be admitted."""
+    num_left = sum([sequence.num_tokens - sequence.num_computed_tokens for sequence in partial])
+    return demand._replace(
+        num_prompts=len(partial) + admission.num_prompts,
+        num_prompt_tokens=num_left + admission.estimate_prompt_tokens(),
+        count_expected=admission.capacity.forecast.num_all_remaining,
+    )
 
 
 def _await_masks(running: list[Sequence]) -> bool:

@@ -36,7 +36,10 @@ class WaitingQueue:
         self._policy = policy
         self._count_matched_tokens = count_matched_tokens
         self._buckets: dict[Bucket, list[_Entry]] = {}
-        self._places: dict[Sequence, tuple[Bucket, Rank]] = {}
+        # Where each sequence is, and the number of tokens with which it was counted.
+        self._places: dict[Sequence, tuple[Bucket, Rank, int]] = {}
+        #: Number of tokens of all waiting sequences.
+        self.num_tokens = 0
         self._turn = 0
 
     def __len__(self) -> int:
@@ -60,12 +63,14 @@ class WaitingQueue:
         """Add a sequence under its `rank`, which is unique."""
         assert sequence not in self._places, sequence
         bucket, rank = self._policy.bucket(sequence), sequence.rank
-        self._places[sequence] = bucket, rank
+        self._places[sequence] = bucket, rank, sequence.num_tokens
+        self.num_tokens += sequence.num_tokens
         insort(self._buckets.setdefault(bucket, []), (rank, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, even if its state and rank have changed since it was added."""
-        bucket, rank = self._places.pop(sequence)
+        bucket, rank, num_tokens = self._places.pop(sequence)
+        self.num_tokens -= num_tokens
         entries = self._buckets[bucket]
         index = bisect_left(entries, (rank,))
         assert entries[index][1] is sequence
