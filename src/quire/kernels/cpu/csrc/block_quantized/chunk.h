@@ -127,26 +127,17 @@ inline void add_quads(const Chunk<kKind> (&chunks)[U], const uint8_t* x, int64_t
 // What four bytes, the same of each row, are in all lanes.
 inline DotInts all_lanes(const uint8_t* p) { return DotInts{} + load_as<int32_t>(p); }
 
-// sums [R][U] = the rows' corrections, and the products of quads [kFirst, kEnd) with x; rows and
-// corrections begin `ld` bytes apart.
-template <int kFirst, int kEnd, int R, int U, CodeKind kKind>
-inline void sum_chunk(const Chunk<kKind> (&chunks)[U], const uint8_t* x,
-                      const uint8_t* corrections, int64_t ld, DotInts (&sums)[R][U]) {
-  if constexpr (kHasHalves) {
-    using Dot = ByteDot<largest_of(kKind)>;
-    sum_quads<Dot, kEnd - kFirst, R>(
-        [&](int u, int q) { return Dot::stored(chunks[u].bytes(kFirst + q)); }, x + kFirst * 4,
-        corrections, ld, sums);
-  } else {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const DotInts first = all_lanes(corrections + r * ld);
-#pragma GCC unroll 2
-      for (int u = 0; u < U; ++u) sums[r][u] = first;
-    }
-    add_quads<kFirst, kEnd, R, U>(chunks, x, ld, sums);
-  }
+// sums [R][2] = the rows' corrections, and the products of quads [kFirst, kEnd) with x; rows and
+// corrections begin `ld` bytes apart. Only where kHasHalves.
+template <int kFirst, int kEnd, int R, CodeKind kKind>
+inline void sum_chunk(const Chunk<kKind> (&chunks)[2], const uint8_t* x,
+                      const uint8_t* corrections, int64_t ld, DotInts (&sums)[R][2]) {
+  using Dot = ByteDot<largest_of(kKind)>;
+  sum_quads<Dot, kEnd - kFirst, R>(
+      [&](int u, int q) { return Dot::stored(chunks[u].bytes(kFirst + q)); }, x + kFirst * 4,
+      corrections, ld, sums);
 }
+
 inline DotFloats all_lanes_float(const uint8_t* p) { return (DotFloats)all_lanes(p); }
 
 // fp16, one to a lane.

@@ -77,10 +77,21 @@ struct Flat {
   template <int R, int U>
   static void add_chunk(const UnitProduct& call, const uint8_t* numbers, const uint8_t* chunk,
                         const uint8_t* x, DotFloats (&results)[R][U]) {
-    const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
     const uint8_t* corrections = x + offsetof(Header, corrections);
     DotInts sums[R][U];
-    sum_chunk<0, 8, R, U>(codes.units, x + sizeof(Header), corrections, call.ld, sums);
+    if constexpr (kHasHalves) {
+      const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
+      sum_chunk<0, 8, R>(codes.units, x + sizeof(Header), corrections, call.ld, sums);
+    } else {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const DotInts correction = all_lanes(corrections + r * call.ld);
+#pragma GCC unroll 2
+        for (int u = 0; u < U; ++u) sums[r][u] = correction;
+      }
+      const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
+      add_quads<0, 8, R, U>(codes.units, x + sizeof(Header), call.ld, sums);
+    }
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u)
       add_scaled<R, U>(*call.linear.code_format,

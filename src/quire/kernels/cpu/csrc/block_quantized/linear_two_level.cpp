@@ -90,8 +90,18 @@ struct TwoLevel {
     const int group = i * kParts + kIndex;
     const uint8_t* correction = x + offsetof(Header, corrections) + kIndex * sizeof(int32_t);
     DotInts sums[R][U];
-    sum_chunk<kIndex * kQuads, (kIndex + 1) * kQuads, R, U>(codes, x + sizeof(Header), correction,
-                                                            call.ld, sums);
+    const uint8_t* q = x + sizeof(Header);
+    if constexpr (kHasHalves) {
+      sum_chunk<kIndex * kQuads, (kIndex + 1) * kQuads, R>(codes, q, correction, call.ld, sums);
+    } else {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const DotInts first = all_lanes(correction + r * call.ld);
+#pragma GCC unroll 2
+        for (int u = 0; u < U; ++u) sums[r][u] = first;
+      }
+      add_quads<kIndex * kQuads, (kIndex + 1) * kQuads, R, U>(codes, q, call.ld, sums);
+    }
     const uint8_t* x_scale = x + offsetof(Header, scale);
     const uint8_t* x_sum = x + offsetof(Header, sums) + kIndex * sizeof(float);
 #pragma GCC unroll 2
