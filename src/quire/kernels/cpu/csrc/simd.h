@@ -74,7 +74,8 @@ inline vf fma(vf a, vf b, vf c) {
   return z.v;
 #elif defined(__aarch64__)
   Parts x{a}, y{b}, z{c};
-  for (int i = 0; i < kNumParts; ++i) z.parts[i] = (part)vfmaq_f32(z.parts[i], x.parts[i], y.parts[i]);
+  for (int i = 0; i < kNumParts; ++i)
+    z.parts[i] = (part)vfmaq_f32(z.parts[i], x.parts[i], y.parts[i]);
   return z.whole;
 #else
   return a * b + c;

@@ -93,7 +93,8 @@ inline int32_t greatest_lane(vi x) {
   return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
 #elif defined(__aarch64__)
   union { vi whole; int32x4_t parts[4]; } y{x};
-  return vmaxvq_s32(vmaxq_s32(vmaxq_s32(y.parts[0], y.parts[1]), vmaxq_s32(y.parts[2], y.parts[3])));
+  const int32x4_t low = vmaxq_s32(y.parts[0], y.parts[1]), high = vmaxq_s32(y.parts[2], y.parts[3]);
+  return vmaxvq_s32(vmaxq_s32(low, high));
 #else
   int32_t v[kLanes];
   std::memcpy(v, &x, sizeof x);
