@@ -44,11 +44,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
         from quire.kernels.cpu.library import NativeLibrary
 
-        find = NativeLibrary.__getattr__
-
         def is_supported(library: NativeLibrary, index: int) -> bool:
             name = library.isa_name(index).decode()
-            return name == SET or bool(find(library, "isa_supported")(index))
+            return name == SET or bool(library._loaded.quire_isa_supported(index))
 
         pytest.MonkeyPatch().setattr(NativeLibrary, "isa_supported", is_supported, raising=False)
         return int(pytest.main(tests or ["-q", *(str(KERNEL_TESTS / it) for it in DEFAULT_TESTS)]))
