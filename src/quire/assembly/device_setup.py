@@ -153,6 +153,8 @@ def choose_setup(
         kernels = select_kernels(
             options.kernels, num_threads, dtype, takes_fewer=options.num_threads is None
         )
+    if options.dtype == AUTO and kernels is None and device.type == "cpu":
+        dtype = _computed_by_torch(dtype)
     set_torch_threads(kernels, num_threads)
     linears = _triton_linears(options) if is_triton else None
     # Then check that the weight format suits the model, the dtype and the device.
@@ -232,8 +234,9 @@ def _triton_linears(options: EngineOptions) -> TritonLinears:
 
 
 def choose_dtype(options: EngineOptions, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that the options name. "auto" means the checkpoint's dtype; if the device only
-    emulates that, float16 on a GPU and float32 on the CPU."""
+    """The dtype that the options name. "auto" means the checkpoint's dtype, or one that the device
+    computes with: float16 instead of bfloat16 on old GPUs, float32 instead of float16 on the CPU.
+    """
     if options.dtype != AUTO:
         dtype = getattr(torch, options.dtype)
         assert isinstance(dtype, torch.dtype)
@@ -244,10 +247,22 @@ def choose_dtype(options: EngineOptions, config: ModelConfig, device: torch.devi
             logger.warning("this GPU only emulates %s; computing in float16", own)
             return torch.float16
         return own
-    if own is torch.float16 or (own is torch.bfloat16 and not _has_bfloat16()):
+    if own is torch.float16:
         logger.info("this processor only emulates %s; computing in float32", own)
         return torch.float32
     return own
+
+
+def _computed_by_torch(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch's operators, or Triton's interpreter, compute on this processor.
+
+    They round each product of bfloat16 in software where the processor can't multiply it. The
+    native kernels widen the weights as they read them, which takes less time than reading float32.
+    """
+    if dtype is torch.bfloat16 and not _has_bfloat16():
+        logger.info("this processor only emulates %s; computing in float32", dtype)
+        return torch.float32
+    return dtype
 
 
 def _has_bfloat16() -> bool:

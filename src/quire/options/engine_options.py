@@ -89,8 +89,9 @@ class ModelOptions(Options):
         group="model",
         help=f"number format: {', '.join(DTYPES)}; also"
         f" {', '.join(name for name, _ in OTHER_DTYPES)}",
-        doc='"auto": the checkpoint\'s own, or float32 if this processor only emulates that; "half"'
-        ' and "float" are float16 and float32.',
+        doc='"auto": the checkpoint\'s own. On a CPU, float32 instead of float16, and instead of'
+        " bfloat16 if torch computes and the processor can't multiply it."
+        ' "half" and "float" are float16 and float32.',
         flag=Flag(metavar="DTYPE"),
     )
     max_model_len: int | None = option(
