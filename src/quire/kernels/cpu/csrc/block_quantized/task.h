@@ -85,11 +85,12 @@ inline UnitChunks<kKind, U> chunks_of(const uint8_t* first, int64_t unit_bytes,
 // to: [R, 32], the lanes of the first register.
 template <int R, int U>
 inline void store_results(const DotFloats (&results)[R][U], float* to) {
+  constexpr int kApart = kHasHalves ? kIntLanes : int(kUnitOutputs);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u)
-      std::memcpy(to + r * kPanelOutputs + u * kIntLanes, &results[r][u], sizeof(DotFloats));
+      std::memcpy(to + r * kPanelOutputs + u * kApart, &results[r][u], sizeof(DotFloats));
 }
 
 // Form: kMaxRows and multiply<R, U>, a UnitProduct of R rows and U registers; kParts of a chunk,
