@@ -36,9 +36,15 @@ def copy_checkout(target: Path) -> None:
             shutil.copyfile(CHECKOUT / name, target / name)
 
 
+def minor_version(python: Path) -> int:
+    """The 11 of python3.11; -1 for other files beside it, such as python3.11-config."""
+    number = python.name.removeprefix("python3.")
+    return int(number) if number.isdecimal() else -1
+
+
 def run_tests(folder: Path, cpu: str, root: Path, packages: Path, tests: Sequence[str]) -> int:
     """Run pytest in `folder` on an emulated processor. Returns its exit status."""
-    python = sorted(root.glob("usr/bin/python3.*"))[-1]
+    python = max(root.glob("usr/bin/python3.*"), key=minor_version)
     paths = [packages, folder / "src", folder]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -60,12 +66,14 @@ def main() -> int:
     parser.add_argument("--objects", type=Path, help="keep object files here, to reuse them")
     parser.add_argument("tests", nargs="*", default=TESTS, help="(%(default)s)")
     arguments = parser.parse_args()
+    if not list(arguments.root.glob("usr/bin/python3.*")):
+        parser.error(f"--root is {arguments.root}, but there is no usr/bin/python3.* in it")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         copy_checkout(folder)
         library = folder / build.LIBRARY.relative_to(CHECKOUT)
         # -O1 gives the same results, and takes a third of the time to compile.
-        build.build(library, arguments.objects, COMPILER, machine="aarch64", optimized=("none",))
+        build.build(library, arguments.objects, COMPILER, machine="aarch64", optimized=())
         failed = []
         for cpu in arguments.cpus.split(","):
             print(f"{cpu}:", flush=True)

@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
         build._X86_ISAS[SET] = (*build._AVX2, "-include", str(HEADER))
         # Neither is optimized fully, which would take longer to compile.
         sets = ("avx2", SET)
-        build.build(build.LIBRARY, args.objects, isas=sets, optimized=("portable",))
+        build.build(build.LIBRARY, args.objects, isas=sets, optimized=())
 
         from quire.kernels.cpu.library import NativeLibrary
 

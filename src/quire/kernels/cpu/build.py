@@ -7,7 +7,7 @@ Neither torch nor headers of other packages are needed.
     python -m quire.kernels.cpu.build --digest [--own-isa | --for-tests | --machine FAMILY]
 
 Files with kernels are compiled once for each instruction set of the processor family, or with
-`--own-isa` for the best one of this processor alone, which takes a fifth of the time. With
+`--own-isa` for the best one of this processor alone, which takes a quarter of the time. With
 `--for-tests` only that one is optimized fully, which takes two thirds of the time. All that is
 compiled is linked into one library, which selects an instruction set when it is loaded. `--machine`
 compiles for another processor family, with a cross compiler that `--compiler` names. The
@@ -48,7 +48,8 @@ COMMON_FLAGS = (
     # Results must not depend on which multiplications and additions the compiler fuses.
     *("-ffp-contract=off", "-fno-math-errno"),
 )
-# An undefined name is an error, as it is on macOS anyway, whose linker doesn't know the second.
+# With "-z defs" undefined names are errors. macOS's linker lacks the option, and refuses them
+# anyway.
 LINK_FLAGS = ("-pthread",) if sys.platform == "darwin" else ("-pthread", "-Wl,-z,defs")
 # Overrides -O3 in `--for-tests`. Results are the same to the bit, since no flag lets the compiler
 # reorder or fuse floating-point operations.
@@ -89,7 +90,7 @@ _X86_ISAS = {
     "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
 }
 # GCC otherwise moves the loads of an unrolled loop to its front, where registers don't suffice.
-# Clang doesn't know the flag, and takes it with a warning.
+# Clang ignores the flag; the second one silences its warning.
 _NEON = ("-fno-schedule-insns", "-Wno-ignored-optimization-argument")
 _ARM64_ISAS = {
     "neon": _NEON,
@@ -203,7 +204,8 @@ def build(
         folder = objects or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         all_units = _units(chosen, machine, optimized)
-        flags = {unit: _flags(unit, chosen, digest, optimized or chosen) for unit in all_units}
+        known = chosen if optimized is None else optimized
+        flags = {unit: _flags(unit, chosen, digest, known) for unit in all_units}
         units = {unit: _object_path(compiler, unit, flags[unit], folder) for unit in flags}
         missing = [unit for unit, target in units.items() if not target.exists()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
