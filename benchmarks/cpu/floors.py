@@ -64,11 +64,11 @@ PRECISIONS = {
         # A scale per output channel is 4 bytes in hundreds of weights: not counted.
         Precision("int8", 1.0, 1.0, "int8"),
         # A scale and an offset, of a byte each, for each group of 32.
-        Precision("int4", 0.5 + 2 / 32, 0.5 + 2 / 32, "int8"),
+        Precision("int4", 0.5 + 2 / 32, 0.5 + 2 / 32, "int4"),
         # A scale of two bytes for each 32.
         Precision("Q8_0", 1 + 2 / 32, 1 + 2 / 32, "int8"),
         # Of layers about one weight in seven is Q6_K, the others Q4_K; the projection is Q6_K.
-        Precision("Q4_K_M", (6 * 144 + 210) / 7 / 256, 210 / 256, "int8"),
+        Precision("Q4_K_M", (6 * 144 + 210) / 7 / 256, 210 / 256, "int4"),
     )
 }
 

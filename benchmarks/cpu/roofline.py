@@ -1,11 +1,13 @@
 """What the machine gives at best: bytes read per second, operations per second in large products.
 
-    python -m benchmarks.cpu.roofline --threads 2 [--out roofline.json]
+    python -m benchmarks.cpu.roofline --threads 2 [--kernels avx2] [--out roofline.json]
 
 Bandwidth: the best of reading 512 MiB by a sum and by a maximum, far more than any cache holds.
 Rates: the best of square products of 2,048 and 4,096 through torch, whose libraries are near the
-processor's limit there. The best of all repetitions counts, since a floor must not be beaten.
-A process of its own, so that `cpu.py` measures it in turn with the engines.
+processor's limit where they use its instructions, and of products in registers by those of an
+instruction set of the native kernels (`peaks.py`). The best of all repetitions counts, since a
+floor must not be beaten. A process of its own, so that `cpu.py` measures it in turn with the
+engines.
 """
 
 import argparse
@@ -16,7 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from benchmarks.cpu.peaks import peak_ops_s
 from quire.bench.machine import NoiseMeter, processor
+from quire.kernels.cpu.library import load_library
 
 READ_BYTES = 512 << 20
 SIZES = (2048, 4096)
@@ -66,9 +70,18 @@ def matrix_ops_s() -> dict[str, float]:
     return rates
 
 
+def ops_s(isa: str, num_threads: int) -> dict[str, float]:
+    """The most operations per second by precision: torch's matrix products', or in registers."""
+    rates = matrix_ops_s()
+    for name, rate in peak_ops_s(isa, num_threads).items():
+        rates[name] = max(rate, rates.get(name, 0.0))
+    return rates
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kernels", help="an instruction set; by default this processor's best")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -80,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         "processor": processor(),
         "threads": args.threads,
         "read_bytes_s": read_bytes_s(),
-        "ops_s": matrix_ops_s(),
+        "ops_s": ops_s(args.kernels or next(iter(load_library().isas())), args.threads),
     }
     noise = meter.stop()
     result |= {"other_cpus": noise.other_cores, "steal_cpus": noise.steal_cores}

@@ -88,7 +88,7 @@ def no_roofline(cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         "processor": "two cores",
         "threads": 2,
         "read_bytes_s": 47.6e9,
-        "ops_s": {"bf16": 440e9, "fp32": 190e9, "int8": 900e9},
+        "ops_s": {"bf16": 440e9, "fp32": 190e9, "int8": 900e9, "int4": 900e9},
         "other_cpus": 0.0,
         "steal_cpus": None,
     }
@@ -170,7 +170,7 @@ def test_figures_that_were_never_quiet_are_marked(
             {
                 **{"processor": "two cores", "threads": 2, "other_cpus": 0.5, "steal_cpus": 0.0},
                 "read_bytes_s": 47.6e9,
-                "ops_s": {"bf16": 440e9, "fp32": 190e9, "int8": 900e9},
+                "ops_s": {"bf16": 440e9, "fp32": 190e9, "int8": 900e9, "int4": 900e9},
             }
         ],
     )
