@@ -19,6 +19,13 @@ typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));  // sixteen bf16
 
+template <typename V>
+inline V load_as(const void* p) {
+  V x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
 // GCC tears some operations on values wider than a register into single lanes (10 times as slow):
 // comparisons and copies of one number to all lanes. They are made register by register.
 #if defined(__AVX512F__)

@@ -40,26 +40,6 @@ inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 // Sums are held by registers, `part`s of sixteen lanes.
 typedef uint32_t part_bits __attribute__((vector_size(kRegisterBytes)));
 
-inline part multiply_add(part a, part b, part c) {
-#if defined(__AVX512F__)
-  return fma(a, b, c);
-#elif defined(__FMA__)
-  return (part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-  return fma(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
-inline part broadcast_part(float x) {
-#if defined(__AVX512F__)
-  return splat(x);
-#else
-  return part{} + x;
-#endif
-}
-
 template <typename V>
 inline V load_part(const void* p) {
   V x;
@@ -91,10 +71,10 @@ struct FullMode {  // fp32
   static constexpr int kDepth = 1;
   static constexpr bool kFine = true;
   static Factor factor(Element x) { return x; }
-  static Left broadcast(const Factor* p) { return broadcast_part(*p); }
+  static Left broadcast(const Factor* p) { return splat_part(*p); }
   static Right load_right(const Element* p) { return load_part<part>(p); }
   static Right load_right_n(const Element* p, int n) { return load_part_n<part>(p, n); }
-  static part multiply(Left a, Right b, part sum) { return multiply_add(a, b, sum); }
+  static part multiply(Left a, Right b, part sum) { return fma(a, b, sum); }
   // Stores the probabilities of keys 0..15 and 16..31, adds what was stored to the lanes of sum.
   static vf put(Factor* to, vf first, vf second, vf sum) {
     store(to, first);
@@ -117,14 +97,14 @@ struct WideMode {  // bf16, computed in fp32
   static constexpr int kDepth = 2;
   static constexpr bool kFine = true;
   static Factor factor(Element x) { return to_float(x); }
-  static Left broadcast(const Factor* p) { return {broadcast_part(p[0]), broadcast_part(p[1])}; }
+  static Left broadcast(const Factor* p) { return {splat_part(p[0]), splat_part(p[1])}; }
   static Right split(const part_bits& pairs) {
     return {(part)(pairs << 16), (part)(pairs & 0xffff0000u)};
   }
   static Right load_right(const Element* p) { return split(load_part<part_bits>(p)); }
   static Right load_right_n(const Element* p, int n) { return split(load_part_n<part_bits>(p, n)); }
   static part multiply(const Left& a, const Right& b, part sum) {
-    return multiply_add(a.odd, b.odd, multiply_add(a.even, b.even, sum));
+    return fma(a.odd, b.odd, fma(a.even, b.even, sum));
   }
   static vf put(Factor* to, vf first, vf second, vf sum) {
     return FullMode::put(to, first, second, sum);
@@ -253,8 +233,8 @@ inline void add_values(const typename M::Factor* probs, const typename M::Elemen
       float* to = row + c * kPartLanes;
       part x = sums[r][c];
       if (out.keep)
-        x = multiply_add(load_part<part>(to), broadcast_part(out.keep[r]),
-                         x * broadcast_part(out.add[r]));
+        x = fma(load_part<part>(to), splat_part(out.keep[r]),
+                         x * splat_part(out.add[r]));
       store_part(to, x);
     }
   }

@@ -142,8 +142,8 @@ inline void add_slice(const typename M::Factor* probs, const typename M::Factor*
       float* to = out.rows[r] + at + c * kPartLanes;
       part x = sums[r][c];
       if (out.keep)
-        x = multiply_add(load_part<part>(to), broadcast_part(out.keep[r]),
-                         x * broadcast_part(out.add[r]));
+        x = fma(load_part<part>(to), splat_part(out.keep[r]),
+                         x * splat_part(out.add[r]));
       store_part(to, x);
     }
   }

@@ -124,8 +124,6 @@ inline void add_quads(const Chunk<kKind> (&chunks)[U], const uint8_t* x, int64_t
   }
 }
 
-// What four bytes, the same of each row, are in all lanes.
-inline DotInts all_lanes(const uint8_t* p) { return DotInts{} + load_as<int32_t>(p); }
 
 // sums [R][2] = the rows' corrections, and the products of quads [kFirst, kEnd) with x; rows and
 // corrections begin `ld` bytes apart. Only where kHasHalves.

@@ -24,8 +24,8 @@ inline DotInts to_ints(DotFloats x) { return __builtin_convertvector(x, DotInts)
 
 enum class Seconds { kNone, kOffsets, kZeros };
 
-// Where kHasHalves, codes stay as small as they are, for the sums of ByteDot: zeros are numbers of
-// their own. Elsewhere they are added to the codes, and kLargestByte is 255 for all codes.
+// Where kHasHalves, zeros are seconds, so codes stay small enough for sums of 16 bits. Elsewhere
+// 128 - zero is added to the codes, and kLargestByte is 255.
 template <int kPartsOfChunk, Seconds kSecondNumbers, int kLargestByte>
 struct ExpandedTile {
   static constexpr int kParts = kPartsOfChunk;

@@ -37,10 +37,10 @@ constexpr bool kIsOptimized[] = {QUIRE_ISAS};
 constexpr int kNumTables = sizeof kTables / sizeof *kTables;
 
 #if defined(__x86_64__)
-// Bit 4 of EAX in part 1 of cpuid's leaf 7: g++ 12 has no name for it.
+// Bit 4 of EAX in subleaf 1 of cpuid's leaf 7: g++ 12 has no name for it.
 bool has_avx_vnni() {
-  unsigned last_part, features, ebx, ecx, edx;
-  return __get_cpuid_count(7, 0, &last_part, &ebx, &ecx, &edx) && last_part >= 1 &&
+  unsigned last_subleaf, features, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &last_subleaf, &ebx, &ecx, &edx) && last_subleaf >= 1 &&
          __get_cpuid_count(7, 1, &features, &ebx, &ecx, &edx) && (features & 1u << 4);
 }
 #endif

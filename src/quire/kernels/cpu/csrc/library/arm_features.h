@@ -14,10 +14,10 @@ static constexpr unsigned long kHwcapAtomics = 1ul << 8, kHwcapDotProd = 1ul << 
 static constexpr unsigned long kHwcap2I8mm = 1ul << 13, kHwcap2Bf16 = 1ul << 14;
 
 struct ArmFeatures {
-  // dotprod: and the atomic instructions that build.py's flags allow besides.
+  // dotprod is true only if the processor also has ARMv8.1's atomics, which the same flags allow.
   bool dotprod = false, i8mm = false, bf16 = false;
 
-  // No features on systems that are asked in no way that is known here.
+  // Finds no features on systems other than Linux and macOS.
   static ArmFeatures of_this_processor() {
     ArmFeatures found;
 #if defined(__linux__)

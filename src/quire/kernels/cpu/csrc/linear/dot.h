@@ -1,11 +1,11 @@
 // Dot products of bytes in exact 32-bit integers, for quantized linears.
 //
-// An instruction multiplies four bytes of each side. Sums are exact, so they do not depend on the
-// order, and all instruction sets agree on them.
+// Sums are exact, so they do not depend on the order, and all instruction sets agree on them.
 //
 // Weights are unsigned bytes, four inputs of an output to a lane. x is signed, and its four inputs
-// ("a quad") are given to all lanes: as bytes where the processor multiplies those (VNNI), else as
-// two pairs of 16 bits, the even inputs, then the odd ones, so that a lane's bytes need but a mask.
+// ("a quad") are given to all lanes: as bytes where the processor has products of those (VNNI,
+// ARM64), else as two pairs of 16 bits, the even inputs, then the odd ones, so that a lane's bytes
+// need but a mask. dot_codes.h has products of codes.
 #pragma once
 #include "linear/linear.h"
 #include "simd.h"
@@ -33,16 +33,9 @@ typedef int32_t DotInts __attribute__((vector_size(kIntLanes * 4)));
 typedef uint16_t DotShorts __attribute__((vector_size(kIntLanes * 4)));
 typedef float DotFloats __attribute__((vector_size(kIntLanes * 4)));
 
-template <typename V>
-inline V load_as(const void* p) {
-  V x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-
 inline DotFloats to_floats(DotInts x) { return __builtin_convertvector(x, DotFloats); }
 
-// The sum itself. GCC adds the products of an unrolled loop as a tree, for which it first makes them
+// Returns `sum`. GCC adds the products of an unrolled loop as a tree, for which it first makes them
 // all and keeps most of them in memory. It does not move additions past this.
 template <typename V>
 inline V in_order(V sum) {
@@ -53,6 +46,9 @@ inline V in_order(V sum) {
 #endif
   return sum;
 }
+
+// Four bytes in all lanes.
+inline DotInts all_lanes(const void* p) { return DotInts{} + load_as<int32_t>(p); }
 
 #if !defined(__aarch64__)
 
@@ -108,7 +104,7 @@ typedef int8_t DotElement;  // of x
 // Four inputs of x, in all lanes.
 struct DotInput {
   DotInts bytes;
-  explicit DotInput(const DotElement* x) : bytes(DotInts{} + load_as<int32_t>(x)) {}
+  explicit DotInput(const DotElement* x) : bytes(all_lanes(x)) {}
 };
 
 // The weights of four inputs.
@@ -132,7 +128,7 @@ typedef int16_t DotElement;
 struct DotInput {
   DotInts even, odd;
   explicit DotInput(const DotElement* x)
-      : even(DotInts{} + load_as<int32_t>(x)), odd(DotInts{} + load_as<int32_t>(x + 2)) {}
+      : even(all_lanes(x)), odd(all_lanes(x + 2)) {}
 };
 
 struct DotWeights {
@@ -168,18 +164,18 @@ inline Shorts narrow_to_shorts(vi x) {
 #endif
 }
 
-// Stores numbers as dot.h's DotInput reads them, of whichever type DotElement is.
-#if defined(__AVX512VNNI__)
+// Stores sixteen numbers as products read them: bytes in their order, numbers of 16 bits as
+// dot_pairs takes them.
 inline void store_elements(int8_t* to, vi x) {
+#if defined(__AVX512F__)
   _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
-}
-#else
-#if defined(__AVX2__)
-inline void store_elements(int8_t* to, vi x) {
+#elif defined(__SSE2__)
   union { Shorts v; __m128i halves[2]; } shorts{narrow_to_shorts(x)};
   _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(shorts.halves[0], shorts.halves[1]));
-}
+#else
+  for (int i = 0; i < kLanes; ++i) to[i] = int8_t(x[i]);
 #endif
+}
 
 // Within a lane of four pairs, the second and the third change places.
 inline void store_elements(int16_t* to, vi x) {
@@ -188,7 +184,6 @@ inline void store_elements(int16_t* to, vi x) {
                                                  11, 12, 14, 13, 15);
   std::memcpy(to, &swapped, sizeof swapped);
 }
-#endif
 
 constexpr int kByteOffset = 0;  // what `byte_weights` takes off each byte
 #endif

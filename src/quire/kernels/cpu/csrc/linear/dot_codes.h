@@ -52,8 +52,8 @@ struct ByteInput {
 
 template <int kLargest>
 struct ByteDot {
-  static_assert(kLargest < 64);
-  static constexpr int kQuads = kLargest < 16 ? 8 : kLargest < 32 ? 4 : 2;
+  static constexpr int kQuads = 32767 / (2 * 127 * kLargest);
+  static_assert(kQuads > 0);
   static constexpr int kBias = 0;
   typedef ByteInput Input;
   typedef __m256i Sum;
@@ -124,6 +124,7 @@ template <typename Dot, int kQuads, int R, typename Bytes>
 inline void sum_quads(const Bytes& bytes, const uint8_t* x, const uint8_t* starts, int64_t ld,
                       DotInts (&sums)[R][2]) {
   constexpr int kSteps = Dot::kQuads < kQuads ? Dot::kQuads : kQuads;
+  static_assert(kQuads % kSteps == 0);
 #pragma GCC unroll 16
   for (int first = 0; first < kQuads; first += kSteps) {
     typename Dot::Sum parts[R][2];

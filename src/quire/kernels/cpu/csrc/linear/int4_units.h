@@ -15,8 +15,8 @@ namespace quire::QUIRE_ISA {
 
 constexpr int64_t kInt4PairsPerScale = 2;  // pairs of groups that share a scale of x
 
-// Where the second register's numbers begin, if an output has so many bytes: in the next unit, or
-// in the other half of this one.
+// Bytes from the first register's numbers to the second's, which are in the next unit or in the
+// other half of this one; an output has kOutputBytes.
 template <int kOutputBytes>
 inline int64_t next_register(int64_t unit_bytes) {
   return kHasHalves ? kIntLanes * kOutputBytes : unit_bytes;
@@ -97,9 +97,6 @@ inline void add_group_of_units(const uint8_t* halves, const uint8_t* scales, int
   }
 }
 
-// Four bytes of x's scales or sums, in all lanes.
-inline DotInts in_all_lanes(const void* p) { return DotInts{} + load_as<int32_t>(p); }
-
 // scaled, offsets [R, 32] += num_pairs pairs of groups, one or two, which share the scale `share`
 // of x.
 template <int R, int kGroup>
@@ -135,9 +132,9 @@ inline void add_share_of_units(const uint8_t* pairs, int64_t num_pairs, int64_t 
   float *scaled = sums.scaled, *offsets = sums.offsets;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    const auto scale = (DotFloats)in_all_lanes(x_scale + r * num_scales);
-    const DotInts first_sum = in_all_lanes(x_sums + r * num_sums);
-    const DotInts last_sum = in_all_lanes(x_sums + r * num_sums + last);
+    const auto scale = (DotFloats)all_lanes(x_scale + r * num_scales);
+    const DotInts first_sum = all_lanes(x_sums + r * num_sums);
+    const DotInts last_sum = all_lanes(x_sums + r * num_sums + last);
 #pragma GCC unroll 2
     for (int u = 0; u < 2; ++u) {
       const int64_t at = r * kPanelOutputs + u * kIntLanes;

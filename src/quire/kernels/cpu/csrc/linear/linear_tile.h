@@ -32,25 +32,6 @@ constexpr int tile_registers(int num_rows) {
   return kRegisterLanes == 8 && num_rows > 2 ? 2 : kTileRegisters;
 }
 
-template <typename T>
-inline T load_as(const void* p) {
-  T x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-
-inline Register multiply_add(Register a, Register b, Register c) {
-#if defined(__AVX512F__)
-  return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-  return (Register)vfmaq_f32(c, a, b);
-#else
-  return a * b + c;
-#endif
-}
-
 // One step of the loop: kInputs inputs of a row of x, read as X. Of these, kInputsAtOnce meet their
 // weights, N registers for an input, before the next rows do.
 struct F32Step {
@@ -69,7 +50,7 @@ struct F32Step {
     void add(Register (&sums)[N], const float* x) const {
       const Register value = splat_part(*x);
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) sums[i] = multiply_add(of[i], value, sums[i]);
+      for (int i = 0; i < N; ++i) sums[i] = fma(of[i], value, sums[i]);
     }
   };
 };

@@ -11,7 +11,7 @@
 
 namespace quire::QUIRE_ISA {
 
-// Weights are bytes above a zero of 128, of which byte_weights has taken kByteOffset.
+// Weights are stored plus 128. byte_weights subtracts kByteOffset; the sums of x subtract the rest.
 constexpr int kZeroFactor = kByteOffset - 128;
 
 // Element: DotElement, or CodeElement where weights are codes.

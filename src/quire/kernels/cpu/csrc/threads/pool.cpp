@@ -67,7 +67,7 @@ void futex_wake(std::atomic<T>* word, [[maybe_unused]] int num_threads) {
 #endif
 }
 
-// Which one runs the caller; -1 where the system lets no thread choose its processor.
+// The processor that runs the caller; -1 on systems without thread affinity.
 int current_processor() {
 #if defined(__linux__)
   return sched_getcpu();

@@ -46,19 +46,13 @@ struct PackedScale {
 // The sums of a row against a unit become scores: raw products, or close to them.
 __attribute__((always_inline)) inline void put_scores(float* to, DotInts sum, const PackedScale& scale, part key_scales) {
   const auto exact = (DotInts)((SumBits)sum - uint32_t(scale.offset));
-  store_part(to, (part)to_floats(exact) * broadcast_part(scale.factor) * key_scales);
+  store_part(to, (part)to_floats(exact) * splat_part(scale.factor) * key_scales);
 }
 
 #if defined(__AVX512VNNI__)
 
 inline DotInts joined_digits(DotInts high, DotInts low) {
   return (DotInts)(((SumBits)high << 8) + (SumBits)low);
-}
-
-inline DotInts all_lanes(const uint8_t* four) {
-  int32_t x;
-  std::memcpy(&x, four, 4);
-  return (DotInts)_mm512_set1_epi32(x);
 }
 
 inline DotInts dot_bytes(DotInts acc, DotInts unsigned_bytes, DotInts signed_bytes) {
@@ -181,10 +175,10 @@ struct CodeRows {
 
   __attribute__((always_inline)) void put(int r, int at, DotInts sum) const {
     float* row = to.rows[r] + at;
-    part x = (part)to_floats(sum) * broadcast_part(factors[r]);
+    part x = (part)to_floats(sum) * splat_part(factors[r]);
     if (to.keep)
-      x = multiply_add(load_part<part>(row), broadcast_part(to.keep[r]),
-                       x * broadcast_part(to.add[r]));
+      x = fma(load_part<part>(row), splat_part(to.keep[r]),
+                       x * splat_part(to.add[r]));
     store_part(row, x);
   }
 };

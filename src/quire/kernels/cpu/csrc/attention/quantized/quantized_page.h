@@ -60,22 +60,6 @@ struct KVPages<uint8_t> {
   }
 };
 
-// Sixteen numbers from -128 to 127, as bytes.
-inline void store_codes(int8_t* to, vi x) {
-#if defined(__AVX512F__)
-  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
-#elif defined(__SSE2__)
-  union { vi whole; __m128i parts[4]; } wide{x};
-  const __m128i low = _mm_packs_epi32(wide.parts[0], wide.parts[1]);
-  const __m128i high = _mm_packs_epi32(wide.parts[2], wide.parts[3]);
-  _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(low, high));
-#elif defined(__aarch64__)
-  store_elements(to, x);
-#else
-  for (int i = 0; i < kLanes; ++i) to[i] = int8_t(x[i]);
-#endif
-}
-
 // A head's vector as codes, [D] with zeros from the head size on. Returns the scale, in bf16.
 template <typename T>
 inline uint16_t find_codes(const T* x, int real_dim, int head_dim, int8_t* codes) {
@@ -96,7 +80,7 @@ inline uint16_t find_codes(const T* x, int real_dim, int head_dim, int8_t* codes
     const vf near = min(splat(127.0f), max(splat(-127.0f), y)) + splat(12582912.0f);
     const vi code = (vi)near - 0x4b400000;
     int8_t narrow[kLanes];
-    store_codes(narrow, code);
+    store_elements(narrow, code);
     std::memcpy(codes + d, narrow, head_dim - d < kLanes ? head_dim - d : kLanes);
   }
   return bits;
