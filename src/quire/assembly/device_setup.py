@@ -236,6 +236,8 @@ def _triton_linears(options: EngineOptions) -> TritonLinears:
 def choose_dtype(options: EngineOptions, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype that the options name. "auto" means the checkpoint's dtype, or one that the device
     computes with: float16 instead of bfloat16 on old GPUs, float32 instead of float16 on the CPU.
+
+    `choose_setup`, which knows the kernels, may still replace bfloat16 by float32 on the CPU.
     """
     if options.dtype != AUTO:
         dtype = getattr(torch, options.dtype)
