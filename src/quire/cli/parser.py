@@ -1,7 +1,7 @@
 """The command-line parser: every command and its flags.
 
 Reads no environment variables; `main` runs the parsed commands. Imports no slow modules, because
-`quire --version` and `--help` import this module.
+`--help` and `--version -v` import this module.
 """
 
 import argparse
