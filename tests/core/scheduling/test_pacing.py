@@ -251,6 +251,34 @@ def test_a_late_step_in_time_uses_up_nothing() -> None:
     assert open_paced(pacer).num_late_left == min(64, before + 1)
 
 
+@pytest.mark.parametrize(("factor", "num_owed"), [(0.1, 0), (10.0, 8)])
+def test_a_late_step_that_used_up_nothing_is_observed_as_one_in_time(
+    factor: float, num_owed: int
+) -> None:
+    """Its streams are owed only if it takes longer than the ratio; the margin follows it."""
+    pacer = make_pacer(late_rows=64)
+    budget = open_paced(pacer, 8, 8, 600)
+    budget.take_chunk(0, 10)
+    assert budget.is_late and budget.is_in_time
+    pacer.launch(0)
+    before, margin = open_paced(pacer).num_late_left, pacer.margin
+    pacer.observe(0, factor * pacer.config.max_itl_ratio * budget.alone_s)
+    assert before - open_paced(pacer).num_late_left == num_owed
+    assert (pacer.margin > margin) == (num_owed > 0)
+
+
+def test_a_late_step_that_was_paid_for_owes_nothing_more() -> None:
+    pacer = make_pacer(late_rows=64)
+    budget = open_paced(pacer, 8, 8, 600)
+    assert budget.take_chunk(0, 600) == 600 and budget.is_late and not budget.is_in_time
+    before = budget.num_late_left
+    pacer.launch(0)
+    assert before - open_paced(pacer).num_late_left == 8 - 1, "and a row is saved"
+    pacer.observe(0, 1000.0)
+    assert before - open_paced(pacer).num_late_left == 8 - 1
+    assert pacer.margin == 1.05
+
+
 def test_the_debt_for_late_steps_is_bounded() -> None:
     """A noisy hour is forgotten once as many rows decoded as save up the most, and a step's."""
     pacer = make_pacer(late_rows=16)

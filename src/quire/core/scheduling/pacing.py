@@ -279,6 +279,8 @@ class PacedBudget(StepBudget):
         self.late_share = 0.0
         #: Whether the step serves prompts at full speed.
         self.is_late = False
+        #: Whether late intervals were used up for the step when it was launched.
+        self.is_paid = False
         self._predict_s = model.predict_s
         self._most_tokens = model.most_tokens
         self._ratio = ratio
@@ -295,8 +297,8 @@ class PacedBudget(StepBudget):
 
     @property
     def is_in_time(self) -> bool:
-        """Whether the step is predicted to keep the ratio, even if it `is_late`: some prompts have
-        less to compute than was estimated, since they are cached."""
+        """Whether the predicted time keeps the ratio. A late step may: cached prompts have less to
+        compute than was estimated."""
         return self._predict_s(self.load) <= self._ratio * self.alone_s
 
     @property
@@ -452,7 +454,8 @@ class StepPacer:
             return
         self._in_flight[step_id] = budget
         saved = self.config.late_share * budget.num_decodes
-        spent = budget.num_streams if budget.is_late and not budget.is_in_time else 0
+        budget.is_paid = budget.is_late and not budget.is_in_time
+        spent = budget.num_streams if budget.is_paid else 0
         # If there are more rows than max_late_rows, they may save up for one late step.
         most = max(self.config.max_late_rows, budget.num_streams)
         self._num_late_rows = min(most, self._num_late_rows + saved - spent)
@@ -463,7 +466,7 @@ class StepPacer:
         _drop_earlier(self._in_flight, step_id)
         if budget is None:
             return
-        if budget.load.num_chunk_tokens and not budget.is_late:
+        if budget.load.num_chunk_tokens and not budget.is_paid:
             is_over = seconds > self.margin * self.model.predict_s(budget.load)
             change = MARGIN_QUANTILE if is_over else MARGIN_QUANTILE - 1
             self.margin = max(1.0, min(LARGEST_MARGIN, self.margin + MARGIN_RATE * change))
