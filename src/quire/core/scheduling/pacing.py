@@ -308,11 +308,6 @@ class PacedBudget(StepBudget):
         num_expected = self._demand.count_expected()
         return self.num_late_rows + min(self.max_debt, self.late_share * num_expected)
 
-    @property
-    def may_be_late(self) -> bool:
-        """Whether enough late intervals are left for this step to be late."""
-        return self.num_streams <= self.num_late_left
-
     def take_chunk(
         self, num_computed_tokens: int, num_wanted: int, *, wants_logprobs: bool = False
     ) -> int:
