@@ -313,13 +313,22 @@ class PacedBudget(StepBudget):
     ) -> int:
         most = min(num_wanted, self.num_tokens)
         is_first = not self.load.num_chunk_tokens
+        in_time: int | None = None
         # First, set the time limit when the first chunk is planned; be late if that is worth it.
         if is_first:
             self._set_time_limit()
-            if self.is_late or self._gains_by_lateness(num_computed_tokens, num_wanted):
+            if not self.is_late:
+                # The tokens that wait for the step, of which `in_time` keep the limit.
+                num_late = min(max(num_wanted, self._demand.num_prompt_tokens), self.num_tokens)
+                in_time = self._most_tokens(self._limit_s, self.load, num_computed_tokens, num_late)
+                self.is_late = self._gains_by_lateness(num_late, in_time)
+            if self.is_late:
                 self._lift_time_limit()
         # Then find the longest chunk within the limit.
-        fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
+        if in_time is None or self.is_late or wants_logprobs:
+            fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
+        else:
+            fitting = min(in_time, most)
         num_taken = max(fitting, min(self._least if is_first else 1, most))
         self._count(num_computed_tokens, num_taken, wants_logprobs)
         # The next prompt begins in this step only if its least chunk fits, too.
@@ -344,11 +353,9 @@ class PacedBudget(StepBudget):
         self.alone_s = self._predict_s(crowd)
         self._limit_s = self._ratio * self.alone_s
 
-    def _gains_by_lateness(self, num_computed_tokens: int, num_wanted: int) -> bool:
-        """Whether the step should and may be late. The first prompt has num_computed_tokens and
-        wants num_wanted more."""
-        num_late = min(max(num_wanted, self._demand.num_prompt_tokens), self.num_tokens)
-        in_time = self._most_tokens(self._limit_s, self.load, num_computed_tokens, self.num_tokens)
+    def _gains_by_lateness(self, num_late: int, in_time: int) -> bool:
+        """Whether the step should and may be late. It would compute num_late prompt tokens if it
+        is late, and in_time of them else."""
         num_steps = num_late / max(in_time, self._least)
         if num_steps <= LATE_GAIN:
             return False
@@ -366,7 +373,6 @@ class PacedBudget(StepBudget):
     def _lift_time_limit(self) -> None:
         """Lift the time limit: allow all tokens of the budget, but no extra time for
         log-probabilities."""
-        self.is_late = True
         self._limit_s = self._late_s(self.num_tokens)
 
     def _late_s(self, num_more_tokens: int, num_more_logprobs: int = 0) -> float:
