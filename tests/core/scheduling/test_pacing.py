@@ -493,6 +493,21 @@ def test_the_tokens_of_prompts_that_have_room_are_estimated() -> None:
     assert harness.scheduler.waiting.num_tokens == 0
 
 
+def test_forks_of_a_prompt_add_no_tokens_to_the_estimate() -> None:
+    """Five of six branches wait for the first, whose prompt lacks 40 - 23 tokens."""
+    harness = Harness(make_memory(num_blocks=100), max_num_seqs=8, budget=24)
+    harness.scheduler.pacer = pacer = CountingPacer()
+    harness.add("stream", 7, 4)
+    harness.step()
+    harness.add_branches("many", 40, 2, n=6)
+    harness.step()
+    assert (pacer.num_prompts, pacer.num_prompt_tokens) == (6, 40)
+    harness.step()
+    assert (pacer.num_prompts, pacer.num_prompt_tokens) == (6, 40 - 23)
+    harness.run()
+    assert harness.scheduler.waiting.num_tokens == 0
+
+
 def test_while_blocks_are_lacking_no_prompt_counts_that_waits() -> None:
     """Two run in 5 blocks of 30, and the first of two that wait needs 26."""
     harness = Harness(make_memory(num_blocks=30), max_num_seqs=8, budget=24)

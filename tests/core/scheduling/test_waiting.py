@@ -198,6 +198,28 @@ def test_a_sequence_that_has_run_keeps_its_rank() -> None:
     assert queue.head() is ran
 
 
+def test_forks_count_only_the_tokens_that_they_do_not_share() -> None:
+    """Eight branches of a prompt, and one that left its parent before it was preempted."""
+    queue = WaitingQueue(FcfsPolicy())
+    first = Sequence("a", [1] * 50, DecodingParams(4))
+    forks = [first.branch(index, first.params) for index in range(1, 8)]
+    for order, fork in enumerate(forks, 1):
+        fork.order = order
+        fork.fork_from(first)
+    fill(queue, [first, *forks])
+    assert queue.num_tokens == 50
+    queue.remove(forks[0])
+    forks[0].stop_waiting_for_fork()
+    forks[0].append(5)
+    queue.add(forks[0])
+    assert queue.num_tokens == 50 + 51
+    for fork in forks[1:]:
+        fork.stop_waiting_for_fork()  # their parent ends
+    for sequence in (first, *forks):
+        queue.remove(sequence)
+    assert queue.num_tokens == 0
+
+
 class CountedRank(tuple[float, ...]):
     """A rank that counts how often it is compared."""
 

@@ -75,6 +75,7 @@ class Admission:
         """Estimate the tokens of the waiting prompts that have room to run.
 
         Assumes the mean length of all waiting prompts, and that none of their tokens are cached.
+        Forks count only the tokens that they do not share with their parents.
         """
         num_prompts = self.num_prompts
         return num_prompts and self._waiting.num_tokens * num_prompts // len(self._waiting)

@@ -38,7 +38,8 @@ class WaitingQueue:
         self._buckets: dict[Bucket, list[_Entry]] = {}
         # Where each sequence is, and the number of tokens with which it was counted.
         self._places: dict[Sequence, tuple[Bucket, Rank, int]] = {}
-        #: Number of tokens of all waiting sequences.
+        #: Number of tokens of all waiting sequences. Of a sequence that waited to be forked when it
+        #: was added, only the tokens that it does not share with its parent.
         self.num_tokens = 0
         self._turn = 0
 
@@ -63,8 +64,10 @@ class WaitingQueue:
         """Add a sequence under its `rank`, which is unique."""
         assert sequence not in self._places, sequence
         bucket, rank = self._policy.bucket(sequence), sequence.rank
-        self._places[sequence] = bucket, rank, sequence.num_tokens
-        self.num_tokens += sequence.num_tokens
+        num_shared = 0 if sequence.parent is None else sequence.num_common_tokens
+        num_tokens = sequence.num_tokens - num_shared
+        self._places[sequence] = bucket, rank, num_tokens
+        self.num_tokens += num_tokens
         insort(self._buckets.setdefault(bucket, []), (rank, sequence))
 
     def remove(self, sequence: Sequence) -> None:
