@@ -2,8 +2,11 @@
 
 import pytest
 from tests.core.harness import Harness, make_memory
+from tests.core.hybrid_serving import FULL, PAGE, state, window
 from tests.core.scheduling.test_pacing_cost_model import fitted, fitted_with_vocabulary, roofline
 
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.core.scheduling.pacing import (
@@ -506,6 +509,30 @@ def test_forks_of_a_prompt_add_no_tokens_to_the_estimate() -> None:
     assert (pacer.num_prompts, pacer.num_prompt_tokens) == (6, 40 - 23)
     harness.run()
     assert harness.scheduler.waiting.num_tokens == 0
+
+
+def test_beams_that_lose_their_rows_in_a_plan_count_as_waiting_only() -> None:
+    """Both beams compute their prompt again, and need blocks of the windows. The first finds some;
+    the second does not, and both are preempted."""
+    second = KVGroup((3,), KVKind.WINDOW, PAGE, 10)
+    groups = (FULL, window(10), second, state(1))
+    memory = KVCacheManager(KVCacheConfig(groups, 900, 4, True, b"secret"))
+    harness = Harness(memory, budget=400)
+    harness.scheduler.pacer = pacer = CountingPacer()
+    leader = harness.add("beams", 400, params=DecodingParams(8, beam_width=2))
+    while len(harness.scheduler.beams.members_with(leader)) < 2:
+        harness.step()
+    harness.scheduler.running_set.preempt(leader, 900)
+    memory.pool.release_all(memory._take_blocks(memory.pool.num_free, leader))  # evicts all
+    harness.step()
+    beams = harness.scheduler.beams.members_with(leader)
+    assert [beam.num_computed_tokens for beam in beams] == [256, 144]
+    for beam in beams:
+        memory.forget_passed(beam)
+    memory._take_blocks(memory.pool.num_free - 3, leader)
+    harness.scheduler.schedule(0.0)
+    assert harness.scheduler.running_set.stats.num_preemptions == 4, "of each beam, once more"
+    assert (pacer.num_prompts, pacer.num_prompt_tokens) == (0, 0), "none has room"
 
 
 def test_while_blocks_are_lacking_no_prompt_counts_that_waits() -> None:

@@ -378,11 +378,13 @@ class Scheduler:
             ) or self._slots.make_writable(sequence, self._next_step_id):
                 chunks[sequence] = 1
                 num_pairs += num_tokens
-        # If a beam was preempted, so were all beams of its search, including beams already planned.
+        # If a beam was preempted, so were all beams of its search, including beams already planned
+        # or collected. Other sequences take blocks only from those of a later rank.
         if self.memory.growth.bounded:
             for sequence in [each for each in chunks if each.row is None]:
                 del chunks[sequence]
             replays = [each for each in replays if each.row is not None]
+            partial = [each for each in partial if each.row is not None]
         num_decodes = len(chunks) + len(replays)
         num_pairs += sum([sequence.num_tokens for sequence in replays])
         num_left = self.config.max_num_batched_tokens - num_decodes
@@ -393,7 +395,7 @@ class Scheduler:
         for sequence in replays:
             chunks[sequence] = self.admission.chunk(sequence, budget, is_replay=True)
         for sequence in partial:
-            if not budget.is_spent and sequence.state is SequenceState.RUNNING:
+            if not budget.is_spent:
                 chunks[sequence] = self.admission.schedule_prefill(sequence, budget)
         return budget
 
