@@ -7,8 +7,10 @@ cores). Each process of pytest-xdist collects them again.
 import fcntl
 import mmap
 import os
+import pickle
 import signal
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -19,8 +21,13 @@ from typing import IO, NoReturn
 
 import pytest
 
+from quire.observability.machine_processors import usable_processors
+
 MAX_PROCESSES = 4
 """By default: each takes up to 1.5 GB."""
+
+SECONDS_TO_TEAR_DOWN = 10.0
+"""Time that the processes have for their fixtures when the run is interrupted."""
 
 FOLDER = pytest.StashKey[str]()
 """Folder that the processes of a run share. Only they have it, not the one that has forked them."""
@@ -59,12 +66,15 @@ class Queue:
     range is empty, it takes the second half of the longest one.
     """
 
+    # The memory is the begin and the end of each range, that of `num_first` before those of the
+    # processes, and at last whether the queue was cleared.
+
     def __init__(
         self, lock_file: IO[bytes], num_first: int, num_tests: int, num_processes: int
     ) -> None:
         """lock_file: an open file for the queue's lock."""
         self._file = lock_file
-        self._memory = memoryview(mmap.mmap(-1, 8 * (num_processes + 1))).cast("i")
+        self._memory = memoryview(mmap.mmap(-1, 8 * (num_processes + 1) + 4)).cast("i")
         share = (num_tests - num_first) / num_processes
         cuts = [0, *(num_first + round(share * number) for number in range(num_processes + 1))]
         for place in range(num_processes + 1):
@@ -89,10 +99,16 @@ class Queue:
             return middle
 
     def clear(self) -> None:
-        """Leave nothing to take."""
+        """Leave nothing to take, and make all processes leave what they have taken."""
+        self._memory[-1] = 1
         with self._locked():
             for place in range(len(self._memory) // 2):
                 self._set(place, 0, 0)
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether tests that are taken are not to begin any more."""
+        return bool(self._memory[-1])
 
     def _range(self, place: int) -> tuple[int, int]:
         return self._memory[2 * place], self._memory[2 * place + 1]
@@ -120,7 +136,8 @@ def run_in_processes(session: pytest.Session, *, num_first: int) -> bool | None:
     num_first: how many tests begin before all others.
     """
     config = session.config
-    count = num_processes(config.getoption("processes"), len(os.sched_getaffinity(0)))
+    text = config.getoption("processes")
+    count = 0 if text == "0" else num_processes(text, usable_processors())
     if count == 0 or config.option.collectonly or config.option.usepdb or session.testsfailed:
         return None
     with tempfile.TemporaryFile() as lock_file:
@@ -130,23 +147,30 @@ def run_in_processes(session: pytest.Session, *, num_first: int) -> bool | None:
 
 
 class Worker:
-    """What the controlling process knows of one that runs tests."""
+    """A process that runs tests, as the one knows it that controls it.
+
+    It is the `node` of its reports, which pytest shows and uses as a key. For that it has the
+    attributes of pytest-xdist's nodes.
+    """
 
     def __init__(self, number: int, pid: int, connection: Connection) -> None:
         self.number, self.pid, self.connection = number, pid, connection
-        name = f"process {number}"
-        #: pytest shows its names beside results. It has the attributes of pytest-xdist's nodes.
-        self.node = SimpleNamespace(
-            gateway=SimpleNamespace(id=name), _workerinfocache=f"[{name}, id {pid}]"
-        )
+        self.name = f"process {number}"
+        self.gateway = SimpleNamespace(id=self.name)
+        self._workerinfocache = f"[{self.name}, id {pid}]"
         #: Index of the test that the process runs, None before its first.
         self.current: int | None = None
         #: Index of the test that it has taken to run next.
         self.following: int | None = None
+        #: Whether it has sent its last message. Otherwise its end is a death, whatever its code.
+        self.is_done = False
 
 
 class Controller:
-    """Forks the processes, and reports what they send as if the tests had run here."""
+    """Forks the processes, and reports what they send as if the tests had run here.
+
+    A run passes only if the end of each of its tests was reported.
+    """
 
     def __init__(self, session: pytest.Session, queue: Queue, count: int) -> None:
         self._session, self._queue, self._count = session, queue, count
@@ -154,9 +178,14 @@ class Controller:
         factory: pytest.TempPathFactory = vars(session.config)["_tmp_path_factory"]
         self._folder = str(factory.getbasetemp())
         self._workers: dict[Connection, Worker] = {}
+        #: Indices of the tests whose end was not reported.
+        self._unreported = set(range(len(session.items)))
+        #: Errors of processes, not of their tests.
+        self._errors: list[str] = []
 
     def run(self) -> None:
-        reporter = self._session.config.pluginmanager.getplugin("terminalreporter")
+        session = self._session
+        reporter = session.config.pluginmanager.getplugin("terminalreporter")
         if reporter is not None:
             reporter.showfspath = False  # results of several files are mixed
         try:
@@ -167,13 +196,34 @@ class Controller:
                     assert isinstance(connection, Connection)
                     self._receive(self._workers[connection])
         finally:
-            for worker in self._workers.values():
-                os.kill(worker.pid, signal.SIGKILL)
-                os.waitpid(worker.pid, 0)
-        if self._session.shouldfail:
-            raise self._session.Failed(self._session.shouldfail)
-        if self._session.shouldstop:
-            raise self._session.Interrupted(self._session.shouldstop)
+            self._stop()
+        if self._errors:
+            raise RuntimeError("\n".join(self._errors))
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        if self._unreported:
+            names = [session.items[index].nodeid for index in sorted(self._unreported)]
+            raise RuntimeError(f"no process has reported the end of {', '.join(names)}")
+
+    def _stop(self) -> None:
+        """End the processes that still run: an error, or Ctrl-C, has ended the loop."""
+        for worker in self._workers.values():
+            worker.connection.close()  # what it sends from now on fails instead of waiting
+            os.kill(worker.pid, signal.SIGINT)
+        running = {worker.pid for worker in self._workers.values()}
+        deadline = time.monotonic() + SECONDS_TO_TEAR_DOWN
+        try:
+            while running and time.monotonic() < deadline:
+                for pid in list(running):
+                    if os.waitpid(pid, os.WNOHANG)[0] != 0:
+                        running.remove(pid)
+                time.sleep(0.02)
+        finally:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
     def _start(self, number: int, first: int | None) -> None:
         ours, theirs = Pipe()
@@ -188,25 +238,45 @@ class Controller:
     def _receive(self, worker: Worker) -> None:
         try:
             kind, content = worker.connection.recv()
-        except EOFError:
+        except (EOFError, OSError, pickle.UnpicklingError):  # it may have ended amid a message
             self._end(worker)
             return
         if kind == "tests":
             worker.current, worker.following = content
         elif kind == "report":
-            content["node"] = worker.node
-            self._report(
-                self._hook.pytest_report_from_serializable(
-                    config=self._session.config, data=content
-                )
+            report = self._hook.pytest_report_from_serializable(
+                config=self._session.config, data=content | {"node": worker}
             )
+            self._report(report, worker.current if report.when == "teardown" else None)
         elif kind == "warning":
-            self._hook.pytest_warning_recorded.call_historic(kwargs=content)
+            message, call = content
+            message["category"] = type(message["category"], (Warning,), {})
+            call["warning_message"] = warnings.WarningMessage(**message)
+            self._hook.pytest_warning_recorded.call_historic(kwargs=call)
+        elif kind == "error":
+            self._fail(worker, f"has failed:\n{content}")
         else:
-            raise RuntimeError(f"process {worker.number} of the tests has failed:\n{content}")
+            assert kind == "end"
+            worker.is_done = True
+            shouldfail, shouldstop = content
+            self._session.shouldfail = self._session.shouldfail or shouldfail
+            self._session.shouldstop = self._session.shouldstop or shouldstop
+            self._clear_if_stopped()
 
-    def _report(self, report: pytest.TestReport) -> None:
+    def _report(self, report: pytest.TestReport, ended: int | None) -> None:
+        """ended: index of the test if this is its last report, otherwise None."""
         self._hook.pytest_runtest_logreport(report=report)
+        if ended is not None:
+            self._unreported.discard(ended)
+        self._clear_if_stopped()
+
+    def _fail(self, worker: Worker, what: str) -> None:
+        """Make the run fail once the other processes have ended their present tests."""
+        worker.is_done = True
+        self._errors.append(f"{worker.name} of the tests {what}")
+        self._queue.clear()
+
+    def _clear_if_stopped(self) -> None:
         if self._session.shouldfail or self._session.shouldstop:
             self._queue.clear()
 
@@ -215,22 +285,23 @@ class Controller:
         del self._workers[worker.connection]
         worker.connection.close()
         code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-        if code == 0:
+        if worker.is_done:
             return
         if worker.current is None:
-            raise RuntimeError(f"process {worker.number} of the tests ended with {code}")
+            self._fail(worker, f"ended with {code} before its first test")
+            return
         item = self._session.items[worker.current]
-        self._report(
-            pytest.TestReport(
-                item.nodeid,
-                item.location,
-                {},
-                "failed",
-                f"the process that ran the test ended with {code}",
-                "call",
-            )
+        report = pytest.TestReport(
+            item.nodeid,
+            item.location,
+            {},
+            "failed",
+            f"the process that ran the test ended with {code}",
+            "call",
+            node=worker,
         )
-        if not self._session.shouldfail:
+        self._report(report, worker.current)
+        if not self._queue.is_cleared:
             self._start(worker.number, worker.following)
 
 
@@ -254,8 +325,16 @@ class Sender:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
+        # As text, because a warning and what it holds may be of any class.
+        message = {
+            "message": str(warning_message.message),
+            "category": warning_message.category.__name__,
+            "filename": warning_message.filename,
+            "lineno": warning_message.lineno,
+            "line": warning_message.line,
+        }
         content = {"when": when, "nodeid": nodeid, "location": location}
-        self._connection.send(("warning", content | {"warning_message": warning_message}))
+        self._connection.send(("warning", (message, content)))
 
 
 class Terminal:
@@ -277,24 +356,38 @@ def _work(
     """Run tests until none is left. first: index of a test that is already taken, or None."""
     status = 1
     try:
-        _set_up(session.config, number, connection, folder)
-        index = queue.take(number) if first is None else first
-        while index is not None:
-            following = queue.take(number)
-            connection.send(("tests", (index, following)))
-            session.config.hook.pytest_runtest_protocol(
-                item=session.items[index],
-                nextitem=None if following is None else session.items[following],
-            )
-            if session.shouldfail or session.shouldstop:
-                break
-            index = following
-        session._setupstate.teardown_exact(None)
+        # A process that a test forks must neither send nor delay the end of the connection.
+        os.register_at_fork(after_in_child=connection.close)
+        try:
+            _set_up(session.config, number, connection, folder)
+            _run_tests(session, queue, number, first, connection)
+        finally:
+            # After Ctrl-C, which reaches all processes, the controlling one interrupts this again.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            session._setupstate.teardown_exact(None)
+        session.config._ensure_unconfigure()  # raises what the garbage collector then finds
+        connection.send(("end", (session.shouldfail, session.shouldstop)))
         status = 0
     except BaseException:
         connection.send(("error", traceback.format_exc()))
     finally:
         os._exit(status)
+
+
+def _run_tests(
+    session: pytest.Session, queue: Queue, number: int, first: int | None, connection: Connection
+) -> None:
+    index = queue.take(number) if first is None else first
+    while index is not None and not queue.is_cleared:
+        following = queue.take(number)
+        connection.send(("tests", (index, following)))
+        session.config.hook.pytest_runtest_protocol(
+            item=session.items[index],
+            nextitem=None if following is None else session.items[following],
+        )
+        if session.shouldfail or session.shouldstop:
+            break
+        index = following
 
 
 def _set_up(config: pytest.Config, number: int, connection: Connection, folder: str) -> None:
