@@ -14,7 +14,7 @@ LoadScript = Callable[[str], ModuleType]
 
 # Two Zen 4 cores: GB/s and G operations per second, as measured when the aims were set.
 READ_BYTES_S = 47.6e9
-OPS_S = {"bf16": 440e9, "int8": 900e9, "fp32": 190e9}
+OPS_S = {"bf16": 440e9, "int8": 900e9, "int4": 900e9, "fp32": 190e9}
 LINEAR_WEIGHTS = 12 * (768 * 64 * (2 * 12 + 2 * 4) + 3 * 768 * 2048)
 HEAD_WEIGHTS = 32_000 * 768
 KV_BYTES = 12 * 2 * 4 * 64 * 2  # per token

@@ -395,7 +395,6 @@ class Scheduler:
         for sequence in replays:
             chunks[sequence] = self.admission.chunk(sequence, budget, is_replay=True)
         for sequence in partial:
-            # The chunk of an earlier one may have preempted it.
             if not budget.is_spent and sequence.state is SequenceState.RUNNING:
                 chunks[sequence] = self.admission.schedule_prefill(sequence, budget)
         return budget

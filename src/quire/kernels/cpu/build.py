@@ -219,8 +219,7 @@ def build(
             for compiled in done:
                 compiled.result()
         linked = output.with_name(f"{output.name}.{os.getpid()}")
-        objects_of_all = map(str, units.values())
-        _run([compiler, "-shared", *LINK_FLAGS, "-o", str(linked), *objects_of_all])
+        _run([compiler, "-shared", *LINK_FLAGS, "-o", str(linked), *map(str, units.values())])
         linked.replace(output)  # processes that have the old file open keep it
 
 
