@@ -1,6 +1,6 @@
 """Runs tests of the ARM64 kernels on an x86-64 machine, under qemu.
 
-    python -m tools.arm64 --root FOLDER --packages FOLDER [--cpus NAMES] [TEST ...]
+    python -m tools.arm64 --root FOLDER --packages FOLDER [--cpus NAMES] [pytest arguments]
 
 It compiles the library by aarch64-linux-gnu-g++, copies the checkout's files to a temporary folder
 with it, and runs pytest there, once for each processor that qemu emulates. docs/install.md says
@@ -64,8 +64,7 @@ def main() -> int:
     parser.add_argument("--packages", type=Path, required=True, help="has torch for ARM64")
     parser.add_argument("--cpus", default=",".join(CPUS), help="(%(default)s)")
     parser.add_argument("--objects", type=Path, help="keep object files here, to reuse them")
-    parser.add_argument("tests", nargs="*", default=TESTS, help="(%(default)s)")
-    arguments = parser.parse_args()
+    arguments, tests = parser.parse_known_args()
     if not list(arguments.root.glob("usr/bin/python3.*")):
         parser.error(f"--root is {arguments.root}, but there is no usr/bin/python3.* in it")
     with tempfile.TemporaryDirectory() as scratch:
@@ -78,7 +77,7 @@ def main() -> int:
         for cpu in arguments.cpus.split(","):
             print(f"{cpu}:", flush=True)
             root, packages = arguments.root.resolve(), arguments.packages.resolve()
-            if run_tests(folder, cpu, root, packages, arguments.tests) != 0:
+            if run_tests(folder, cpu, root, packages, tests or TESTS) != 0:
                 failed.append(cpu)
     print(f"failed on {', '.join(failed)}" if failed else "passed on each processor")
     return 1 if failed else 0

@@ -329,7 +329,7 @@ def test_every_source_is_compiled_where_it_belongs() -> None:
 
 
 def test_the_real_compiler_accepts_the_flags(tmp_path: Path) -> None:
-    """Of every instruction set; the newest need g++ 11 or clang++ 12."""
+    """The newest instruction sets need g++ 11 or clang++ 12."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
     source = tmp_path / "empty.cpp"
