@@ -204,8 +204,8 @@ def build(
         folder = objects or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         all_units = _units(chosen, machine, optimized)
-        known = chosen if optimized is None else optimized
-        flags = {unit: _flags(unit, chosen, digest, known) for unit in all_units}
+        full_speed = chosen if optimized is None else optimized
+        flags = {unit: _flags(unit, chosen, digest, full_speed) for unit in all_units}
         units = {unit: _object_path(compiler, unit, flags[unit], folder) for unit in flags}
         missing = [unit for unit, target in units.items() if not target.exists()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
