@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.crowding import preempt_much
 from tests.engine.test_law import make_crowd
 from tests.engine.test_speculation_law import seen
 from tests.models.heads.head_files import (
@@ -19,7 +20,6 @@ from quire import LLM, SamplingParams
 from quire.core.scheduling.pacing import ConstantPacer
 from quire.errors import CheckpointError, ConfigurationError, UnsupportedModelError
 from quire.models.registry import load_config
-from quire.simulation.baselines import NoGrowth
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -64,10 +64,9 @@ def test_heads_change_nothing_of_an_answer(name: str, tmp_path: Path) -> None:
     plain = without.generate(prompts, params, use_tqdm=False)
     crowded = {"num_blocks": 36} if name in ("glm4-moe", "llama") else {}
     llm = LLM(**{**OPTIONS, **options, **crowded})
-    scheduler = llm.engine.scheduler
-    scheduler.pacer = ConstantPacer()  # drafts are made whatever they cost
+    llm.engine.scheduler.pacer = ConstantPacer()  # drafts are made whatever they cost
     if crowded:  # so that much is preempted
-        scheduler.admission.capacity.forecast.lengths = NoGrowth()
+        preempt_much(llm)
     for _ in range(1 + bool(crowded)):  # the second time with a warm prefix cache
         found = llm.generate(prompts, params, use_tqdm=False)
         assert seen(found) == seen(plain)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine.crowding import preempt_much
 from tests.engine.drafters import save_drafter, save_reordered_drafter
 from tests.engine.drafting import check_counts
 from tests.engine.test_law import make_crowd, make_llm
@@ -15,7 +16,6 @@ from quire import LLM, SamplingParams
 from quire.core.scheduling.pacing import ConstantPacer
 from quire.core.step import Drafts, StepPlan
 from quire.runtime.draft_model import DraftModel
-from quire.simulation.baselines import NoGrowth
 
 pytestmark = pytest.mark.usefixtures("native_engine")
 
@@ -50,7 +50,7 @@ def test_a_model_that_drafts_changes_nothing_of_an_answer(
     prompts, params = everything()
     llm = make_drafting(folder, **options)
     if "num_blocks" in options:  # so that much is preempted
-        llm.engine.scheduler.admission.capacity.forecast.lengths = NoGrowth()
+        preempt_much(llm)
     expected = seen(without_drafts(**numbers))
     assert seen(llm.generate(prompts, params, use_tqdm=False)) == expected
     check_counts(llm.engine)

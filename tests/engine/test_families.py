@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.crowding import preempt_much
 from tests.engine.reference import Reference, assert_greedy
 from tests.engine.tier_law import eager
 from tests.models.family_shapes import FAMILIES, make_config
@@ -25,7 +26,6 @@ from quire.engine_client.identity import check_same
 from quire.engine_client.results import RequestOutput
 from quire.models.registry import load_config
 from quire.offline.llm import LLM
-from quire.simulation.baselines import NoGrowth
 
 MAX_MODEL_LEN = 80
 NUM_NEW_TOKENS = 18
@@ -98,7 +98,7 @@ def make_cramped_llm(family: Family, monkeypatch: pytest.MonkeyPatch, **options:
     num_blocks = alike.engine.scheduler.memory.growth.most_to_hold(MAX_MODEL_LEN) + 1
     monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
     llm = make_llm(family, **CROWDED, **options, num_blocks=num_blocks)
-    llm.engine.scheduler.admission.capacity.forecast.lengths = NoGrowth()
+    preempt_much(llm)
     return llm
 
 

@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import pytest
+from tests.engine.crowding import preempt_much
 from tests.engine.test_law import make_llm
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.errors import InvalidRequestError
-from quire.simulation.baselines import NoGrowth
 
 SCHEMA = {
     "type": "object",
@@ -78,12 +78,10 @@ def alone() -> list[list[Any]]:
 def test_the_tokens_are_those_of_the_request_alone(
     options: dict[str, Any], alone: list[list[Any]]
 ) -> None:
-    """Also with so few blocks that sequences are preempted, and with a step planned ahead."""
+    """Each three times, also with so few blocks that some are preempted, and planned ahead."""
     llm = make_llm(**options)
-    llm.engine.scheduler.admission.capacity.forecast.lengths = (
-        NoGrowth()
-    )  # so that much is preempted
-    assert answers(llm, PROMPTS, WISHES) == alone
+    preempt_much(llm)
+    assert answers(llm, 3 * PROMPTS, 3 * WISHES) == 3 * alone
     num_preemptions = llm.engine.stats().num_preemptions
     assert (num_preemptions > 0) is ("num_blocks" in options)
 

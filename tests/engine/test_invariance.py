@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine.crowding import preempt_much
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.results import RequestOutput
 from quire.offline.llm import LLM
-from quire.simulation.baselines import NoGrowth
 
 pytestmark = pytest.mark.usefixtures("native_engine")
 
@@ -102,9 +102,7 @@ def test_equal_to_the_bit(family: str, number_format: str, folders: dict[str, Pa
     assert len({str(branches) for branches in alone}) == NUM_REQUESTS
     for name, options in ARRANGEMENTS.items():
         llm = make_llm(**options)
-        llm.engine.scheduler.admission.capacity.forecast.lengths = (
-            NoGrowth()
-        )  # or hardly anything is preempted
+        preempt_much(llm)
         assert found_by(llm.generate(prompts, params, use_tqdm=False)) == alone, name
         # A second time, from the prefix cache.
         assert found_by(llm.generate(prompts, params, use_tqdm=False)) == alone, name

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine.crowding import preempt_much
 
 from quire.bench.baselines.contiguous import contiguous
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.results import RequestOutput
 from quire.offline.llm import LLM
-from quire.simulation.baselines import NoGrowth
 
 NUM_REQUESTS = 12
 
@@ -89,9 +89,7 @@ def alone() -> list[list[list[int]]]:
 )
 def test_same_tokens_in_a_crowd(options: dict[str, Any], alone: list[list[list[int]]]) -> None:
     llm = make_llm(**options)
-    llm.engine.scheduler.admission.capacity.forecast.lengths = (
-        NoGrowth()
-    )  # so that much is preempted
+    preempt_much(llm)
     prompts, params = make_crowd()
     assert tokens(llm.generate(prompts, params, use_tqdm=False)) == alone
     # A second time, now with a warm prefix cache.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine.crowding import preempt_much
 from tests.engine.test_engine import GROUPS, LIMITS, MODEL, request, run, tokens
 from tests.engine.test_law import make_crowd
 
@@ -27,7 +28,6 @@ from quire.errors import InvalidRequestError
 from quire.ipc import FrameSplitter, encode
 from quire.observability.step_trace import StepTrace, read_step_trace
 from quire.offline.llm import LLM
-from quire.simulation.baselines import NoGrowth
 from quire.simulation.fakes.fake_model import FakeModel
 from quire.simulation.fakes.fake_runner import FakeRunner, Faults
 
@@ -394,9 +394,7 @@ def in_turn() -> list[Any]:
 def test_same_tokens_with_and_without_overlap(options: dict[str, Any], in_turn: list[Any]) -> None:
     llm = LLM(dtype="float32", max_model_len=256, async_scheduling=True, **options)
     assert llm.engine.overlap
-    llm.engine.scheduler.admission.capacity.forecast.lengths = (
-        NoGrowth()
-    )  # so that much is preempted
+    preempt_much(llm)
     prompts, params = make_crowd()
     for _ in range(2):  # the second time from the prefix cache
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -15,6 +15,7 @@ import pytest
 from tests.adapters.embedded import save_adapter
 from tests.engine import test_hybrid_law as hybrids
 from tests.engine import test_law
+from tests.engine.crowding import preempt_much
 from tests.engine.drafting import check_counts, recorded, use_proposer
 from tests.engine.test_grammar_law import PROMPTS, WISHES
 from tests.engine.test_law import make_crowd
@@ -26,7 +27,6 @@ from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams, Structured
 from quire.assembly import build
 from quire.core.scheduling.pacing import ConstantPacer
 from quire.engine_client.results import RequestOutput
-from quire.simulation.baselines import NoGrowth
 
 NGRAMS: dict[str, Any] = {"speculation": "ngram", "ngram_min_match": 1}
 
@@ -100,7 +100,7 @@ def test_drafts_change_nothing_of_an_answer(options: dict[str, Any]) -> None:
     plain = without_drafts(**numbers)
     llm = make_llm(**{**options, **NGRAMS})
     if "num_blocks" in options:  # so that much is preempted
-        llm.engine.scheduler.admission.capacity.forecast.lengths = NoGrowth()
+        preempt_much(llm)
     for _ in range(2):  # the second time with a warm prefix cache
         assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
         use_proposer(llm.engine, recorded(plain, params))

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine.crowding import preempt_much
 from tests.engine_client.engine_harness import collect, pull, tokens_of
 
 from quire.core.request import Request
@@ -21,7 +22,6 @@ from quire.engine_client.recovery import Cause, Death
 from quire.engine_client.results import CompletionOutput
 from quire.errors import ConfigurationError, EngineDeadError
 from quire.offline.llm import LLM
-from quire.simulation.baselines import NoGrowth
 
 PROMPTS = [{"prompt_token_ids": list(range(40 + 7 * i, 47 + 19 * i))} for i in range(5)]
 WISHES = [
@@ -36,9 +36,7 @@ WISHES = [
 def make_llm(folder: Path, num_ranks: int, **options: Any) -> LLM:
     options = {"dtype": "float32", "max_model_len": 192} | options
     llm = LLM(folder, skip_tokenizer_init=True, tensor_parallel_size=num_ranks, **options)
-    llm.engine.scheduler.admission.capacity.forecast.lengths = (
-        NoGrowth()
-    )  # so that much is preempted
+    preempt_much(llm)
     return llm
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine.crowding import preempt_much
 
 from quire.core.memory.tiers import loads, write_behind
 from quire.core.memory.tiers.block_moves import BlockMoves
@@ -20,7 +21,6 @@ from quire.core.memory.tiers.load_rule import ComputeTime
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError
 from quire.offline.llm import LLM
-from quire.simulation.baselines import NoGrowth
 from quire.tiers.disk.folder import CacheFolder
 from quire.tiers.fingerprint import read_description
 
@@ -37,9 +37,7 @@ def make_llm(folder: Path, num_ranks: int = 2, **options: Any) -> LLM:
     if "cache_dir" in options:
         options["cache_size"] = "16MiB"
     llm = LLM(folder, skip_tokenizer_init=True, tensor_parallel_size=num_ranks, **options)
-    llm.engine.scheduler.admission.capacity.forecast.lengths = (
-        NoGrowth()
-    )  # so that much is preempted
+    preempt_much(llm)
     return llm
 
 

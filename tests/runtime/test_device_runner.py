@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine.crowding import preempt_much
 from tests.engine.drafting import check_counts, recorded, use_proposer
 from tests.runtime.device_path import CountedCalls, move_to_device
 
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.offline.llm import LLM
 from quire.runtime.graphs import graph_sizes
-from quire.simulation.baselines import NoGrowth
 
 NUM_REQUESTS = 10
 SMALL: dict[str, Any] = {"vocab_size": 97, "max_position_embeddings": 128}
@@ -114,9 +114,7 @@ def test_a_crowd_gets_the_tokens_that_it_gets_without_a_device(
 ) -> None:
     prompts, params = make_crowd()
     llm = make_llm(folders[family], num_blocks=40 if family == "qwen2" else 16)
-    llm.engine.scheduler.admission.capacity.forecast.lengths = (
-        NoGrowth()
-    )  # so that much is preempted
+    preempt_much(llm)
     capture = CountedCalls() if static else None
     runner = move_to_device(llm.engine, overlap=overlap, capture=capture)
     first = llm.generate(prompts, params, use_tqdm=False)

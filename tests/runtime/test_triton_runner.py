@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine.crowding import preempt_much
 from tests.engine.drafting import recorded, use_proposer
 
 from quire.core.sampling_params import SamplingParams
 from quire.offline.llm import LLM
 from quire.runtime.graphs import graph_sizes
-from quire.simulation.baselines import NoGrowth
 
 pytest.importorskip("triton")
 
@@ -103,9 +103,7 @@ def test_results_do_not_depend_on_batch_and_chunks(family, tmp_path) -> None:
     alone = [bits(output) for output in outputs]
     for name, options in ARRANGEMENTS.items():
         llm = make_llm(**options)
-        llm.engine.scheduler.admission.capacity.forecast.lengths = (
-            NoGrowth()
-        )  # so that much is preempted
+        preempt_much(llm)
         if name == "drafts":
             use_proposer(llm.engine, recorded(outputs, [params] * len(outputs)))
         crowd = llm.generate(prompts, params, use_tqdm=False)
