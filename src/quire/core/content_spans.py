@@ -24,11 +24,30 @@ class ContentSpan(NamedTuple):
     #: Digest of the content and of everything else that its embeddings depend on: 16 bytes, in
     #: lower-case hexadecimal.
     digest: str
+    #: Frames, rows and columns of the content's embeddings, whose product is num_tokens. None if
+    #: the model's rotary positions have one axis.
+    grid: tuple[int, int, int] | None = None
 
     @property
     def end(self) -> int:
         """The position after the span's last one."""
         return self.first_position + self.num_tokens
+
+
+class Content(NamedTuple):
+    """What the model's encoder reads of one content, such as the patches of an image.
+
+    Called an item where adapters and contents are handled alike (`scheduling.residency`).
+    """
+
+    #: The digest that spans name the content by.
+    digest: str
+    #: Shape of the array of `values`.
+    shape: tuple[int, ...]
+    #: The encoder's input: fp32 numbers in the machine's byte order, row by row.
+    values: bytes
+    #: Frames, rows and columns of patches, before an encoder merges any.
+    grid: tuple[int, int, int] = (1, 1, 1)
 
 
 def spans_between(spans: Sequence[ContentSpan], first: int, end: int) -> Sequence[ContentSpan]:

@@ -7,7 +7,7 @@ from operator import countOf
 from typing import NamedTuple
 
 from quire.core.adapters import AdapterRef
-from quire.core.content_spans import ContentSpan
+from quire.core.content_spans import Content, ContentSpan
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.step import TokenLogprobs
 from quire.errors import InvalidRequestError, PromptTooLongError
@@ -57,6 +57,8 @@ class Request:
     #: Spans of the prompt that stand for contents, such as images, in ascending order. Their
     #: positions have placeholder ids in prompt_token_ids.
     content_spans: tuple[ContentSpan, ...] = ()
+    #: The contents that content_spans name, each once.
+    contents: tuple[Content, ...] = ()
     #: Tokens that the client expects to get, for drafts; at most max_model_len. They change no
     #: output.
     prediction_token_ids: tuple[int, ...] = ()

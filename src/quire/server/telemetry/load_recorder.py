@@ -277,7 +277,7 @@ class LoadRecorder:
             request.prompt_token_ids,
             ended.outputs,
             end_ms,
-            request.content_spans,
+            [span[:3] for span in request.content_spans],
         )
         self._counts["requests"] += 1
         if ended.first_s is not None:  # without output the number of cached tokens is unknown
