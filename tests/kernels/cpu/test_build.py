@@ -171,6 +171,7 @@ def test_the_own_instruction_set_is_the_best_that_the_system_lists(
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
     assert build.own_isas() == tuple(build.isa_flags()), "where nothing is listed"
+    assert build.supported_isas() is None
     build.CPUINFO.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\n")
     assert build.own_isas() == (expected,)
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
@@ -194,6 +195,19 @@ def test_the_own_instruction_set_of_arm_is_the_best_that_the_system_lists(
     monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
     build.CPUINFO.write_text(f"processor\t: 0\nFeatures\t: {features}\n\n")
     assert build.own_isas() == (expected,)
+
+
+def test_the_instruction_sets_of_tests_are_those_that_the_system_lists(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    build.CPUINFO.write_text("processor\t: 0\nflags\t\t: sse2 fma avx2\n\n")
+    words = ["--for-tests", "--output", workshop.output, "--compiler", workshop.compiler]
+    monkeypatch.setattr(sys, "argv", ["build.py", *map(str, words)])
+    assert build.main() == 0
+    (api,) = [call for call in workshop.log.read_text().splitlines() if "api.cpp" in call]
+    assert "-DQUIRE_ISAS=ISA(avx2,1) ISA(portable,0) " in api
 
 
 def test_the_own_instruction_set_is_the_one_that_the_library_takes(

@@ -8,11 +8,11 @@ Neither torch nor headers of other packages are needed.
 
 Files with kernels are compiled once for each instruction set of the processor family, or with
 `--own-isa` for the best one of this processor alone, which takes a quarter of the time. With
-`--for-tests` only that one is optimized fully, which takes two thirds of the time. All that is
-compiled is linked into one library, which selects an instruction set when it is loaded. `--machine`
-compiles for another processor family, with a cross compiler that `--compiler` names. The
-packaging hook runs this file by its path, so the file imports only the standard library, and reads
-no environment variables.
+`--for-tests` they are compiled for those that this processor has, and only the best one is
+optimized fully. All that is compiled is linked into one library, which selects an instruction set
+when it is loaded. `--machine` compiles for another processor family, with a cross compiler that
+`--compiler` names. The packaging hook runs this file by its path, so the file imports only the
+standard library, and reads no environment variables.
 """
 
 import argparse
@@ -130,17 +130,25 @@ def isa_flags(machine: str | None = None) -> dict[str, Sequence[str]]:
 
 def own_isas() -> tuple[str, ...]:
     """The best instruction set of this processor; all if the system doesn't list its features."""
-    isas = isa_flags()
+    supported = supported_isas()
+    return tuple(isa_flags()) if supported is None else supported[-1:]
+
+
+def supported_isas() -> tuple[str, ...] | None:
+    """The instruction sets that this processor has, the best one last.
+
+    None if the system doesn't list its features.
+    """
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
         lines = []
     # x86 has a line of flags, ARM one of Features.
     listed = next((line for line in lines if line.startswith(("flags", "Features"))), None)
-    if listed is None or len(isas) == 1:
-        return tuple(isas)
+    if listed is None:
+        return None
     features = frozenset(listed.partition(":")[2].split())
-    return ([isa for isa in isas if _FEATURES.get(isa, frozenset()) <= features][-1],)
+    return tuple(isa for isa in isa_flags() if _FEATURES.get(isa, frozenset()) <= features)
 
 
 def source_digest(folder: Path = SOURCES, machine: str | None = None) -> str:
@@ -332,7 +340,8 @@ def main() -> int:
     family.add_argument(
         "--for-tests",
         action="store_true",
-        help="optimize fully for this processor's best instruction set only, to compile faster",
+        help="compile for the instruction sets that this processor has, and optimize fully for the"
+        " best one only",
     )
     family.add_argument(
         "--machine",
@@ -348,6 +357,8 @@ def main() -> int:
     arguments = parser.parse_args()
     # Then print the digest, or build.
     isas = own_isas() if arguments.own_isa else None
+    if arguments.for_tests:
+        isas = supported_isas()
     if arguments.digest:
         kind = ["tests"] if arguments.for_tests else isas or ()
         print(source_digest(SOURCES, arguments.machine), *kind)
