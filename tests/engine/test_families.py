@@ -34,8 +34,8 @@ SHARED = 19
 
 CROWDED = {"block_size": 8, "max_num_batched_tokens": 24, "max_num_seqs": 16}
 
-QUANTIZATIONS = ("int8", "int4")
-"""Families take turns: neighbours in the list are alike, so each kind of layer meets both."""
+QUANTIZATIONS = (None, "int8", "int4")
+"""Families take turns: neighbours in the list are alike, so each kind of layer meets all."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Family:
 
     folder: Path
     reference: Reference
-    quantization: str
+    quantization: str | None
 
     @cached_property
     def whole(self) -> LLM:
@@ -205,14 +205,9 @@ def test_beams_have_the_probabilities_of_transformers(family: Family) -> None:
 
 
 @pytest.mark.usefixtures("native_engine")
-@pytest.mark.parametrize("is_quantized", [False, True])
-def test_equal_to_the_bit(
-    family: Family, is_quantized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_to_the_bit(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and in a crowd with chunks, hits, forks, preemptions and other numbers of threads."""
-    options: dict[str, Any] = {"dtype": "bfloat16"}
-    if is_quantized:
-        options["quantization"] = family.quantization
+    options: dict[str, Any] = {"dtype": "bfloat16", "quantization": family.quantization}
     wishes = [
         SamplingParams(
             n=1 + index % 2,

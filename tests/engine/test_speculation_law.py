@@ -178,7 +178,7 @@ def test_windows_latents_and_states(folder: Path) -> None:
             n=1 + index % 2,
             temperature=(0.0, 1.0)[index % 2],
             seed=index,
-            max_tokens=80,
+            max_tokens=50,
             ignore_eos=True,
             logprobs=0,
         )

@@ -112,7 +112,7 @@ sequences = st.tuples(
 masks_or_none = st.one_of(st.none(), st.binary(min_size=V // 8, max_size=V // 8))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     crowd=st.lists(st.tuples(sequences, masks_or_none), min_size=1, max_size=8),
     salt=st.integers(0, 1 << 30),
