@@ -60,6 +60,9 @@ export class Chat {
       else if (each.role === "assistant") {
         const calls = each.calls?.length ? { tool_calls: each.calls } : {};
         found.push({ role: "assistant", content: each.text || (each.calls?.length ? null : ""), ...calls });
+      } else if (each.images) {
+        const images = each.images.map((url) => ({ type: "image_url", image_url: { url } }));
+        found.push({ role: "user", content: [...images, { type: "text", text: each.text }] });
       } else found.push({ role: "user", content: each.text });
     }
     return found;
@@ -98,12 +101,15 @@ export class Chats {
   }
 }
 
-/** Conversations as JSON of at most `room` characters. One that is too long loses its tokens, then its place. */
+/**
+ * Conversations as JSON of at most `room` characters. One that is too long loses its pictures, then its tokens, and at
+ * last its place.
+ */
 function packed(chats, room) {
   const found = [];
   let left = room - 2;
   for (const chat of chats) {
-    const text = [[], ["top"], ["top", "tokens", "promptIds"]]
+    const text = [[], ["images"], ["images", "top"], ["images", "top", "tokens", "promptIds"]]
       .map((lists) => JSON.stringify(chat, (name, value) =>
         (name === "running" || (lists.includes(name) && Array.isArray(value)) ? undefined : value)))
       .find((each) => each.length < left);

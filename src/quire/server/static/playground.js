@@ -4,6 +4,7 @@ import { Chats } from "./chats.js";
 import { byId, el, fill, number, seconds } from "./dom.js";
 import { chatBody, completionBody, generate, idsOf, searchBeams, textOfTokens } from "./generate.js";
 import { markdown } from "./markdown.js";
+import { Pictures, sentPictures } from "./pictures.js";
 import { Settings } from "./settings.js";
 import { TokenView } from "./tokens.js";
 import { treeNode } from "./tree.js";
@@ -28,8 +29,10 @@ export class Playground {
     this.send = el("button", { type: "submit", class: "primary" }, "Send");
     this.stop = el("button", { type: "button", class: "stop", hidden: true, onclick: () => this.stopper?.abort() }, "Stop");
     this.status = el("p", { class: "note status", role: "status" });
-    const form = el("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } },
-      this.input, el("div", { class: "row" }, this.status, this.stop, this.send));
+    const form = el("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } });
+    this.pictures = new Pictures(form, this.input, (sentence) => { this.status.textContent = sentence; });
+    fill(form, this.pictures.strip, this.input, this.pictures.chooser,
+      el("div", { class: "row" }, this.pictures.button, this.status, this.stop, this.send));
     const side = el("aside", { class: "side", id: "chat-list", "aria-label": "Conversations" },
       el("button", { type: "button", class: "primary", onclick: () => this.start() }, "New"), this.list,
       el("p", { class: "note" }, "Kept in this browser only."));
@@ -58,6 +61,7 @@ export class Playground {
   show(chat) {
     this.chat = chat;
     this.settings.setMode(chat.mode);
+    this.pictures.setMode(chat.mode);
     this.settings.system.value = chat.system;
     this.input.placeholder = chat.mode === "chat" ? "Write a message. Enter sends it, Shift+Enter makes a line."
       : "Write a text that the model continues.";
@@ -84,7 +88,7 @@ export class Playground {
     if (!settings) return;
     this.input.value = "";
     this.fitInput();
-    const question = this.chat.add("user", this.chat.mode === "chat" ? this.chat.leaf : null, { text });
+    const question = this.chat.add("user", this.chat.mode === "chat" ? this.chat.leaf : null, { text, ...withImages(this.pictures.take()) });
     this.answer(question, settings);
   }
 
@@ -224,7 +228,7 @@ export class Playground {
 
   question(message) {
     return el("article", { class: "message user" }, el("header", {}, this.chat.mode === "chat" ? "You" : "Text", this.branches(message)),
-      el("div", { class: "text" }, message.text), el("footer", {},
+      sentPictures(message), el("div", { class: "text" }, message.text), el("footer", {},
         el("button", { type: "button", class: "quiet", onclick: (event) => this.edit(message, event.target.closest("article")) }, "Edit"),
         el("button", { type: "button", class: "quiet", onclick: () => this.answer(message) }, "Answer again")));
   }
@@ -236,7 +240,7 @@ export class Playground {
       el("button", { type: "button", class: "quiet", onclick: () => this.render() }, "Cancel"),
       el("button", { type: "button", class: "primary", onclick: () => {
         if (!input.value.trim() || this.stopper) return;
-        this.answer(this.chat.add("user", message.parent, { text: input.value }));
+        this.answer(this.chat.add("user", message.parent, { text: input.value, ...withImages(message.images ?? []) }));
       } }, "Send")));
     input.focus();
   }
@@ -321,6 +325,11 @@ export class Playground {
     } }, inputs.map(([call, input]) => el("label", {}, `Result of ${call.function.name}`, input)),
     el("button", { class: "primary" }, "Send results"));
   }
+}
+
+/** The fields of a message that has these pictures. */
+function withImages(urls) {
+  return urls.length ? { images: urls, pictures: urls.length } : {};
 }
 
 function finishText(reason) {
