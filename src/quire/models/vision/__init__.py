@@ -1,0 +1,1 @@
+"""Towers: encoders that turn images into embeddings for a language model."""
