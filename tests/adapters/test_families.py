@@ -53,7 +53,7 @@ def test_multimodal_models_have_adapters_of_their_text(name, prefix, load, run, 
     part that sees images changes nothing of text."""
     reference = save_wrapped(name, tmp_path)
     model = load(tmp_path)
-    pairs = random_pairs(sizes_of(reference, r"language_model\."), rank=4)
+    pairs = random_pairs(sizes_of(reference, r"(language|text)_model\."), rank=4)
     saved = {path.replace("model.language_model.", prefix): pair for path, pair in pairs.items()}
     unused = f"model.{WRAPPERS[name].unused[0]}blocks.0.attn.qkv"
     saved |= random_pairs({unused: (24, 72)}, rank=4)

@@ -28,6 +28,7 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1} | {
 }  # fmt: skip
 SIGLIP = {"model_type": "siglip_vision_model"} | TINY
 CLIP = {"model_type": "clip_vision_model", "projection_dim": 16} | TINY
+IDEFICS = TINY | {"image_size": 56}
 PIXTRAL = {"model_type": "pixtral", "head_dim": 16} | TINY
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2} | {
     "out_hidden_size": 64, "patch_size": 14, "in_channels": 3, "window_size": 28
@@ -39,6 +40,11 @@ KEPT = FAMILIES["qwen3_5"][1].keys() - {"intermediate_size"}
 
 # The wrapper's class -> its class of configs, its vision's config, its text's.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Idefics3ForConditionalGeneration": (
+        "Idefics3Config",
+        IDEFICS,
+        TEXT | {"model_type": "llama"},
+    ),
     "Gemma3ForConditionalGeneration": (
         "Gemma3Config",
         SIGLIP,
@@ -101,6 +107,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
         | {"shared_expert_intermediate_size": 40}
         | SMALL_IDS,
+    ),
+    "SmolVLMForConditionalGeneration": (
+        "SmolVLMConfig",
+        IDEFICS,
+        TEXT | {"model_type": "llama"},
     ),
 }
 

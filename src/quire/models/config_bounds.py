@@ -92,6 +92,9 @@ INTEGERS: Mapping[str, Bounds] = {
     "linear_num_value_heads": Bounds(1, 1 << 14),
     "draft_vocab_size": Bounds(1, 1 << 24),
     "target_hidden_size": Bounds(1, 1 << 20),
+    "image_size": Bounds(1, 1 << 14),
+    "patch_size": Bounds(1, 1 << 10),
+    "scale_factor": Bounds(1, 64),
 }
 
 NUMBERS: Mapping[str, Bounds] = {

@@ -1,8 +1,8 @@
-"""Multimodal models. Only their language model is loaded and served.
+"""Multimodal models: finds the language model in their configs and checkpoints.
 
 In config.json, the language model's fields are in `text_config` or, for old models, at the top
 level. In the files, the names of its tensors have another prefix than in a text-only model. Tensors
-for images and sound are not loaded. `quire.text` refuses requests with images.
+for images and sound are left out here. `models.vision` loads those of towers.
 
 To add a multimodal model, add a line in `WRAPPERS`, and another line in `TEXT_MODELS` if its
 language model has its own type. Called by `models.registry`.
@@ -32,6 +32,9 @@ class Wrapper:
     flat_text: str | None = None
     #: Whether experts are stacked, in one of the layouts of `checkpoints.transposed_experts`.
     has_stacked_experts: bool = False
+    #: Fields of a text_config that describe code of the training, and that no class of the language
+    #: model reads, though other models have fields of these names.
+    unread: tuple[str, ...] = ()
 
     def open(self, checkpoint: CheckpointSource, hidden_size: int) -> CheckpointSource:
         """The language model's tensors, under the names of a text-only model."""
@@ -57,6 +60,7 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "language_model.model.": "model.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "language_model.": "model.",
 }
 """The language model's prefixes, by version of transformers. Very old files have none."""
@@ -64,10 +68,15 @@ _TEXT_PREFIXES = {
 _PROJECTED = ("vision_tower.", "multi_modal_projector.")
 _EMBEDDED = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
 _QWEN = ("visual.", "mtp.")
+_IDEFICS3 = Wrapper(
+    ("vision_model.", "connector."),
+    unread=("perceiver_config", "pixel_shuffle_factor", "qk_layer_norms", "use_resampler"),
+)
 
 WRAPPERS: dict[str, Wrapper] = {
     "Gemma3ForConditionalGeneration": Wrapper(_PROJECTED, is_tied=True),
     "Gemma4ForConditionalGeneration": Wrapper(_EMBEDDED, is_tied=True),
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
     "LlavaForConditionalGeneration": Wrapper(_PROJECTED),
     "LlavaNextForConditionalGeneration": Wrapper((*_PROJECTED, "image_newline")),
     "LlavaOnevisionForConditionalGeneration": Wrapper((*_PROJECTED, "image_newline")),
@@ -78,6 +87,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Qwen3VLMoeForConditionalGeneration": Wrapper(_QWEN, has_stacked_experts=True),
     "Qwen3_5ForConditionalGeneration": Wrapper(_QWEN),
     "Qwen3_5MoeForConditionalGeneration": Wrapper(_QWEN),
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
 }
 """Multimodal architectures by their name in config.json."""
 
@@ -157,7 +167,7 @@ def _text_fields(
     found: dict[str, Any] = {
         **{name: raw[name] for name in ORIGIN if name in raw},
         **kind.sizes,
-        **text,
+        **{name: value for name, value in text.items() if name not in wrapper.unread},
         **kind.fields,
         "architectures": [kind.architecture],
     }

@@ -136,7 +136,7 @@ def load_model(
     if config.tie_word_embeddings:
         head_name, _ = _kept_and_spare_end(checkpoint, entry)
     _show_samples(model, checkpoint, head_name)
-    _fill(slots, checkpoint, reading)
+    fill(slots, checkpoint, reading)
     for module in model.modules():
         if isinstance(module, Linear | VocabEmbedding):
             module.finish()
@@ -165,7 +165,7 @@ def load_again(
         name: tuple(slot for slot in places if slot.part is not None and slot.part[0] in linears)
         for name, places in _own_slots(model, config, checkpoint, methods.sharding, shapes).items()
     }
-    _fill({name: places for name, places in slots.items() if places}, checkpoint, reading)
+    fill({name: places for name, places in slots.items() if places}, checkpoint, reading)
     for linear in linears:
         linear.finish()
 
@@ -389,7 +389,7 @@ def _sample_rows(checkpoint: CheckpointSource, name: str) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _fill(
+def fill(
     slots: Mapping[str, tuple[WeightSlot, ...]],
     checkpoint: CheckpointSource,
     reading: Reading,
@@ -506,12 +506,12 @@ def _check_match(
         )
     if missing:
         raise CheckpointError(
-            f"{folder}: the weights lack {_listed(missing)}; the download is not whole, or "
+            f"{folder}: the weights lack {listed(missing)}; the download is not whole, or "
             "config.json describes another model"
         )
     if unexpected:
         raise CheckpointError(
-            f"{folder}: the weights have {_listed(unexpected)}, which the model of config.json has "
+            f"{folder}: the weights have {listed(unexpected)}, which the model of config.json has "
             "no place for; ignoring them would change its results"
         )
     # Last, compare the shapes.
@@ -522,7 +522,7 @@ def _check_match(
     ]
     if wrong:
         raise CheckpointError(
-            f"{folder}: the weights have other shapes than config.json says: {_listed(wrong)}"
+            f"{folder}: the weights have other shapes than config.json says: {listed(wrong)}"
         )
 
 
@@ -537,7 +537,7 @@ def _is_zero_bias(checkpoint: CheckpointSource, name: str) -> bool:
     return True
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     rest = len(ordered) - _MAX_NAMES_SHOWN
     return ", ".join(map(shown_name, ordered[:_MAX_NAMES_SHOWN])) + (

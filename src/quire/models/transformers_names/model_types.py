@@ -25,6 +25,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "idefics3": "Idefics3ForConditionalGeneration",
     "llama": "LlamaForCausalLM",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
@@ -54,6 +55,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "smollm3": "SmolLM3ForCausalLM",
+    "smolvlm": "SmolVLMForConditionalGeneration",
     "stablelm": "StableLmForCausalLM",
 }
 

@@ -24,16 +24,14 @@ PIECE_QUERIES = 64
 """Queries of a piece are a multiple of this number."""
 
 
-def in_pieces(
-    layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> Slices[torch.Tensor]:
-    """Apply a layer that computes each row alone: x [P, I] -> [P, O].
+def in_pieces(layer: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Slices[torch.Tensor]:
+    """Apply a layer that computes each row alone: inputs [P, any] -> [P, O].
 
-    The layer may overwrite its input if x may be overwritten.
+    The layer may overwrite the inputs that the caller no longer needs.
     """
     found: list[torch.Tensor] = []
-    for first in range(0, len(x), PIECE_ROWS):
-        found.append(layer(x[first : first + PIECE_ROWS]))
+    for first in range(0, len(inputs[0]), PIECE_ROWS):
+        found.append(layer(*(each[first : first + PIECE_ROWS] for each in inputs)))
         yield
     return torch.cat(found) if len(found) > 1 else found[0]
 

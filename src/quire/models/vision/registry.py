@@ -1,0 +1,154 @@
+"""Lists the towers by multimodal architecture, and loads one from a model's folder.
+
+To add a tower, add a line in `TOWERS`, and a wrapper in `models.wrappers` if it has none. Called by
+`assembly`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import Linear, without_weights
+from quire.layers.sharded import LinearMethods
+from quire.models.checkpoints.loader import (
+    ONE_THREAD,
+    Reading,
+    checkpoint_slots,
+    fill,
+    listed,
+    module_bytes,
+)
+from quire.models.checkpoints.readers import find_reader, open_checkpoint
+from quire.models.checkpoints.renamed import RenamedCheckpoint, with_words
+from quire.models.checkpoints.source import CheckpointSource
+from quire.models.config import ModelConfig
+from quire.models.model_entry import CHECKPOINT_PARTS
+from quire.models.vision import idefics3, siglip
+from quire.models.vision.interface import VisionConfig, VisionTower
+
+
+@dataclass(frozen=True, slots=True)
+class TowerEntry:
+    """The classes of a tower, and the names of its tensors."""
+
+    config: type[VisionConfig]
+    tower: type[VisionTower]
+    #: Prefixes of the tower's tensors in the files, after an optional "model.".
+    prefixes: tuple[str, ...]
+    #: Words of the names in the files, and the words of the tower's names that replace them.
+    words: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def open(self, folder: Path) -> CheckpointSource:
+        """The tower's tensors under the tower's names. Raises CheckpointError."""
+        replace = with_words(self.words)
+
+        def rename(name: str) -> str | None:
+            bare = name.removeprefix("model.")
+            return replace(bare) if bare.startswith(self.prefixes) else None
+
+        return RenamedCheckpoint(open_checkpoint(folder), rename)
+
+
+_IDEFICS3 = TowerEntry(
+    idefics3.Idefics3VisionConfig,
+    idefics3.Idefics3Tower,
+    ("vision_model.", "connector."),
+    siglip.OTHER_NAMES,
+)
+
+TOWERS: dict[str, TowerEntry] = {
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
+}
+"""Towers by the name of the multimodal architecture in config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSource:
+    """A tower in a model's folder, before it is loaded."""
+
+    folder: Path
+    entry: TowerEntry
+    config: VisionConfig
+
+    def weight_bytes(self, dtype: torch.dtype, methods: LinearMethods) -> int:
+        """Bytes of memory of the loaded tower. Raises CheckpointError for weights that don't match
+        the config."""
+        whole = self._build(torch.float32, torch.device("meta"))
+        self._check_match(whole)
+        for module in whole.modules():
+            if isinstance(module, Linear):
+                module.method = methods.stored_by(module)
+        return sum(module_bytes(module, dtype) for module in whole.modules())
+
+    def load(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        methods: LinearMethods,
+        reading: Reading = ONE_THREAD,
+    ) -> VisionTower:
+        """Load the tower, ready to encode. Raises CheckpointError."""
+        self._check_match(self._build(torch.float32, torch.device("meta")))
+        with without_weights():
+            tower = self._build(dtype, device)
+        linears = [module for module in tower.modules() if isinstance(module, Linear)]
+        for linear in linears:
+            linear.use(methods.of(linear), dtype, device)
+        fill(checkpoint_slots(tower, CHECKPOINT_PARTS), self.entry.open(self.folder), reading)
+        for module in tower.modules():
+            if isinstance(module, Linear | VocabEmbedding):
+                module.finish()
+        return tower.eval()
+
+    def _build(self, dtype: torch.dtype, device: torch.device) -> VisionTower:
+        return self.entry.tower(self.config, dtype=dtype, device=device)
+
+    def _check_match(self, whole: VisionTower) -> None:
+        """Raise CheckpointError unless the files have exactly the tensors of the tower."""
+        checkpoint = self.entry.open(self.folder)
+        slots = checkpoint_slots(whole, CHECKPOINT_PARTS)
+        shapes = {name: slot.shape for name, (slot,) in slots.items()}
+        for names, what in (
+            (shapes.keys() - checkpoint.names, "lack"),
+            (checkpoint.names - shapes.keys(), "have, beyond what config.json describes,"),
+        ):
+            if names:
+                raise CheckpointError(
+                    f"{self.folder}: the weights of the encoder of images {what} {listed(names)};"
+                    " set language_model_only to serve the model for text"
+                )
+        wrong = [
+            f"{name} {list(checkpoint.shape(name))} instead of {list(shape)}"
+            for name, shape in shapes.items()
+            if checkpoint.shape(name) != shape
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{self.folder}: the weights of the encoder of images have other shapes than"
+                f" config.json says: {listed(wrong)}"
+            )
+
+
+def find_tower(folder: Path, config: ModelConfig) -> TowerSource | None:
+    """The tower in the folder of a model with this config; None if the model is for text only, or
+    if quire has no tower for it.
+
+    Raises UnsupportedModelError and CheckpointError for a config that the tower does not support.
+    """
+    entry = None if config.wrapper is None else TOWERS.get(config.wrapper)
+    if entry is None:
+        return None
+    try:
+        raw = find_reader(folder).read_config(folder)
+        return TowerSource(folder, entry, entry.config.from_hf(raw, config.hidden_size))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{error}; to serve the model for text, set language_model_only"
+        ) from error
