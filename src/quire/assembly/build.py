@@ -44,6 +44,7 @@ from quire.core.step import Runner
 from quire.distributed.group import ProcessGroup
 from quire.engine.adapter_work import AdapterWork
 from quire.engine.background_runner import BackgroundRunner
+from quire.engine.content_work import ContentWork
 from quire.engine.engine import Engine
 from quire.engine.grammar_work import GrammarWork
 from quire.engine.stats import StatsLog
@@ -168,6 +169,7 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOp
             binding,
             _ignore_progress,
             kind.draft,
+            kind.tower,
         )
     return kind.options, rank
 
@@ -212,6 +214,7 @@ def _build(
         reads_deadline=policy.reads_deadline,
         generates=kind.generates,
         num_token_types=config.num_token_types,
+        max_content_tokens=0 if rank.contents is None else rank.contents.max_content_tokens,
         pooling=kind.pooling,
     )
     facts = _model_facts(kind, layout, memory_plan)
@@ -221,7 +224,8 @@ def _build(
     )
     is_on_gpu = rank.device.type == "cuda"
     scheduler = make_scheduler(kind, memory, policy, rank)
-    background = _background(rank) if may_overlap_on_cpu(checked) and not is_on_gpu else None
+    may_overlap = may_overlap_on_cpu(checked) and rank.contents is None
+    background = _background(rank) if may_overlap and not is_on_gpu else None
     is_async = is_on_gpu if checked.async_scheduling is None else checked.async_scheduling
     engine = Engine(
         scheduler,
@@ -234,6 +238,7 @@ def _build(
     )
     # Last, connect the engine's optional parts, and measure steps for pacing.
     engine.adapters = AdapterWork(scheduler, rank.adapters)
+    engine.contents = ContentWork(scheduler, rank.contents)
     _set_up_utilization(engine, rank, checked)
     if checked.tensor_parallel_size == 1:
         engine.kv_memory = rank.runner
@@ -256,7 +261,8 @@ def may_overlap_on_cpu(options: EngineOptions) -> bool:
     """Whether steps on the CPU run on their own thread, while the engine's thread schedules.
 
     The options must ask for it. Several ranks don't support it. Neither do tiers or adapters, since
-    the engine's thread copies blocks and loads adapters, during which no step may run.
+    the engine's thread copies blocks and loads adapters, during which no step may run. Neither do
+    models that take images, which that thread encodes; the caller checks this.
     """
     has_tiers = options.cache_dir is not None or options.host_cache_size is not None
     is_alone = options.tensor_parallel_size == 1
@@ -326,7 +332,7 @@ def _build_ranks(
     unbind_threads()  # else the other ranks' processes would inherit the binding
     if size == 1:
         binding = bind_threads(checked, choose_device(checked.device), 0, 1)
-        rank = build_rank(checked, folder, config, None, binding, on_progress, draft)
+        rank = build_rank(checked, folder, config, None, binding, on_progress, draft, kind.tower)
         return rank, rank.runner, build_tiers(cache, checked, rank, _do_nothing)
     check_split(config, size)
     device = choose_device(checked.device, 0, size)

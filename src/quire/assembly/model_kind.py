@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from quire.assembly.config_overrides import move_overrides_to_options
+from quire.assembly.device_setup import choose_device
 from quire.assembly.reports.block_size import with_block_size
 from quire.core.pooling import Activation, ModelPooling, PairForm
 from quire.errors import ConfigurationError
@@ -25,6 +26,7 @@ from quire.models.pooling_config import (
 )
 from quire.models.registry import find_entry, load_config
 from quire.models.transformers_names.read_fields import known_version
+from quire.models.vision.towers import TowerSource, find_tower
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.options.pooling_options import AUTO, GENERATE, POOLING
@@ -71,6 +73,8 @@ class ModelKind:
     #: The model or head that drafts for it; None without one, and until `with_draft_model` has
     #: found it.
     draft: DraftSource | None = None
+    #: The encoder of images; None if the model is served for text.
+    tower: TowerSource | None = None
 
 
 def tokenizer_folder(checked: EngineOptions) -> Path:
@@ -114,7 +118,23 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     if not generates:
         options = _with_fitting_length(options, config, said)
     options = with_block_size(options, config)
-    return ModelKind(options, folder, config, pooling, generates)
+    tower = None
+    if generates and why_text_only(options, config) is None:
+        tower = find_tower(folder, config)
+    return ModelKind(options, folder, config, pooling, generates, tower=tower)
+
+
+def why_text_only(options: EngineOptions, config: ModelConfig) -> str | None:
+    """The reason in the options why images are not served; None if there is none."""
+    if options.language_model_only:
+        return "language_model_only is set"
+    if isinstance(config, FallbackConfig):
+        return "a class of transformers computes its language model"
+    if options.tensor_parallel_size > 1:
+        return f"tensor_parallel_size is {options.tensor_parallel_size}"
+    if choose_device(options.device).type != "cpu":
+        return "images are encoded on the CPU only, in this version"
+    return None
 
 
 def log_unexpected_properties(kind: ModelKind) -> None:
@@ -132,12 +152,14 @@ def log_unexpected_properties(kind: ModelKind) -> None:
             config.transformers_version,
             kind.options.model_impl,
         )
-    if config.wrapper is not None:
+    if config.wrapper is not None and kind.tower is None:
+        reason = why_text_only(kind.options, config)
         logger.warning(
             "%s is served for text, by its language model (%s); what its files hold for images and"
-            " sound is left out",
+            " sound is left out%s",
             config.wrapper,
             config.architecture,
+            "" if reason is None else f" ({reason})",
         )
     if config.left_out:
         names = ", ".join(map(shown_name, config.left_out[:_MAX_NAMES_SHOWN]))

@@ -35,6 +35,7 @@ from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_mode
 from quire.assembly.model_kind import DraftSource, tokenizer_folder
 from quire.assembly.reports.model_work import model_work
 from quire.assembly.tier_identity import PageIdentity, answer_digest
+from quire.assembly.vision_build import make_contents, plan_vision
 from quire.attention.interface import AttentionBackend
 from quire.attention.kv_registry import AUTO
 from quire.core.scheduling.model_drafts import ModelDrafts
@@ -50,11 +51,13 @@ from quire.models.checkpoints.loader import Reading, load_again, load_model, wei
 from quire.models.config import ModelConfig
 from quire.models.interface import CausalLM, TextModel
 from quire.models.sharding import split_config
+from quire.models.vision.towers import TowerSource
 from quire.numa.binding import Binding, choose_binding
 from quire.observability.machine_processors import usable_processors
 from quire.options.engine_options import EngineOptions
 from quire.recurrence.backends import select as select_recurrence
 from quire.runtime.batch import RowBatch
+from quire.runtime.content_store import ContentStore
 from quire.runtime.device_memory import CudaMemory
 from quire.runtime.device_rows import DeviceRows
 from quire.runtime.graphs import CudaGraphCapture, GraphCapture, RepeatedCalls, graph_sizes
@@ -87,6 +90,8 @@ class RankBuild:
     fingerprint: Fingerprint | None
     #: The adapters that fill the rank's slots; None if it has no slots.
     adapters: AdapterStore | None
+    #: The contents that the runner's rows read; None if the model takes text only.
+    contents: ContentStore | None
     #: The least work that steps need on this rank.
     work: StepWork
     #: The part of a machine with several memory nodes that the rank is bound to; None if unbound.
@@ -107,11 +112,13 @@ def build_rank(
     binding: Binding | None,
     on_progress: OnProgress,
     draft: DraftSource | None = None,
+    tower: TowerSource | None = None,
 ) -> RankBuild:
     """Build one rank. All ranks must call this at the same time.
 
     `group` is None without tensor parallelism. `binding` is the result of `bind_threads`. `draft`
-    is the model that drafts; None without one. Raises ConfigurationError and its subclasses, and
+    is the model that drafts; None without one. `tower` encodes images on the CPU, without tensor
+    parallelism; None without one. Raises ConfigurationError and its subclasses, and
     the device's error if it runs out of memory.
     """
     setup = _choose_setup(options, config, group, binding)
@@ -135,7 +142,7 @@ def build_rank(
     is_named = options.tells_fingerprint or options.cache_dir is not None
     identity = PageIdentity() if is_named else None
     builder = _Builder(
-        options, folder, config, group, setup, layout, on_progress, identity, binding, draft
+        options, folder, config, group, setup, layout, on_progress, identity, binding, draft, tower
     )
     if setup.device.type == "cuda":
         built = builder.build_on_gpu(num_weight_bytes)
@@ -159,6 +166,7 @@ def build_rank(
         general | built.facts,
         fingerprint,
         None if adapters is None else adapters.store,
+        runner.contents,
         built.work,
         binding,
         built.model_drafts,
@@ -251,6 +259,8 @@ class _Builder:
     binding: Binding | None
     #: The model that drafts, whose layers are the last ones of the layout; None without one.
     draft: DraftSource | None
+    #: The encoder of images; None without one.
+    tower: TowerSource | None
 
     @property
     def num_ranks(self) -> int:
@@ -284,7 +294,8 @@ class _Builder:
             self.layout,
             rank=0 if self.group is None else self.group.rank,
             num_ranks=self.num_ranks,
-            is_native=runner.is_native,
+            # torch computes what a tower does between its linears.
+            is_native=runner.is_native and self.tower is None,
             draft_config=None if self.draft is None else self.draft.config,
         )
 
@@ -300,7 +311,8 @@ class _Builder:
         num_adapter_bytes = adapter_bytes(options, config, setup.methods, kernels, setup.dtype)
         binding = self.binding
         free_bytes = None if binding is None else binding.free_bytes
-        num_weight_bytes += draft_weight_bytes(self.draft, setup)
+        vision = plan_vision(options, self.tower, setup)
+        num_weight_bytes += draft_weight_bytes(self.draft, setup) + vision.total_bytes
         memory_plan = plan_memory(
             options,
             config,
@@ -322,7 +334,8 @@ class _Builder:
             prepare_target(model, self.draft, self.options.max_num_batched_tokens)
             runner = self._runner(model, adapters, memory_plan)
             model_drafts = self._add_drafter(runner, memory_plan.max_model_len)
-        facts: Facts = {"num_threads": setup.num_threads}
+            runner.contents = self._contents(model)
+        facts: Facts = {"num_threads": setup.num_threads, **vision.facts()}
         if binding is not None:
             storage = runner.kv_storage  # bound here, since any thread may write it first
             binding.place(storage.data_ptr(), storage.nbytes)
@@ -401,6 +414,16 @@ class _Builder:
         return add_draft_model(
             runner, self.draft, self.setup, max_model_len, Reading(1, on_progress, digest)
         )
+
+    def _contents(self, model: TextModel) -> ContentStore | None:
+        """Load the tower beside its language model; None without one."""
+        if self.tower is None:
+            return None
+        digest = None if self.identity is None else self.identity.weights
+        on_progress = partial(self.on_progress, "loading the encoder of images")
+        num_threads = 1 if self.setup.kernels is None else self.setup.num_threads
+        reading = Reading(num_threads, on_progress, digest)
+        return make_contents(self.options, self.tower, self.setup, model, reading)
 
     def _compensate(self, model: TextModel, model_len: int, num_threads: int) -> None:
         """Round the weights of a loaded model again, if their format can compensate errors."""

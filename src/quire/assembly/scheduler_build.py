@@ -32,11 +32,13 @@ def make_scheduler(
     checked = kind.options
     if memory.moves is not None and rank.runner.drafter is not None:
         memory.moves.loads.on_order = rank.runner.drafter.forget
+    contents = rank.contents
     return Scheduler(
         SchedulerConfig(**checked.part(SchedulerConfig)),
         memory,
         policy,
         adapters=Residency(checked.num_lora_slots, rank.adapters),
+        contents=None if contents is None else Residency(contents.num_slots, contents),
         speculator=_speculator(checked, rank, kind),
         model_drafts=rank.model_drafts,
     )

@@ -87,7 +87,6 @@ COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_offloading_size": ((), "host_cache_size sets it, in bytes or as '8GiB'"),
     "kv_sharing_fast_prefill": ((False,), _PARTS),
     "kv_transfer_config": ((), TRANSFER),
-    "language_model_only": ((False, True), TEXT_ONLY),
     "limit_mm_per_prompt": (({},), TEXT_ONLY),
     "linear_backend": (("auto",), _PARTS),
     "load_format": (("auto", "safetensors"), _FORMATS),

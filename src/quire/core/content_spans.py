@@ -35,7 +35,7 @@ class ContentSpan(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What the model's encoder reads of one content, such as the patches of an image.
+    """The input of the model's encoder for one content, such as the patches of an image.
 
     Called an item where adapters and contents are handled alike (`scheduling.residency`).
     """

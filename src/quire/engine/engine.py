@@ -29,8 +29,8 @@ from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import PrefixMiss, Sequence, make_sequences
 from quire.core.step import Runner, StepPlan, StepResult
 from quire.engine.adapter_work import AdapterWork
+from quire.engine.content_work import ContentWork
 from quire.engine.grammar_work import GrammarWork
-from quire.engine.item_work import ItemWork
 from quire.engine.request_times import RequestTimes
 from quire.engine.stats import EngineStats, StatsLog
 from quire.engine.step_clock import Landing, LaunchedStep, OnStep, StepClock, StepMembers
@@ -50,6 +50,10 @@ STEP_FAILED = (
     "the forward pass fails with this request in it, also when it runs alone; the engine's log says"
     " how"
 )
+
+MOST_ENCODING_S = 0.1
+"""Maximum seconds of encoding contents between two steps, beyond one slice, since messages may
+wait."""
 
 # Ended requests whose prefix misses are remembered.
 NUM_REMEMBERED_MISSES = 1024
@@ -107,7 +111,7 @@ class Engine:
         self.on_step: OnStep | None = None
         self.grammars = GrammarWork(None, limits.end_token_ids)
         self.adapters = AdapterWork(scheduler)
-        self.contents = ItemWork(scheduler, scheduler.contents)
+        self.contents = ContentWork(scheduler)
         #: KV memory that can be given back while the engine sleeps (`sleep`); None if the memory
         #: can't be given back.
         self.kv_memory: KVMemory | None = None
@@ -172,6 +176,7 @@ class Engine:
         check_resumed(request, self.limits)
         self.grammars.check(request.params)
         self.adapters.check(request)
+        self.contents.check(request)
         # Then make the sequences, and add those that need not wait for a grammar.
         now_s = self.clock()
         adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
@@ -180,6 +185,7 @@ class Engine:
         # All groups reserve the same number of blocks, so if the first fits, all do.
         for group in self.grammars.begin(self.scheduler, groups, now_s, request.cache_domain):
             self.scheduler.add(group, now_s)
+        self.contents.open(request)
         self._requests[request.request_id] = [branch for group in groups for branch in group]
         self._next_branch[request.request_id] = request.n
         self.utilization.record_arrival(now_s)
@@ -313,6 +319,9 @@ class Engine:
             self.tier_work.wait()
             self.adapters.wait()
             self.contents.wait()
+        elif plan is not None:
+            # Streams wait for at most about the time of one more step.
+            self.contents.advance(min(self.clock() - planned_s, MOST_ENCODING_S))
         refused = [
             *self.grammars.pop_refused(),
             *self.adapters.pop_ended(),
@@ -485,6 +494,7 @@ class Engine:
             and not self.scheduler.beams.is_searching(request_id)
         ):
             del self._requests[request_id], self._next_branch[request_id]
+            self.contents.close(request_id)
             if self.watch.is_on:
                 self.watch.on_end(branches, self.times, self.clock())
             self.times.forget(request_id)

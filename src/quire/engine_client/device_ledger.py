@@ -14,7 +14,10 @@ engine's fact num_request_blocks is the number of KV blocks of such a request, o
 max_model_len tokens if that is less.
 """
 
-PARTS = ("weight", "adapter", "activation", "graph", "kv_cache", "other", "unused", "answer")
+PARTS = (
+    *("weight", "vision_weight", "encoder_cache", "adapter", "activation", "graph", "kv_cache"),
+    *("other", "unused", "answer"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class DeviceLedger:
 
 def ledger_parts(facts: Mapping[str, Any]) -> dict[str, int]:
     """The memory parts among an engine's facts, in the order of PARTS. On the CPU they are weights,
-    slots for adapters, KV cache, and at most the earlier answers that drafts are taken from."""
+    slots for adapters, KV cache, at most the embeddings of images, and at most the earlier answers
+    that drafts are taken from."""
     named = {name: facts.get(f"{name}_bytes") for name in PARTS}
     return {name: int(num_bytes) for name, num_bytes in named.items() if num_bytes is not None}

@@ -14,6 +14,7 @@ from quire.attention.backends import AttentionOptions
 from quire.compat.llm_options import ALIASES, COMPAT_OPTIONS, check_compat_options
 from quire.compat.speculative_config import with_speculative_config
 from quire.core.adapter_options import AdapterOptions
+from quire.core.content_options import ContentOptions
 from quire.core.memory.cache_options import CacheOptions
 from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
 from quire.errors import ConfigurationError, did_you_mean
@@ -266,6 +267,7 @@ class EngineOptions(
     TierOptions,
     CacheOptions,
     AdapterOptions,
+    ContentOptions,
     SizeOptions,
     FormatOptions,
     ModelOptions,

@@ -9,14 +9,16 @@ only over the changes of the step.
 Legend: R rows, S sequences of the step, T tokens of the step, G KV groups of tokens, B block size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quire.attention.interface import AttentionBatch, GroupBatch
+from quire.core.content_spans import ContentSpan, spans_between
 from quire.core.step import EditKind, RowAdmission, RowFork, StepPlan, TableEdit, TokenEdit
 from quire.models.interface import InputEmbeds
 from quire.recurrence.state_backend import StateBatch
@@ -26,6 +28,17 @@ from quire.sampling.host.history import TokenHistory
 from quire.sampling.host.sampler import PendingSample
 
 NO_LINES = torch.zeros(0, dtype=torch.int64)
+
+
+class ContentPiece(NamedTuple):
+    """Consecutive tokens of a step that read embeddings of one content."""
+
+    digest: str
+    #: Index of the first embedding that is read.
+    first: int
+    num_tokens: int
+    #: Index of the first token in the step.
+    place: int
 
 
 @dataclass(slots=True)
@@ -58,7 +71,11 @@ class StepBatch:
     #: Writes the token ids into `token_ids`. It must be called once before they are read, and may
     #: be captured with their reader. None means that `token_ids` has the ids already.
     gather: Callable[[], None] | None = None
-    #: None if all inputs are the embeddings of token ids, as in all steps of a static size.
+    #: The tokens that read embeddings of contents, in ascending order. There are none in steps of a
+    #: static size.
+    content_pieces: Sequence[ContentPiece] = ()
+    #: The embeddings of `content_pieces`, which the runner adds. None if all inputs are the
+    #: embeddings of token ids.
     input_embeds: InputEmbeds | None = None
     #: None if the step verifies no drafts.
     drafts: StepDrafts | None = None
@@ -115,6 +132,8 @@ class RowBatch:
         self.history = TokenHistory(self.token_ids, self.num_tokens)
         self.is_live = np.zeros(num_rows, np.bool_)
         self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
+        #: The spans of contents of the live rows that have any.
+        self.content_spans: dict[int, tuple[ContentSpan, ...]] = {}
         max_blocks = -(-max_model_len // block_size)
         self.tables = BlockTables(num_groups, num_rows, max_blocks, block_size, state_sizes)
         self._token_tables = self.tables.views[:num_groups]
@@ -134,6 +153,7 @@ class RowBatch:
         for row in plan.release:
             assert self.is_live[row], f"row {row} is released but was not live"
             self.is_live[row] = self.wants_prompt_logprobs[row] = False
+            self.content_spans.pop(row, None)
         for admission in plan.admit:
             self._admit(admission)
         for fork in plan.forks:
@@ -156,6 +176,8 @@ class RowBatch:
         self._num_computed_before_cuts[row] = 0
         self.wants_prompt_logprobs[row] = admission.params.prompt_logprobs is not None
         self.is_live[row] = True
+        if admission.content_spans:
+            self.content_spans[row] = admission.content_spans
         self.tables.set_row(row, admission.block_tables)
 
     def _fork(self, fork: RowFork) -> None:
@@ -171,6 +193,8 @@ class RowBatch:
         # Only the source yields the prompt's log-probabilities, which are the same for the fork.
         self.wants_prompt_logprobs[row] = False
         self.is_live[row] = True
+        if source in self.content_spans:
+            self.content_spans[row] = self.content_spans[source]
         self.tables.fork(row, source)
 
     def _edit_tokens(self, edit: TokenEdit) -> None:
@@ -200,6 +224,7 @@ class RowBatch:
         """Drop all rows."""
         self._decodes = None
         self.is_live[:] = self.wants_prompt_logprobs[:] = False
+        self.content_spans.clear()
 
     # ---- the step's tensors -----------------------------------------------------------------
 
@@ -233,6 +258,10 @@ class RowBatch:
             computed, last = computed - drafts.counts, last - drafts.counts
         assert (computed <= self.num_tokens[rows]).all(), "a row computes beyond its tokens"
         spans = self._prompt_logprob_spans(rows, query_start, counts)
+        first_positions = self.num_computed[rows]
+        pieces = _content_pieces(
+            self.content_spans, rows, first_positions, counts, query_start[:-1]
+        )
         self.num_computed[rows] = computed
         closes = computed == self.num_tokens[rows]
         assert drafts is None or closes[drafts.counts > 0].all(), "drafts follow an open gap"
@@ -261,6 +290,7 @@ class RowBatch:
             sample_index=torch.from_numpy(sample_index),
             joined_lines=joined_lines,
             prompt_logprob_spans=spans,
+            content_pieces=pieces,
             drafts=drafts,
         )
 
@@ -431,6 +461,30 @@ class RowBatch:
             if count > 0:
                 spans.append((row, int(query_start[index]), count, first + 1))
         return spans
+
+
+def _content_pieces(
+    spans: Mapping[int, tuple[ContentSpan, ...]],
+    rows: Int64,
+    first_positions: Int64,
+    counts: Int64,
+    query_start: Int32,
+) -> Sequence[ContentPiece]:
+    """The parts of contents that the step's rows compute. `spans` are those of each row that has
+    any; the other arguments have an element for each of `rows`."""
+    pieces: list[ContentPiece] = []
+    if not spans:
+        return pieces
+    each_row = zip(
+        *(each.tolist() for each in (rows, first_positions, counts, query_start)), strict=True
+    )
+    for row, first, count, start in each_row:
+        for span in spans_between(spans.get(row, ()), first, first + count):
+            begin = max(first, span.first_position)
+            num_tokens = min(first + count, span.end) - begin
+            offset = begin - span.first_position
+            pieces.append(ContentPiece(span.digest, offset, num_tokens, start + begin - first))
+    return pieces
 
 
 def state_batch(attention: AttentionBatch, tables: tuple[torch.Tensor, ...]) -> StateBatch:

@@ -24,6 +24,7 @@ from quire.models.interface import TextModel
 from quire.observability.step_trace import StepTiming
 from quire.runtime.batch import StepBatch
 from quire.runtime.block_tables import Int32, Int64
+from quire.runtime.content_store import ContentStore
 from quire.runtime.device_rows import DeviceRows
 from quire.runtime.drafters import Drafter
 from quire.runtime.drafts import StepDrafts
@@ -172,6 +173,8 @@ class ModelRunner:
         self.on_hidden: Callable[[torch.Tensor], None] | None = None
         #: Called in each step after its batch is built and before the forward pass.
         self.on_forward: Callable[[], None] | None = None
+        #: Has the embeddings of contents; None if the model takes text only.
+        self.contents: ContentStore | None = None
         #: Proposes drafts; None if nothing does so on the device.
         self.drafter: Drafter | None = None
         self._changed_step_id: int | None = None  # the step whose changes `draft` made
@@ -264,6 +267,9 @@ class ModelRunner:
                 self._change_rows(plan)
             self._changed_step_id = None
             step = self._rows.build(plan)
+            if step.content_pieces:
+                assert self.contents is not None, "there are no contents to read"
+                step.input_embeds = self.contents.input_embeds(step.content_pieces)
             if self._adapters is not None:
                 counts = step.num_new_tokens
                 self._adapters.set_rows(step.rows, counts, len(step.token_ids))
@@ -343,6 +349,8 @@ class ModelRunner:
             self._timer.clear()
         if self.drafter is not None:
             self.drafter.reset()
+        if self.contents is not None:
+            self.contents.reset()
         with current(self._device):
             self._rows.reset()
 
@@ -440,8 +448,10 @@ class ModelRunner:
         return known
 
     def _change_rows(self, plan: StepPlan) -> None:
-        assert not plan.content_loads, f"step {plan.step_id} loads contents, but no model takes any"
         self._rows.change(plan)
+        if plan.content_loads:
+            assert self.contents is not None, f"{plan.step_id} loads contents, but there are none"
+            self.contents.load(plan.content_loads)
         for row in plan.release:
             self._sampler.rows.clear_row(row)
             self._pooling.clear_row(row)

@@ -189,12 +189,16 @@ class ModelMoves:
 
 
 def memory_taken(service: Service) -> int:
-    """Bytes of the engines' weights, adapters, largest step and KV cache; 0 if they report none."""
+    """Bytes of the engines' weights, images, adapters, largest step and KV cache; 0 if they report
+    none."""
     facts = [engine.facts for engine in service.engine.engines_by_name.values()]
     return sum(int(each.get(f"{name}_bytes") or 0) for each in facts for name in _PARTS)
 
 
-_PARTS = ("weight", "adapter", "activation", "graph", "kv_cache")
+_PARTS = (
+    *("weight", "vision_weight", "encoder_cache", "adapter", "activation", "graph"),
+    "kv_cache",
+)
 """The parts of an engine's memory that count; see `engine_client.device_ledger`."""
 
 

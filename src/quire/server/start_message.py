@@ -21,6 +21,8 @@ SINGLE_API_SERVER = (
 
 _MEMORY = {
     "weight": "weights",
+    "vision_weight": "image encoder",
+    "encoder_cache": "images",
     "adapter": "adapters",
     "activation": "largest step",
     "graph": "CUDA graphs",
@@ -29,7 +31,11 @@ _MEMORY = {
     "unused": "unused",
     "answer": "answers",
 }
-_NOTES = {"other": "other programs, the driver, kernels' code", "answer": "at most, for drafts"}
+_NOTES = {
+    "encoder_cache": "at most, for embeddings",
+    "other": "other programs, the driver, kernels' code",
+    "answer": "at most, for drafts",
+}
 
 
 def ledger(model_name: str, facts: Mapping[str, Any]) -> str:

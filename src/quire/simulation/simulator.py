@@ -33,8 +33,8 @@ from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
 from quire.engine.adapter_work import AdapterWork
+from quire.engine.content_work import ContentWork
 from quire.engine.engine import Engine
-from quire.engine.item_work import ItemWork
 from quire.errors import ConfigurationError, QuireError, RequestNeverFitsError
 from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.checked_device import CheckedDevice
@@ -166,7 +166,7 @@ class Simulator:
         )
         self.engine.grammars = fake_grammar_work(config.vocab_size)
         self.engine.adapters = AdapterWork(self.scheduler, self.adapters)
-        self.engine.contents = ItemWork(self.scheduler, self.scheduler.contents, self.contents)
+        self.engine.contents = ContentWork(self.scheduler, simulated=self.contents)
         self._started_s = self.clock.now_s
 
     def run(self) -> None:

@@ -14,8 +14,8 @@ from quire.kernels.cpu.selection import select_kernels
 from quire.layers.sharded import LinearMethods
 from quire.models.registry import load_config
 from quire.models.vision.idefics3 import position_buckets
-from quire.models.vision.interface import VisionTower, finish
-from quire.models.vision.registry import TowerSource, find_tower
+from quire.models.vision.towers import TowerSource, find_tower
+from quire.models.vision.vision_tower import VisionTower, finish
 
 GRID = (1, 1, 1)
 

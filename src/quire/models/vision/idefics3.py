@@ -19,9 +19,9 @@ from quire.errors import CheckpointError, InvalidRequestError, shown
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.storage import Storage
 from quire.models.config_fields import ConfigFields
-from quire.models.vision.interface import Grid, Slices, VisionConfig, VisionTower
 from quire.models.vision.siglip import SiglipConfig, SiglipEncoder
 from quire.models.vision.slices import in_pieces
+from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
 
 # transformers' values for fields that a vision_config leaves out.
 _DEFAULTS = {

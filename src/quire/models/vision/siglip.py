@@ -22,8 +22,8 @@ from quire.layers.norm import LayerNorm
 from quire.layers.operator_module import OperatorModule
 from quire.layers.storage import Storage
 from quire.models.config_fields import ConfigFields
-from quire.models.vision.interface import Grid, Slices
 from quire.models.vision.slices import attend, in_pieces
+from quire.models.vision.vision_tower import Grid, Slices
 
 NUM_CHANNELS = 3
 """Red, green and blue."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from quire.models.vision.interface import Slices
+from quire.models.vision.vision_tower import Slices
 
 PIECE_ROWS = 128
 """Rows of a piece of a layer that computes each row alone. With 1,152 inputs and 4,304 outputs a

@@ -4,7 +4,7 @@ A tower encodes one content at a time. Its work is cut into slices, between whic
 steps. The cuts depend on the content's size alone, so the bits of a result depend neither on the
 time between two slices nor on other requests.
 
-To add a tower, add a file with its config and modules, and a line in `registry.py`.
+To add a tower, add a file with its config and modules, and a line in `towers.py`.
 
 Legend: T embeddings of the content, P patches of the content, H hidden size of the language model.
 """

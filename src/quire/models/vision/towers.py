@@ -29,7 +29,7 @@ from quire.models.checkpoints.source import CheckpointSource
 from quire.models.config import ModelConfig
 from quire.models.model_entry import CHECKPOINT_PARTS
 from quire.models.vision import idefics3, siglip
-from quire.models.vision.interface import VisionConfig, VisionTower
+from quire.models.vision.vision_tower import VisionConfig, VisionTower
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,12 @@ class TowerSource:
     folder: Path
     entry: TowerEntry
     config: VisionConfig
+
+    @property
+    def max_content_values(self) -> int:
+        """Number of values in the embeddings of the longest content."""
+        tower = self._build(torch.float32, torch.device("meta"))
+        return tower.max_content_tokens * tower.num_parts * self.config.output_size
 
     def weight_bytes(self, dtype: torch.dtype, methods: LinearMethods) -> int:
         """Bytes of memory of the loaded tower. Raises CheckpointError for weights that don't match

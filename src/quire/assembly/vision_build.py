@@ -1,0 +1,79 @@
+"""Plans the memory of a model's tower, loads it, and makes the store of contents.
+
+A tower encodes images. On the CPU only, without tensor parallelism. Called by `rank_build`.
+"""
+
+from dataclasses import dataclass
+
+from quire.assembly.device_setup import DeviceSetup, draft_methods
+from quire.layers.operator_module import use_operators
+from quire.models.checkpoints.loader import Reading
+from quire.models.interface import CausalLM, TextModel
+from quire.models.vision.towers import TowerSource
+from quire.options.engine_options import EngineOptions
+from quire.runtime.content_store import ContentStore, max_slots
+
+
+@dataclass(frozen=True, slots=True)
+class VisionMemory:
+    """The memory that images take beside the language model, in bytes."""
+
+    weight_bytes: int
+    #: Maximum bytes of the cached embeddings.
+    cache_bytes: int
+    #: Maximum bytes of the embeddings in slots that the cache may have forgotten.
+    slot_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it, apart from the inputs of the requests that run."""
+        return self.weight_bytes + self.cache_bytes + self.slot_bytes
+
+    def facts(self) -> dict[str, int | str | None]:
+        """The facts that the engine reports; none without a tower."""
+        if not self.total_bytes:
+            return {}
+        return {
+            "vision_weight_bytes": self.weight_bytes,
+            "encoder_cache_bytes": self.cache_bytes + self.slot_bytes,
+        }
+
+
+def plan_vision(
+    options: EngineOptions, source: TowerSource | None, setup: DeviceSetup
+) -> VisionMemory:
+    """The memory of the tower and of embeddings; nothing without a tower. Raises
+    CheckpointError."""
+    if source is None:
+        return VisionMemory(0, 0, 0)
+    num_bytes = content_bytes(source, setup)
+    num_slots = max_slots(options.encoder_cache_bytes, num_bytes)
+    return VisionMemory(
+        source.weight_bytes(setup.dtype, draft_methods(setup)),
+        options.encoder_cache_bytes,
+        num_slots * num_bytes,
+    )
+
+
+def content_bytes(source: TowerSource, setup: DeviceSetup) -> int:
+    """The bytes of the embeddings of the longest content."""
+    return source.max_content_values * setup.dtype.itemsize
+
+
+def make_contents(
+    options: EngineOptions,
+    source: TowerSource,
+    setup: DeviceSetup,
+    model: TextModel,
+    reading: Reading,
+) -> ContentStore:
+    """Load the tower and make the store that encodes with it. `model` is the loaded language model.
+    Raises CheckpointError."""
+    assert isinstance(model, CausalLM), "a tower is only found for models that generate"
+    tower = source.load(
+        dtype=setup.dtype, device=setup.device, methods=draft_methods(setup), reading=reading
+    )
+    use_operators(tower, setup.operators)
+    tower.use_embedding(model.embed)
+    num_slots = max_slots(options.encoder_cache_bytes, content_bytes(source, setup))
+    return ContentStore(tower, num_slots, options.encoder_cache_bytes)

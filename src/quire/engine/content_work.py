@@ -1,0 +1,117 @@
+"""The contents of requests, such as images, in one engine.
+
+Checks that a request brings the contents that its spans name, keeps them open while it runs, and
+lets the encoder work between steps. Used by `engine`.
+"""
+
+from collections.abc import Collection
+from math import prod
+from typing import Protocol
+
+from quire.core.content_spans import Content
+from quire.core.request import Request
+from quire.core.scheduling.scheduler import Scheduler
+from quire.engine.item_work import ItemWork, ReadItems
+from quire.errors import InvalidRequestError
+
+VALUE_BYTES = 4
+"""Bytes of one of a content's values, which are fp32."""
+
+
+class StoredContents(ReadItems, Protocol):
+    """The source of contents: `runtime.content_store` encodes them."""
+
+    def check(self, content: Content) -> int:
+        """Number of positions that the content takes in a prompt.
+
+        Raises InvalidRequestError for a shape or grid that the model's encoder can't read, and if
+        its digest is open for another content.
+        """
+        ...
+
+    def open(self, contents: Collection[Content]) -> None:
+        """Keep the inputs of these contents, until as many calls of `close` name them."""
+        ...
+
+    def close(self, digests: Collection[str]) -> None:
+        """Undo one call of `open` for each of these contents."""
+        ...
+
+    def advance(self, limit_s: float) -> None:
+        """Encode what is being read for about limit_s seconds; return at once if nothing is."""
+        ...
+
+
+class ContentWork(ItemWork):
+    """The contents of one engine.
+
+    Invariant: the contents of each request that has not ended are open in the store.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        store: StoredContents | None = None,
+        *,
+        simulated: ReadItems | None = None,
+    ) -> None:
+        """store: None if the model takes no contents. simulated: the source of contents that have
+        no inputs, instead of a store."""
+        super().__init__(scheduler, scheduler.contents, store or simulated)
+        self._store = store
+        self._open: dict[str, tuple[str, ...]] = {}  # digests by request
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequestError unless the request's contents are those that its spans name,
+        in shapes that the encoder reads."""
+        # First, compare the digests. `content_spans.check_content_spans` has checked the spans.
+        store, named = self._store, {span.digest for span in request.content_spans}
+        if store is None or not (named or request.contents):
+            return
+        given = {content.digest: content for content in request.contents}
+        if len(given) < len(request.contents) or given.keys() != named:
+            raise InvalidRequestError(
+                f"the prompt's spans name {len(named)} contents, but the request brings"
+                f" {len(request.contents)}, which must be the same, each once",
+                "prompt",
+            )
+        if request.adapter is not None:
+            raise InvalidRequestError(
+                "the request has images and names an adapter; images are served by the model"
+                " without adapters in this version",
+                "prompt",
+            )
+        # Then compare the sizes.
+        for content in request.contents:
+            num_values = prod(content.shape)
+            if num_values < 1 or len(content.values) != VALUE_BYTES * num_values:
+                raise InvalidRequestError(
+                    f"a content of the shape {list(content.shape)} has {len(content.values)} bytes,"
+                    f" but must have {VALUE_BYTES * num_values}",
+                    "prompt",
+                )
+        counts = {digest: store.check(content) for digest, content in given.items()}
+        for span in request.content_spans:
+            if span.num_tokens != counts[span.digest]:
+                raise InvalidRequestError(
+                    f"{span} has {span.num_tokens} positions, but the model's encoder makes"
+                    f" {counts[span.digest]} of this content",
+                    "prompt",
+                )
+
+    def open(self, request: Request) -> None:
+        """Keep the contents of an accepted request, until `close`."""
+        if self._store is not None and request.contents:
+            self._store.open(request.contents)
+            self._open[request.request_id] = tuple(each.digest for each in request.contents)
+
+    def close(self, request_id: str) -> None:
+        """Forget the contents of a request that has ended."""
+        digests = self._open.pop(request_id, ())
+        if self._store is not None and digests:
+            self._store.close(digests)
+
+    def advance(self, limit_s: float) -> None:
+        """After a step, encode contents that sequences wait for, for about limit_s seconds."""
+        if self._store is not None and self._residency.num_reading:
+            self._store.advance(limit_s)

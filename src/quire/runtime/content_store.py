@@ -1,0 +1,213 @@
+"""Encodes the contents of prompts, such as images, and keeps their embeddings.
+
+    inputs        of the contents of requests that have not ended
+    waiting       contents to encode, in the order in which the scheduler asked for them
+    encoding      at most one content; its tower's work advances in slices, between steps
+    embeddings    a cache of bounded size, from which plans load contents into the runner's slots
+
+The engine's thread encodes while no step runs, so kernels and threads are not shared. If the
+embeddings of a content are forgotten while a request still needs them, they are encoded again from
+its inputs, to the same bits.
+
+On the CPU a slot refers to embeddings, without a copy. So the cache may forget embeddings whose
+bytes a slot still holds; `max_slots` bounds these bytes.
+"""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
+
+import torch
+
+from quire.core.content_spans import Content
+from quire.core.step import ItemLoad
+from quire.errors import InvalidRequestError
+from quire.models.interface import InputEmbeds
+from quire.models.vision.vision_tower import Slices, VisionTower
+from quire.observability.log import get_logger
+from quire.runtime.batch import ContentPiece
+
+WAIT_S = 0.01
+"""Maximum seconds of encoding, beyond one slice, while the engine is idle, since messages may
+arrive."""
+
+MOST_SLOTS = 64
+"""More contents than one step usually reads."""
+
+logger = get_logger(__name__)
+
+
+def max_slots(max_bytes: int, content_bytes: int) -> int:
+    """Number of slots for contents of at most content_bytes bytes, which may hold a half of
+    max_bytes. At least 2, so that one content is encoded while another is read."""
+    return max(2, min(MOST_SLOTS, max_bytes // 2 // max(1, content_bytes)))
+
+
+class ContentStore:
+    """The contents of one engine. Called from the engine's thread.
+
+    Invariant: a content for which the last `begin` returned False is in `_waiting`, is being
+    encoded, or is in `_failed`. If it returned True, the content is in `_ready` until it is loaded
+    or released.
+    """
+
+    def __init__(self, tower: VisionTower, num_slots: int, max_cache_bytes: int) -> None:
+        """`tower` is loaded. `max_cache_bytes` bounds the bytes of embeddings beside those of
+        slots."""
+        #: Number of contents that were encoded since the start.
+        self.num_encoded = 0
+        #: Number of contents that were found in the cache when they were asked for.
+        self.num_hits = 0
+        self.num_slots = num_slots
+        self._tower = tower
+        self._max_cache_bytes = max_cache_bytes
+        #: Inputs by digest, and the number of uses that `open` began.
+        self._inputs: dict[str, tuple[Content, int]] = {}
+        self._waiting: deque[str] = deque()
+        self._encoding: tuple[str, Slices[torch.Tensor]] | None = None
+        self._ready: dict[str, torch.Tensor] = {}
+        self._failed: dict[str, str] = {}
+        #: Embeddings by digest, the least recently used first.
+        self._cache: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._num_cache_bytes = 0
+        self._slots: list[tuple[str, torch.Tensor] | None] = [None] * num_slots
+        self._loaded: dict[str, torch.Tensor] = {}
+
+    @property
+    def max_content_tokens(self) -> int:
+        """Maximum number of embeddings of one content."""
+        return self._tower.max_content_tokens
+
+    @property
+    def num_cache_bytes(self) -> int:
+        """Bytes of the embeddings in the cache."""
+        return self._num_cache_bytes
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def check(self, content: Content) -> int:
+        """See `engine.content_work.StoredContents`."""
+        known = self._inputs.get(content.digest)
+        if known is not None and known[0] != content:
+            raise InvalidRequestError(
+                f"two different contents have the digest {content.digest}", "prompt"
+            )
+        return self._tower.num_tokens(content.shape, content.grid)
+
+    def open(self, contents: Collection[Content]) -> None:
+        """See `engine.content_work.StoredContents`."""
+        for content in contents:
+            _, num_uses = self._inputs.get(content.digest, (content, 0))
+            self._inputs[content.digest] = (content, num_uses + 1)
+            # The last request with this content may have ended just before.
+            self._failed.pop(content.digest, None)
+
+    def close(self, digests: Collection[str]) -> None:
+        """See `engine.content_work.StoredContents`."""
+        for digest in digests:
+            content, num_uses = self._inputs.pop(digest)
+            if num_uses > 1:
+                self._inputs[digest] = (content, num_uses - 1)
+
+    # ---- the scheduler's reads --------------------------------------------------------------
+
+    def begin(self, digest: str) -> bool:
+        """See `core.scheduling.residency.ItemSource`."""
+        if digest in self._ready:
+            return True
+        if digest in self._cache:
+            self._cache.move_to_end(digest)
+            self._ready[digest] = self._cache[digest]
+            self.num_hits += 1
+            return True
+        is_encoding = self._encoding is not None and self._encoding[0] == digest
+        if not (is_encoding or digest in self._waiting or digest in self._failed):
+            self._waiting.append(digest)
+        return False
+
+    def release(self, digest: str) -> None:
+        """See `core.scheduling.residency.ItemSource`."""
+        self._ready.pop(digest, None)
+
+    def pop_failed(self) -> dict[str, str]:
+        """See `engine.item_work.ReadItems`."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def wait(self) -> None:
+        """See `engine.item_work.ReadItems`. Encodes, instead of waiting."""
+        self.advance(WAIT_S)
+
+    @torch.inference_mode()
+    def advance(self, limit_s: float) -> None:
+        """See `engine.content_work.StoredContents`. Stops after the slice in which limit_s ends, or
+        when a content is ready."""
+        end_s = time.perf_counter() + limit_s
+        while (running := self._start()) is not None:
+            digest, slices = running
+            try:
+                next(slices)
+            except StopIteration as end:
+                self._encoding = None
+                self._keep(digest, end.value)
+                return
+            except (RuntimeError, ValueError, MemoryError) as error:
+                logger.exception("a content can't be encoded")
+                self._encoding = None
+                self._failed[digest] = f"an image of the prompt can't be encoded: {error}"
+                return
+            if time.perf_counter() >= end_s:
+                return
+
+    def _start(self) -> tuple[str, Slices[torch.Tensor]] | None:
+        """The content that is being encoded, which may begin now; None if none is asked for."""
+        while self._encoding is None and self._waiting:
+            digest = self._waiting.popleft()
+            known = self._inputs.get(digest)
+            if known is None:  # all requests with it have ended
+                self._failed[digest] = "no request has this content any more"
+                continue
+            content, _ = known
+            values = torch.frombuffer(bytearray(content.values), dtype=torch.float32)
+            self._encoding = digest, self._tower.encode(values.view(content.shape), content.grid)
+        return self._encoding
+
+    def _keep(self, digest: str, embeddings: torch.Tensor) -> None:
+        """Keep the embeddings of a content that was encoded, and forget others."""
+        self.num_encoded += 1
+        self._cache[digest] = embeddings
+        self._num_cache_bytes += embeddings.nbytes
+        # The content was asked for, so it is loaded even if the cache has no room for it.
+        self._ready[digest] = embeddings
+        while self._num_cache_bytes > self._max_cache_bytes:
+            _, oldest = self._cache.popitem(last=False)
+            self._num_cache_bytes -= oldest.nbytes
+
+    # ---- the runner's slots -----------------------------------------------------------------
+
+    def load(self, loads: Sequence[ItemLoad]) -> None:
+        """Carry out a plan's content_loads, before its rows are built."""
+        for slot, digest in loads:
+            previous = self._slots[slot]
+            if previous is not None and previous[0] != digest:
+                self._loaded.pop(previous[0], None)
+            embeddings = self._ready.pop(digest)
+            self._slots[slot] = digest, embeddings
+            self._loaded[digest] = embeddings
+
+    def input_embeds(self, pieces: Sequence[ContentPiece]) -> InputEmbeds:
+        """The embeddings that replace those of the tokens of `pieces`, of which there is at least
+        one. Their contents must have been loaded."""
+        places, rows = [], []
+        for digest, first, num_tokens, place in pieces:
+            assert digest in self._loaded, f"content {digest} is read, but was not loaded"
+            places.append(torch.arange(place, place + num_tokens))
+            rows.append(self._loaded[digest][first : first + num_tokens])
+        return InputEmbeds(torch.cat(places), torch.cat(rows))
+
+    def reset(self) -> None:
+        """Forget the slots and what is ready for them, since the scheduler loads contents again
+        after a failed step."""
+        self._ready.clear()
+        self._slots = [None] * len(self._slots)
+        self._loaded.clear()

@@ -1,0 +1,142 @@
+"""Requests with images for engines of tiny models, and transformers' answers to them.
+
+To add a family, add an entry to `IMAGE_FAMILIES`.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.models.vision.idefics3_files import (
+    IMAGE_TOKEN,
+    TILE_TOKENS,
+    make_tile,
+    save_smolvlm,
+)
+from transformers import PreTrainedModel
+
+from quire.core.content_spans import Content, ContentSpan
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
+from quire.engine.engine import Engine
+
+Part = list[int] | int
+"""Tokens of a prompt, or the seed of an image."""
+
+
+@dataclass(frozen=True)
+class ImageFamily:
+    """How a family's images are made and placed in prompts."""
+
+    #: Writes the model to a folder, and returns transformers' model of it.
+    save: Callable[[Path], PreTrainedModel]
+    #: The input of the tower for the image of a seed, and its grid.
+    make: Callable[[int], tuple[torch.Tensor, tuple[int, int, int]]]
+    #: The placeholder ids of one image.
+    token_ids: list[int]
+    #: The arguments of transformers' `forward` for the inputs of a prompt's images.
+    arguments: Callable[[list[torch.Tensor]], dict[str, Any]]
+    #: The grid of a span; None for models whose positions have one axis.
+    span_grid: tuple[int, int, int] | None = None
+
+
+IMAGE_FAMILIES = {
+    "smolvlm": ImageFamily(
+        save=save_smolvlm,
+        make=lambda seed: (make_tile(seed), (1, 1, 1)),
+        token_ids=[IMAGE_TOKEN] * TILE_TOKENS,
+        arguments=lambda tiles: {"pixel_values": torch.stack(tiles)[None]},
+    )
+}
+
+
+def text(seed: int, length: int) -> list[int]:
+    """Random token ids that are no placeholders."""
+    rng = random.Random(seed)
+    return [rng.randrange(20, 1000) for _ in range(length)]
+
+
+PROMPTS: dict[str, list[Part]] = {
+    "in the middle": [text(1, 13), 1, text(2, 9)],
+    "first": [1, text(3, 5)],
+    "two": [text(1, 13), 1, 2, text(4, 6)],
+    "two, exchanged": [text(1, 13), 2, 1, text(4, 6)],
+    "the same twice": [text(1, 13), 2, text(5, 3), 2, text(6, 17)],
+    "text": [text(1, 13), text(7, 20)],
+}
+"""Some begin alike, and two differ only in their images, which have equal sizes."""
+
+
+def token_ids_of(family: ImageFamily, parts: Sequence[Part]) -> list[int]:
+    """The token ids of a prompt, with placeholders."""
+    return [
+        token_id
+        for part in parts
+        for token_id in (family.token_ids if isinstance(part, int) else part)
+    ]
+
+
+def make_request(
+    family: ImageFamily, name: str, parts: Sequence[Part], n: int = 1, **params: Any
+) -> Request:
+    """The request for a prompt. By default it is decoded greedily."""
+    spans, contents, position = [], {}, 0
+    for part in parts:
+        if not isinstance(part, int):
+            position += len(part)
+            continue
+        values, grid = family.make(part)
+        stored = values.contiguous().numpy().tobytes()
+        digest = hashlib.blake2b(stored, digest_size=16).hexdigest()
+        count = len(family.token_ids)
+        spans.append(ContentSpan(position, count, digest, family.span_grid))
+        contents[digest] = Content(digest, tuple(values.shape), stored, grid)
+        position += count
+    given = {"max_tokens": 8, "temperature": 0.0, "logprobs": 0} | params
+    return Request(
+        name,
+        token_ids_of(family, parts),
+        DecodingParams(**given),
+        n,
+        content_spans=tuple(spans),
+        contents=tuple(contents.values()),
+    )
+
+
+def requests_of(family: ImageFamily, n: int = 1, **params: Any) -> list[Request]:
+    """A request for each of PROMPTS."""
+    return [make_request(family, name, parts, n, **params) for name, parts in PROMPTS.items()]
+
+
+Answers = dict[tuple[str, int], list[Any]]
+"""Tokens and log-probabilities by request and branch."""
+
+
+def answers_of(engine: Engine, requests: Sequence[Request]) -> Answers:
+    """Run the requests together, and return what they get. Raises AssertionError for an error."""
+    found: Answers = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None, output.error
+            branch = found.setdefault((output.request_id, output.branch_index), [])
+            entries = output.logprobs or [None] * len(output.token_ids)
+            branch += zip(output.token_ids, entries, strict=True)
+    return found
+
+
+@torch.inference_mode()
+def reference_logits(
+    family: ImageFamily, model: PreTrainedModel, parts: Sequence[Part], answer: Sequence[int]
+) -> torch.Tensor:
+    """transformers' logits [len(answer), V] before each token of the answer."""
+    prompt = token_ids_of(family, parts)
+    values = [family.make(part)[0] for part in parts if isinstance(part, int)]
+    more = family.arguments(values) if values else {}
+    logits = model(input_ids=torch.tensor([[*prompt, *answer]]), **more).logits[0].float()
+    return logits[len(prompt) - 1 : -1]

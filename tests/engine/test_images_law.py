@@ -1,0 +1,230 @@
+"""Images in prompts: transformers' tokens in any company, and the law to the bit."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.crowding import preempt_much
+from tests.engine.image_prompts import (
+    IMAGE_FAMILIES,
+    PROMPTS,
+    Answers,
+    ImageFamily,
+    answers_of,
+    make_request,
+    reference_logits,
+    requests_of,
+    text,
+)
+from transformers import PreTrainedModel
+
+from quire import LLM
+from quire.core.content_spans import Content
+from quire.core.request import Request
+from quire.core.scheduling.growth_forecast import GrowthForecast
+from quire.errors import InvalidRequestError
+from quire.runtime.content_store import ContentStore
+
+CROWDED = {"block_size": 8, "max_num_batched_tokens": 13, "max_num_seqs": 12}
+NEAR_TIE = 1e-3
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A family's checkpoint, and transformers' model of it."""
+
+    family: ImageFamily
+    folder: Path
+    model: PreTrainedModel
+
+    def llm(self, **options: Any) -> LLM:
+        sizes = {"max_model_len": 96, "dtype": "float32", "skip_tokenizer_init": True}
+        return LLM(str(self.folder), **(sizes | options))
+
+
+@pytest.fixture(scope="module", params=IMAGE_FAMILIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    torch.set_num_threads(1)
+    family, folder = IMAGE_FAMILIES[request.param], tmp_path_factory.mktemp(request.param)
+    return Saved(family, folder, family.save(folder))
+
+
+def store_of(llm: LLM) -> ContentStore:
+    store = llm.engine.scheduler.contents._source
+    assert isinstance(store, ContentStore)
+    return store
+
+
+def assert_greedy(saved: Saved, answers: Answers, what: str) -> None:
+    """Each token is transformers' choice after those before it."""
+    for (name, branch), entries in answers.items():
+        tokens = [token for token, _ in entries]
+        logits = reference_logits(saved.family, saved.model, PROMPTS[name], tokens)
+        best, chosen = logits.max(dim=-1).values, logits[range(len(tokens)), tokens]
+        assert tokens and (best - chosen).max() < NEAR_TIE, (what, name, branch)
+
+
+def test_tokens_equal_transformers(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, in chunks, from the prefix cache, forked, preempted, beside text and other images."""
+    family = saved.family
+    whole = saved.llm()
+    for request in requests_of(family):
+        assert_greedy(saved, answers_of(whole.engine, [request]), "alone")
+    crowded = saved.llm(**CROWDED)
+    answers = answers_of(crowded.engine, requests_of(family, n=2))
+    assert len(answers) == 2 * len(PROMPTS)
+    assert_greedy(saved, answers, "in chunks, forked")
+    assert_greedy(saved, answers_of(crowded.engine, requests_of(family)), "from the prefix cache")
+    assert crowded.engine.stats().num_hit_tokens > 0
+    monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
+    cramped = saved.llm(**CROWDED, num_blocks=12)
+    preempt_much(cramped)
+    assert_greedy(
+        saved, answers_of(cramped.engine, requests_of(family, n=2, max_tokens=16)), "preempted"
+    )
+    assert cramped.engine.stats().num_preemptions > 0
+    for llm in (whole, crowded, cramped):
+        assert llm.engine.stats().num_held_blocks == 0
+        assert not store_of(llm)._inputs, "inputs outlive their requests"
+
+
+def test_an_image_is_encoded_once_and_hits_to_the_token(saved: Saved) -> None:
+    llm = saved.llm(block_size=8)
+    parts = PROMPTS["in the middle"]
+    first = answers_of(llm.engine, [make_request(saved.family, "1", parts)])
+    store, num_tokens = (
+        store_of(llm),
+        sum(len(part) if isinstance(part, list) else 0 for part in parts),
+    )
+    num_tokens += len(saved.family.token_ids)
+    assert (store.num_encoded, store.num_hits) == (1, 0)
+    again = answers_of(llm.engine, [make_request(saved.family, "2", parts)])
+    assert [*first.values()] == [*again.values()]
+    assert llm.engine.stats().num_hit_tokens == num_tokens - 1
+    # Another image of equal size is hit up to its first position, and no further.
+    other = [parts[0], 9, parts[2]]
+    answers_of(llm.engine, [make_request(saved.family, "3", other)])
+    assert llm.engine.stats().num_hit_tokens == num_tokens - 1 + len(text(1, 13))
+    assert store.num_encoded == 2
+    # A longer prompt reads the image again at another place, from the cache of embeddings.
+    answers_of(llm.engine, [make_request(saved.family, "4", [text(8, 5), 1, text(9, 4)])])
+    assert store.num_encoded == 2
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_equal_to_the_bit(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and in a crowd with chunks, hits, forks, preemptions, and a cache for one image."""
+    wishes: list[dict[str, Any]] = [
+        {"temperature": index % 2 * 1.0, "seed": index, "logprobs": 2, "n": 2, "max_tokens": 16}
+        for index in range(len(PROMPTS))
+    ]
+
+    def requests() -> list[Request]:
+        return [
+            make_request(saved.family, name, parts, **wish)
+            for (name, parts), wish in zip(PROMPTS.items(), wishes, strict=True)
+        ]
+
+    bf16 = {"dtype": "bfloat16"}
+    alone = saved.llm(enable_prefix_caching=False, num_threads=1, **bf16)
+    expected: Answers = {}
+    for request in requests():
+        expected |= answers_of(alone.engine, [request])
+    monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
+    crowd = saved.llm(**CROWDED, **bf16, num_blocks=12, num_threads=2)
+    preempt_much(crowd)
+    store_of(crowd)._max_cache_bytes = 0
+    assert answers_of(crowd.engine, requests()) == expected
+    assert answers_of(crowd.engine, requests()) == expected, "again, from the prefix cache"
+    assert crowd.engine.stats().num_preemptions > 0
+
+
+def test_running_requests_go_on_while_an_image_is_encoded(saved: Saved) -> None:
+    llm = saved.llm()
+    engine = llm.engine
+    engine.add(make_request(saved.family, "stream", [text(1, 5)], max_tokens=60))
+    while not engine.scheduler.running:
+        engine.step()
+    engine.add(make_request(saved.family, "image", PROMPTS["first"]))
+    seen: list[str] = []
+    while engine.has_work():
+        seen += [output.request_id for output in engine.step()]
+    assert "stream" in seen[: seen.index("image")], "the stream waited for the image"
+
+
+def test_aborted_requests_leave_nothing(saved: Saved) -> None:
+    llm = saved.llm()
+    engine, store = llm.engine, store_of(llm)
+    for name in ("a", "b"):
+        engine.add(make_request(saved.family, name, PROMPTS["two"]))
+    engine.step()
+    engine.abort("a")
+    engine.abort("b")
+    assert not store._inputs
+    answers = answers_of(
+        engine, [make_request(saved.family, "two, exchanged", PROMPTS["two, exchanged"])]
+    )
+    assert_greedy(saved, answers, "after others were aborted")
+    while engine.scheduler.contents.num_reading:
+        engine.step()
+    assert store._encoding is None and not store._waiting and not store._ready
+
+
+def _without_contents(request: Request) -> Request:
+    return replace(request, contents=())
+
+
+def _unknown(request: Request) -> Request:
+    (content,) = request.contents
+    return replace(request, contents=(content, content._replace(digest="0" * 32)))
+
+
+def _twice(request: Request) -> Request:
+    return replace(request, contents=request.contents * 2)
+
+
+def _with(request: Request, **fields: Any) -> Request:
+    (content,) = request.contents
+    changed: Content = content._replace(**fields)
+    return replace(request, contents=(changed,))
+
+
+def _short(request: Request) -> Request:
+    return _with(request, values=request.contents[0].values[:-4])
+
+
+def _shape(request: Request) -> Request:
+    return _with(request, shape=(1, *request.contents[0].shape))
+
+
+def _long_span(request: Request) -> Request:
+    (span,) = request.content_spans
+    return replace(request, content_spans=(span._replace(num_tokens=span.num_tokens - 1),))
+
+
+@pytest.mark.parametrize(
+    "change", [_without_contents, _unknown, _twice, _short, _shape, _long_span]
+)
+def test_contents_that_do_not_match_are_refused(refusing: LLM, saved: Saved, change: Any) -> None:
+    request = change(make_request(saved.family, "x", PROMPTS["in the middle"]))
+    with pytest.raises(InvalidRequestError):
+        refusing.engine.add(request)
+    assert not refusing.engine.has_work() and not store_of(refusing)._inputs
+
+
+@pytest.fixture(scope="module")
+def refusing(saved: Saved) -> LLM:
+    return saved.llm()
+
+
+def test_language_model_only_takes_no_images(saved: Saved) -> None:
+    llm = saved.llm(language_model_only=True)
+    assert llm.engine.limits.max_content_tokens == 0
+    assert "vision_weight_bytes" not in llm.engine.facts
+    with pytest.raises(InvalidRequestError, match="text only"):
+        llm.engine.add(make_request(saved.family, "x", PROMPTS["first"]))
+    assert_greedy(
+        saved, answers_of(llm.engine, [make_request(saved.family, "text", PROMPTS["text"])]), "text"
+    )
