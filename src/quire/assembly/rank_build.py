@@ -419,7 +419,9 @@ class _Builder:
         """Load the tower beside its language model; None without one."""
         if self.tower is None:
             return None
-        digest = None if self.identity is None else self.identity.weights
+        digest = None
+        if self.identity is not None:
+            self.identity.tower, digest = self.tower.config, self.identity.weights
         on_progress = partial(self.on_progress, "loading the encoder of images")
         num_threads = 1 if self.setup.kernels is None else self.setup.num_threads
         reading = Reading(num_threads, on_progress, digest)

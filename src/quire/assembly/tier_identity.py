@@ -41,6 +41,7 @@ from quire.layers.linear import Linear
 from quire.models.checkpoints.weights_digest import WeightsDigest
 from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
+from quire.models.vision.vision_tower import VisionConfig
 from quire.options.engine_options import EngineOptions
 from quire.runtime.page_layout import KVCacheLayout
 from quire.tiers.fingerprint import Fingerprint
@@ -86,6 +87,8 @@ class PageIdentity:
         #: Digest of the input statistics that were used to round weights; the digest of no data if
         #: all weights were rounded to nearest.
         self.rounding = WeightsDigest()
+        #: The config of the encoder of images; None without one.
+        self.tower: VisionConfig | None = None
         self._max_model_len = 0
         self._classes: set[type] = set()
 
@@ -139,10 +142,13 @@ class PageIdentity:
         if draft_config is not None:
             weights = self.draft_weights.digest().hex()
             drafter = {"drafter": _config(draft_config) | {"weights": weights}}
+        tower: dict[str, Any] = {}
+        if self.tower is not None:
+            tower = {"tower": _plain(self.tower, type(self.tower).__name__)}
         positions = config.position_key(self._max_model_len)
         return Fingerprint(
             weights=self.weights.digest().hex(),
-            model=_config(config) | {"positions": _short_digest(positions)} | drafter,
+            model=_config(config) | {"positions": _short_digest(positions)} | drafter | tower,
             pages=_pages(options.block_size, layout) | {"ranks": num_ranks, "rank": rank},
             numerics=numerics,
             code={

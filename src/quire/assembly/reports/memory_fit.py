@@ -10,6 +10,7 @@ from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.host_memory_plan import plan_memory, wanted_model_len
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.assembly.rank_build import choose_part_of_host
+from quire.assembly.vision_build import plan_vision
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.growth import Growth
 from quire.errors import ConfigurationError
@@ -80,7 +81,8 @@ def fit_memory(options: EngineOptions, kind: ModelKind) -> MemoryFit:
     if setup.device.type != "cpu":
         return _on_device(options, kind, setup, layout, num_bytes)
     most_bytes = None if binding is None else binding.free_bytes
-    plan = plan_memory(options, config, layout, num_bytes, most_bytes=most_bytes)
+    num_taken_bytes = num_bytes + plan_vision(options, kind.tower, setup).total_bytes
+    plan = plan_memory(options, config, layout, num_taken_bytes, most_bytes=most_bytes)
     return _fit(options, setup, layout, num_bytes, (plan.num_blocks, plan.max_model_len))
 
 

@@ -83,6 +83,8 @@ class ModelReport:
     transformers_version: str | None = None
     #: Name of the multimodal architecture that contains this language model; None for a text model.
     wrapper: str | None = None
+    #: Whether a multimodal model takes images here.
+    takes_images: bool = False
     #: Bytes of the adapter slots if enable_lora is set and no other option of adapters.
     adapter_bytes: int = 0
     #: Why the model can have no adapters; None if it can.
@@ -126,6 +128,7 @@ def report_on(model: str, revision: str | None, num_tokens: int) -> ModelReport:
             config.transformers_version if isinstance(config, FallbackConfig) else None
         ),
         wrapper=config.wrapper,
+        takes_images=kind.tower is not None,
         adapter_bytes=num_adapter_bytes,
         adapter_problem=adapter_problem,
     )

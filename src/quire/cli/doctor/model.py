@@ -111,7 +111,7 @@ def _kernels(found: "ModelReport") -> str:
 
 
 def _computed(found: "ModelReport") -> str:
-    """Says if transformers computes the model, or if only a multimodal model's text part is served;
+    """Says if transformers computes the model, and which inputs of a multimodal model are served;
     else ""."""
     parts = []
     if found.transformers_version is not None:
@@ -120,7 +120,8 @@ def _computed(found: "ModelReport") -> str:
             " attention and linears"
         )
     if found.wrapper is not None:
-        parts.append(f"for text alone, of {found.wrapper}")
+        inputs = "text and images" if found.takes_images else "text alone"
+        parts.append(f"for {inputs}, of {found.wrapper}")
     return "; ".join(parts)
 
 
