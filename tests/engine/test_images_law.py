@@ -18,6 +18,7 @@ from tests.engine.image_prompts import (
     requests_of,
     text,
 )
+from tests.engine.tier_law import eager
 from transformers import PreTrainedModel
 
 from quire import LLM
@@ -170,6 +171,54 @@ def test_aborted_requests_leave_nothing(saved: Saved) -> None:
     while engine.scheduler.contents.num_reading:
         engine.step()
     assert store._encoding is None and not store._waiting and not store._ready
+
+
+def test_resumed_requests_continue_with_their_images(saved: Saved) -> None:
+    """After a crash the client sends the request again, with the tokens that it has."""
+    request = make_request(saved.family, "x", PROMPTS["two"], n=2, temperature=1.0)
+    whole = answers_of(saved.llm().engine, [request])
+    known = {branch: [token for token, _ in whole["x", branch][:3]] for branch in range(2)}
+    again = request.resume(known, has_output=True, elapsed_s=1.0)
+    rest = answers_of(saved.llm(**CROWDED).engine, [again])
+    for branch in range(2):
+        tokens = [token for token, _ in whole["x", branch]]
+        assert [token for token, _ in rest["x", branch]] == tokens[3:]
+
+
+def test_forks_beside_an_image(saved: Saved) -> None:
+    """A branch that is forked while it generates, and beams."""
+    engine = saved.llm(**CROWDED).engine
+    request = make_request(saved.family, "x", PROMPTS["the same twice"], max_tokens=12)
+    expected = [token for token, _ in answers_of(engine, [request])["x", 0]]
+    engine.add(request)
+    found: dict[int, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            found.setdefault(output.branch_index, []).extend(output.token_ids)
+        if len(found) == 1 and len(found[0]) >= 4:
+            found[engine.fork("x", 0)] = found[0][:]
+    assert found == {0: expected, 1: expected}
+    beams = make_request(saved.family, "b", PROMPTS["two"], n=3, beam_width=3, logprobs=3)
+    alone = answers_of(saved.llm().engine, [beams])
+    crowd = answers_of(engine, [beams, *requests_of(saved.family)])
+    tokens = [[token for token, _ in each["b", 0]] for each in (alone, crowd)]
+    assert tokens[0] == tokens[1] and len(tokens[0]) > 1
+
+
+def test_a_second_engine_loads_the_pages_of_images(saved: Saved, tmp_path: Path) -> None:
+    options = {"cache_dir": str(tmp_path), "cache_size": "64MiB", **CROWDED}
+    longer = [*PROMPTS["two"], text(10, 7)]
+    answers, counts = [], []
+    with eager():
+        for prompts in ([PROMPTS["two"], longer], [longer]):
+            llm = saved.llm(**options)
+            for parts in prompts:
+                answers.append(answers_of(llm.engine, [make_request(saved.family, "x", parts)]))
+            assert llm.engine.tier_work.wait_for_moves(60.0)
+            counts.append((llm.engine.stats().tiers["num_loads"], store_of(llm).num_encoded))
+            llm.engine.tier_work.close()
+    assert answers[1] == answers[2]
+    assert counts[0] == (0, 2) and counts[1][0] > 0 == counts[1][1], "nothing is encoded again"
 
 
 def _without_contents(request: Request) -> Request:
