@@ -31,10 +31,10 @@ ARROWS = {
     "offline": "assembly",
     "engine_process": "assembly",
     "assembly": "engine_client engine runtime tiers numa speculation",
-    "engine_client": "text core ipc child_process",
+    "engine_client": "text images core ipc child_process",
     "engine": "core",
     "routing": "core",
-    "options": "attention core tiers numa speculation plugins",
+    "options": "attention images core tiers numa speculation plugins",
     "runtime": "models sampling core ipc child_process adapters",
     "adapters": "models core",
     "models": "layers hub",
@@ -48,6 +48,7 @@ ARROWS = {
     "speculation": "core",
     "traces": "",
     "text": "hub",
+    "images": "core hub",
     "kernels": "",
     "core": "compat",
     "compat": "",
@@ -104,7 +105,7 @@ NOT_IN_CORE = {
 }  # fmt: skip
 """Standard modules with a clock, threads, chance or the outer world in them."""
 
-TORCH_FREE = ("server", "cluster", "engine_client", "text", "hub", "traces")
+TORCH_FREE = ("server", "cluster", "engine_client", "text", "images", "hub", "traces")
 """Areas that never import torch."""
 STARTS_WITHOUT_TORCH = ("cli",)
 """Areas that may import torch in a function, for a command that needs it."""

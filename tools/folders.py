@@ -26,6 +26,7 @@ FLOORS = (
         "numa",
         "compat",
         "core",
+        "images",
         "speculation",
         "routing",
         "kernels",

@@ -1,0 +1,1 @@
+"""Images in prompts: sources of their bytes, decoding, and their places; no torch."""

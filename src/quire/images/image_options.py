@@ -1,0 +1,70 @@
+"""Options about images in prompts. Their names are vLLM's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigurationError
+from quire.option_fields import Flag, JsonObject, Options, Text, Texts, option
+
+MAX_IMAGES = 16
+"""Images of one prompt, unless limit_mm_per_prompt sets another number."""
+
+
+@dataclass(frozen=True)
+class ImageOptions(Options):
+    """The sources from which images may be read, and the number of images in a prompt."""
+
+    limit_mm_per_prompt: Mapping[str, Any] | None = option(
+        None,
+        JsonObject(),
+        group="images",
+        help='images of one prompt, as {"image": 4}; 0: none are taken',
+        doc=f'the most images of one prompt, as {{"image": 4}}; None: {MAX_IMAGES}. Videos and'
+        ' sound are never taken, so "video" and "audio" may only be 0.',
+        flag=Flag(shown=f"{MAX_IMAGES} images"),
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        Texts("a host", reads_json=True),
+        group="images",
+        help="host from which https: images may be fetched; may be repeated",
+        doc="hosts from which https: images may be fetched, each only while all its addresses are"
+        " public. Without any, no image is fetched.",
+        flag=Flag(metavar="HOST", shown="none: only data: URLs"),
+    )
+    allowed_local_media_path: str | None = option(
+        None,
+        Text(is_path=True),
+        group="images",
+        help="folder below which file: images may be read",
+        doc="folder below which file: images may be read; links out of it are not followed. None:"
+        " no file is read.",
+        flag=Flag(metavar="DIR", shown="none"),
+    )
+
+    @property
+    def max_images(self) -> int:
+        """The most images of one prompt."""
+        number: int = (self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
+        return number
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        for name, number in (self.limit_mm_per_prompt or {}).items():
+            if name not in ("image", "video", "audio"):
+                raise ConfigurationError(
+                    f"limit_mm_per_prompt has {name!r:.80}, but its names are image, video and"
+                    " audio"
+                )
+            if type(number) is not int or number < 0 or (number and name != "image"):
+                bound = "a whole number from 0" if name == "image" else f"0: no {name} is taken"
+                raise ConfigurationError(
+                    f"limit_mm_per_prompt has {number!r:.80} for {name}, but must have {bound}"
+                )
+        folder = self.allowed_local_media_path
+        if folder and not Path(folder).is_dir():
+            raise ConfigurationError(
+                f"allowed_local_media_path is {folder!r:.200}, but must be an existing folder"
+            )

@@ -1,0 +1,1 @@
+"""Image processors: turn a decoded image into an encoder's input and the prompt's text."""

@@ -1,0 +1,55 @@
+"""Finds the image processor of a model by the files in its folder."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.hub.model_files import read_json_object
+from quire.images.processors.gemma3 import Gemma3Processor
+from quire.images.processors.idefics3 import Idefics3Processor
+from quire.images.processors.pixtral import PixtralProcessor
+from quire.images.processors.processor import ImageProcessor
+from quire.images.processors.qwen_vl import QwenProcessor
+
+_Fields = Mapping[str, Any]
+
+_PROCESSORS: Mapping[str, Callable[[_Fields, _Fields, _Fields], ImageProcessor]] = {
+    "idefics3": Idefics3Processor,
+    "smolvlm": Idefics3Processor,
+    "mistral3": PixtralProcessor,
+    "qwen3_vl": QwenProcessor,
+    "qwen3_vl_moe": QwenProcessor,
+    "qwen3_5": QwenProcessor,
+    "qwen3_5_moe": QwenProcessor,
+    "gemma3": Gemma3Processor,
+}
+"""Processors by the model_type of config.json."""
+
+
+def find_processor(folder: Path) -> ImageProcessor | None:
+    """The image processor of the model in a folder; None for models that take text only, which
+    includes families without a processor here, and folders without an image processor's settings.
+
+    Raises CheckpointError for settings that are not obeyed, or a file that can't be read.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    config = read_json_object(path)
+    kind = str(config.get("model_type"))
+    vision = config.get("vision_config")
+    if kind == "llava" and isinstance(vision, dict) and vision.get("model_type") == "pixtral":
+        kind = "mistral3"
+    if kind not in _PROCESSORS or vision is None:
+        return None
+    around = _read(folder / "processor_config.json")
+    image_fields = _read(folder / "preprocessor_config.json")
+    if not image_fields:
+        # transformers 5 writes the settings of all parts into one file.
+        nested = around.get("image_processor")
+        image_fields = nested if isinstance(nested, dict) else {}
+    return _PROCESSORS[kind](config, image_fields, around) if image_fields else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}

@@ -1,0 +1,81 @@
+"""The interface of image processors, and the results that they return."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.core.content_spans import Content
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+
+class Item(NamedTuple):
+    """One input of the encoder, and its place in the prompt's text."""
+
+    content: Content
+    #: Consecutive tokens of the prompt that stand for the content.
+    num_tokens: int
+    #: Frames, rows and columns of the content's embeddings; None if rotary positions have one axis.
+    grid: tuple[int, int, int] | None = None
+
+
+class ProcessedImage(NamedTuple):
+    """One image of a prompt."""
+
+    #: The text that replaces the image's placeholder.
+    text: str
+    #: The contents in the order of the text.
+    items: tuple[Item, ...]
+
+
+class Layout(NamedTuple):
+    """The cost of an image, known by its size alone."""
+
+    #: Tokens of the largest content of the image.
+    tokens_of_item: int
+    #: Tokens of all contents of the image.
+    num_tokens: int
+    #: Bytes of all contents' values.
+    num_bytes: int
+
+
+class ImageProcessor(ABC):
+    """Turns pictures into contents for one model. Immutable, so threads may share it."""
+
+    #: The text that the chat template writes for an image.
+    placeholder: str
+    #: Texts of the special tokens of which spans consist.
+    span_tokens: tuple[str, ...]
+
+    @property
+    @abstractmethod
+    def identity(self) -> tuple[object, ...]:
+        """The settings that change a content's values or its embeddings, for digests."""
+
+    @abstractmethod
+    def layout(self, width: int, height: int) -> Layout:
+        """The cost of a picture of this size, in pixels. Raises InvalidRequestError for a shape
+        that the model can't read."""
+
+    @abstractmethod
+    def process(self, image: "Image") -> ProcessedImage:
+        """Resize and normalize an RGB picture."""
+
+    def content(
+        self, values: "NDArray[np.float32]", grid: tuple[int, int, int] = (1, 1, 1)
+    ) -> Content:
+        """A content of these values, with the digest that names it.
+
+        The digest is a hash of the values, their shape and grid, and the processor's identity as
+        the key. Two contents of one model have one digest only if their embeddings are equal.
+        """
+        shape = tuple(values.shape)
+        key = hashlib.blake2b(repr((type(self).__name__, *self.identity)).encode()).digest()
+        digest = hashlib.blake2b(key=key, digest_size=16)
+        digest.update(repr((shape, grid)).encode())
+        data = values.tobytes()
+        digest.update(data)
+        return Content(digest.hexdigest(), shape, data, grid)

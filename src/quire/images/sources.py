@@ -1,0 +1,109 @@
+"""Reads the bytes of images from data: URLs, and from hosts and files that are allowed."""
+
+import base64
+import binascii
+import os
+import stat
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from quire.errors import InvalidRequestError, shown
+from quire.images.decode import MAX_FILE_BYTES
+from quire.images.https_fetch import HttpsFetcher
+from quire.images.image_options import ImageOptions
+
+_MAX_HEAD = 200
+"""Characters of a data: URL before its comma."""
+
+_ADVICE = "send the image as a data: URL"
+
+
+class ImageSources:
+    """Reads images by their URLs. Threads may share an object of this class."""
+
+    def __init__(self, options: ImageOptions, fetcher: HttpsFetcher | None = None) -> None:
+        """fetcher: for tests; None fetches from options.allowed_media_domains."""
+        self._fetcher = fetcher or HttpsFetcher(options.allowed_media_domains)
+        self._fetches = bool(options.allowed_media_domains)
+        folder = options.allowed_local_media_path
+        self._folder = Path(folder).resolve() if folder else None
+
+    def read(self, url: str, where: str) -> bytes:
+        """The bytes of an image. where: names the image in errors. Raises InvalidRequestError."""
+        if url[:5].lower() == "data:":
+            return _read_data(url, where)
+        scheme = url[:20].partition(":")[0].lower()
+        if scheme == "https" and self._fetches:
+            return self._fetcher.fetch(url, where, MAX_FILE_BYTES)
+        if scheme == "file" and self._folder is not None:
+            return _read_file(url, self._folder, where)
+        if scheme in ("https", "file", "http"):
+            taken = "https" if scheme == "http" and self._fetches else "data"
+            raise _wrong(
+                where, f"has a URL of the scheme {scheme}, which is not allowed here; use {taken}:"
+            )
+        raise _wrong(where, f"is {shown(url)}, which is no URL of an image; {_ADVICE}")
+
+
+def is_remote(url: str) -> bool:
+    """Whether reading the URL waits for another machine."""
+    return url[:6].lower() == "https:"
+
+
+def _read_data(url: str, where: str) -> bytes:
+    """The bytes in a data: URL (RFC 2397) in base64."""
+    head, comma, _ = url[5 : _MAX_HEAD + 5].partition(",")
+    if not comma:
+        raise _wrong(where, f"is a data: URL without a comma in its first {_MAX_HEAD} characters")
+    kind, *others = head.split(";")
+    if kind and not kind.strip().lower().startswith("image/"):
+        raise _wrong(where, f"is a data: URL of the type {shown(kind)}, but must be an image")
+    if not others or others[-1].strip().lower() != "base64":
+        raise _wrong(where, "is a data: URL without base64; encode the image as base64")
+    return decode_base64(url[5 + len(head) + 1 :], where)
+
+
+def decode_base64(data: str, where: str) -> bytes:
+    """The bytes of an image in base64. Raises InvalidRequestError."""
+    if len(data) // 4 * 3 > MAX_FILE_BYTES + 3:
+        raise _wrong(where, f"has more than {MAX_FILE_BYTES} bytes")
+    if "%" in data[-12:] or "%2B" in data:
+        data = unquote(data)
+    try:
+        return base64.b64decode("".join(data.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise _wrong(where, "is not valid base64") from None
+
+
+def _read_file(url: str, folder: Path, where: str) -> bytes:
+    """The bytes of a file below a folder.
+
+    A missing file and a file outside of the folder get one answer, so that nobody learns which
+    files exist.
+    """
+    missing = _wrong(where, "is no file in the folder of images that this server may read")
+    try:
+        parts = urlsplit(url)
+        path = Path(unquote(parts.path, errors="strict")).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):  # a loop of links, or a null character
+        raise missing from None
+    if parts.netloc not in ("", "localhost") or not path.is_relative_to(folder):
+        raise missing
+    try:
+        # The path was resolved, so a link here was put there in the meantime. Without O_NONBLOCK,
+        # opening a pipe would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        raise missing from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise missing
+    with open(descriptor, "rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise _wrong(where, f"has more than {MAX_FILE_BYTES} bytes")
+    return data
+
+
+def _wrong(where: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the image {where} {what}", where.partition("[")[0])

@@ -1,0 +1,84 @@
+"""Which processor a model's folder gets, and which settings are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import CheckpointError
+from quire.images.processors.find import find_processor
+from quire.images.processors.gemma3 import Gemma3Processor
+from quire.images.processors.idefics3 import Idefics3Processor
+from quire.images.processors.pixtral import PixtralProcessor
+from quire.images.processors.qwen_vl import QwenProcessor
+
+TILES = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}}
+VISION = {"patch_size": 16}
+
+
+def folder_with(folder: Path, **files: Any) -> Path:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "vision", "expected"),
+    [
+        ("smolvlm", VISION, Idefics3Processor),
+        ("idefics3", VISION, Idefics3Processor),
+        ("mistral3", VISION, PixtralProcessor),
+        ("llava", {"model_type": "pixtral"}, PixtralProcessor),
+        ("llava", {"model_type": "clip_vision_model"}, None),
+        ("qwen3_vl", VISION, QwenProcessor),
+        ("qwen3_5", VISION, QwenProcessor),
+        ("qwen3_5", None, None),
+        ("gemma3", VISION, Gemma3Processor),
+        ("llama", None, None),
+    ],
+)
+def test_the_config_names_the_processor(
+    tmp_path: Path, kind: str, vision: Any, expected: type | None
+) -> None:
+    fields = TILES if expected is Idefics3Processor else {"do_resize": True}
+    folder = folder_with(
+        tmp_path,
+        config={"model_type": kind, "vision_config": vision},
+        preprocessor_config=fields,
+    )
+    found = find_processor(folder)
+    assert type(found) is (expected or type(None))
+
+
+def test_the_settings_may_stand_in_one_file(tmp_path: Path) -> None:
+    config = {"model_type": "smolvlm", "vision_config": VISION, "scale_factor": 2}
+    assert find_processor(tmp_path) is None
+    assert find_processor(folder_with(tmp_path, config=config)) is None
+    around = {"image_processor": TILES, "image_seq_len": 4}
+    found = find_processor(folder_with(tmp_path, processor_config=around))
+    assert isinstance(found, Idefics3Processor) and found.tokens_of_tile == 4
+    with pytest.raises(CheckpointError, match="image_seq_len is 5, but a tile of 64 pixels gets 4"):
+        find_processor(folder_with(tmp_path, processor_config={**around, "image_seq_len": 5}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"do_resize": False}, "do_resize"),
+        ({"size": {"height": 3}}, "size"),
+        ({"size": {"longest_edge": 0}}, "size"),
+        ({"resample": 9}, "resample"),
+        ({"image_std": [0, 1, 1]}, "image_std"),
+        ({"image_mean": [1, 2]}, "image_mean"),
+        ({"rescale_factor": True}, "rescale_factor"),
+        ({"max_image_size": {"longest_edge": 50}}, "a tile of 50 pixels"),
+    ],
+)
+def test_settings_that_are_not_obeyed_are_refused(
+    tmp_path: Path, changed: dict[str, Any], named: str
+) -> None:
+    config = {"model_type": "smolvlm", "vision_config": VISION}
+    folder = folder_with(tmp_path, config=config, preprocessor_config={**TILES, **changed})
+    with pytest.raises(CheckpointError, match=named):
+        find_processor(folder)

@@ -1,0 +1,57 @@
+"""Spans are where the images' tokens are, and nowhere else."""
+
+import pytest
+from tests.images.pictures import random_picture
+
+from quire.core.content_spans import ContentSpan
+from quire.errors import InvalidRequestError
+from quire.images.placing import expand_token_ids, place_images, replace_placeholders
+from quire.images.processors.gemma3 import Gemma3Processor
+from quire.images.processors.processor import ProcessedImage
+
+MARK, START = 7, 8
+PROCESSOR = Gemma3Processor({"mm_tokens_per_image": 3}, {"size": {"height": 4, "width": 4}}, {})
+
+
+def image(seed: int) -> ProcessedImage:
+    return PROCESSOR.process(random_picture(4, 4, seed))
+
+
+def digest(seed: int) -> str:
+    return image(seed).items[0].content.digest
+
+
+def test_each_placeholder_becomes_its_images_text() -> None:
+    assert replace_placeholders("a<i>b<i>", "<i>", ["<i><i>", "x"]) == "a<i><i>bx"
+    assert replace_placeholders("a", "<i>", []) == "a"
+    with pytest.raises(InvalidRequestError, match=r"has 1 placeholders of images .* 2 images"):
+        replace_placeholders("a<i>", "<i>", ["x", "y"])
+
+
+def test_placeholders_among_tokens_are_expanded() -> None:
+    images = [image(0), image(1)]
+    found = expand_token_ids(
+        [1, START, 2, START], "<i>", START, images, lambda text: [9, len(text)]
+    )
+    assert found == [1, 9, len(images[0].text), 2, 9, len(images[1].text)]
+    with pytest.raises(InvalidRequestError, match="has 0 placeholders"):
+        expand_token_ids([1], "<i>", START, images, lambda text: [])
+
+
+def test_spans_follow_the_order_of_the_images() -> None:
+    found = place_images([1, 7, 7, 7, 7, 7, 7, 2, 7, 7, 7, 3], [image(0), image(1), image(0)], {7})
+    assert found.spans == (
+        ContentSpan(1, 3, digest(0)),
+        ContentSpan(4, 3, digest(1)),
+        ContentSpan(8, 3, digest(0)),
+    )
+    assert [content.digest for content in found.contents] == [digest(0), digest(1)]
+    assert found.num_prompt_tokens == 12
+
+
+@pytest.mark.parametrize(
+    "token_ids", [[7, 7], [7, 7, 7, 7], [7, 1, 7, 7], [1, 7, 7, 7, 2, 7], [1, 2], [7, 7, 1, 7]]
+)
+def test_other_tokens_of_images_are_refused(token_ids: list[int]) -> None:
+    with pytest.raises(InvalidRequestError, match="tokens of images beside those"):
+        place_images(token_ids, [image(0)], {7})

@@ -1,0 +1,73 @@
+"""Folders of models that take images, with small tokenizers and without weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.text.small_tokenizers import make_byte_level
+from tokenizers import AddedToken
+
+SMOLVLM_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
+    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""The template of SmolVLM-Instruct."""
+
+QWEN_TEMPLATE = (
+    "{% macro parts(content) %}{% if content is string %}{{ content }}{% else %}"
+    "{% for part in content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}{% endmacro %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ parts(message.content) }}{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A short form of Qwen3-VL's template, which places images in tool results, too."""
+
+_SMOLVLM_TOKENS = (
+    *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+)
+
+
+def write_smolvlm(folder: Path, **config: Any) -> Path:
+    """Write a folder whose tiles have 64 x 64 pixels and 4 tokens; config: further fields."""
+    fields = {
+        "model_type": "smolvlm",
+        "vision_config": {"patch_size": 16, "image_size": 64},
+        "scale_factor": 2,
+        **config,
+    }
+    image_fields = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}}
+    return _write(folder, fields, image_fields, SMOLVLM_TEMPLATE, _SMOLVLM_TOKENS)
+
+
+def write_qwen(folder: Path) -> Path:
+    """Write a folder of a model of Qwen's with at most 64 tokens for each image."""
+    fields = {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16}}
+    image_fields = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 16}, "patch_size": 16}
+    tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+    return _write(folder, fields, image_fields, QWEN_TEMPLATE, tokens)
+
+
+def _write(
+    folder: Path,
+    config: dict[str, Any],
+    image_fields: dict[str, Any],
+    template: str,
+    tokens: tuple[str, ...],
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    backend = make_byte_level()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in tokens])
+    backend.save(str(folder / "tokenizer.json"))
+    for name, content in (
+        ("config", config),
+        ("preprocessor_config", image_fields),
+        ("tokenizer_config", {"chat_template": template}),
+    ):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
