@@ -7,9 +7,21 @@ server's chat APIs and by the offline API.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from quire.errors import InvalidRequestError
 from quire.text.chat_template import ChatTemplate
 from quire.text.special_tokens import Escape, strings_in
 from quire.text.tokenizer import Tokenizer
+
+
+class ImageMessages(NamedTuple):
+    """Messages with images."""
+
+    #: The messages, in which `image_parts` has marked the images' places.
+    messages: Sequence[Mapping[str, Any]]
+    #: The text that the template writes for each image.
+    placeholder: str
+    #: The texts that replace the placeholders, in the order of the messages.
+    texts: Sequence[str]
 
 
 class EncodedChat(NamedTuple):
@@ -25,7 +37,7 @@ class EncodedChat(NamedTuple):
 def encode_chat(
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]] | ImageMessages,
     *,
     allow_special_tokens: bool = False,
     add_special_tokens: bool = False,
@@ -45,18 +57,41 @@ def encode_chat(
     `finds_beginning`: set `beginning` in the result, which requires a second run of the template.
     `options`: further arguments of `ChatTemplate.prepare`.
     """
+    # First, check the texts that the caller sent.
+    images = messages if isinstance(messages, ImageMessages) else None
+    listed = messages.messages if isinstance(messages, ImageMessages) else messages
     if check_text is not None:
-        for message in messages:
+        for message in listed:
             for part in strings_in(message):
                 check_text(part)
+    # Then render the messages, with markers in their special tokens.
     escape = None if allow_special_tokens else Escape(tokenizer.special_tokens)
-    rendering = template.prepare(messages, escape=escape, **options)
+    rendering = template.prepare(listed, escape=escape, takes_images=images is not None, **options)
     text = rendering.text()
     if check_text is not None:
         check_text(text)
     beginning = rendering.beginning(text) if finds_beginning else ""
     if escape is not None:
         beginning = escape.unmarked(beginning)
+    # Last, put in the images, and encode.
+    if images is not None:
+        text = _with_images(text, images)
     encode = tokenizer.encode if escape is None else escape.encode
     token_ids = encode(text, add_special_tokens=add_special_tokens)
     return EncodedChat(token_ids, beginning, rendering.left_out)
+
+
+def _with_images(text: str, images: ImageMessages) -> str:
+    """The rendered text with the text of each image in place of its placeholder.
+
+    Placeholders in the messages' own texts are not found, since markers are inside of them, unless
+    special tokens in messages take effect. Raises InvalidRequestError if the numbers differ.
+    """
+    pieces = text.split(images.placeholder)
+    if len(pieces) - 1 != len(images.texts):
+        raise InvalidRequestError(
+            f"the messages have {len(images.texts)} images, but the model's chat template makes"
+            f" {len(pieces) - 1} placeholders ({images.placeholder}) of them",
+            "messages",
+        )
+    return "".join(part for pair in zip(pieces, [*images.texts, ""], strict=True) for part in pair)

@@ -77,6 +77,9 @@ PART_ROLES = ("system", "user", "assistant")
 """The roles whose content a template may accept as a list of parts; a probe finds out for each
 role."""
 
+IMAGE_PART: Mapping[str, str] = {"type": "image"}
+"""The mark that templates read as the place of an image; `image_parts` puts it there."""
+
 LeftOut = dict[str, None]
 """An ordered set of the names of dropped fields and parts; the values are None."""
 
@@ -88,7 +91,9 @@ MAX_NESTING = 64
 """The maximum depth of nested lists and objects, more than any real message or schema has."""
 
 
-def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[str, Any]]:
+def check_messages(
+    messages: Any, left_out: LeftOut | None = None, *, takes_images: bool = False
+) -> list[dict[str, Any]]:
     """Check `messages` and return a copy of plain JSON types. Fields that are None are dropped, as
     in transformers.
 
@@ -97,15 +102,17 @@ def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[
     replaced by a line of text that names their type.
 
     `left_out` receives the names of dropped fields and parts: extra fields (labels) of text parts,
-    and parts of tool results that are not text. If it is None, labels are refused. Raises
-    InvalidRequestError that names the message and the problem.
+    and parts of tool results that are not text. If it is None, labels are refused. `takes_images`:
+    accept the marks of images' places, {"type": "image"}. Raises InvalidRequestError that names the
+    message and the problem.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise _wrong(f"messages is a {type(messages).__name__}, but must be a list of objects")
     if not messages:
         raise _wrong("messages is empty; there must be at least one message")
     return [
-        _check_message(message, f"messages[{at}]", left_out) for at, message in enumerate(messages)
+        _check_message(message, f"messages[{at}]", left_out, takes_images=takes_images)
+        for at, message in enumerate(messages)
     ]
 
 
@@ -188,12 +195,15 @@ def with_joined_parts(
 ) -> list[dict[str, Any]]:
     """The messages with each list of text parts joined to one string by line breaks.
 
-    Messages whose role is in `but_for`, a subset of PART_ROLES, keep their lists. For this choice,
-    developer messages count as system messages, and those of other roles as user messages.
+    Messages with an image, and those whose role is in `but_for`, a subset of PART_ROLES, keep their
+    lists. For this choice, developer messages count as system messages, and those of other roles as
+    user messages.
     """
     return [
         {**message, "content": text_of(message["content"])}
-        if isinstance(message.get("content"), list) and _part_role(message["role"]) not in but_for
+        if isinstance(message.get("content"), list)
+        and _part_role(message["role"]) not in but_for
+        and IMAGE_PART not in message["content"]
         else message
         for message in messages
     ]
@@ -252,7 +262,9 @@ def _one_level_less(num_levels: int, param: str) -> int:
     return num_levels - 1
 
 
-def _check_message(message: Any, where: str, left_out: LeftOut | None) -> dict[str, Any]:
+def _check_message(
+    message: Any, where: str, left_out: LeftOut | None, *, takes_images: bool
+) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _wrong(f"{where} is a {type(message).__name__}, but must be an object with a role")
     plain = {
@@ -268,7 +280,9 @@ def _check_message(message: Any, where: str, left_out: LeftOut | None) -> dict[s
     if "tool_calls" in plain:
         check_tool_calls(plain["tool_calls"], where)
     if "content" in plain:
-        content = _checked_content(plain["content"], role, where, left_out)
+        content = _checked_content(
+            plain["content"], role, where, left_out, takes_images=takes_images
+        )
     else:
         content = _missing_content(plain, where, is_null="content" in message)
     return _with_reasoning({**plain, "content": content})
@@ -291,8 +305,11 @@ def _missing_content(message: dict[str, Any], where: str, *, is_null: bool) -> s
     raise _wrong(f"{where} has no content; it must be a string or a list of text parts")
 
 
-def _checked_content(content: Any, role: str, where: str, left_out: LeftOut | None) -> Any:
-    """The content after its check: a string, or a list of text parts without labels."""
+def _checked_content(
+    content: Any, role: str, where: str, left_out: LeftOut | None, *, takes_images: bool
+) -> Any:
+    """The content after its check: a string, or a list of text parts without labels, in which
+    images' places are marked."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -304,7 +321,9 @@ def _checked_content(content: Any, role: str, where: str, left_out: LeftOut | No
     parts = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if is_result and isinstance(kind, str) and kind in NOT_TEXT:
+        if takes_images and part == IMAGE_PART:
+            parts.append(part)
+        elif is_result and isinstance(kind, str) and kind in NOT_TEXT:
             parts.append({"type": "text", "text": stand_in(kind)})
             if left_out is not None:
                 left_out[f"messages.content ({kind})"] = None
@@ -312,7 +331,7 @@ def _checked_content(content: Any, role: str, where: str, left_out: LeftOut | No
             parts.append(_checked_part(part, f"at position {at}", where, left_out))
     # Join a tool's parts, since templates that accept lists of parts from users often don't from
     # tools.
-    return text_of(parts) if is_result else parts
+    return text_of(parts) if is_result and IMAGE_PART not in parts else parts
 
 
 def _checked_part(part: Any, place: str, where: str, left_out: LeftOut | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import jinja2
 from quire.errors import CheckpointError, InvalidRequestError
 from quire.hub.model_files import shown_text
 from quire.text.chat_messages import (
+    IMAGE_PART,
     PART_ROLES,
     LeftOut,
     check_messages,
@@ -188,12 +189,14 @@ class ChatTemplate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         escape: Escape | None = None,
         leaves_out: bool = False,
+        takes_images: bool = False,
     ) -> "Rendering":
         """Check and convert the arguments of `render`, without rendering.
 
         If leaves_out is set, labels in messages (fields that the template does not read) are
-        dropped and listed in `Rendering.left_out`; otherwise they are refused. The other
-        arguments and errors are those of `render`."""
+        dropped and listed in `Rendering.left_out`; otherwise they are refused. takes_images: the
+        messages may have marks of images' places, see `image_parts`. The other arguments and errors
+        are those of `render`."""
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other: the model "
@@ -205,7 +208,7 @@ class ChatTemplate:
         checked_tools = _check_tools(tools)
         template = self._choose(has_tools=checked_tools is not None)
         left_out: LeftOut | None = {} if leaves_out else None
-        checked = check_messages(messages, left_out)
+        checked = check_messages(messages, left_out, takes_images=takes_images)
         check_roles(checked, template.mentions)
         checked = without_labels(checked, template.mentions, left_out)
         # Second, convert tool calls and tools to a form that this template reads.
@@ -218,6 +221,11 @@ class ChatTemplate:
         shaped = template.shape(checked)
         variables |= {"tools": checked_tools, "add_generation_prompt": add_generation_prompt}
         return Rendering(template, shaped, variables, continue_final_message, left_out or {})
+
+    def image_roles(self, placeholder: str, *, has_tools: bool = False) -> frozenset[str]:
+        """The roles in whose messages the template writes `placeholder` for an image: "user",
+        "tool", both or none. `has_tools` is as for `mentions`."""
+        return self._choose(has_tools=has_tools).image_roles(placeholder)
 
     def _choose(self, *, has_tools: bool) -> "_Template":
         if not self._templates:
@@ -320,6 +328,22 @@ class _Template:
             return True
         return not self._probe(_probe_call('{"quire-probe": 1}'))
 
+    def image_roles(self, placeholder: str) -> frozenset[str]:
+        """See `ChatTemplate.image_roles`."""
+        parts: list[dict[str, Any]] = [dict(IMAGE_PART), {"type": "text", "text": "quire-probe"}]
+        arguments: Any = {} if self._takes_argument_objects else "{}"
+        calls = self.shape(_probe_call(arguments))
+        result = {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": parts}
+        probes = {"user": [{"role": "user", "content": parts}], "tool": [*calls, result]}
+        if not self.mentions("tool_calls"):
+            del probes["tool"]
+        rendered = {role: self._probe(messages) for role, messages in probes.items()}
+        return frozenset(
+            role
+            for role, text in rendered.items()
+            if text.count(placeholder) == 1 and "quire-probe" in text
+        )
+
     def _probe(self, messages: list[dict[str, Any]]) -> str:
         try:
             return self.render(messages, {"tools": None, "add_generation_prompt": False})
@@ -405,7 +429,7 @@ def _tag_content(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
     content = message.get("content")
     if isinstance(content, str) and (content or "tool_calls" not in message):
         return {**message, "content": content + _CONTINUE_TAG}, content
-    if not content:
+    if not content or "text" not in content[-1]:
         raise InvalidRequestError(
             "continue_final_message is set, but the last message has no text to continue",
             "continue_final_message",

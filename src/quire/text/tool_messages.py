@@ -179,9 +179,9 @@ def with_tools_as_text(
 
 
 def text_of(content: Any) -> str:
-    """The content as one string; a list of text parts is joined by line breaks."""
+    """The content as one string; a list of parts is joined by line breaks, without images."""
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
+        return "\n".join(part["text"] for part in content if "text" in part)
     return content or ""
 
 

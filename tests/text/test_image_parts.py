@@ -1,0 +1,83 @@
+"""Images are taken out of messages in every form that clients send."""
+
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidRequestError
+from quire.text.image_parts import has_images, take_images
+
+URL = "data:image/png;base64,aGk="
+TEXT = {"type": "text", "text": "What is it?"}
+
+
+def message(*parts: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": list(parts)}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": URL}},
+        {"type": "image_url", "image_url": {"url": URL, "detail": "high"}},
+        {"type": "image_url", "image_url": URL, "cache_control": {"type": "ephemeral"}},
+        {"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None},
+        {"type": "image", "image": URL},
+        {"type": "image", "url": URL},
+    ],
+)
+def test_each_form_of_an_image_is_taken(part: dict[str, Any]) -> None:
+    given = [message(TEXT, role="system"), message(part, TEXT)]
+    assert has_images(given)
+    messages, images = take_images(given, {"user"}, None)
+    assert messages == [given[0], message({"type": "image"}, TEXT)]
+    assert images == [("messages[1].content[0]", URL)]
+    assert given[1]["content"][0] is part
+
+
+def test_pictures_of_the_offline_api_are_taken_as_they_are() -> None:
+    picture = object()
+    for part in ({"type": "image", "image": picture}, {"type": "image_pil", "image_pil": picture}):
+        assert take_images([message(part)], {"user"}, None)[1][0].source is picture
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_url"}, "has no image_url"),
+        ({"type": "image"}, "has no image_url"),
+        ({"type": "input_image", "file_id": "f"}, "by its file_id"),
+        ({"type": "image_url", "image_url": {"detail": "low"}}, "url is None"),
+        ({"type": "image_url", "image_url": {"url": URL, "detail": "x"}}, "detail is 'x'"),
+        ({"type": "image_url", "image_url": URL, "other": 1}, "'other'"),
+    ],
+)
+def test_malformed_images_are_refused(part: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason) as refused:
+        take_images([message(part)], {"user"}, None)
+    assert refused.value.param == "messages"
+
+
+def test_labels_are_left_out_where_the_caller_allows_it() -> None:
+    left_out: dict[str, None] = {}
+    part = {"type": "image_url", "image_url": URL, "other": 1}
+    take_images([message(part)], {"user"}, left_out)
+    assert list(left_out) == ["messages.content.other"]
+
+
+def test_images_stay_with_the_roles_that_may_have_them() -> None:
+    part = {"type": "image_url", "image_url": URL}
+    for role in ("assistant", "system"):
+        with pytest.raises(InvalidRequestError, match="places images in messages of user"):
+            take_images([message(part, role=role)], {"user"}, None)
+    result = message(part, role="tool")
+    left_out: dict[str, None] = {}
+    messages, images = take_images([result], {"user"}, left_out)
+    assert "image left out" in messages[0]["content"][0]["text"] and not images
+    assert list(left_out) == ["messages.content (image_url)"]
+    assert take_images([result], {"user", "tool"}, None)[1]
+
+
+@pytest.mark.parametrize("given", [None, "a", [None], [{"content": "a"}], [message(TEXT, "x", 3)]])
+def test_other_messages_have_no_images(given: Any) -> None:
+    assert not has_images(given)
