@@ -36,6 +36,7 @@ SERVER_GROUPS: Mapping[str, str | None] = {
     "server": None,
     "models": "Several models, each in its own engine process; see docs/several-models.md.",
     "chat": "How messages become a prompt, and how answers are read.",
+    "images": "Images in prompts of models that take them; see docs/images.md.",
     "adapters": "LoRA adapters, which a call names as its model; see docs/adapters.md.",
     "access": "Without any key, all clients are served.",
     "limits": "A call above a limit is refused with an error that names it.",

@@ -21,6 +21,7 @@ from quire.core.adapters import AdapterRef, LoRARequest
 from quire.core.request import SequenceOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.fleet import EngineFleet
+from quire.engine_client.image_prompts import ImagePrompts, make_reader
 from quire.engine_client.inputs import (
     InputProcessor,
     PromptInput,
@@ -35,6 +36,7 @@ from quire.engine_client.results import RequestMetrics, RequestOutput
 from quire.errors import EngineDeadError, InvalidRequestError, QuireError, unknown_name
 from quire.hub.adapter_files import FileStamps, file_stamps
 from quire.hub.model_folder import resolve_text_folder
+from quire.images.reader import ImageReader
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
 from quire.text.tokenizer import Tokenizer
@@ -108,11 +110,15 @@ class AsyncLLM:
         """Check the options, and read the tokenizer. Arguments and errors are those of `LLM`."""
         self.options = EngineOptions.from_mapping({**options, "model": model})
         self._tokenizer: Tokenizer | None = None
+        #: Reads the images of prompts; None if the model takes text only.
+        self._reader: ImageReader | None = None
         if not self.options.skip_tokenizer_init:
             named = self.options.tokenizer is not None
             source = self.options.tokenizer if named else self.options.model
             revision = None if named else self.options.revision
             self._tokenizer = Tokenizer.from_folder(resolve_text_folder(source, revision))
+            folder = resolve_text_folder(self.options.model, self.options.revision)
+            self._reader = make_reader(folder, self.options, self._tokenizer)
         self._seeds = random.Random(self.options.seed)
         self._open: dict[str, _OpenRequest] = {}
         self._adapters: _KnownAdapters = {}
@@ -167,6 +173,10 @@ class AsyncLLM:
         read = read_prompt(prompt if priority is None else _with_priority(prompt, priority))
         (given,) = with_adapters([read], lora_request)
         adapter = await _find_adapter(engine, self._adapters, given.adapter)
+        # Reading images takes long, so it is done in a thread.
+        if given.pictures:
+            images = ImagePrompts(self._reader, self._tokenizer, engine.limits)
+            given = await asyncio.to_thread(images.read, given)
         name = request_id or f"{self._seeds.getrandbits(64):016x}"
         if name in self._open:
             raise InvalidRequestError(f"request id {name!r:.80} is in use", "request_id")
@@ -277,6 +287,7 @@ class AsyncLLM:
         request = inputs.make_request(
             name, given.prompt, params, seed=seed, options=given.options, adapter=adapter
         )
+        request = inputs.with_images(request, given.images)
         request = inputs.with_prediction(request, given.prediction)
         text = given.prompt if isinstance(given.prompt, str) else None
         assembler = RequestAssembler(

@@ -6,6 +6,7 @@ from operator import countOf
 from typing import Any, NamedTuple, TypeAlias
 
 from quire.core.adapters import AdapterRef, LoRARequest
+from quire.core.content_spans import check_content_spans
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.request import NO_GENERATION, Request, check_prediction, check_prompt
 from quire.core.sampling_checks import as_python, flag, whole_number
@@ -17,7 +18,8 @@ from quire.core.sampling_params import (
     resolve,
 )
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.errors import InvalidRequestError, check_characters
+from quire.errors import InvalidRequestError, check_characters, shown
+from quire.images.placing import NO_IMAGES, PromptImages
 from quire.text.grammars.grammar_text import grammar_of
 from quire.text.tokenizer import Tokenizer
 
@@ -111,6 +113,10 @@ class PromptInput(NamedTuple):
     adapter: LoRARequest | None = None
     #: The text, or the tokens, that the caller expects to get; None if it expects nothing.
     prediction: str | list[int] | None = None
+    #: Images that were not read yet: pictures of Pillow, arrays, or URLs.
+    pictures: tuple[Any, ...] = ()
+    #: The images in a prompt of token ids.
+    images: PromptImages = NO_IMAGES
 
 
 CompileGrammar: TypeAlias = Callable[[str, str], object]
@@ -180,6 +186,20 @@ class InputProcessor:
             adapter=adapter,
             speculation_history=options.speculation_history,
         )
+
+    def with_images(self, request: Request, images: PromptImages) -> Request:
+        """The request with the images of its prompt. Raises InvalidRequestError for images that the
+        model does not take, and if the prompt was cut."""
+        if not images.spans:
+            return request
+        if len(request.prompt_token_ids) < images.num_prompt_tokens:
+            raise InvalidRequestError(
+                f"the prompt has images and {images.num_prompt_tokens} tokens, and no prompt with"
+                " images is cut; leave truncate_prompt_tokens out, or send less",
+                "truncate_prompt_tokens",
+            )
+        check_content_spans(images.spans, len(request.prompt_token_ids), self._limits)
+        return replace(request, content_spans=images.spans, contents=images.contents)
 
     def with_prediction(self, request: Request, prediction: str | Sequence[int] | None) -> Request:
         """The request with the answer that its caller expects, from which drafts are proposed.
@@ -312,30 +332,53 @@ class InputProcessor:
 
 def read_prompt(prompt: Any) -> PromptInput:
     """Parse one prompt of the offline API: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
-    A dict may also have prediction, priority, tenant, cache_salt, deadline_s and
+    A dict may also have multi_modal_data, prediction, priority, tenant, cache_salt, deadline_s and
     speculation_history."""
     if isinstance(prompt, str):
         check_characters(prompt, "prompt")
         return PromptInput(prompt)
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "prediction", *OPTION_NAMES}
+        names = ("prompt", "prompt_token_ids", "prediction", "multi_modal_data")
+        unknown = set(prompt) - {*names, *OPTION_NAMES}
         if unknown:
             raise InvalidRequestError(
-                f"a prompt has the unknown key {sorted(unknown)[0]!r}; known are 'prompt',"
-                f" 'prompt_token_ids', 'prediction', {', '.join(map(repr, OPTION_NAMES))}",
+                f"a prompt has the unknown key {sorted(unknown)[0]!r}; known are"
+                f" {', '.join(map(repr, (*names, *OPTION_NAMES)))}",
                 "prompt",
             )
         options = RequestOptions(**{name: prompt[name] for name in OPTION_NAMES if name in prompt})
         prediction = read_prediction(prompt.get("prediction"))
+        pictures = _read_pictures(prompt.get("multi_modal_data"))
         token_ids = as_python(prompt.get("prompt_token_ids"))
         if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes)):
-            return PromptInput(_whole_numbers(token_ids), options, prediction=prediction)
+            return PromptInput(_whole_numbers(token_ids), options, None, prediction, pictures)
         if token_ids is None and isinstance(prompt.get("prompt"), str):
             check_characters(prompt["prompt"], "prompt")
-            return PromptInput(str(prompt["prompt"]), options, prediction=prediction)
+            return PromptInput(str(prompt["prompt"]), options, None, prediction, pictures)
     raise InvalidRequestError(
         f'a prompt is {prompt!r:.80}, but must be text or {{"prompt_token_ids": [...]}}', "prompt"
     )
+
+
+def _read_pictures(given: Any) -> tuple[Any, ...]:
+    """The images in vLLM's multi_modal_data, which has one or a list under "image"."""
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(
+            f'multi_modal_data is {shown(given)}, but must be {{"image": ...}}', "multi_modal_data"
+        )
+    for name, value in given.items():
+        if name != "image" and value not in (None, []):
+            raise InvalidRequestError(
+                f"multi_modal_data has {name!r:.80}, but of media only images are read; leave it"
+                " out",
+                "multi_modal_data",
+            )
+    found = given.get("image")
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, (list, tuple)) else (found,)
 
 
 def read_prediction(given: Any) -> str | list[int] | None:

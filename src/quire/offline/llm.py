@@ -37,7 +37,6 @@ from quire.offline.pooling_engine import PoolingEngine
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
 from quire.runtime.torch_profile import ProfilerSettings, TorchProfile
-from quire.text.chat_encoding import encode_chat
 from quire.text.chat_template import ChatTemplate
 
 Prompt = str | Mapping[str, Any]
@@ -139,7 +138,9 @@ class LLM(PoolingEngine):
         """Continue each prompt. Results are in the order of the prompts.
 
         `prompts`: text, {"prompt_token_ids": [...]}, or a list of these; required. Mappings may
-            also set prediction, the text or token ids that are expected, for drafts; and priority,
+            also set multi_modal_data, as {"image": [picture, ...]}, with a picture of Pillow, an
+            array of uint8 or a data: URL for each placeholder of an image. They may also set
+            prediction, the text or token ids that are expected, for drafts; and priority,
             tenant, cache_salt, deadline_s and speculation_history; see
             `engine_client.inputs.RequestOptions`.
         `sampling_params`: one for all prompts, or one for each; None means the model's defaults.
@@ -192,17 +193,21 @@ class LLM(PoolingEngine):
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of conversations.
 
-        A conversation is a list of {"role": ..., "content": ...}. All else is as for `generate`.
+        A conversation is a list of {"role": ..., "content": ...}. Models that take images read them
+        from parts of the content, as {"type": "image_url", "image_url": {"url": "data:..."}} or
+        {"type": "image", "image": picture}. All else is as for `generate`.
 
         `tools`: functions that the template shows to the model; the answer is raw text, with calls
             in the model's own format.
         `others`: chat_template, Jinja or the path of a file with it, in place of the model's own;
             prediction, the expected answer as text or token ids; further arguments of `generate`.
         """
+        # First, check the arguments that are not the messages.
         source, adapters = others.pop("chat_template", None), others.pop("lora_request", None)
         prediction = read_prediction(others.pop("prediction", None))
         _check_others("chat", others)
         template = None if source is None else self._template(source)
+        # Then render each conversation, and run all prompts together.
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: list[Any] = list(messages) if several else [messages]
         prompts = [
@@ -349,20 +354,15 @@ class LLM(PoolingEngine):
 
         If `template` is None, the model's template is used. `options` are options of `encode_chat`.
         """
-        tokenizer = self.get_tokenizer()
+        self.get_tokenizer()
         if template is None and self._chat_template is None:
             assert self._tokenizer_folder is not None
             self._chat_template = ChatTemplate.from_folder(self._tokenizer_folder)
         chosen = template or self._chat_template
         assert chosen is not None
-        encoded = encode_chat(
-            chosen,
-            tokenizer,
-            messages,
-            allow_special_tokens=self._allow_special_tokens,
-            **options,
+        return self._images.render(
+            chosen, messages, allow_special_tokens=self._allow_special_tokens, **options
         )
-        return PromptInput(encoded.token_ids)
 
     def _run(
         self,

@@ -16,7 +16,10 @@ from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine, sleep, wake_up
+from quire.engine_client.image_prompts import ImagePrompts, make_reader
 from quire.errors import InvalidRequestError, unknown_name
+from quire.hub.model_folder import resolve_text_folder
+from quire.images.reader import ImageReader
 from quire.observability.log import configure
 from quire.offline.engine_metrics import Metric, metrics_of
 from quire.offline.exit_gate import ExitGate
@@ -76,7 +79,14 @@ class LocalEngine:
                 kv_allocator=kv_allocator,
                 tokenizer=self._tokenizer,
             )
-        self._requests = RequestTable(self.engine, self._tokenizer, options.seed, gate)
+        reader: ImageReader | None = None
+        if self._tokenizer is not None and self.engine.limits.max_content_tokens:
+            folder = resolve_text_folder(options.model, options.revision)
+            reader = make_reader(folder, options, self._tokenizer)
+        self._images = ImagePrompts(reader, self._tokenizer, self.engine.limits)
+        self._requests = RequestTable(
+            self.engine, self._tokenizer, options.seed, gate, self._images
+        )
         # At exit, finalizers run in reverse order of creation. So the gate closes before the
         # finalizers that close the engine's resources, and no step is running when these run.
         weakref.finalize(self._requests, gate.close)

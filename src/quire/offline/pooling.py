@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
+from quire.engine_client.image_prompts import no_images
 from quire.engine_client.inputs import NO_OPTIONS, PromptInput, RequestOptions, read_prompt
 from quire.engine_client.pooling_inputs import (
     PoolingInput,
@@ -223,7 +224,7 @@ def read_prompts(prompts: Any) -> list[PromptInput]:
             " a list of these",
             "prompts",
         )
-    found = [read_prompt(prompt) for prompt in listed]
+    found = [no_images(read_prompt(prompt)) for prompt in listed]
     if any(prompt.prediction is not None for prompt in found):
         raise InvalidRequestError(
             "a prompt has a prediction, but no text is generated here; leave it out", "prediction"

@@ -1,13 +1,15 @@
 """Types of prompts that are mappings; `engine_client.inputs` reads them."""
 
-from collections.abc import Sequence
-from typing import NotRequired, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
     """A prompt as text. The keys without a comment are fields of `RequestOptions`."""
 
     prompt: str
+    #: Images as {"image": picture} or {"image": [picture, ...]}, one for each placeholder.
+    multi_modal_data: NotRequired[Mapping[str, Any]]
     #: The text, or the token ids, that the caller expects to get: a source of draft tokens. It
     #: changes no output.
     prediction: NotRequired[str | Sequence[int]]
@@ -23,6 +25,8 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     #: The prompt's text, which is ignored.
     prompt: NotRequired[str]
+    #: As in TextPrompt.
+    multi_modal_data: NotRequired[Mapping[str, Any]]
     #: As in TextPrompt.
     prediction: NotRequired[str | Sequence[int]]
     priority: NotRequired[int]

@@ -12,6 +12,7 @@ from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.sequence import PrefixMiss
 from quire.engine.engine import Engine
+from quire.engine_client.image_prompts import ImagePrompts, no_images
 from quire.engine_client.inputs import InputProcessor, PromptInput, RequestOptions
 from quire.engine_client.outputs import RequestAssembler
 from quire.engine_client.pooling_inputs import PoolingInput
@@ -50,9 +51,15 @@ class RequestTable:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer | None, seed: int, gate: ExitGate
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        seed: int,
+        gate: ExitGate,
+        images: ImagePrompts,
     ) -> None:
-        """Threads enter `gate` to use the engine."""
+        """Threads enter `gate` to use the engine. `images` reads those of prompts."""
+        self._images = images
         self._engine = engine
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(tokenizer, engine.limits, engine.grammars.compile)
@@ -74,6 +81,7 @@ class RequestTable:
         """
         copies = {id(own): own.clone() for own in params}  # prompts often share a SamplingParams
         pairs = zip(prompts, (copies[id(own)] for own in params), strict=True)
+        prompts = [self._images.read(prompt) for prompt in prompts]
         adapters = _find_adapters(self._engine, prompts)
         found = [self._prepare(prompt, own, beams, adapters) for prompt, own in pairs]
         group = RequestGroup(found, {assembler.request.request_id for assembler in found})
@@ -169,7 +177,7 @@ class RequestTable:
 
         Raises AdapterError if the prompt's adapter can't be read.
         """
-        token_ids = self._inputs.tokenize(prompt.prompt)
+        token_ids = self._inputs.tokenize(no_images(prompt).prompt)
         digest = BASE_MODEL
         for found in _find_adapters(self._engine, [prompt]).values():
             if isinstance(found, AdapterError):
@@ -246,6 +254,7 @@ class RequestTable:
             beams=beams,
             adapter=None if isinstance(adapter, AdapterError) else adapter,
         )
+        request = self._inputs.with_images(request, prompt.images)
         request = self._inputs.with_prediction(request, prompt.prediction)
         text = prompt.prompt if isinstance(prompt.prompt, str) else None
         assembler = RequestAssembler(

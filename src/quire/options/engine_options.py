@@ -19,6 +19,7 @@ from quire.core.memory.cache_options import CacheOptions
 from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
 from quire.errors import ConfigurationError, did_you_mean
 from quire.formats.format_registry import FormatOptions
+from quire.images.image_options import ImageOptions
 from quire.kernels.options import KernelOptions
 from quire.numa.numa_options import NumaOptions
 from quire.option_fields import (
@@ -271,6 +272,7 @@ class EngineOptions(
     SizeOptions,
     FormatOptions,
     ModelOptions,
+    ImageOptions,
     PoolingOptions,
 ):
     """All options of an engine."""

@@ -13,10 +13,12 @@ from typing import Any
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.early_checks import check_before_start, check_device, check_memory
 from quire.engine_client.fleet import EngineFleet
+from quire.engine_client.image_prompts import make_reader
 from quire.engine_client.process.grammar_compilers import GrammarCompilers
 from quire.errors import ConfigurationError
 from quire.hub.found_model import FoundModel
 from quire.hub.model_folder import EMBEDDED_MODEL_NAME, find_model, resolve_text_folder
+from quire.images.reader import MAX_HELD_BYTES, ImageReader
 from quire.observability import log
 from quire.options.engine_options import EngineOptions
 from quire.server.adapter_names import AdapterNames, LoRAModules, read_modules
@@ -73,6 +75,8 @@ class ModelFiles:
     chat_template: ChatTemplate
     dialect: ModelDialect
     tokenizer_fields: Mapping[str, Any]
+    #: Reads the images of prompts; None for models that take text only.
+    images: ImageReader | None = None
 
 
 def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> ModelPlan:
@@ -124,7 +128,8 @@ def _load_files(options: EngineOptions, server: ServerConfig) -> ModelFiles:
         template, tokenizer, fields, server.tool_call_parser, server.reasoning_parser
     )
     grammars = GrammarCompilers(text_folder, tokenizer.vocab_size, dialect.dialect)
-    return ModelFiles(model, tokenizer, grammars, template, dialect, fields)
+    images = make_reader(model.folder, options, tokenizer, max_held_bytes=MAX_HELD_BYTES)
+    return ModelFiles(model, tokenizer, grammars, template, dialect, fields, images)
 
 
 async def start_engine(plan: ModelPlan, *, shows_progress: bool = True) -> EngineFleet:
@@ -165,6 +170,7 @@ def make_service(plan: ModelPlan, engine: EngineFleet, shared: SharedState) -> S
         dialect=plan.files.dialect.dialect,
         default_chat_template_kwargs=plan.server.default_chat_template_kwargs or {},
         other_names=plan.model_names[1:],
+        images=plan.files.images,
         adapters=AdapterNames(
             engine if plan.options.enable_lora else None, plan.lora_modules.paths, plan.model_names
         ),

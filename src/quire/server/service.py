@@ -12,6 +12,7 @@ from starlette.requests import Request as HTTPRequest
 
 from quire.engine_client.fleet import EngineFleet
 from quire.errors import InvalidRequestError, QuireError, ServerDrainingError
+from quire.images.reader import ImageReader
 from quire.server.adapter_names import ANY_MODEL, AdapterNames
 from quire.server.batch.batch_book import BatchBook
 from quire.server.config import KEEP_ALIVE_S
@@ -171,8 +172,18 @@ class Service(SharedState):
     other_names: tuple[str, ...] = ()
     #: The operator's settings that change the answers to all calls.
     answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
+    #: Reads the images of prompts; None for models that take text only.
+    images: ImageReader | None = None
     #: Adapters that calls may name as their model.
     adapters: AdapterNames = field(default_factory=AdapterNames)
+
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """Reads the images of prompts; None if the engine or the operator takes none."""
+        reader = self.images
+        if reader is None or not reader.max_images or not self.engine.limits.max_content_tokens:
+            return None
+        return reader
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,12 +12,16 @@ from quire.server.generation.chat_prompt import chat_call_of, shown_tools
 from quire.server.http.long_work import LONG_TEXT_CHARACTERS
 from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse
 
+TEXT_ONLY: Any = SimpleNamespace(image_reader=None)
+"""A service whose model takes no images."""
+
 
 class Body:
     def __init__(self, *blocks: str, name: str = "text") -> None:
         self.messages = [{"content": [{name: block} for block in blocks]}]
 
-    def to_chat_call(self) -> ChatCall:
+    def to_chat_call(self, *, takes_images: bool = False) -> ChatCall:
+        assert not takes_images
         self.thread = threading.current_thread()
         return ChatCall(messages=self.messages)
 
@@ -26,14 +32,14 @@ class Body:
 )
 def test_a_long_body_is_read_in_a_thread(blocks: list[str], is_long: bool) -> None:
     body = Body(*blocks)
-    call = asyncio.run(chat_call_of(body))
+    call = asyncio.run(chat_call_of(TEXT_ONLY, body))
     assert call.messages is body.messages
     assert (body.thread is not threading.current_thread()) == is_long
 
 
 def test_long_names_make_a_body_long() -> None:
     body = Body("a", name="n" * LONG_TEXT_CHARACTERS)
-    asyncio.run(chat_call_of(body))
+    asyncio.run(chat_call_of(TEXT_ONLY, body))
     assert body.thread is not threading.current_thread()
 
 

@@ -136,5 +136,6 @@ class ChatBody(CallBody, ABC):
     """
 
     @abstractmethod
-    def to_chat_call(self) -> ChatCall:
-        """The messages and their options. Raises InvalidRequestError."""
+    def to_chat_call(self, *, takes_images: bool = False) -> ChatCall:
+        """The messages and their options. takes_images: whether the model takes images, which are
+        refused otherwise. Raises InvalidRequestError."""

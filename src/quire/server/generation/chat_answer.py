@@ -46,7 +46,7 @@ class ChatAnswer(Answer[ChatBodyT]):
 
     @classmethod
     async def prompts(cls, service: Service, body: ChatBodyT) -> Prompts:
-        return await chat_prompt(service, await chat_call_of(body))
+        return await chat_prompt(service, await chat_call_of(service, body))
 
     def __init__(self, call: AnsweredCall[ChatBodyT]) -> None:
         super().__init__(call)

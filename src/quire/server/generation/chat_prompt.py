@@ -13,6 +13,7 @@ from quire.core.structured_outputs import KINDS
 from quire.engine_client.grammar_forms import WholeMessage
 from quire.engine_client.inputs import InputProcessor
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
+from quire.server.generation.chat_images import ChatImages, read_images
 from quire.server.generation.http_generation import Prompts, blamed_on
 from quire.server.http.long_work import LONG_TEXT_CHARACTERS, call_for_text
 from quire.server.limits import check_text
@@ -53,22 +54,25 @@ class ChatPrompt(Prompts):
 class MakesChatCall(Protocol):
     """A body that can be converted to a chat call. `vars` of the body returns its fields."""
 
-    def to_chat_call(self) -> ChatCall: ...
+    def to_chat_call(self, *, takes_images: bool = False) -> ChatCall: ...
 
 
-async def chat_call_of(body: MakesChatCall) -> ChatCall:
+async def chat_call_of(service: Service, body: MakesChatCall) -> ChatCall:
     """The chat call that a body becomes. Raises InvalidRequestError. A long body is converted in a
     thread, since each of its blocks, items and tools is examined."""
-    return await call_for_text(_num_characters(vars(body)), body.to_chat_call)
+    size, takes_images = _num_characters(vars(body)), service.image_reader is not None
+    return await call_for_text(size, body.to_chat_call, takes_images=takes_images)
 
 
 async def chat_prompt(service: Service, call: ChatCall) -> ChatPrompt:
-    """Render and encode a call. Raises InvalidRequestError."""
+    """Render and encode a call, and read its images. Raises InvalidRequestError, and
+    UploadsFullError if the images of all calls take too much memory."""
     tools = shown_tools(call.tool_use, hides_unused=service.answer_defaults.hides_unused_tools)
     wanted = call.answer_format
     form = [getattr(wanted, kind) for kind in KINDS] if wanted is not None else ()
-    size = _num_characters([call.messages, tools, call.chat_template_kwargs, form, call.prediction])
-    return await call_for_text(size, _chat_prompt, service, call, tools)
+    found = await read_images(service, call, has_tools=bool(tools))
+    parts = [found.messages, tools, call.chat_template_kwargs, form, call.prediction, found.texts]
+    return await call_for_text(_num_characters(parts), _chat_prompt, service, call, tools, found)
 
 
 def shown_tools(tool_use: ToolUse, *, hides_unused: bool) -> list[dict[str, Any]]:
@@ -79,7 +83,9 @@ def shown_tools(tool_use: ToolUse, *, hides_unused: bool) -> list[dict[str, Any]
     return [tool.as_openai() for tool in tool_use.tools]
 
 
-def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) -> ChatPrompt:
+def _chat_prompt(
+    service: Service, call: ChatCall, tools: list[dict[str, Any]], found: ChatImages
+) -> ChatPrompt:
     begins_message = call.add_generation_prompt
     if begins_message is None:
         begins_message = not call.continue_final_message
@@ -95,7 +101,7 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
         encoded = encode_chat(
             template,
             service.tokenizer,
-            call.messages,
+            found.to_encode,
             allow_special_tokens=service.allow_special_tokens,
             add_special_tokens=call.add_special_tokens,
             check_text=check,
@@ -110,6 +116,7 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
             finds_beginning=service.dialect.has_reasoning,
             leaves_out=service.unknown_fields != "refuse",
         )
+        images = found.placed(encoded.token_ids)
     # Constrain the whole message, of which reasoning and tool calls are a part.
     form = WholeMessage(
         call.tool_use, call.answer_format, call.reasoning.budget_tokens, encoded.beginning
@@ -118,7 +125,8 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
         inputs=[encoded.token_ids],
         form=None if form.is_free else form,
         kept_special_token_ids=_kept_special_token_ids(service, call.tool_use),
-        left_out=[*call.left_out, *encoded.left_out],
+        left_out=[*call.left_out, *found.left_out, *encoded.left_out],
+        images=[images],
         prediction_token_ids=_prediction_token_ids(service, call.prediction),
         dialect=service.dialect,
         tool_use=call.tool_use,

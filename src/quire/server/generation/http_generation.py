@@ -42,6 +42,7 @@ from quire.errors import (
     QuireError,
     StepFailedError,
 )
+from quire.images.placing import NO_IMAGES, PromptImages
 from quire.server.generation.call_body import Params
 from quire.server.http.long_work import call_for_text
 from quire.server.limits import check_prompt_logprobs
@@ -95,6 +96,12 @@ class Prompts:
     prediction_token_ids: tuple[int, ...] = ()
     #: Tokens that end an answer besides those that the params name.
     end_token_ids: tuple[int, ...] = ()
+    #: The images of each prompt; empty if no prompt has any.
+    images: Sequence[PromptImages] = ()
+
+    def images_of(self, index: int) -> PromptImages:
+        """The images of one prompt."""
+        return self.images[index] if self.images else NO_IMAGES
 
 
 class Placed(Protocol):
@@ -175,6 +182,8 @@ class HTTPGeneration:
         only."""
         self.requests = requests = [assembler.request for assembler in assemblers]
         self.params = params
+        #: The prompts' images, whose memory counts in the server's bound until they are collected.
+        self.held_images: Sequence[PromptImages] = ()
         #: Time of the call's arrival by time.monotonic, in seconds.
         self.arrival_s = caller.arrival_s
         #: Time of the call's first tokens by time.monotonic, in seconds; None before them.
@@ -484,7 +493,9 @@ class _RequestMaker:
             )
             yield
         check_prompt_logprobs([assembler.request for assembler in assemblers])
-        return HTTPGeneration(self.service, assemblers, params, self.caller)
+        generation = HTTPGeneration(self.service, assemblers, params, self.caller)
+        generation.held_images = self.prompts.images
+        return generation
 
     def _request(self, index: int, token_ids: list[int]) -> Request:
         with blamed_on("prompt"):
@@ -498,6 +509,7 @@ class _RequestMaker:
                 grammar=self.grammar,
                 adapter=self.adapter,
             )
+            request = self.inputs.with_images(request, self.prompts.images_of(index))
         return self.inputs.with_prediction(request, self.prompts.prediction_token_ids)
 
 

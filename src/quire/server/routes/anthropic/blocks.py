@@ -73,15 +73,18 @@ class _Turn:
         return [text for block in self.of_kind("text") if (text := block.text("text"))]
 
 
-def chat_messages(system: Any, messages: Any, left_out: LeftOut | None = None) -> list[ChatMessage]:
+def chat_messages(
+    system: Any, messages: Any, left_out: LeftOut | None = None, *, takes_images: bool = False
+) -> list[ChatMessage]:
     """The messages in the form of OpenAI's chat API. Raises InvalidRequestError that names the
     faulty block.
 
     `system` is a text or text blocks, or None; `messages` is the body's field. Adds the names of
-    tool result parts that no model can read to `left_out`.
+    tool result parts that no model can read to `left_out`. `takes_images`: whether the model takes
+    images, which become image_url parts.
     """
     rules = [text for text in system_texts(system) if text]
-    turns = list(_turns(messages))
+    turns = list(_turns(messages, takes_images=takes_images))
     while turns and turns[0].role == "system":
         rules += turns.pop(0).texts
     if not turns:
@@ -93,7 +96,8 @@ def chat_messages(system: Any, messages: Any, left_out: LeftOut | None = None) -
         if turn.role == "assistant":
             found.append(_assistant_message(turn, call_names))
         else:
-            found += _user_messages(turn, call_names, {} if left_out is None else left_out)
+            reader = _ResultReader({} if left_out is None else left_out, takes_images)
+            found += _user_messages(turn, call_names, reader)
     return found
 
 
@@ -102,7 +106,7 @@ def system_texts(system: Any) -> list[str]:
     InvalidRequestError."""
     if system is None:
         return []
-    turn = _Turn("system", "system", list(_blocks(system, "system", "system")))
+    turn = _Turn("system", "system", list(_blocks(system, "system", "system", _KINDS["system"])))
     texts = [block.text("text") for block in turn.blocks]
     for at, text in enumerate(texts):
         found = _CALL_LINES.match(text)
@@ -113,7 +117,7 @@ def system_texts(system: Any) -> list[str]:
     return texts
 
 
-def _turns(messages: Any) -> Iterator[_Turn]:
+def _turns(messages: Any, *, takes_images: bool) -> Iterator[_Turn]:
     """The turns of the conversation, each made of consecutive messages of one role."""
     if not isinstance(messages, list):
         raise _wrong(f"messages is {shown(messages)}, but must be a list of objects")
@@ -125,7 +129,10 @@ def _turns(messages: Any) -> Iterator[_Turn]:
         role = message.get("role")
         if role not in _ROLES:
             raise _wrong(f"{where}.role is {shown(role)}, but must be one of {', '.join(_ROLES)}")
-        blocks = _blocks(message.get("content"), f"{where}.content", role)
+        kinds = _KINDS[role]
+        if takes_images and role == "user":
+            kinds = (*kinds, "image")
+        blocks = _blocks(message.get("content"), f"{where}.content", role, kinds)
         if role == "system" and turn is not None and turn.role != role:
             role = "user"
         if turn is None or turn.role != role:
@@ -144,8 +151,8 @@ _KINDS = {
 }
 
 
-def _blocks(content: Any, where: str, role: str) -> Iterator[_Block]:
-    """The blocks of a message. Raises InvalidRequestError for types that the role may not have. An
+def _blocks(content: Any, where: str, role: str, kinds: Sequence[str]) -> Iterator[_Block]:
+    """The blocks of a message. Raises InvalidRequestError for types that are not among `kinds`. An
     assistant's message may have no content."""
     if content is None and role == "assistant":
         return
@@ -159,8 +166,8 @@ def _blocks(content: Any, where: str, role: str) -> Iterator[_Block]:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             raise _wrong(f"{place} is {shown(part)}, but must be an object with a type")
-        if kind not in _KINDS[role]:
-            raise _wrong(_refusal(place, kind, role, _KINDS[role]))
+        if kind not in kinds:
+            raise _wrong(_refusal(place, kind, role, kinds))
         yield _Block(place, kind, part)
 
 
@@ -224,53 +231,99 @@ def _call(block: _Block, call_names: dict[str, str]) -> dict[str, Any]:
 
 
 def _user_messages(
-    turn: _Turn, call_names: Mapping[str, str], left_out: LeftOut
+    turn: _Turn, call_names: Mapping[str, str], reader: "_ResultReader"
 ) -> list[ChatMessage]:
     """The messages of a user's turn: tool results first, since they must follow their calls."""
     found: list[ChatMessage] = []
     for block in turn.of_kind("tool_result"):
         call_id = block.text("tool_use_id")
-        content = _result_text(block, left_out)
+        content = reader.content(block)
+        if block.fields.get("is_error") is True:
+            content = (
+                f"Error: {content}" if isinstance(content, str) else [_part("Error:"), *content]
+            )
         found.append(
             {
                 "role": "tool",
                 "tool_call_id": call_id,
                 "name": call_names[call_id],
-                "content": f"Error: {content}" if block.fields.get("is_error") is True else content,
+                "content": content,
             }
         )
-    texts = turn.texts
-    if texts:
+    if turn.of_kind("image"):
+        found.append({"role": "user", "content": list(_parts(turn))})
+    elif texts := turn.texts:
         found.append({"role": "user", "content": _content(texts)})
     if not found:
         raise _wrong(f"{turn.where}.content is empty; a message of the user must say something")
     return found
 
 
-def _result_text(block: _Block, left_out: LeftOut) -> str:
-    """The text of a tool's result; empty if it has no content."""
-    content = block.fields.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    where = f"{block.where}.content"
-    if not isinstance(content, list):
-        raise _wrong(f"{where} is {shown(content)}, but must be a text or a list of text blocks")
-    parts = enumerate(content)
-    return "\n".join(_result_part(part, f"{where}.{at}", left_out) for at, part in parts)
+@dataclass(frozen=True, slots=True)
+class _ResultReader:
+    """Reads the contents of tool results."""
+
+    #: Receives the names of parts that the model can't read.
+    left_out: LeftOut
+    takes_images: bool
+
+    def content(self, block: _Block) -> str | list[dict[str, Any]]:
+        """The text of a tool's result; empty if it has no content. If it has images that the model
+        takes, a list of parts."""
+        content = block.fields.get("content")
+        if content is None or isinstance(content, str):
+            return content or ""
+        where = f"{block.where}.content"
+        if not isinstance(content, list):
+            raise _wrong(
+                f"{where} is {shown(content)}, but must be a text or a list of text blocks"
+            )
+        parts = [self._part(part, f"{where}.{at}") for at, part in enumerate(content)]
+        if any("text" not in part for part in parts):
+            return parts
+        return "\n".join(part["text"] for part in parts)
+
+    def _part(self, part: Any, place: str) -> dict[str, Any]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            return _part(_Block(place, kind, part).text("text"))
+        if kind == "tool_reference":  # a tool search found it; the prompt has all tools already
+            return _part(_Block(place, kind, part).text("tool_name"))
+        if not isinstance(kind, str):
+            raise _wrong(f"{place} is {shown(part)}, but must be an object with a type")
+        if kind == "image" and self.takes_images:
+            return _image(_Block(place, kind, part))
+        if kind in NOT_TEXT:
+            self.left_out[f"messages.content.content ({kind})"] = None
+            return _part(stand_in(kind))
+        raise _wrong(_refusal(place, kind, "a tool_result", ("text",)))
 
 
-def _result_part(part: Any, place: str, left_out: LeftOut) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text":
-        return _Block(place, kind, part).text("text")
-    if kind == "tool_reference":  # a tool search found it; the prompt has all tools already
-        return _Block(place, kind, part).text("tool_name")
-    if not isinstance(kind, str):
-        raise _wrong(f"{place} is {shown(part)}, but must be an object with a type")
-    if kind in NOT_TEXT:
-        left_out[f"messages.content.content ({kind})"] = None
-        return stand_in(kind)
-    raise _wrong(_refusal(place, kind, "a tool_result", ("text",)))
+def _parts(turn: _Turn) -> Iterator[dict[str, Any]]:
+    """The text and image blocks of a user's turn, in their order, as parts of OpenAI's API."""
+    for block in turn.blocks:
+        if block.kind == "image":
+            yield _image(block)
+        elif block.kind == "text" and (text := block.text("text")):
+            yield _part(text)
+
+
+def _image(block: _Block) -> dict[str, Any]:
+    """An image block as a part of OpenAI's API."""
+    source = block.fields.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind not in ("base64", "url"):
+        raise _wrong(f"{block.where}.source has the type {shown(kind)}, but must be base64 or url")
+    inner = _Block(f"{block.where}.source", kind, source)
+    if kind == "url":
+        url = inner.text("url")
+    else:
+        url = f"data:{inner.text('media_type', 'image/png')};base64,{inner.text('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
@@ -278,7 +331,7 @@ def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
     template joins."""
     if len(texts) == 1:
         return texts[0]
-    return [{"type": "text", "text": text} for text in texts]
+    return [_part(text) for text in texts]
 
 
 def _wrong(sentence: str) -> InvalidRequestError:

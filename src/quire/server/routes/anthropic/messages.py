@@ -60,7 +60,7 @@ async def count_tokens(body: CountTokensRequest, http: HTTPRequest) -> Response:
     service.check_model(body.model)
     report_ignored_fields(http, body.ignored_tools)
     with fields_named(FIELD_NAMES):
-        prompt = await chat_prompt(service, await chat_call_of(body))
+        prompt = await chat_prompt(service, await chat_call_of(service, body))
     service.report_or_refuse_fields(http, prompt.left_out)
     return json_response(TokenCount(len(prompt.token_ids)))
 

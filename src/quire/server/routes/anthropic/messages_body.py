@@ -145,10 +145,10 @@ class PromptFields(Body):
         """Names of the tools that the model is not offered. Raises InvalidRequestError."""
         return ignored_tools(self.tools)
 
-    def to_chat_call(self) -> ChatCall:
+    def to_chat_call(self, *, takes_images: bool = False) -> ChatCall:
         """Raises InvalidRequestError."""
         left_out: LeftOut = {}
-        messages = chat_messages(self.system, self.messages, left_out)
+        messages = chat_messages(self.system, self.messages, left_out, takes_images=takes_images)
         return ChatCall(
             messages=messages,
             left_out=left_out,

@@ -208,9 +208,9 @@ class OllamaChatRequest(OllamaBody):
     def labels(self) -> list[str]:
         return [*super().labels, *labels_of_tools(self.tools), *_labels(self.messages)]
 
-    def to_chat_call(self) -> ChatCall:
+    def to_chat_call(self, *, takes_images: bool = False) -> ChatCall:
         """Raises InvalidRequestError."""
-        messages = list(_chat_messages(self.messages))
+        messages = list(_chat_messages(self.messages, takes_images=takes_images))
         if self.tools is not None and not isinstance(self.tools, list):
             raise InvalidRequestError(f"tools is {shown(self.tools)}, not a list", "tools")
         return ChatCall(
@@ -226,12 +226,13 @@ class OllamaGenerateRequest(OllamaBody):
     """The body of POST /api/generate."""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **OllamaBody.not_supported,
+        **{name: each for name, each in OllamaBody.not_supported.items() if name != "images"},
         "context": ([],),
         "template": ("",),
     }
     notes: ClassVar[Mapping[str, str]] = {
         "prompt": "the user's message",
+        "images": "images of the message, in base64, where the model takes images",
         "system": "what the model is told before it",
         "raw": "the prompt is the model's raw input, without a chat template",
         "suffix": "the text after the gap that the answer fills; only where the model's tokenizer"
@@ -239,6 +240,7 @@ class OllamaGenerateRequest(OllamaBody):
     }
 
     prompt: str = ""
+    images: Any = left_out(type="array", items={"type": "string"})
     system: str | None = None
     raw: bool = False
     #: Text after the gap that the answer fills; "" is as None.
@@ -246,7 +248,7 @@ class OllamaGenerateRequest(OllamaBody):
 
     @property
     def has_prompt(self) -> bool:
-        return bool(self.prompt or self.suffix)
+        return bool(self.prompt or self.suffix or self.images)
 
     @property
     def is_raw(self) -> bool:
@@ -257,7 +259,8 @@ class OllamaGenerateRequest(OllamaBody):
     def raw_format(self) -> StructuredOutputsParams | None:
         """The form of the answer to a raw prompt. Raises InvalidRequestError for fields that only
         a chat template can obey."""
-        for name, value in (("system", self.system), ("think", self.think)):
+        fields = {"images": self.images, "system": self.system, "think": self.think}
+        for name, value in fields.items():
             if value:
                 raise InvalidRequestError(
                     f"{name} is set, but a raw prompt and one with a suffix have no chat template"
@@ -266,9 +269,17 @@ class OllamaGenerateRequest(OllamaBody):
                 )
         return self._answer_format()
 
-    def to_chat_call(self) -> ChatCall:
+    def to_chat_call(self, *, takes_images: bool = False) -> ChatCall:
         """Raises InvalidRequestError."""
-        messages = [{"role": "user", "content": self.prompt}]
+        content: Any = self.prompt
+        if self.images:
+            if not takes_images:
+                raise InvalidRequestError(
+                    "images is not supported by this model, which takes text; leave it out",
+                    "images",
+                )
+            content = _with_images(self.prompt, self.images, "images")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         return ChatCall(
@@ -289,7 +300,20 @@ def _labels(messages: Any) -> list[str]:
     return [f"messages.{name}" for name in found]
 
 
-def _chat_messages(messages: Any) -> Iterator[dict[str, Any]]:
+def _with_images(content: Any, images: Any, where: str) -> list[dict[str, Any]]:
+    """Images in base64 and the text behind them, as parts of OpenAI's API."""
+    if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+        raise InvalidRequestError(
+            f"{where} is {shown(images)}, but must be a list of images in base64",
+            where.partition("[")[0],
+        )
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": f"data:;base64,{image}"}} for image in images
+    ]
+    return [*parts, {"type": "text", "text": content}] if content else parts
+
+
+def _chat_messages(messages: Any, *, takes_images: bool) -> Iterator[dict[str, Any]]:
     """The messages in the form of OpenAI's chat API. Ollama's tool results have no id, so each is
     assigned to the first call of its tool that has no result yet."""
     if not isinstance(messages, list):
@@ -299,9 +323,13 @@ def _chat_messages(messages: Any) -> Iterator[dict[str, Any]]:
     for at, message in enumerate(messages):
         if not isinstance(message, dict):
             raise _wrong(f"messages[{at}] is {shown(message)}, but must be an object with a role")
-        if message.get("images"):
+        if message.get("images") and not takes_images:
             raise _wrong(f"messages[{at}] has images, but the model takes text; leave them out")
         known = {name: message[name] for name in ("role", "content") if name in message}
+        if message.get("images"):
+            known["content"] = _with_images(
+                message.get("content"), message["images"], f"messages[{at}].images"
+            )
         if message.get("thinking"):
             known["reasoning_content"] = message["thinking"]
         calls = message.get("tool_calls") or []

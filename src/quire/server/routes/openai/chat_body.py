@@ -305,7 +305,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
             structured_outputs=None,
         )
 
-    def to_chat_call(self) -> ChatCall:
+    def to_chat_call(self, *, takes_images: bool = False) -> ChatCall:
         mode, names = read_tool_choice(self.tool_choice)
         tools = openai_tools(self.tools or ())
         is_parallel = self.parallel_tool_calls is not False and not self.names_a_tool

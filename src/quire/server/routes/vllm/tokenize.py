@@ -76,7 +76,7 @@ class TokenizeRequest(ChatPromptFields):
                     f"{name} is set, but goes with messages only; leave it out", name
                 )
 
-    def to_chat_call(self) -> ChatCall:
+    def to_chat_call(self, *, takes_images: bool = False) -> ChatCall:
         """The chat call of a body with messages."""
         return ChatCall(
             messages=self.messages or [],
@@ -135,7 +135,7 @@ async def tokenize(body: TokenizeRequest, http: HTTPRequest) -> Response:
         )
     else:
         service.report_or_refuse_fields(http, labels_of_tools(body.tools))
-        prompt = await chat_prompt(service, await chat_call_of(body))
+        prompt = await chat_prompt(service, await chat_call_of(service, body))
         service.report_or_refuse_fields(http, prompt.left_out)
         token_ids = prompt.token_ids
     content = await call_for_text(

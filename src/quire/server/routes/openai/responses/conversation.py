@@ -43,7 +43,7 @@ _KEPT = {
 """Fields of an item that are stored besides its id, type and status, since `input_items` reads
 them. Other fields that a client sends are dropped to save memory."""
 
-_KEPT_OF_PARTS = ("type", "text", "refusal")
+_KEPT_OF_PARTS = ("type", "text", "refusal", "image_url", "detail")
 
 
 def answer_owner(http: HTTPRequest) -> Owner:

@@ -32,14 +32,17 @@ def messages_of(
     history: Sequence[Any],
     items: Sequence[Any],
     left_out: LeftOut | None = None,
+    *,
+    takes_images: bool = False,
 ) -> list[dict[str, Any]]:
     """The messages of a chat, in OpenAI's form. Raises InvalidRequestError that names the item.
 
     `instructions` come first. They are joined with leading system and developer messages, since
     most templates accept only one. The items of `history` were checked before. Adds the names of
-    tool output parts that no model can read to `left_out`.
+    tool output parts that no model can read to `left_out`. `takes_images`: whether the model takes
+    images, which become image_url parts.
     """
-    chat = _Chat({} if left_out is None else left_out)
+    chat = _Chat({} if left_out is None else left_out, takes_images)
     if instructions:
         chat.messages.append({"role": "system", "content": instructions})
     for at, item in enumerate(history):
@@ -56,8 +59,9 @@ class _Chat:
     stay in the order reasoning, text, calls.
     """
 
-    def __init__(self, left_out: LeftOut) -> None:
+    def __init__(self, left_out: LeftOut, takes_images: bool) -> None:
         """Names of tool output parts that no model can read are added to `left_out`."""
+        self._takes_images = takes_images
         self.messages: list[dict[str, Any]] = []
         self.left_out = left_out
         self._adders: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
@@ -94,7 +98,14 @@ class _Chat:
         role = item.get("role")
         if role not in ROLES:
             raise _wrong(f"{where}.role is {shown(role)}, but must be one of {', '.join(ROLES)}")
-        texts = _texts(_given(item, "content"), f"{where}.content")
+        given = _given(item, "content")
+        if self._takes_images and role == "user" and _has_image(given):
+            parts = [
+                _image_or_text(part, f"{where}.content[{at}]") for at, part in enumerate(given)
+            ]
+            self.messages.append({"role": role, "content": parts})
+            return
+        texts = _texts(given, f"{where}.content")
         if role != "assistant":
             content = texts[0] if len(texts) == 1 else [_part(text) for text in texts]
             self.messages.append({"role": role, "content": content})
@@ -134,16 +145,23 @@ class _Chat:
         output = _given(item, "output")
         if isinstance(output, list):
             output = [self._readable(part) for part in output]
-        texts = _texts(output, f"{where}.output")
+        content: Any
+        if self._takes_images and _has_image(output):
+            content = [
+                _image_or_text(part, f"{where}.output[{at}]") for at, part in enumerate(output)
+            ]
+        else:
+            content = "\n".join(_texts(output, f"{where}.output"))
         call_id = _string(item, "call_id", where)
-        message = {"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)}
-        self.messages.append(message)
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _readable(self, part: Any) -> Any:
         """A part of a tool's output. Images and other parts that are not text are replaced by a
         line of text."""
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in NOT_TEXT:
+            return part
+        if self._takes_images and kind == "input_image":
             return part
         self.left_out[f"input.output ({kind})"] = None
         return {"type": "input_text", "text": stand_in(kind)}
@@ -170,6 +188,19 @@ def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _content_texts(content: Any) -> Iterable[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def _has_image(content: Any) -> bool:
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and part.get("type") == "input_image" for part in content
+    )
+
+
+def _image_or_text(part: Any, where: str) -> dict[str, Any]:
+    """A part as one of the chat API. `text.image_parts` checks images."""
+    if isinstance(part, dict) and part.get("type") == "input_image":
+        return dict(part)
+    return _part(_part_text(part, where))
 
 
 def _given(item: Mapping[str, Any], name: str) -> Any:

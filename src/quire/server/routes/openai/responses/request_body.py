@@ -185,7 +185,7 @@ class ContextBody(TemplateOptions):
         if not isinstance(self.input, str):
             self.input = conversation.resolved(self.input)
 
-    def to_chat_call(self) -> ChatCall:
+    def to_chat_call(self, *, takes_images: bool = False) -> ChatCall:
         """Raises InvalidRequestError."""
         tools, names = self._read_tools()
         effort = self.reasoning.get("effort")
@@ -196,7 +196,9 @@ class ContextBody(TemplateOptions):
         left_out: LeftOut = {}
         history = self._conversation.history
         return ChatCall(
-            messages=messages_of(self.instructions, history, self.items, left_out),
+            messages=messages_of(
+                self.instructions, history, self.items, left_out, takes_images=takes_images
+            ),
             left_out=left_out,
             tool_use=tool_use(tools, names, self.tool_choice, is_parallel=self.parallel_tool_calls),
             reasoning=ReasoningOptions(effort=effort),
@@ -298,8 +300,8 @@ class ResponsesRequest(AnswerFormatFields, SamplingFields, ContextBody, ChatBody
         logprobs = (self.top_logprobs or 0) if self.gives_logprobs else None
         return Params(SamplingParams(**given, max_tokens=self.max_output_tokens, logprobs=logprobs))
 
-    def to_chat_call(self) -> ChatCall:
-        call = super().to_chat_call()
+    def to_chat_call(self, *, takes_images: bool = False) -> ChatCall:
+        call = super().to_chat_call(takes_images=takes_images)
         if self.store:
             self._listed_items = self._conversation.listed(self.items)
         return call

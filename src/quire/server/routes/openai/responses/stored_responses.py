@@ -71,7 +71,7 @@ async def count_input_tokens(body: InputTokensRequest, http: HTTPRequest) -> Res
     body.continue_conversation(await Conversation.of(http, body.previous_response_id))
     report_ignored_fields(http, body.tool_names.left_out)
     with fields_named(FIELD_NAMES):
-        prompt = await chat_prompt(service, await chat_call_of(body))
+        prompt = await chat_prompt(service, await chat_call_of(service, body))
     service.report_or_refuse_fields(http, prompt.left_out)
     num_tokens, longest = len(prompt.token_ids), service.engine.limits.max_model_len
     is_cut = body.truncation == "auto"
