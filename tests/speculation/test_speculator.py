@@ -3,6 +3,7 @@
 import pytest
 from tests.speculation.sequences import make_sequence
 
+from quire.core.content_spans import ContentSpan
 from quire.core.draft_stops import grade_of
 from quire.core.scheduling.proposals import NO_PROPOSAL
 from quire.core.sequence import Sequence
@@ -123,3 +124,13 @@ def test_every_proposer_learns_of_an_end() -> None:
     sequence = make_sequence([1])
     BestGuess({"first": first, "second": second}).end(sequence)
     assert first.ended == second.ended == [sequence]
+
+
+def test_no_placeholder_of_a_content_is_drafted() -> None:
+    speculator = BestGuess({"one": Fixed(1, 7, 7, 2), "two": Fixed(7)})
+    plain, pictured = make_sequence([1, 7, 7, 2], [1]), make_sequence([1, 7, 8, 2], [1])
+    assert speculator.propose(plain, 4).token_ids == (1, 7, 7, 2)
+    pictured.content_spans = (ContentSpan(1, 2, "0" * 32),)
+    assert speculator.propose(pictured, 4).token_ids == (1,)
+    assert BestGuess({"two": Fixed(7)}).propose(pictured, 4) == NO_PROPOSAL
+    speculator.end(pictured)

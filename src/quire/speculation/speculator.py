@@ -8,6 +8,7 @@ in which drafts were rejected several times in a row is likely to reject the nex
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from enum import Enum, IntEnum
+from itertools import chain, takewhile
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from quire.core.scheduling.proposals import NO_PROPOSAL, Proposal
 from quire.core.sequence import Sequence
 from quire.core.step import Drafted
 from quire.speculation.earlier_answers import HistoryProposer
-from quire.speculation.proposer import Proposer
+from quire.speculation.proposer import Guess, Proposer
 from quire.speculation.survival import Survival
 
 DRAFTER_CHANCE = 0.6
@@ -80,6 +81,8 @@ class BestGuess:
         self._proposers = dict(proposers)
         self._survival = Survival()
         self._outcomes: WeakKeyDictionary[Sequence, OutcomeRecord] = WeakKeyDictionary()
+        #: The placeholder ids of each sequence whose prompt has contents, such as images.
+        self._placeholders: WeakKeyDictionary[Sequence, frozenset[int]] = WeakKeyDictionary()
 
     @property
     def max_answer_bytes(self) -> int:
@@ -93,6 +96,8 @@ class BestGuess:
         best, most_expected = NO_PROPOSAL, 0.0
         for name, proposer in self._proposers.items():
             guess = proposer.propose(sequence, most)
+            if guess is not None and sequence.content_spans:
+                guess = self._before_placeholders(sequence, guess)
             if guess is None or not guess.token_ids:
                 continue
             kind = (name, guess.grade, outcome)
@@ -104,6 +109,19 @@ class BestGuess:
                 most_expected = expected
                 best = Proposal(tuple(guess.token_ids), survival, name, kind)
         return best
+
+    def _before_placeholders(self, sequence: Sequence, guess: Guess) -> Guess:
+        """The tokens of a guess before the first placeholder of a content. A text that continues
+        like the prompt does so up to its next image, which no answer has."""
+        known = self._placeholders.get(sequence)
+        if known is None:
+            tokens, spans = sequence.token_ids, sequence.content_spans
+            found = (tokens[span.first_position : span.end] for span in spans)
+            known = self._placeholders[sequence] = frozenset(chain.from_iterable(found))
+        if known.isdisjoint(guess.token_ids):
+            return guess
+        kept = takewhile(lambda token_id: token_id not in known, guess.token_ids)
+        return guess._replace(token_ids=tuple(kept))
 
     def expect(self, sequence: Sequence, most: int) -> Proposal:
         """See `Speculator`."""
@@ -165,5 +183,6 @@ class BestGuess:
     def end(self, sequence: Sequence) -> None:
         """See `Speculator`."""
         self._outcomes.pop(sequence, None)
+        self._placeholders.pop(sequence, None)
         for proposer in self._proposers.values():
             proposer.end(sequence)
