@@ -21,6 +21,9 @@ MAX_PIXELS = 1 << 25
 MAX_FILE_BYTES = 32 << 20
 """Bytes of one image file."""
 
+_STRIP_PIXELS = 1 << 18
+"""Pixels that are put over white at once, in about 2 ms."""
+
 _ORIENTATION = 0x0112
 """The tag of EXIF that says how to turn the stored picture (EXIF 2.32, section 4.6.4)."""
 
@@ -99,10 +102,23 @@ def to_rgb(image: "Image") -> "Image":
             "RGB"
         )
     if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, image).convert("RGB")
+        return _over_white(image.convert("RGBA"))
     return image.convert("RGB")
+
+
+def _over_white(image: "Image") -> "Image":
+    """An RGBA picture over white. It is computed in strips: Pillow holds the GIL during each, and
+    the server's other threads must not wait for a whole picture."""
+    from PIL import Image  # a server for text never loads it
+
+    width, height = image.size
+    found = Image.new("RGB", image.size)
+    num_rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, num_rows):
+        strip = image.crop((0, top, width, min(height, top + num_rows)))
+        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        found.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return found
 
 
 def _upright(image: "Image") -> "Image":

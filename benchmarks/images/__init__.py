@@ -1,0 +1,1 @@
+"""Attacks on the reading of images."""
