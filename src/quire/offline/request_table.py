@@ -79,9 +79,9 @@ class RequestTable:
         `params` are copied, so that the caller may change them. With `beams`, the requests are beam
         searches, and `params` must be `sampling_params_of(beams)`.
         """
+        prompts = [self._images.read(prompt) for prompt in prompts]
         copies = {id(own): own.clone() for own in params}  # prompts often share a SamplingParams
         pairs = zip(prompts, (copies[id(own)] for own in params), strict=True)
-        prompts = [self._images.read(prompt) for prompt in prompts]
         adapters = _find_adapters(self._engine, prompts)
         found = [self._prepare(prompt, own, beams, adapters) for prompt, own in pairs]
         group = RequestGroup(found, {assembler.request.request_id for assembler in found})

@@ -1,0 +1,67 @@
+"""`LLM` and `AsyncLLM` read the images of prompts and of conversations."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.images.pictures import random_picture
+from tests.images.tiny_model import NUM_TOKENS, TinyModel, save_tiny
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.errors import InvalidRequestError
+
+PICTURE, OTHER = random_picture(90, 50), random_picture(90, 50, 1)
+TEXT = "<|im_start|>User:<image>What is it?<end_of_utterance>\nAssistant:"
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyModel) -> LLM:
+    return LLM(str(tiny.folder), dtype="float32", max_model_len=256)
+
+
+def prompt_of(*pictures: Any) -> dict[str, Any]:
+    return {"prompt": TEXT, "multi_modal_data": {"image": list(pictures)}}
+
+
+def test_generate_and_chat_give_transformers_tokens(llm: LLM, tiny: TinyModel) -> None:
+    parts = [{"type": "image", "image": PICTURE}, {"type": "text", "text": "What is it?"}]
+    found = llm.generate([prompt_of(np.asarray(PICTURE)), prompt_of(OTHER)], PARAMS, use_tqdm=False)
+    found += llm.chat([{"role": "user", "content": parts}], PARAMS, use_tqdm=False)
+    tokens = [list(output.outputs[0].token_ids) for output in found]
+    first, second = tiny.answer_to(TEXT, PICTURE), tiny.answer_to(TEXT, OTHER)
+    assert tokens == [first, second, first]
+    assert list(found[0].prompt_token_ids or ()) == list(found[2].prompt_token_ids or ())
+
+
+def test_wrong_prompts_are_refused(llm: LLM) -> None:
+    for prompt, reason in (
+        (prompt_of(PICTURE, OTHER), r"has 1 placeholders of images .* 2 images"),
+        (prompt_of(b"broken"), "is no image of the formats"),
+        (prompt_of(3), "must be a PIL image"),
+    ):
+        with pytest.raises(InvalidRequestError, match=reason):
+            llm.generate(prompt, PARAMS, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="takes text only"):
+        llm.pin_prefix(prompt_of(PICTURE))
+
+
+def test_text_alone_takes_no_images(tiny: TinyModel) -> None:
+    plain = LLM(str(tiny.folder), dtype="float32", max_model_len=256, language_model_only=True)
+    with pytest.raises(InvalidRequestError, match="the model takes text"):
+        plain.generate(prompt_of(PICTURE), PARAMS, use_tqdm=False)
+
+
+def test_the_async_engine_reads_images(tiny: TinyModel) -> None:
+    async def ask() -> list[int]:
+        async with AsyncLLM(str(tiny.folder), dtype="float32", max_model_len=256) as engine:
+            outputs = [each async for each in engine.generate(prompt_of(PICTURE), PARAMS)]
+            return list(outputs[-1].outputs[0].token_ids)
+
+    assert asyncio.run(ask()) == tiny.answer_to(TEXT, PICTURE)
