@@ -19,8 +19,9 @@ from quire.images.placing import PromptImages, place_images, replace_placeholder
 from quire.images.processors.processor import ImageProcessor, Layout, ProcessedImage
 from quire.images.sources import ImageSources, is_remote
 
-MAX_PROMPT_BYTES = 512 << 20
-"""Bytes of the encoder's inputs of one prompt: 170 tiles of 512 x 512 pixels."""
+MAX_PROMPT_BYTES = 192 << 20
+"""Bytes of the encoder's inputs of one prompt: 64 tiles of 512 x 512 pixels. A message to an engine
+holds them, so they are less than `ipc.MAX_MESSAGE_BYTES`."""
 
 MAX_HELD_BYTES = 2 << 30
 """Bytes of the encoder's inputs of all open calls of a server."""
