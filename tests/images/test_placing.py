@@ -55,3 +55,16 @@ def test_spans_follow_the_order_of_the_images() -> None:
 def test_other_tokens_of_images_are_refused(token_ids: list[int]) -> None:
     with pytest.raises(InvalidRequestError, match="tokens of images beside those"):
         place_images(token_ids, [image(0)], {7})
+
+
+def test_tenants_name_one_image_differently() -> None:
+    found = place_images([7, 7, 7, 2, 7, 7, 7, 3], [image(0), image(1)], {7})
+    first, again, other = found.in_domain("1:a"), found.in_domain("1:a"), found.in_domain("1:b")
+    assert first == again
+    digests = [{span.digest for span in each.spans} for each in (found, first, other)]
+    assert len(set.union(*digests)) == 6
+    for each, names in zip((found, first, other), digests, strict=True):
+        assert {content.digest for content in each.contents} == names
+        assert [content.values for content in each.contents] == [
+            content.values for content in found.contents
+        ]

@@ -199,6 +199,7 @@ class InputProcessor:
                 "truncate_prompt_tokens",
             )
         check_content_spans(images.spans, len(request.prompt_token_ids), self._limits)
+        images = images.in_domain(request.cache_domain)
         return replace(request, content_spans=images.spans, contents=images.contents)
 
     def with_prediction(self, request: Request, prediction: str | Sequence[int] | None) -> Request:

@@ -1,7 +1,8 @@
 """Finds the places of images in a prompt's tokens."""
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.core.content_spans import Content, ContentSpan
 from quire.errors import InvalidRequestError
@@ -19,6 +20,25 @@ class PromptImages:
     num_prompt_tokens: int = 0
     #: The memory of the contents counts in the reader's budget until this is collected.
     held: object = field(default=None, compare=False, repr=False)
+
+    def in_domain(self, domain: str) -> "PromptImages":
+        """The same images, named for one cache domain.
+
+        An engine keeps the embeddings of contents by their digests. With the domain in a digest, no
+        tenant learns from the time of its own answer which images another tenant has sent.
+        """
+        key = hashlib.blake2b(domain.encode()).digest()
+        names = {
+            content.digest: hashlib.blake2b(
+                bytes.fromhex(content.digest), key=key, digest_size=16
+            ).hexdigest()
+            for content in self.contents
+        }
+        return replace(
+            self,
+            spans=tuple(span._replace(digest=names[span.digest]) for span in self.spans),
+            contents=tuple(each._replace(digest=names[each.digest]) for each in self.contents),
+        )
 
 
 NO_IMAGES = PromptImages()
