@@ -83,7 +83,7 @@ def answer(
         ("serve --prot 80", "did you mean --port?"),
         ("serve -ngl 99", "--device says where the whole model computes"),
         ("serve --speculative-config {{}}", "--speculative-config names no method, but must"),
-        ("serve --limit-mm-per-prompt image=1", "no image, sound or video is read"),
+        ("serve --limit-mm-per-prompt image=1", "'image=1', but must be an object in JSON"),
         # Values of flags: the flag is named as it was typed, and its value, too.
         ("serve --port 70000", "error: --port is 70000, but must be from 0"),
         ("serve --max-num-seqs 0", "--max-num-seqs is 0, but must be at least 1"),

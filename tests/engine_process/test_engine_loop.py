@@ -9,13 +9,16 @@ from tests.engine_client import fake_engine_process as fake
 from tests.engine_process.api_server import WAIT_S, ApiServer, request, tokens_of
 
 from quire import ipc
+from quire.core.content_spans import Content
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.engine_client.messages import (
+    PIECE_BYTES,
     AbortRequest,
     AddRequest,
     BlocksReply,
     ClearPrefixes,
+    ContentPiece,
     Fatal,
     GetBlocks,
     GetMemory,
@@ -31,9 +34,16 @@ from quire.engine_client.messages import (
     Shutdown,
     Start,
     StatsReply,
+    decode_to_engine,
+    frames_of,
 )
 from quire.engine_process import engine_loop
-from quire.engine_process.engine_loop import Channel, EngineLoop, build_and_serve
+from quire.engine_process.engine_loop import (
+    ArrivingContents,
+    Channel,
+    EngineLoop,
+    build_and_serve,
+)
 from quire.ipc import MessageError, PeerGoneError, encode
 
 
@@ -413,3 +423,17 @@ def test_a_launched_step_is_finished_before_a_pause():
         assert not engine.is_running
         server.send(Shutdown(drain=False))
         thread.join()
+
+
+def test_contents_come_in_pieces_and_are_joined():
+    sizes = (0, 5, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES)
+    contents = [Content(f"{size:032x}", (size,), bytes(size)) for size in sizes]
+    wanted = Request("a", [10], DecodingParams(4), contents=tuple(contents))
+    arriving, frames = ArrivingContents(), list(frames_of(wanted))
+    *pieces, added = (decode_to_engine(frame[4:]) for frame in frames)
+    assert max(map(len, frames)) < PIECE_BYTES + 1000 and len(pieces) == 7
+    for piece in pieces:
+        assert isinstance(piece, ContentPiece)
+        arriving.add(piece)
+    assert arriving.complete(added.request) == wanted
+    assert arriving.complete(added.request) is added.request

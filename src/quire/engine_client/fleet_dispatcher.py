@@ -28,6 +28,7 @@ from quire.engine_client.messages import (
     RequestFailed,
     SetPaused,
     error_from,
+    frames_of,
 )
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import Cause, Death
@@ -284,7 +285,10 @@ class FleetDispatcher:
     def send_to(self, request: OpenRequest, name: str, frame: bytes | None = None) -> None:
         """See `RequestMover`. `frame` is the encoded request if nothing was generated yet."""
         replica = self.replicas.assign(request, name)
-        replica.wire.send(frame or encode(AddRequest(request.to_send(self._clock()))))
+        if request.request.contents:
+            replica.wire.send(frames_of(request.to_send(self._clock())))
+        else:
+            replica.wire.send(frame or encode(AddRequest(request.to_send(self._clock()))))
 
     def reserve_for_trials(self, name: str, *, is_reserved: bool) -> None:
         """See `RequestMover`."""

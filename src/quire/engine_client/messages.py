@@ -1,6 +1,7 @@
 """Messages between the API server and the engine process.
 
-The API server may send Prepare, and sends Start once, then AddRequest, AbortRequest, FindAdapter,
+The API server may send Prepare, and sends Start once, then AddRequest (after the
+ContentPieces of its contents), AbortRequest, FindAdapter,
 SetPaused, ClearPrefixes, questions (Ping, GetStats, GetMemory, GetBlocks, Observe) and Shutdown. An
 agent between server and engine sends AbortAll. The engine sends Progress while it loads, Ready
 once, then Outputs (one message a step), RequestFailed and AdapterReply. The engine answers
@@ -9,7 +10,8 @@ questions in their order, and sends Fatal before it dies of an error. `ipc` enco
 Called by `engine_process` and `link`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -24,7 +26,10 @@ from quire.errors import (
     OverloadedError,
     QuireError,
 )
-from quire.ipc import decoder
+from quire.ipc import decoder, encode
+
+PIECE_BYTES = 1 << 20
+"""Bytes of a content's values in one message, which is encoded in about 1 ms."""
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with the fields of Progress: the activity, the amount of work done, and the total amount
@@ -46,6 +51,15 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     RequestFailed."""
 
     request: Request
+
+
+class ContentPiece(msgspec.Struct, tag="content", array_like=True, frozen=True):
+    """A part of the values of a content. The parts come in order, before the request that has the
+    content, whose own values are then empty."""
+
+    digest: str
+    values: bytes
+    is_last: bool
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -209,6 +223,7 @@ Control: TypeAlias = SetPaused | ClearPrefixes
 ToEngine: TypeAlias = (
     Prepare
     | Start
+    | ContentPiece
     | AddRequest
     | AbortRequest
     | AbortAll
@@ -223,6 +238,22 @@ decode_to_engine: Callable[[bytes], ToEngine] = decoder(ToEngine, "the API serve
 """Decodes a message from the API server, without its length. Raises MessageError."""
 decode_to_server: Callable[[bytes], ToServer] = decoder(ToServer, "the engine")
 """Decodes a message from the engine, without its length. Raises MessageError."""
+
+
+def frames_of(request: Request) -> Iterator[bytes]:
+    """The encoded messages that add a request with contents, each encoded when it is taken."""
+    for content in request.contents:
+        last = max(0, len(content.values) - 1) // PIECE_BYTES * PIECE_BYTES
+        for at in range(0, last + 1, PIECE_BYTES):
+            values = content.values[at : at + PIECE_BYTES]
+            yield encode(ContentPiece(content.digest, values, at == last))
+    yield encode(AddRequest(without_values(request)))
+
+
+def without_values(request: Request) -> Request:
+    """The request with empty values in its contents."""
+    contents = tuple(content._replace(values=b"") for content in request.contents)
+    return replace(request, contents=contents)
 
 
 def request_failed(request_id: str, error: QuireError) -> RequestFailed:

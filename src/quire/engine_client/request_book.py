@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from quire.core.request import Request, SequenceOutput
-from quire.engine_client.messages import AddRequest
+from quire.engine_client.messages import AddRequest, without_values
 from quire.errors import InvalidRequestError, OverloadedError, QuireError
 from quire.ipc import MessageError, encode
 
@@ -182,7 +182,8 @@ class RequestBook:
     ) -> tuple[RequestStream, list[tuple[OpenRequest, bytes]]]:
         """Add the requests of one call.
 
-        Returns their stream, and each request with its encoded AddRequest message. Raises
+        Returns their stream, and each request with its encoded AddRequest message, in which the
+        values of contents are missing. Raises
         OverloadedError or InvalidRequestError; then no request was added.
         """
         # First, refuse requests that can't be added or sent.
@@ -191,7 +192,7 @@ class RequestBook:
         if len(ids) < len(requests) or ids & self._open.keys():
             raise InvalidRequestError("request ids must be unique", "request_id")
         try:
-            frames = [encode(AddRequest(request)) for request in requests]
+            frames = [encode(AddRequest(without_values(request))) for request in requests]
         except MessageError as error:
             raise InvalidRequestError(str(error)) from error
         # Then add them.

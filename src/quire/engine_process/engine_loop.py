@@ -33,6 +33,7 @@ from quire.engine_client.messages import (
     AddRequest,
     BlocksReply,
     ClearPrefixes,
+    ContentPiece,
     Fatal,
     FindAdapter,
     GetBlocks,
@@ -168,6 +169,33 @@ class Channel:
         raise PeerGoneError("end of stream")
 
 
+class ArrivingContents:
+    """The contents of the request that is arriving, whose pieces come before the request."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        #: Values by digest.
+        self._values: dict[str, bytes] = {}
+
+    def add(self, piece: ContentPiece) -> None:
+        """Take a piece. The pieces of a content are joined when its last one has come."""
+        self._pieces.append(piece.values)
+        if piece.is_last:
+            self._values[piece.digest] = b"".join(self._pieces)
+            self._pieces = []
+
+    def complete(self, request: Request) -> Request:
+        """The request with the values that came before it."""
+        values, self._values = self._values, {}
+        if not values:
+            return request
+        contents = tuple(
+            content._replace(values=values.get(content.digest, content.values))
+            for content in request.contents
+        )
+        return dataclasses.replace(request, contents=contents)
+
+
 class EngineLoop:
     """Reads messages, steps and sends outputs until a Shutdown or the socket's end.
 
@@ -195,6 +223,7 @@ class EngineLoop:
         # Each unanswered FindAdapter message: its id, and the future of the adapter that is being
         # read.
         self._finding: list[tuple[int, Future[AdapterRef]]] = []
+        self._contents = ArrivingContents()
         self._record = record or ActivityRecord()
         engine.on_step = self._record.compute
         self._is_draining = False
@@ -261,9 +290,11 @@ class EngineLoop:
 
     def _handle(self, message: ToEngine) -> None:
         match message:
+            case ContentPiece():
+                self._contents.add(message)
             case AddRequest(request):
                 self._record.record_request(request.request_id)
-                self._add(request)
+                self._add(self._contents.complete(request))
             case AbortRequest(request_id, branch_index):
                 self._record.record_request(request_id)
                 self._engine.abort(request_id, branch_index)

@@ -23,6 +23,7 @@ from quire.cluster.machines.channel import AgentChannel, FrameKind, connect
 from quire.engine_client.messages import Fatal, Ready, decode_to_server, start_error_from
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
+from quire.engine_client.process.outgoing_frames import Frame
 from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, QuireError
 
@@ -83,10 +84,11 @@ class RemoteLink(EngineLink):
         self._channel.send_message(OpenEngine(start_frame[_LENGTH_BYTES:], access.heartbeat_s))
         self._channel.beat(access.heartbeat_s)
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: Frame) -> None:
         """See `EngineLink`."""
         if self._channel is not None:
-            self._channel.send(FrameKind.ENGINE, frame[_LENGTH_BYTES:])
+            for each in (frame,) if isinstance(frame, bytes) else frame:
+                self._channel.send(FrameKind.ENGINE, each[_LENGTH_BYTES:])
 
     def watch(self, timeout_s: float) -> None:
         """See `EngineLink`. Also sends the limit to the agent, which applies the limit once this

@@ -15,8 +15,8 @@ from quire.ipc import encode
 class Wire(Protocol):
     """The connection to an engine process; implemented by `link.EngineLink`."""
 
-    def send(self, frame: bytes) -> None:
-        """Send an encoded message."""
+    def send(self, frame: bytes | Iterator[bytes]) -> None:
+        """Send an encoded message, or several."""
         ...
 
     def call_between_steps(self, call: Callable[[], None]) -> None:

@@ -36,6 +36,7 @@ from quire.engine_client.messages import (
     decode_to_server,
     error_from,
 )
+from quire.engine_client.process.outgoing_frames import Frame, OutgoingFrames
 from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, QuireError
 from quire.ipc import FrameSplitter, MessageError, encode
@@ -129,6 +130,7 @@ class EngineLink(asyncio.Protocol):
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.WriteTransport | None = None
+        self._outgoing = OutgoingFrames()
         self._splitter = FrameSplitter()
         self._waiters: deque[asyncio.Future[dict[str, Any]]] = deque()
         self.adapters = AdapterCalls(self.send)
@@ -175,10 +177,10 @@ class EngineLink(asyncio.Protocol):
         """Wait after the connection's end until the process is gone, and kill it if necessary.
         Returns the (error, death) of `LinkOwner.on_death`."""
 
-    def send(self, frame: bytes) -> None:
-        """Send an encoded message. Has no effect once the process is gone."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame)
+    def send(self, frame: Frame) -> None:
+        """Send encoded messages, in order. Has no effect once the process is gone."""
+        if self._transport is not None:
+            self._outgoing.send(self._transport, frame)
 
     def ask(self, question: Question) -> asyncio.Future[dict[str, Any]]:
         """The answer to a question, given between two steps. Fails with EngineDeadError if the
