@@ -111,6 +111,54 @@ def test_random_embeddings_equal_transformers(kernels: str, chunks: tuple[int, .
     assert (by_ids - expected).abs().max() > 0.1  # so that the embeddings matter
 
 
+@pytest.mark.parametrize("chunks", [(), (4,), (3, 1, 1, 5)], ids=str)
+def test_features_are_added_after_the_first_layers(chunks: tuple[int, ...]) -> None:
+    """By modules and by a native program, as a model of transformers computes them."""
+    generator = torch.Generator().manual_seed(4)
+    reference = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+    table = reference.get_input_embeddings().weight
+    width, num_parts = table.shape[1], 3
+    given = table.std() * torch.randn(len(PLACES), num_parts * width, generator=generator)
+    first, *features = given.split(width, dim=1)
+
+    def add(layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        hidden[0, PLACES] += features[layer]
+        return hidden
+
+    for layer in range(num_parts - 1):
+        module = reference.model.layers[layer]
+        module.register_forward_hook(lambda _, __, found, layer=layer: add(layer, found))
+    with torch.inference_mode():
+        inputs = reference.get_input_embeddings()(torch.tensor(PROMPT))
+        inputs[PLACES] = first
+        expected = reference(inputs_embeds=inputs[None]).logits[0, -1].log_softmax(-1).topk(5)
+    for kernels in ("auto", "torch"):
+        made = load(EMBEDDED_MODEL, kernels=kernels)
+        plain = made.make()
+        by_ids = entries(plain, PROMPT, chunks)
+        made.model.take_contents(num_parts, None, len(PROMPT))
+        core = made.make()
+        assert core.runner.is_native == plain.runner.is_native
+        with embedded_by(core, PLACES, given):
+            found = entries(core, PROMPT, chunks)[0]
+        assert found.top_token_ids == tuple(expected.indices.tolist())
+        assert found.top_logprobs == pytest.approx(expected.values.tolist(), abs=2e-4)
+        assert entries(core, PROMPT, chunks) == by_ids  # text alone is computed as before
+
+
+def test_models_without_layers_for_features_refuse_them(tmp_path: Path) -> None:
+    made = load(EMBEDDED_MODEL)
+    num_layers = len(made.model.model.layers)
+    with pytest.raises(UnsupportedModelError, match=f"after {num_layers + 1} layers"):
+        made.model.take_contents(num_layers + 2, None, 8)
+    make_tiny("llama", tmp_path)
+    fallback = load(tmp_path, **OF_TRANSFORMERS).model
+    fallback.take_contents(1, None, 8)
+    for num_parts, sections in ((2, None), (1, (4, 2, 2))):
+        with pytest.raises(UnsupportedModelError, match="language_model_only"):
+            fallback.take_contents(num_parts, sections, 8)
+
+
 def test_transformers_may_embed_token_ids_alone(tmp_path: Path) -> None:
     make_tiny("gemma3_text", tmp_path)
     core = load(tmp_path, **OF_TRANSFORMERS).make()
@@ -126,7 +174,7 @@ def test_a_program_without_a_place_for_embeddings_refuses_them(made: Made) -> No
     core = made.make()
     if not core.runner.is_native:
         return
-    core.runner._forward._program = replace(core.runner._forward._program, put_place=None)
+    core.runner._forward._program = replace(core.runner._forward._program, put_places=())
     embeds = torch.zeros(len(PLACES), made.model.embed(torch.tensor([1])).shape[1])
     with (
         embedded_by(core, PLACES, embeds),

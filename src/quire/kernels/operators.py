@@ -46,9 +46,17 @@ class Operators:
         return table.unpack(indices)
 
     def put_rows(self, x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """x [T, H] with rows [N, H] in place of the rows at index [N] int64. x may be
-        overwritten."""
-        return x.index_copy(0, index, rows.to(x.dtype))
+        """x [T, H] with the first H columns of rows [N, W] in place of the rows at index [N] int64.
+        x may be overwritten."""
+        return x.index_copy(0, index, rows[:, : x.shape[1]].to(x.dtype))
+
+    def add_rows(
+        self, x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """x [T, H] with columns [first, first + H) of rows [N, W] added to the rows at index [N]
+        int64, all different. x may be overwritten."""
+        added = x[index] + rows[:, first : first + x.shape[1]].to(x.dtype)
+        return x.index_copy(0, index, added)
 
     def given(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """rows [most tokens of a step, D], token_ids [T] of the step -> the first T rows, which the

@@ -24,6 +24,10 @@ class ResidualStream:
             self.read()
         self._added = (x, scale)
 
+    def add_rows(self, index: torch.Tensor, rows: torch.Tensor, first: int) -> None:
+        """Add columns [first, first + H) of rows [N, W] to the tokens at index [N]."""
+        self._total = self._operators.add_rows(self.read(), index, rows, first)
+
     def scale(self, factor: float) -> None:
         """Multiply the sum by `factor`."""
         if factor != 1.0:

@@ -11,6 +11,7 @@ Shapes: T tokens, R elements of a head that rotate: all of the head, or the firs
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -261,7 +262,9 @@ def _yarn_mscale(scale: float, mscale: float) -> float:
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of all positions below max_model_len, fp32, computed once."""
 
-    table: torch.Tensor  # [max_model_len, R]: R/2 cosines, then R/2 sines
+    #: [max_model_len or more, R]: R/2 cosines, then R/2 sines. Rows from max_model_len on are those
+    #: of `AxisRotations`.
+    table: torch.Tensor
 
     def __init__(
         self, rope: Rope, limits: RopeLimits, *, dtype: torch.dtype, device: torch.device
@@ -281,5 +284,51 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table.to(device), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Angles:
-        """The angles of tokens at positions [T] int64, each below max_model_len."""
+        """The angles of tokens at positions [T] int64, which are indices of the table."""
         return Angles(self.table, positions, self.dtype)
+
+
+class AxisRotations:
+    """The rotations of tokens that have a position on each of three axes: frame, row and column.
+
+    Each pair of elements of a head is turned by the position on one axis. A token whose positions
+    are equal, as those of text are, has the row of that position in the tables of cosines and
+    sines. For any other token of a step, a row is composed of rows of three positions. Composed
+    rows follow those of the positions in the tables, so a token has one index of a row in any case,
+    and the kernels that read the tables need no change.
+
+    Source: interleaved MRoPE of Qwen3-VL (arXiv:2511.21631). The axes are in transformers' order.
+    """
+
+    def __init__(
+        self,
+        embeddings: Sequence[RotaryEmbedding],
+        sections: tuple[int, int, int],
+        max_num_tokens: int,
+    ) -> None:
+        """Append `max_num_tokens` rows, one for each token of a step, to the embeddings' tables.
+
+        `sections` are the numbers of pairs turned by frames, rows and columns. Rows turn the pairs
+        1, 4, 7, ... below three times their section, and columns the pairs 2, 5, 8, ... below three
+        times theirs. Frames turn the remaining pairs of a head, as in transformers.
+        """
+        #: The index of the row for a step's first token. A row for each other token follows.
+        self.first_row = len(embeddings[0].table)
+        self._embeddings = embeddings
+        self._axes: list[torch.Tensor] = []
+        for embedding in embeddings:
+            num_pairs = embedding.table.shape[1] // 2
+            axes = torch.zeros(num_pairs, dtype=torch.int64)
+            for axis in (1, 2):
+                axes[axis : 3 * sections[axis] : 3] = axis
+            self._axes.append(axes)
+            spare = embedding.table.new_empty(max_num_tokens, 2 * num_pairs)
+            embedding.table = torch.cat((embedding.table, spare))
+
+    def compose(self, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """Write the rows of a step's `tokens` [N] int64 at `positions` [3, N] int64."""
+        for embedding, axes in zip(self._embeddings, self._axes, strict=True):
+            table, pairs = embedding.table, torch.arange(len(axes))
+            places = positions[axes].T
+            cosines, sines = table[places, pairs], table[places, pairs + len(axes)]
+            table[self.first_row + tokens] = torch.cat((cosines, sines), dim=1)

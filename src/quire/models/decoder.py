@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from quire.attention.interface import AttentionCall
+from quire.errors import UnsupportedModelError
 from quire.kernels.rotary import Angles
 from quire.layers.attention import Attention, AttentionBias
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
@@ -23,7 +24,7 @@ from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.position_scale import GrowthFactors
 from quire.layers.residual import ResidualStream
-from quire.layers.rotary import RopeLimits, RotaryEmbedding
+from quire.layers.rotary import AxisRotations, RopeLimits, RotaryEmbedding
 from quire.layers.storage import Storage
 from quire.models.config import DecoderConfig
 from quire.models.interface import CausalLM, InputEmbeds, KeptInputs, TextModel
@@ -190,6 +191,8 @@ class HeadlessDecoder(TextModel):
                 place = kept.layers.index(index) * self.hidden_size
                 self.operators.keep(stream.read(), kept.rows, place)
             layer(stream, angles[index], attention)
+            if input_embeds is not None and index < self.num_embed_parts - 1:
+                stream.add_rows(*input_embeds, (index + 1) * self.hidden_size)
         return stream.normed(self.model.norm)
 
     def keep_inputs(self, layers: tuple[int, ...], max_num_tokens: int) -> None:
@@ -199,6 +202,22 @@ class HeadlessDecoder(TextModel):
         width = len(layers) * self.hidden_size
         rows = torch.empty(max_num_tokens, width, dtype=weight.dtype, device=weight.device)
         self.kept_inputs = KeptInputs(layers, rows)
+
+    def take_contents(
+        self, num_embed_parts: int, sections: tuple[int, int, int] | None, max_num_tokens: int
+    ) -> None:
+        if type(self).forward is not HeadlessDecoder.forward:
+            super().take_contents(num_embed_parts, sections, max_num_tokens)
+            return
+        if num_embed_parts > len(self.model.layers) + 1:
+            raise UnsupportedModelError(
+                f"the encoder's features are added after {num_embed_parts - 1} layers, but the"
+                f" model has {len(self.model.layers)}"
+            )
+        self.num_embed_parts = num_embed_parts
+        if sections is not None:
+            rotary = [each for each in self.model.rotary if isinstance(each, RotaryEmbedding)]
+            self.axis_rotations = AxisRotations(rotary, sections, max_num_tokens)
 
     def _scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         return x if factor == 1.0 else self.operators.scale(x, factor)

@@ -14,6 +14,7 @@ import torch
 from quire.attention.interface import AttentionCall, AttentionSpec
 from quire.errors import UnsupportedModelError
 from quire.layers.operator_module import OperatorModule, RecurrentModule
+from quire.layers.rotary import AxisRotations
 from quire.models.config import ModelConfig
 from quire.recurrence.state_backend import RecurrentSpec, StateBackend
 
@@ -23,7 +24,9 @@ class InputEmbeds(NamedTuple):
 
     #: [N] int64: the tokens' indices in the step, all different.
     places: torch.Tensor
-    #: [N, hidden_size], as the model's `embed` would return them.
+    #: [N, hidden_size * k], where k is the model's `num_embed_parts`. The first part is an
+    #: embedding as the model's `embed` would return it. Part i > 0 is added to the residual stream
+    #: after layer i - 1 (DeepStack, arXiv:2406.04334).
     rows: torch.Tensor
 
 
@@ -57,6 +60,10 @@ class TextModel(OperatorModule, ABC):
     recurrence: StateBackend | None = None
     #: Where `forward` keeps the inputs of some layers; None if nobody reads them.
     kept_inputs: KeptInputs | None = None
+    #: The number of parts of hidden_size elements in the rows of `InputEmbeds`.
+    num_embed_parts: int = 1
+    #: Rotates tokens with positions on three axes; None if all positions have one axis.
+    axis_rotations: AxisRotations | None = None
 
     @abstractmethod
     def __init__(
@@ -98,6 +105,21 @@ class TextModel(OperatorModule, ABC):
             f"{type(self).__name__} gives no inputs of its layers, which EAGLE-3 needs; leave out"
             " the model that drafts"
         )
+
+    def take_contents(
+        self, num_embed_parts: int, sections: tuple[int, int, int] | None, max_num_tokens: int
+    ) -> None:
+        """Prepare `forward` for the embeddings of contents, in steps of at most `max_num_tokens`.
+
+        Called before a program is recorded. `num_embed_parts` is the k of `InputEmbeds.rows`.
+        `sections` are those of `AxisRotations`; None if positions have one axis. Raises
+        UnsupportedModelError if the model can't.
+        """
+        if num_embed_parts > 1 or sections is not None:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} computes no images whose features are added to several"
+                " layers or whose positions have several axes; set language_model_only=True"
+            )
 
     def use_states(self, recurrence: StateBackend) -> None:
         """Set the backend of all recurrent layers' states, before the first step."""

@@ -20,9 +20,11 @@ import torch
 from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.core.content_spans import ContentSpan, spans_between
 from quire.core.step import EditKind, RowAdmission, RowFork, StepPlan, TableEdit, TokenEdit
+from quire.layers.rotary import AxisRotations
 from quire.models.interface import InputEmbeds
 from quire.recurrence.state_backend import StateBatch
 from quire.runtime.block_tables import BlockTables, Int32, Int64
+from quire.runtime.contents.axis_positions import AxisPositions
 from quire.runtime.drafts import StepDrafts, find_drafts
 from quire.sampling.host.history import TokenHistory
 from quire.sampling.host.sampler import PendingSample
@@ -46,6 +48,8 @@ class StepBatch:
     """One step as tensors; valid until the next `build`."""
 
     token_ids: torch.Tensor
+    #: [T] int64, the index of each token's row in the rotary tables: the token's position, unless
+    #: the model has `axis_rotations`.
     positions: torch.Tensor
     attention: AttentionBatch
     states: StateBatch
@@ -116,9 +120,11 @@ class RowBatch:
         num_groups: int,
         block_size: int,
         state_sizes: Sequence[int] = (),
+        axes: AxisRotations | None = None,
     ) -> None:
         """`num_groups` counts the KV groups of tokens. `state_sizes` has, for each group of states,
-        the number of blocks of a state. Groups of states follow the groups of tokens."""
+        the number of blocks of a state. Groups of states follow the groups of tokens. `axes` are
+        the model's `axis_rotations`."""
         #: Maximum number of tokens that one step computes.
         self.max_num_tokens = max_num_tokens
         # One column more than max_model_len: the last sampled token is stored, never computed.
@@ -138,6 +144,7 @@ class RowBatch:
         self.tables = BlockTables(num_groups, num_rows, max_blocks, block_size, state_sizes)
         self._token_tables = self.tables.views[:num_groups]
         self._state_tables = tuple(self.tables.views[num_groups:])
+        self._axes = AxisPositions(axes, num_rows)
         self._block_size = block_size
         self._input_ids: Int64 = np.zeros(max_num_tokens, np.int64)
         self._positions: Int64 = np.zeros(max_num_tokens, np.int64)
@@ -154,6 +161,7 @@ class RowBatch:
             assert self.is_live[row], f"row {row} is released but was not live"
             self.is_live[row] = self.wants_prompt_logprobs[row] = False
             self.content_spans.pop(row, None)
+            self._axes.set_row(row, ())
         for admission in plan.admit:
             self._admit(admission)
         for fork in plan.forks:
@@ -179,6 +187,7 @@ class RowBatch:
         if admission.content_spans:
             self.content_spans[row] = admission.content_spans
         self.tables.set_row(row, admission.block_tables)
+        self._axes.set_row(row, admission.content_spans)
 
     def _fork(self, fork: RowFork) -> None:
         row, source = fork.row, fork.source_row
@@ -196,6 +205,7 @@ class RowBatch:
         if source in self.content_spans:
             self.content_spans[row] = self.content_spans[source]
         self.tables.fork(row, source)
+        self._axes.fork(row, source)
 
     def _edit_tokens(self, edit: TokenEdit) -> None:
         row, first = edit.row, edit.first_position
@@ -307,7 +317,7 @@ class RowBatch:
         if not (computed == self.num_tokens[rows]).all():
             return None
         assert count == plan.num_tokens, f"{count} tokens, the plan has {plan.num_tokens}"
-        self._positions[:count] = positions
+        self._positions[:count] = self._axes.of_decodes(rows, positions)
         self._input_ids[:count] = self.token_ids.reshape(-1)[decodes.token_base + positions]
         self.tables.fill_slots(self._slots, slice(count), decodes.table_base, positions)
         decodes.context_lens[:] = computed
@@ -406,7 +416,7 @@ class RowBatch:
     def _fill_decodes(self, rows: Int64) -> None:
         count = len(rows)
         positions = self.num_computed[rows]
-        self._positions[:count] = positions
+        self._positions[:count] = self._axes.of_decodes(rows, positions)
         self._input_ids[:count] = self.token_ids[rows, positions]
         self.tables.fill_slots(self._slots, slice(count), self.tables.base(rows), positions)
 
@@ -414,7 +424,7 @@ class RowBatch:
         first = int(self.num_computed[row])
         positions = np.arange(first, first + count)
         span = slice(start, start + count)
-        self._positions[span] = positions
+        self._positions[span] = self._axes.of_chunk(row, first, count, start)
         self._input_ids[span] = self.token_ids[row, first : first + count]
         base = self.tables.base(np.array([row]))
         self.tables.fill_slots(self._slots, span, base, positions)

@@ -139,7 +139,7 @@ def _no_logits(hidden: torch.Tensor) -> torch.Tensor:
 
 def _record_hidden(model: TextModel, recorder: Recorder) -> Program:
     with recorded_by(recorder, model):
-        embeds = InputEmbeds(*recorder.put(model.hidden_size))
+        embeds = InputEmbeds(*recorder.put(model.hidden_size * model.num_embed_parts))
         hidden = model(*recorder.inputs, recorder.attend, input_embeds=embeds)
         return recorder.finish(hidden)
 

@@ -11,7 +11,7 @@ from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.cpu.abi import ActivationKind, Epilogue, OpKind
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.mixture import router_struct
-from quire.kernels.cpu.program import Memory, Operand, Operation
+from quire.kernels.cpu.program import Memory, NotedPlace, Operand, Operation
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recording import Recording, address_of
 from quire.kernels.operators import Operators, RowTable
@@ -40,10 +40,19 @@ class OperatorRecorder(Recording, Operators):
     def put_rows(self, x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Notes the place between two operations where a step may put its rows, which no operation
         does. `index` and `rows` are placeholders."""
-        if self._ops.put_place is not None or not self._values.is_replaceable(x):
-            raise UnrecordableError("rows are put in two places, or into a part of a value")
+        return self._put_place(x, 0, adds=False)
+
+    def add_rows(
+        self, x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        return self._put_place(x, first, adds=True)
+
+    def _put_place(self, x: torch.Tensor, first: int, *, adds: bool) -> torch.Tensor:
+        if not self._values.is_replaceable(x):
+            raise UnrecordableError("rows are put into a part of a value")
         out = self._values.over(x)
-        self._ops.put_place = len(self._ops), self._values.operand(out).memory
+        memory = self._values.operand(out).memory
+        self._ops.put_places.append(NotedPlace(len(self._ops), memory, first, adds))
         return out
 
     def given(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

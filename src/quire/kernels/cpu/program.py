@@ -9,6 +9,7 @@ Shapes: T tokens of a step, R rows that the caller gives, H hidden size.
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,14 +25,21 @@ PADDING_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class PutPlace:
-    """The place in a program at which rows of the caller may replace rows of a value."""
+    """A place in a program at which a caller's rows may replace rows of a value, or be added."""
 
-    #: The number of operations before it.
-    num_before: int
-    #: The operations behind it, in the memory of `Program.ops`.
+    #: The operations from this place to the next one, in the memory of `Program.ops`.
     behind: Any
     #: [most tokens, width], the memory of the value.
     rows: torch.Tensor
+    #: The first of the columns of the caller's rows that are put or added here.
+    first: int
+    #: Whether the rows are added to those of the value instead of replacing them.
+    adds: bool
+
+    def put(self, index: torch.Tensor, given: torch.Tensor) -> None:
+        """Put or add the caller's rows [N, W] at index [N]."""
+        new = given[:, self.first : self.first + self.rows.shape[1]].to(self.rows.dtype)
+        self.rows.index_copy_(0, index, self.rows[index] + new if self.adds else new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +53,10 @@ class Program:
     output: torch.Tensor
     #: The objects to which operations point, kept alive.
     kept: object
-    #: None if the recorded model puts no rows.
-    put_place: PutPlace | None = None
+    #: The operations before the first of `put_places`, in the memory of `ops`.
+    before: Any
+    #: In their order. Empty if the recorded model puts no rows.
+    put_places: Sequence[PutPlace] = ()
     #: The adapter slot of each row of a step, set before each run; None if there are no adapters.
     adapter_rows: PackedRows | None = None
 
@@ -55,18 +65,18 @@ class Program:
     ) -> torch.Tensor:
         """The output of the step's tokens, [T, width], valid until the next run.
 
-        `put` are the index and the rows of `Operators.put_rows`, at `put_place`.
+        `put` are the index and the rows of `Operators.put_rows` and `add_rows`.
         """
         rows = self.adapter_rows
         assert rows is None or rows.num_tokens == step.num_tokens, "adapters are of another step"
         if put is None:
             self.kernels.run(self.ops, len(self.ops), step)
             return self.output[: step.num_tokens]
-        place, (index, given) = self.put_place, put
-        assert place is not None, "the recorded model puts no rows"
-        self.kernels.run(self.ops, place.num_before, step)
-        place.rows.index_copy_(0, index, given.to(place.rows.dtype))
-        self.kernels.run(place.behind, len(place.behind), step)
+        assert self.put_places, "the recorded model puts no rows"
+        self.kernels.run(self.before, len(self.before), step)
+        for place in self.put_places:
+            place.put(*put)
+            self.kernels.run(place.behind, len(place.behind), step)
         return self.output[: step.num_tokens]
 
 
@@ -231,35 +241,54 @@ class Operation:
         ]
 
 
+def _part(ops: Any, first: int, end: int) -> Any:
+    """Operations [first, end) of an array, in the array's memory."""
+    return (abi.Op * (end - first)).from_buffer(ops, first * ctypes.sizeof(abi.Op))
+
+
 def _address_and_stride(name: str) -> tuple[str, str]:
     begin = _FIELDS[name]
     return "input" if begin == "in" else begin, f"{begin}_stride"
 
 
+@dataclass(frozen=True, slots=True)
+class NotedPlace:
+    """A `PutPlace` before its value has memory."""
+
+    #: The number of operations before it.
+    num_before: int
+    memory: Memory
+    first: int
+    adds: bool
+
+
 class OperationList(list[Operation]):
     """Operations in the order in which they will run."""
 
-    #: The number of operations after which a caller's rows may be put into this memory.
-    put_place: tuple[int, Memory] | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        #: The places at which a caller's rows may be put, in ascending order.
+        self.put_places: list[NotedPlace] = []
 
     @property
     def last(self) -> Operation | None:
         """The last operation, if a change of it still changes what follows. It does not if the
         caller's rows may be put into its result."""
-        num_fixed = 0 if self.put_place is None else self.put_place[0]
+        num_fixed = self.put_places[-1].num_before if self.put_places else 0
         return self[-1] if len(self) > num_fixed else None
 
     def finish(self, kernels: NativeKernels, result: Memory, max_num_tokens: int) -> Program:
         """The program whose output is `result`."""
         self._allocate(max_num_tokens, {result})
         assert result.rows is not None
-        ops, place = self._lowered(), None
-        if self.put_place is not None:
-            count, memory = self.put_place
-            behind = (abi.Op * (len(self) - count)).from_buffer(ops, count * ctypes.sizeof(abi.Op))
-            assert memory.rows is not None
-            place = PutPlace(count, behind, memory.rows)
-        return Program(kernels, ops, result.rows, self._kept(), place)
+        ops, noted = self._lowered(), self.put_places
+        bounds = [0, *(place.num_before for place in noted), len(self)]
+        before, *pieces = (_part(ops, first, end) for first, end in pairwise(bounds))
+        places = []
+        for place, behind in zip(noted, pieces, strict=True):
+            assert place.memory.rows is not None
+            places.append(PutPlace(behind, place.memory.rows, place.first, place.adds))
+        return Program(kernels, ops, result.rows, self._kept(), before, places)
 
     def finish_rows(
         self, kernels: NativeKernels, given: Memory, result: Memory, max_num_tokens: int
