@@ -9,6 +9,7 @@ from quire.assembly.device_setup import DeviceSetup, draft_methods
 from quire.layers.operator_module import use_operators
 from quire.models.checkpoints.loader import Reading
 from quire.models.interface import CausalLM, TextModel
+from quire.models.vision.slices import use_kernels
 from quire.models.vision.towers import TowerSource
 from quire.options.engine_options import EngineOptions
 from quire.runtime.content_store import ContentStore, max_slots
@@ -74,6 +75,7 @@ def make_contents(
         dtype=setup.dtype, device=setup.device, methods=draft_methods(setup), reading=reading
     )
     use_operators(tower, setup.operators)
+    use_kernels(tower, setup.kernels)
     tower.use_embedding(model.embed)
     num_slots = max_slots(options.encoder_cache_bytes, content_bytes(source, setup))
     return ContentStore(tower, num_slots, options.encoder_cache_bytes)

@@ -17,19 +17,14 @@ from quire.errors import CheckpointError, InvalidRequestError
 from quire.kernels.activations import HF_ACTIVATIONS, ActivationFunction
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.encoder import FeedForward
-from quire.layers.linear import Linear, LinearKind, SlottedModule, WeightSlot
+from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import LayerNorm
 from quire.layers.operator_module import OperatorModule
 from quire.layers.storage import Storage
 from quire.models.config_fields import ConfigFields
-from quire.models.vision.slices import attend, in_pieces
+from quire.models.vision.patches import IMAGE_GRID, NUM_CHANNELS, PatchProjection, to_patches
+from quire.models.vision.slices import AttendingModule, in_pieces
 from quire.models.vision.vision_tower import Grid, Slices
-
-NUM_CHANNELS = 3
-"""Red, green and blue."""
-
-IMAGE_GRID = (1, 1, 1)
-"""The grid of a content that is an array [3, height, width], whose shape says all."""
 
 OTHER_NAMES = {"fc1": "up_proj", "fc2": "down_proj"}
 """Words of names in the checkpoint, and the words that replace them."""
@@ -105,58 +100,14 @@ class SiglipConfig:
         return shape[1] // size, shape[2] // size
 
 
-def to_patches(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Cut an image [3, height, width] into patches [P, 3 * size * size], row by row."""
-    channels, height, width = values.shape
-    rows, columns = height // size, width // size
-    cut = values.reshape(channels, rows, size, columns, size).permute(1, 3, 0, 2, 4)
-    return cut.reshape(rows * columns, channels * size * size)
-
-
-class PatchEmbedding(SlottedModule):
-    """A convolution whose windows don't overlap, computed as a linear over flattened patches."""
-
-    def __init__(
-        self,
-        num_inputs: tuple[int, ...],
-        hidden_size: int,
-        *,
-        bias: bool,
-        **storage: Unpack[Storage],
-    ) -> None:
-        """`num_inputs` has the sizes of a patch in the checkpoint: channels, (frames,) rows and
-        columns."""
-        super().__init__()
-        self.patch_shape = num_inputs
-        size = 1
-        for each in num_inputs:
-            size *= each
-        self.linear = Linear(size, (hidden_size,), LinearKind.REPLICATED, bias=bias, **storage)
-
-    def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        slots = {f"patch_embedding.{name}": slot for (name, _), slot in self.linear.slots().items()}
-        weight = slots["patch_embedding.weight"]
-
-        def load(first_row: int, rows: torch.Tensor) -> None:
-            weight.load(first_row, rows.flatten(1))
-
-        slots["patch_embedding.weight"] = WeightSlot((weight.shape[0], *self.patch_shape), load)
-        return slots
-
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """patches [P, C] -> [P, H]."""
-        found: torch.Tensor = self.linear(patches)
-        return found
-
-
 class SiglipEmbeddings(OperatorModule):
     """The embeddings of patches, plus those of their positions."""
 
     def __init__(self, config: SiglipConfig, **storage: Unpack[Storage]) -> None:
         super().__init__()
         size, side = config.patch_size, config.num_patches_per_side
-        self.patch_embedding = PatchEmbedding(
-            (NUM_CHANNELS, size, size), config.hidden_size, bias=True, **storage
+        self.patch_embedding = PatchProjection(
+            "patch_embedding", (NUM_CHANNELS, size, size), config.hidden_size, bias=True, **storage
         )
         self.position_embedding = VocabEmbedding(side * side, config.hidden_size, **storage)
 
@@ -180,7 +131,7 @@ class SiglipAttention(nn.Module):
         self.out_proj = Linear(size, (size,), LinearKind.REPLICATED, bias=True, **storage)
 
 
-class SiglipLayer(OperatorModule):
+class SiglipLayer(AttendingModule):
     """Attention and MLP, each behind a norm and added to its input."""
 
     def __init__(self, config: SiglipConfig, **storage: Unpack[Storage]) -> None:
@@ -201,7 +152,7 @@ class SiglipLayer(OperatorModule):
             lambda piece: self.self_attn.qkv_proj(self.layer_norm1(piece)), hidden
         )
         q, k, v = (each.view(len(each), self.num_heads, -1) for each in qkv.chunk(3, dim=1))
-        attended = yield from attend(q, k, v, self.scale)
+        attended = yield from self.attend(q, k, v, self.scale)
         return (yield from in_pieces(self._finish, hidden, attended.flatten(1)))
 
     def _finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,12 @@ Shapes: P patches, N heads, D head size, I input size, O output size.
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.nn import functional
 
+from quire.attention.native_whole import NativeWholeAttention
+from quire.kernels.cpu.library import NativeKernels
+from quire.layers.operator_module import OperatorModule
 from quire.models.vision.vision_tower import Slices
 
 PIECE_ROWS = 128
@@ -22,6 +26,16 @@ PIECE_SCORES = 1 << 20
 
 PIECE_QUERIES = 64
 """Queries of a piece are a multiple of this number."""
+
+NATIVE_PIECE_PRODUCTS = 1 << 28
+"""Multiplications of queries by keys in a piece of native attention, over all heads. A piece takes
+about 1.1 GFLOP."""
+
+NATIVE_PIECE_QUERIES = 32
+"""Queries of a piece of native attention are a multiple of this number."""
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Slices[torch.Tensor]]
+"""Attention of all queries to all keys: q, k, v [P, N, D] and the factor of q·k -> [P, N, D]."""
 
 
 def in_pieces(layer: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Slices[torch.Tensor]:
@@ -52,3 +66,38 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> S
             out[head, part] = torch.softmax(scores, dim=-1) @ values
             yield
     return out.transpose(0, 1).to(q.dtype)
+
+
+def native_attend(kernels: NativeKernels) -> Attend:
+    """The same as `attend`, computed by native kernels."""
+
+    def attend_natively(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Slices[torch.Tensor]:
+        keys = NativeWholeAttention(kernels, k, v, scale)
+        yield
+        step = NATIVE_PIECE_QUERIES
+        step *= max(1, NATIVE_PIECE_PRODUCTS // k.numel() // NATIVE_PIECE_QUERIES)
+        found: list[torch.Tensor] = []
+        for first in range(0, len(q), step):
+            found.append(keys(q[first : first + step]))
+            yield
+        return torch.cat(found)
+
+    return attend_natively
+
+
+class AttendingModule(OperatorModule):
+    """A layer of a tower that computes attention by `attend`, which is torch's until `use_kernels`
+    replaces it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend: Attend = attend
+
+
+def use_kernels(tower: nn.Module, kernels: NativeKernels | None) -> None:
+    """Let native kernels compute the attention of all the tower's layers; None changes nothing."""
+    for module in tower.modules():
+        if isinstance(module, AttendingModule) and kernels is not None:
+            module.attend = native_attend(kernels)
