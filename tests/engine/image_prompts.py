@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.models.vision import pixtral_files, qwen3_vl_files
 from tests.models.vision.idefics3_files import (
     IMAGE_TOKEN,
     TILE_TOKENS,
@@ -36,12 +37,37 @@ class ImageFamily:
     save: Callable[[Path], PreTrainedModel]
     #: The input of the tower for the image of a seed, and its grid.
     make: Callable[[int], tuple[torch.Tensor, tuple[int, int, int]]]
-    #: The placeholder ids of one image.
+    #: The ids that stand for one image.
     token_ids: list[int]
-    #: The arguments of transformers' `forward` for the inputs of a prompt's images.
-    arguments: Callable[[list[torch.Tensor]], dict[str, Any]]
+    #: The arguments of transformers' `forward` for the inputs of a prompt's images, and the ids of
+    #: all tokens [1, T].
+    arguments: Callable[[list[torch.Tensor], torch.Tensor], dict[str, Any]]
     #: The grid of a span; None for models whose positions have one axis.
     span_grid: tuple[int, int, int] | None = None
+    #: The number of ids before and behind the placeholders in `token_ids`.
+    num_around: int = 0
+    #: Whether layers have states, which are kept at the last whole block of a prompt only.
+    has_states: bool = False
+    #: The number of blocks of 8 tokens with which sequences of `PROMPTS` are preempted.
+    num_cramped_blocks: int = 12
+
+    @property
+    def num_placeholders(self) -> int:
+        """Number of positions of the span of an image."""
+        return len(self.token_ids) - 2 * self.num_around
+
+
+def _qwen(name: str, **fields: int) -> ImageFamily:
+    grid = (1, 4, 6)
+    return ImageFamily(
+        save=lambda folder: qwen3_vl_files.save(name, folder),
+        make=lambda seed: (qwen3_vl_files.make_patches(grid, seed), grid),
+        token_ids=qwen3_vl_files.token_ids(grid),
+        arguments=lambda images, ids: qwen3_vl_files.arguments(images, ids, grid),
+        span_grid=(1, 2, 3),
+        num_around=1,
+        **fields,
+    )
 
 
 IMAGE_FAMILIES = {
@@ -49,8 +75,16 @@ IMAGE_FAMILIES = {
         save=save_smolvlm,
         make=lambda seed: (make_tile(seed), (1, 1, 1)),
         token_ids=[IMAGE_TOKEN] * TILE_TOKENS,
-        arguments=lambda tiles: {"pixel_values": torch.stack(tiles)[None]},
-    )
+        arguments=lambda tiles, _: {"pixel_values": torch.stack(tiles)[None]},
+    ),
+    "mistral3": ImageFamily(
+        save=lambda folder: pixtral_files.save("mistral3", folder),
+        make=lambda seed: (pixtral_files.make_image(4, 6, seed), (1, 1, 1)),
+        token_ids=pixtral_files.token_ids(2, 3),
+        arguments=pixtral_files.arguments,
+    ),
+    "qwen3_vl": _qwen("qwen3_vl"),
+    "qwen3_5": _qwen("qwen3_5", has_states=True, num_cramped_blocks=36),
 }
 
 
@@ -92,10 +126,10 @@ def make_request(
         values, grid = family.make(part)
         stored = values.contiguous().numpy().tobytes()
         digest = hashlib.blake2b(stored, digest_size=16).hexdigest()
-        count = len(family.token_ids)
-        spans.append(ContentSpan(position, count, digest, family.span_grid))
+        first = position + family.num_around
+        spans.append(ContentSpan(first, family.num_placeholders, digest, family.span_grid))
         contents[digest] = Content(digest, tuple(values.shape), stored, grid)
-        position += count
+        position += len(family.token_ids)
     given = {"max_tokens": 8, "temperature": 0.0, "logprobs": 0} | params
     return Request(
         name,
@@ -137,6 +171,7 @@ def reference_logits(
     """transformers' logits [len(answer), V] before each token of the answer."""
     prompt = token_ids_of(family, parts)
     values = [family.make(part)[0] for part in parts if isinstance(part, int)]
-    more = family.arguments(values) if values else {}
-    logits = model(input_ids=torch.tensor([[*prompt, *answer]]), **more).logits[0].float()
+    ids = torch.tensor([[*prompt, *answer]])
+    more = family.arguments(values, ids) if values else {}
+    logits = model(input_ids=ids, **more).logits[0].float()
     return logits[len(prompt) - 1 : -1]

@@ -80,7 +80,7 @@ def test_tokens_equal_transformers(saved: Saved, monkeypatch: pytest.MonkeyPatch
     assert_greedy(saved, answers_of(crowded.engine, requests_of(family)), "from the prefix cache")
     assert crowded.engine.stats().num_hit_tokens > 0
     monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
-    cramped = saved.llm(**CROWDED, num_blocks=12)
+    cramped = saved.llm(**CROWDED, num_blocks=family.num_cramped_blocks)
     preempt_much(cramped)
     assert_greedy(
         saved, answers_of(cramped.engine, requests_of(family, n=2, max_tokens=16)), "preempted"
@@ -100,14 +100,17 @@ def test_an_image_is_encoded_once_and_hits_to_the_token(saved: Saved) -> None:
         sum(len(part) if isinstance(part, list) else 0 for part in parts),
     )
     num_tokens += len(saved.family.token_ids)
+    has_states = saved.family.has_states
+    num_hits = (num_tokens - 1) // 8 * 8 if has_states else num_tokens - 1
     assert (store.num_encoded, store.num_hits) == (1, 0)
     again = answers_of(llm.engine, [make_request(saved.family, "2", parts)])
     assert [*first.values()] == [*again.values()]
-    assert llm.engine.stats().num_hit_tokens == num_tokens - 1
+    assert llm.engine.stats().num_hit_tokens == num_hits
     # Another image of equal size is hit up to its first position, and no further.
     other = [parts[0], 9, parts[2]]
     answers_of(llm.engine, [make_request(saved.family, "3", other)])
-    assert llm.engine.stats().num_hit_tokens == num_tokens - 1 + len(text(1, 13))
+    num_hits += 0 if has_states else len(text(1, 13)) + saved.family.num_around
+    assert llm.engine.stats().num_hit_tokens == num_hits
     assert store.num_encoded == 2
     # A longer prompt reads the image again at another place, from the cache of embeddings.
     answers_of(llm.engine, [make_request(saved.family, "4", [text(8, 5), 1, text(9, 4)])])
@@ -134,7 +137,7 @@ def test_equal_to_the_bit(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None
     for request in requests():
         expected |= answers_of(alone.engine, [request])
     monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
-    crowd = saved.llm(**CROWDED, **bf16, num_blocks=12, num_threads=2)
+    crowd = saved.llm(**CROWDED, **bf16, num_blocks=saved.family.num_cramped_blocks, num_threads=2)
     preempt_much(crowd)
     store_of(crowd)._max_cache_bytes = 0
     assert answers_of(crowd.engine, requests()) == expected
@@ -261,6 +264,16 @@ def test_contents_that_do_not_match_are_refused(refusing: LLM, saved: Saved, cha
     with pytest.raises(InvalidRequestError):
         refusing.engine.add(request)
     assert not refusing.engine.has_work() and not store_of(refusing)._inputs
+
+
+@pytest.mark.parametrize("grid", [None, (1, 3, 2)])
+def test_other_grids_are_refused(refusing: LLM, saved: Saved, grid: Any) -> None:
+    if saved.family.span_grid is None:
+        return
+    request = make_request(saved.family, "x", PROMPTS["in the middle"])
+    (span,) = request.content_spans
+    with pytest.raises(InvalidRequestError, match="makes a grid of"):
+        refusing.engine.add(replace(request, content_spans=(span._replace(grid=grid),)))
 
 
 @pytest.fixture(scope="module")

@@ -453,6 +453,8 @@ class _Builder:
         self, model: TextModel, adapters: ModelAdapters | None, memory_plan: MemoryPlan
     ) -> ModelRunner:
         options, setup = self.options, self.setup
+        if self.tower is not None:
+            self.tower.prepare(model, options.max_num_batched_tokens)
         backend = setup.new_backend()
         rows, sampler = self._rows(model, memory_plan, backend)
         # If Triton only computes attention, on the CPU, rows are on the host and nothing is
@@ -486,6 +488,7 @@ class _Builder:
                 num_groups=len(self.layout.groups) - len(state_sizes),
                 block_size=options.block_size,
                 state_sizes=state_sizes,
+                axes=model.axis_rotations,
             )
         except MemoryError as error:
             raise InsufficientMemoryError(

@@ -29,6 +29,11 @@ class StoredContents(ReadItems, Protocol):
         """
         ...
 
+    def span_grid(self, content: Content) -> tuple[int, int, int] | None:
+        """Frames, rows and columns of the content's embeddings; None if the model's rotary
+        positions have one axis. `check` has accepted the content."""
+        ...
+
     def open(self, contents: Collection[Content]) -> None:
         """Keep the inputs of these contents, until as many calls of `close` name them."""
         ...
@@ -96,6 +101,13 @@ class ContentWork(ItemWork):
                 raise InvalidRequestError(
                     f"{span} has {span.num_tokens} positions, but the model's encoder makes"
                     f" {counts[span.digest]} of this content",
+                    "prompt",
+                )
+            grid = store.span_grid(given[span.digest])
+            if grid is not None and span.grid != grid:
+                raise InvalidRequestError(
+                    f"{span} has the grid {span.grid}, but the model's encoder makes a grid of"
+                    f" {grid} of this content",
                     "prompt",
                 )
 

@@ -92,9 +92,17 @@ INTEGERS: Mapping[str, Bounds] = {
     "linear_num_value_heads": Bounds(1, 1 << 14),
     "draft_vocab_size": Bounds(1, 1 << 24),
     "target_hidden_size": Bounds(1, 1 << 20),
+    "depth": Bounds(1, 4096),
     "image_size": Bounds(1, 1 << 14),
+    "image_token_id": Bounds(0, 1 << 24),
+    "image_token_index": Bounds(0, 1 << 24),
+    "num_heads": Bounds(1, 1 << 14),
+    "num_position_embeddings": Bounds(1, 1 << 24),
+    "out_hidden_size": Bounds(1, 1 << 20),
     "patch_size": Bounds(1, 1 << 10),
     "scale_factor": Bounds(1, 64),
+    "spatial_merge_size": Bounds(1, 64),
+    "temporal_patch_size": Bounds(1, 64),
 }
 
 NUMBERS: Mapping[str, Bounds] = {

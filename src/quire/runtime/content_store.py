@@ -94,6 +94,10 @@ class ContentStore:
             )
         return self._tower.num_tokens(content.shape, content.grid)
 
+    def span_grid(self, content: Content) -> tuple[int, int, int] | None:
+        """See `engine.content_work.StoredContents`."""
+        return self._tower.span_grid(content.grid)
+
     def open(self, contents: Collection[Content]) -> None:
         """See `engine.content_work.StoredContents`."""
         for content in contents:

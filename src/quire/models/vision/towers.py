@@ -27,8 +27,9 @@ from quire.models.checkpoints.readers import find_reader, open_checkpoint
 from quire.models.checkpoints.renamed import RenamedCheckpoint, with_words
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.config import ModelConfig
+from quire.models.interface import TextModel
 from quire.models.model_entry import CHECKPOINT_PARTS
-from quire.models.vision import idefics3, siglip
+from quire.models.vision import idefics3, pixtral, qwen3_vl, siglip
 from quire.models.vision.vision_tower import VisionConfig, VisionTower
 
 
@@ -42,6 +43,8 @@ class TowerEntry:
     prefixes: tuple[str, ...]
     #: Words of the names in the files, and the words of the tower's names that replace them.
     words: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    #: The types that vision_config may have; None if all. quire has no tower for other types.
+    model_types: tuple[str, ...] | None = None
 
     def open(self, folder: Path) -> CheckpointSource:
         """The tower's tensors under the tower's names. Raises CheckpointError."""
@@ -61,8 +64,24 @@ _IDEFICS3 = TowerEntry(
     siglip.OTHER_NAMES,
 )
 
+_PIXTRAL = TowerEntry(
+    pixtral.PixtralConfig,
+    pixtral.PixtralTower,
+    ("vision_tower.", "multi_modal_projector."),
+    model_types=("pixtral",),
+)
+_QWEN3_VL = TowerEntry(
+    qwen3_vl.Qwen3VLVisionConfig, qwen3_vl.Qwen3VLTower, ("visual.",), qwen3_vl.OTHER_NAMES
+)
+
 TOWERS: dict[str, TowerEntry] = {
     "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "LlavaForConditionalGeneration": _PIXTRAL,
+    "Mistral3ForConditionalGeneration": _PIXTRAL,
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_VL,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_VL,
     "SmolVLMForConditionalGeneration": _IDEFICS3,
 }
 """Towers by the name of the multimodal architecture in config.json."""
@@ -81,6 +100,12 @@ class TowerSource:
         """Number of values in the embeddings of the longest content."""
         tower = self._build(torch.float32, torch.device("meta"))
         return tower.max_content_tokens * tower.num_parts * self.config.output_size
+
+    def prepare(self, model: TextModel, max_num_tokens: int) -> None:
+        """Prepare the loaded language model for the tower's embeddings, in steps of at most
+        `max_num_tokens`, before a program is recorded. Raises UnsupportedModelError."""
+        tower = self._build(torch.float32, torch.device("meta"))
+        model.take_contents(tower.num_parts, tower.rotary_sections, max_num_tokens)
 
     def weight_bytes(self, dtype: torch.dtype, methods: LinearMethods) -> int:
         """Bytes of memory of the loaded tower. Raises CheckpointError for weights that don't match
@@ -153,6 +178,10 @@ def find_tower(folder: Path, config: ModelConfig) -> TowerSource | None:
         return None
     try:
         raw = find_reader(folder).read_config(folder)
+        vision = raw.get("vision_config")
+        model_type = vision.get("model_type") if isinstance(vision, dict) else None
+        if entry.model_types is not None and model_type not in entry.model_types:
+            return None
         return TowerSource(folder, entry, entry.config.from_hf(raw, config.hidden_size))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(

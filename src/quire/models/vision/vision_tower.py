@@ -59,6 +59,9 @@ class VisionTower(OperatorModule, ABC):
 
     #: 1 + the number of layers of the language model that get features of their own (DeepStack).
     num_parts: int = 1
+    #: The `sections` of `layers.rotary.AxisRotations` for the language model; None if its rotary
+    #: positions have one axis.
+    rotary_sections: tuple[int, int, int] | None = None
     #: Maximum number of embeddings of one content.
     max_content_tokens: int
 
@@ -79,6 +82,13 @@ class VisionTower(OperatorModule, ABC):
 
         Raises InvalidRequestError for a shape or grid that the tower can't encode.
         """
+
+    def span_grid(self, grid: Grid) -> Grid | None:
+        """Frames, rows and columns of the embeddings of a content of this grid.
+
+        None if the language model's rotary positions have one axis.
+        """
+        return None
 
     @abstractmethod
     def encode(self, values: torch.Tensor, grid: Grid) -> Slices[torch.Tensor]:
