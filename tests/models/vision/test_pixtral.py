@@ -61,8 +61,9 @@ def test_images_that_do_not_fit_are_refused(shape: tuple[int, ...], tmp_path: Pa
     tower = load(reference(), tmp_path)
     with pytest.raises(InvalidRequestError, match="in multiples of 8 up to 96"):
         tower.num_tokens(shape, NO_GRID)
-    with pytest.raises(InvalidRequestError, match="without a grid"):
-        tower.num_tokens((3, 16, 16), (1, 4, 4))
+    with pytest.raises(InvalidRequestError, match="4 rows and 6 columns of patches"):
+        tower.num_tokens((3, 16, 24), (1, 2, 3))
+    assert tower.num_tokens((3, 16, 24), (1, 4, 6)) == tower.num_tokens((3, 16, 24), NO_GRID) == 8
 
 
 @pytest.mark.parametrize(

@@ -285,12 +285,18 @@ class PixtralTower(VisionTower):
         config = self._config
         unit = config.patch_size * config.merge_size
         most = config.max_side * unit
-        is_image = len(shape) == 3 and shape[0] == NUM_CHANNELS and grid == IMAGE_GRID
+        is_image = len(shape) == 3 and shape[0] == NUM_CHANNELS
         if not is_image or any(size % unit or not unit <= size <= most for size in shape[1:]):
             raise InvalidRequestError(
-                f"an image's array has the shape {list(shape)} and the grid {list(grid)}, but must"
-                f" be [{NUM_CHANNELS}, height, width] in multiples of {unit} up to {most},"
-                " without a grid",
+                f"an image's array has the shape {list(shape)}, but must be [{NUM_CHANNELS},"
+                f" height, width] in multiples of {unit} up to {most}",
+                "prompt",
+            )
+        rows, columns = (size // config.patch_size for size in shape[1:])
+        if grid not in (IMAGE_GRID, (1, rows, columns)):
+            raise InvalidRequestError(
+                f"an image's grid is {list(grid)}, but its array has {rows} rows and {columns}"
+                " columns of patches",
                 "prompt",
             )
         return shape[1] // unit * (shape[2] // unit + 1)
