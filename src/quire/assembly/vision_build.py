@@ -47,7 +47,7 @@ def plan_vision(
     CheckpointError."""
     if source is None:
         return VisionMemory(0, 0, 0)
-    num_bytes = content_bytes(source, setup)
+    num_bytes = content_bytes(options, source, setup)
     num_slots = max_slots(options.encoder_cache_bytes, num_bytes)
     return VisionMemory(
         source.weight_bytes(setup.dtype, draft_methods(setup)),
@@ -56,9 +56,9 @@ def plan_vision(
     )
 
 
-def content_bytes(source: TowerSource, setup: DeviceSetup) -> int:
-    """The bytes of the embeddings of the longest content."""
-    return source.max_content_values * setup.dtype.itemsize
+def content_bytes(options: EngineOptions, source: TowerSource, setup: DeviceSetup) -> int:
+    """The bytes of the embeddings of the longest content that a prompt may have."""
+    return source.max_content_values(options.max_model_len) * setup.dtype.itemsize
 
 
 def make_contents(
@@ -77,5 +77,5 @@ def make_contents(
     use_operators(tower, setup.operators)
     use_kernels(tower, setup.kernels)
     tower.use_embedding(model.embed)
-    num_slots = max_slots(options.encoder_cache_bytes, content_bytes(source, setup))
+    num_slots = max_slots(options.encoder_cache_bytes, content_bytes(options, source, setup))
     return ContentStore(tower, num_slots, options.encoder_cache_bytes)

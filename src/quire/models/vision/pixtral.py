@@ -30,7 +30,7 @@ from quire.layers.storage import Storage
 from quire.models.config_fields import ConfigFields
 from quire.models.rope_config import read_rope_parameters
 from quire.models.vision.patches import IMAGE_GRID, NUM_CHANNELS, PatchProjection, to_patches
-from quire.models.vision.slices import AttendingModule, in_pieces
+from quire.models.vision.slices import WIDE_PIECE_ROWS, AttendingModule, in_pieces
 from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
 
 _EPS = 1e-5
@@ -258,7 +258,7 @@ class _Connector(OperatorModule):
             # element, then those of the second.
             squares = normed.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1)
             merged = yield from in_pieces(self.patch_merger.merging_layer, squares)
-        return (yield from in_pieces(self._project, merged))
+        return (yield from in_pieces(self._project, merged, num_rows=WIDE_PIECE_ROWS))
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.operators.activate(self.linear_1(x), ActivationFunction.GELU)

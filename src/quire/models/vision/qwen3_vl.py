@@ -34,7 +34,7 @@ from quire.layers.storage import Storage
 from quire.models.config_fields import ROPE_FORMS, ConfigFields
 from quire.models.rope_config import read_rope_parameters
 from quire.models.vision.patches import NUM_CHANNELS, PatchProjection
-from quire.models.vision.slices import AttendingModule, in_pieces
+from quire.models.vision.slices import WIDE_PIECE_ROWS, AttendingModule, in_pieces
 from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
 
 OTHER_NAMES = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
@@ -229,7 +229,11 @@ class _QwenMerger(OperatorModule):
 
     def encode(self, hidden: torch.Tensor) -> Slices[torch.Tensor]:
         """hidden [P, H] -> [T, O]."""
-        return (yield from in_pieces(self._merge, hidden.view(-1, self._width)))
+        return (
+            yield from in_pieces(
+                self._merge, hidden.view(-1, self._width), num_rows=WIDE_PIECE_ROWS
+            )
+        )
 
     def _merge(self, squares: torch.Tensor) -> torch.Tensor:
         parts = squares if self._norms_squares else squares.view(-1, self.norm.weight.shape[0])

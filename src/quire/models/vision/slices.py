@@ -21,6 +21,9 @@ PIECE_ROWS = 128
 """Rows of a piece of a layer that computes each row alone. With 1,152 inputs and 4,304 outputs a
 piece takes about 1.3 GFLOP."""
 
+WIDE_PIECE_ROWS = 32
+"""Rows of a piece of connectors, whose linears have about 4,096 inputs and as many outputs."""
+
 PIECE_SCORES = 1 << 20
 """Products of a query and a key, of one head, in a piece of attention."""
 
@@ -38,14 +41,17 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Slices[torc
 """Attention of all queries to all keys: q, k, v [P, N, D] and the factor of q·k -> [P, N, D]."""
 
 
-def in_pieces(layer: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Slices[torch.Tensor]:
+def in_pieces(
+    layer: Callable[..., torch.Tensor], *inputs: torch.Tensor, num_rows: int = PIECE_ROWS
+) -> Slices[torch.Tensor]:
     """Apply a layer that computes each row alone: inputs [P, any] -> [P, O].
 
+    `num_rows` is the number of rows of a piece, less than the default for layers of more work.
     The layer may overwrite the inputs that the caller no longer needs.
     """
     found: list[torch.Tensor] = []
-    for first in range(0, len(inputs[0]), PIECE_ROWS):
-        found.append(layer(*(each[first : first + PIECE_ROWS] for each in inputs)))
+    for first in range(0, len(inputs[0]), num_rows):
+        found.append(layer(*(each[first : first + num_rows] for each in inputs)))
         yield
     return torch.cat(found) if len(found) > 1 else found[0]
 

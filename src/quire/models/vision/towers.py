@@ -95,11 +95,13 @@ class TowerSource:
     entry: TowerEntry
     config: VisionConfig
 
-    @property
-    def max_content_values(self) -> int:
-        """Number of values in the embeddings of the longest content."""
+    def max_content_values(self, max_model_len: int | None) -> int:
+        """Number of values in the embeddings of the longest content, in prompts of at most
+        max_model_len tokens; None if there is no such bound."""
         tower = self._build(torch.float32, torch.device("meta"))
-        return tower.max_content_tokens * tower.num_parts * self.config.output_size
+        most = tower.max_content_tokens
+        num_tokens = most if max_model_len is None else min(most, max_model_len)
+        return num_tokens * tower.num_parts * self.config.output_size
 
     def prepare(self, model: TextModel, max_num_tokens: int) -> None:
         """Prepare the loaded language model for the tower's embeddings, in steps of at most
