@@ -1,5 +1,6 @@
 """Images in prompts: transformers' tokens in any company, and the law to the bit."""
 
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,37 @@ def test_equal_to_the_bit(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None
     assert answers_of(crowd.engine, requests()) == expected
     assert answers_of(crowd.engine, requests()) == expected, "again, from the prefix cache"
     assert crowd.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_random_mixes_equal_to_the_bit(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few slots, small caches, and contents that move from slot to slot."""
+    rng = random.Random(5)
+    alone = saved.llm(enable_prefix_caching=False, dtype="bfloat16")
+    monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
+    for num_slots in (2, 3):
+        crowd = saved.llm(**CROWDED, dtype="bfloat16", num_blocks=15)
+        preempt_much(crowd)
+        crowd.engine.scheduler.contents.num_slots = num_slots
+        store_of(crowd)._max_cache_bytes = rng.choice([0, 4096])
+        for _ in range(2):
+            requests = [
+                make_request(
+                    saved.family,
+                    str(index),
+                    [
+                        rng.randrange(1, 5) if rng.random() < 0.5 else text(rng.randrange(4), 7)
+                        for _ in range(rng.randrange(1, 6))
+                    ]
+                    + [text(index, 4)],
+                    max_tokens=rng.randrange(1, 20),
+                )
+                for index in range(6)
+            ]
+            expected: Answers = {}
+            for request in requests:
+                expected |= answers_of(alone.engine, [request])
+            assert answers_of(crowd.engine, requests) == expected
 
 
 def test_running_requests_go_on_while_an_image_is_encoded(saved: Saved) -> None:

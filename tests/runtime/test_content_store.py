@@ -132,6 +132,18 @@ def test_a_slot_belongs_to_its_latest_content(store: ContentStore) -> None:
         store.input_embeds([ContentPiece(B.digest, 0, 1, 0)])
 
 
+def test_a_content_may_move_to_another_slot(store: ContentStore) -> None:
+    """Its old slot is filled again afterwards."""
+    store.open([A, B])
+    encode(store, A, B)
+    store.load([ItemLoad(0, A.digest)])
+    assert store.begin(A.digest)
+    store.load([ItemLoad(1, A.digest)])
+    store.load([ItemLoad(0, B.digest)])
+    pieces = [ContentPiece(A.digest, 0, 1, 0), ContentPiece(B.digest, 0, 1, 1)]
+    assert store.input_embeds(pieces).rows[:, 0].tolist() == [1.0, 2.0]
+
+
 def test_a_failed_content_is_named_once(store: ContentStore) -> None:
     bad = content(4, -1.0)
     store.open([bad, A])

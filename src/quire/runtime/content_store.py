@@ -192,12 +192,9 @@ class ContentStore:
     def load(self, loads: Sequence[ItemLoad]) -> None:
         """Carry out a plan's content_loads, before its rows are built."""
         for slot, digest in loads:
-            previous = self._slots[slot]
-            if previous is not None and previous[0] != digest:
-                self._loaded.pop(previous[0], None)
-            embeddings = self._ready.pop(digest)
-            self._slots[slot] = digest, embeddings
-            self._loaded[digest] = embeddings
+            self._slots[slot] = digest, self._ready.pop(digest)
+        # A content may be loaded into a new slot before its old one is used again.
+        self._loaded = dict(held for held in self._slots if held is not None)
 
     def input_embeds(self, pieces: Sequence[ContentPiece]) -> InputEmbeds:
         """The embeddings that replace those of the tokens of `pieces`, of which there is at least
