@@ -21,11 +21,12 @@ FAMILIES = ["mistral3", "llava", "early layer"]
 NO_GRID = (1, 1, 1)
 
 
-@pytest.mark.parametrize("size", [(6, 4), (2, 24), (16, 18)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "kernels"), [((6, 4), "auto"), ((2, 24), "torch"), ((16, 18), "auto")], ids=str
+)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_embeddings_equal_transformers(
-    kernels: str, family: str, size: tuple[int, int], tmp_path: Path
+    family: str, size: tuple[int, int], kernels: str, tmp_path: Path
 ) -> None:
     model = reference(family)
     tower = load(model, tmp_path, kernels=kernels)

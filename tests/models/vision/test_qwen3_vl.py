@@ -20,11 +20,12 @@ from quire.models.vision.qwen3_vl import Qwen3VLVisionConfig
 GRID = (1, 14, 18)
 
 
-@pytest.mark.parametrize("grid", [(1, 2, 6), (1, 12, 2), GRID], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "kernels"), [((1, 2, 6), "auto"), ((1, 12, 2), "torch"), (GRID, "auto")], ids=str
+)
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_embeddings_equal_transformers(
-    kernels: str, family: str, grid: tuple[int, int, int], tmp_path: Path
+    family: str, grid: tuple[int, int, int], kernels: str, tmp_path: Path
 ) -> None:
     model = reference(family)
     tower = load(model, tmp_path, kernels=kernels)
