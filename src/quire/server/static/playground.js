@@ -275,7 +275,8 @@ export class Playground {
     if (message.error) { fill(body, this.texts(message), el("p", { class: "error" }, message.error)); return; }
     if (shown === "tokens") {
       if (!state.view) {
-        const onFork = message.promptIds || message.running ? (at, text) => this.fork(message, at, text) : null;
+        const isForkable = (message.promptIds || message.running) && !this.chat.path(message.id).some((each) => each.pictures);
+        const onFork = isForkable ? (at, text) => this.fork(message, at, text) : null;
         state.view = new TokenView(message, onFork);
         fill(body, state.view.node, state.view.info);
       }
