@@ -57,7 +57,7 @@ from quire.observability.machine_processors import usable_processors
 from quire.options.engine_options import EngineOptions
 from quire.recurrence.backends import select as select_recurrence
 from quire.runtime.batch import RowBatch
-from quire.runtime.content_store import ContentStore
+from quire.runtime.contents.content_store import ContentStore
 from quire.runtime.device_memory import CudaMemory
 from quire.runtime.device_rows import DeviceRows
 from quire.runtime.graphs import CudaGraphCapture, GraphCapture, RepeatedCalls, graph_sizes

@@ -12,7 +12,7 @@ from quire.models.interface import CausalLM, TextModel
 from quire.models.vision.slices import use_kernels
 from quire.models.vision.towers import TowerSource
 from quire.options.engine_options import EngineOptions
-from quire.runtime.content_store import ContentStore, max_slots
+from quire.runtime.contents.content_store import ContentStore, max_slots
 
 
 @dataclass(frozen=True, slots=True)

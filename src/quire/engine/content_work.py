@@ -19,7 +19,7 @@ VALUE_BYTES = 4
 
 
 class StoredContents(ReadItems, Protocol):
-    """The source of contents: `runtime.content_store` encodes them."""
+    """The source of contents: `runtime.contents.content_store` encodes them."""
 
     def check(self, content: Content) -> int:
         """Number of positions that the content takes in a prompt.

@@ -24,7 +24,7 @@ from quire.models.interface import TextModel
 from quire.observability.step_trace import StepTiming
 from quire.runtime.batch import StepBatch
 from quire.runtime.block_tables import Int32, Int64
-from quire.runtime.content_store import ContentStore
+from quire.runtime.contents.content_store import ContentStore
 from quire.runtime.device_rows import DeviceRows
 from quire.runtime.drafters import Drafter
 from quire.runtime.drafts import StepDrafts

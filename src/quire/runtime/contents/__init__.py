@@ -1,1 +1,1 @@
-"""The rotary positions of the tokens of contents, and of the text behind contents."""
+"""Contents of prompts in the runner: their embeddings, and the rotary positions of tokens."""

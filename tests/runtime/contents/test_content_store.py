@@ -9,7 +9,7 @@ from quire.core.step import ItemLoad
 from quire.errors import InvalidRequestError
 from quire.models.vision.vision_tower import Grid, Slices, VisionTower
 from quire.runtime.batch import ContentPiece
-from quire.runtime.content_store import MOST_SLOTS, ContentStore, max_slots
+from quire.runtime.contents.content_store import MOST_SLOTS, ContentStore, max_slots
 
 WIDTH = 4
 ITEM_BYTES = 2 * WIDTH * 4
