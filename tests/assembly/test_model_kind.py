@@ -54,6 +54,45 @@ def test_a_multimodal_model_is_served_for_text_and_that_is_said(
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"language_model_only": True}, "language_model_only"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"model_impl": "transformers"}, "class of transformers"),
+        ({"runner": "pooling"}, ""),
+    ],
+)
+def test_images_are_taken_or_it_is_said_why_not(
+    options: dict[str, Any],
+    reason: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = ["SmolVLMForConditionalGeneration"]
+    config = {"architectures": names, "text_config": TEXT, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kind = choose_kind(EngineOptions(model=str(tmp_path), device="cpu", **options))
+    with caplog.at_level(logging.WARNING, logger="quire.assembly.model_kind"):
+        log_unexpected_properties(kind)
+    said = [record.getMessage() for record in caplog.records]
+    assert (kind.tower is not None) == (reason is None)
+    assert any("is served for text" in each and (reason or "") in each for each in said) == (
+        reason is not None
+    )
+
+
+def test_an_unknown_field_of_a_tower_is_refused(tmp_path: Path) -> None:
+    names = ["SmolVLMForConditionalGeneration"]
+    config = {"architectures": names, "text_config": TEXT, "vision_config": {"hidden_act": "relu"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="set language_model_only"):
+        choose_kind(EngineOptions(model=str(tmp_path)))
+    kind = choose_kind(EngineOptions(model=str(tmp_path), language_model_only=True))
+    assert kind.tower is None
+
+
 def _hub(start: Callable[[FakeHub], FakeHub], **changes: Any) -> FakeHub:
     return start(FakeHub(model_files() | {"config.json": json.dumps(LLAMA | changes).encode()}))
 
