@@ -189,6 +189,12 @@ def test_running_requests_go_on_while_an_image_is_encoded(saved: Saved) -> None:
     assert "stream" in seen[: seen.index("image")], "the stream waited for the image"
 
 
+def test_steps_do_not_overlap_with_the_encoder(saved: Saved) -> None:
+    engine = saved.llm(async_scheduling=True, **CROWDED).engine
+    assert not engine.overlap
+    assert_greedy(saved, answers_of(engine, requests_of(saved.family)), "asked to overlap")
+
+
 def test_aborted_requests_leave_nothing(saved: Saved) -> None:
     llm = saved.llm()
     engine, store = llm.engine, store_of(llm)

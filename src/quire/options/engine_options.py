@@ -241,8 +241,8 @@ class ComputeOptions(Options):
         group="computation",
         help="plan a step while the previous one runs",
         doc="plan a step while the previous one runs; None: on a GPU only. On the CPU steps then"
-        " run on a thread of their own, but with tiers, adapters or several ranks they don't"
-        " overlap.",
+        " run on a thread of their own, but with tiers, adapters, images or several ranks they"
+        " don't overlap.",
         flag=Flag(shown="yes on a GPU, no on a CPU"),
     )
     enforce_eager: bool = option(
