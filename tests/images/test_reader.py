@@ -12,6 +12,7 @@ from quire.errors import InvalidRequestError, UploadsFullError
 from quire.images import reader as reader_module
 from quire.images.image_options import ImageOptions
 from quire.images.processors.gemma3 import Gemma3Processor
+from quire.images.processors.pixtral import PixtralProcessor
 from quire.images.reader import GivenImage, ImageReader
 
 LIMITS = ModelLimits(vocab_size=99, max_model_len=50, max_content_tokens=9)
@@ -92,6 +93,14 @@ def test_the_memory_of_one_prompt_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     call.read_all([given()])
     with pytest.raises(InvalidRequestError, match="images of the prompt have more than"):
         call.read_all([given()])
+
+
+def test_a_tokenizer_with_other_ids_than_the_encoders_is_refused() -> None:
+    processor = PixtralProcessor({}, {}, {})
+    ids = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
+    assert ImageReader(processor, ImageOptions(), ids.get).span_ids == {10, 12, 13}
+    with pytest.raises(ValueError, match="model's encoder takes"):
+        ImageReader(processor, ImageOptions(), {**ids, "[IMG_END]": 14}.get)
 
 
 def test_a_tokenizer_without_the_tokens_is_refused() -> None:

@@ -45,12 +45,31 @@ def write_smolvlm(folder: Path, **config: Any) -> Path:
     return _write(folder, fields, image_fields, SMOLVLM_TEMPLATE, _SMOLVLM_TOKENS)
 
 
-def write_qwen(folder: Path) -> Path:
-    """Write a folder of a model of Qwen's with at most 64 tokens for each image."""
-    fields = {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16}}
-    image_fields = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 16}, "patch_size": 16}
+def write_qwen(folder: Path, config: dict[str, Any] | None = None, patch_size: int = 16) -> Path:
+    """Write a folder of a model of Qwen's with at most 64 tokens for each image. config: the
+    contents of config.json."""
+    fields = config or {"model_type": "qwen3_vl", "vision_config": {"patch_size": patch_size}}
+    sizes = {"shortest_edge": 4 * patch_size**2, "longest_edge": 256 * patch_size**2}
+    image_fields = {"size": sizes, "patch_size": patch_size}
     tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
     return _write(folder, fields, image_fields, QWEN_TEMPLATE, tokens)
+
+
+def write_pixtral(folder: Path, config: dict[str, Any], longest: int) -> Path:
+    """Write a folder whose images have at most `longest` pixels on each side, and whose tokens of
+    images have the ids of Mistral's tokenizers."""
+    tokens = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    _write(folder, config, {"size": {"longest_edge": longest}}, QWEN_TEMPLATE, tokens)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab, added = content["model"]["vocab"], content["added_tokens"]
+    for token, token_id in zip(tokens, (10, 12, 13), strict=True):
+        entry = next(each for each in added if each["content"] == token)
+        other = next(each for each, found in vocab.items() if found == token_id)
+        vocab[token], vocab[other], entry["id"] = token_id, entry["id"], token_id
+    added.sort(key=lambda each: int(each["id"]))
+    file.write_text(json.dumps(content))
+    return folder
 
 
 def _write(

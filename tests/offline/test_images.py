@@ -1,12 +1,19 @@
 """`LLM` and `AsyncLLM` read the images of prompts and of conversations."""
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.images.pictures import random_picture
+from tests.images.tiny_folders import write_pixtral, write_qwen
 from tests.images.tiny_model import NUM_TOKENS, TinyModel, save_tiny
+from tests.models.vision import pixtral_files, qwen3_vl_files
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import InvalidRequestError
@@ -38,6 +45,34 @@ def test_generate_and_chat_give_transformers_tokens(llm: LLM, tiny: TinyModel) -
     first, second = tiny.answer_to(TEXT, PICTURE), tiny.answer_to(TEXT, OTHER)
     assert tokens == [first, second, first]
     assert list(found[0].prompt_token_ids or ()) == list(found[2].prompt_token_ids or ())
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3"])
+def test_families_with_images_of_any_size(family: str, tmp_path: Path) -> None:
+    """Two images of different sizes in one prompt get transformers' tokens."""
+    pictures = [PICTURE, random_picture(60, 60, 1)]
+    if family == "qwen3_vl":
+        model: Any = qwen3_vl_files.save(family, tmp_path)
+        write_qwen(tmp_path, json.loads((tmp_path / "config.json").read_text()), patch_size=4)
+        place = "<|vision_start|><|image_pad|><|vision_end|>"
+    else:
+        model, place = pixtral_files.save(family, tmp_path), "[IMG]"
+        write_pixtral(tmp_path, json.loads((tmp_path / "config.json").read_text()), 48)
+    own = LLM(str(tmp_path), dtype="float32", max_model_len=256)
+    prompt = {"prompt": f"{place} and {place}?", "multi_modal_data": {"image": pictures}}
+    (found,) = own.generate(prompt, PARAMS, use_tqdm=False)
+    ids = torch.tensor([list(found.prompt_token_ids or ())])
+    if family == "qwen3_vl":
+        mark = own.get_tokenizer().token_ids["<|image_pad|>"]
+        model.config.image_token_id = mark
+        fields = json.loads((tmp_path / "preprocessor_config.json").read_text())
+        inputs = Qwen2VLImageProcessorPil(**fields)(pictures, return_tensors="pt")
+        inputs["mm_token_type_ids"] = (ids == mark).int()
+    else:
+        theirs = PixtralImageProcessorPil(size={"longest_edge": 48})
+        inputs = theirs(pictures, patch_size=8, return_tensors="pt")
+    output = model.generate(input_ids=ids, **inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
+    assert list(found.outputs[0].token_ids) == output[0, ids.shape[1] :].tolist()
 
 
 def test_wrong_prompts_are_refused(llm: LLM) -> None:

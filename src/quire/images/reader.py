@@ -53,12 +53,17 @@ class ImageReader:
     ) -> None:
         """token_id(text): the id of a special token; or None.
         sources: None means those that the options allow. max_held_bytes: bound of the bytes of all
-        open calls; None means no bound. Raises ValueError for a missing token."""
+        open calls; None means no bound. Raises ValueError for tokens that are missing, or that
+        are not those of the encoder."""
         self.processor = processor
         self.max_images = options.max_images
-        self.span_ids: Collection[int] = frozenset(
-            _known(token_id, text) for text in processor.span_tokens
-        )
+        ids = tuple(_known(token_id, text) for text in processor.span_tokens)
+        if processor.encoder_ids and ids != processor.encoder_ids:
+            raise ValueError(
+                f"the tokenizer has the ids {ids} for {', '.join(processor.span_tokens)}, but the"
+                f" model's encoder takes {processor.encoder_ids}"
+            )
+        self.span_ids: Collection[int] = frozenset(ids)
         self.placeholder_id = _known(token_id, processor.placeholder)
         self._sources = sources or ImageSources(options)
         self._held = _HeldBytes(max_held_bytes)

@@ -54,6 +54,8 @@ class ImageProcessor(ABC):
     placeholder: str
     #: Texts of the special tokens of which spans consist.
     span_tokens: tuple[str, ...]
+    #: The ids that the model's encoder takes these tokens for; empty if it knows no ids.
+    encoder_ids: tuple[int, ...] = ()
 
     @property
     @abstractmethod
