@@ -89,6 +89,8 @@ def test_all_apis_give_one_answer(server, tiny):
     body = {
         "messages": [{"role": "user", "content": [part_of(FIRST), parts[1] | {"type": "text"}]}]
     }
+    shown = server.http.post("/api/show", json={"model": expected["model"]}).json()
+    assert "vision" in shown["capabilities"]
     assert server.http.post("/tokenize", json=body).json()["count"] == length
 
 

@@ -103,8 +103,8 @@ class OllamaVersion(msgspec.Struct):
 
 
 class OllamaShow(msgspec.Struct):
-    """A model in Ollama's form. Its capabilities are "completion", "tools", "thinking" and "insert"
-    (a suffix), or "embedding"."""
+    """A model in Ollama's form. Its capabilities are "completion", "tools", "thinking", "vision"
+    (images) and "insert" (a suffix), or "embedding"."""
 
     modified_at: str
     capabilities: list[str]
@@ -260,5 +260,6 @@ def _capabilities(service: Service) -> list[str]:
     if not template.exists:
         return ["completion", *insert]
     asked = ReasoningOptions(effort="high", is_enabled=True)
-    can_think = bool(reasoning_variables(template, asked, has_tools=False))
-    return ["completion", "tools", *(["thinking"] if can_think else []), *insert]
+    thinking = reasoning_variables(template, asked, has_tools=False)
+    wanted = {"thinking": bool(thinking), "vision": service.image_reader is not None}
+    return ["completion", "tools", *(name for name, has in wanted.items() if has), *insert]
