@@ -18,7 +18,7 @@ from quire.engine_client.messages import (
     AddRequest,
     BlocksReply,
     ClearPrefixes,
-    ContentPiece,
+    ContentValues,
     Fatal,
     GetBlocks,
     GetMemory,
@@ -433,7 +433,7 @@ def test_contents_come_in_pieces_and_are_joined():
     *pieces, added = (decode_to_engine(frame[4:]) for frame in frames)
     assert max(map(len, frames)) < PIECE_BYTES + 1000 and len(pieces) == 7
     for piece in pieces:
-        assert isinstance(piece, ContentPiece)
+        assert isinstance(piece, ContentValues)
         arriving.add(piece)
     assert arriving.complete(added.request) == wanted
     assert arriving.complete(added.request) is added.request

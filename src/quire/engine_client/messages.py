@@ -1,7 +1,7 @@
 """Messages between the API server and the engine process.
 
 The API server may send Prepare, and sends Start once, then AddRequest (after the
-ContentPieces of its contents), AbortRequest, FindAdapter,
+ContentValues of its contents), AbortRequest, FindAdapter,
 SetPaused, ClearPrefixes, questions (Ping, GetStats, GetMemory, GetBlocks, Observe) and Shutdown. An
 agent between server and engine sends AbortAll. The engine sends Progress while it loads, Ready
 once, then Outputs (one message a step), RequestFailed and AdapterReply. The engine answers
@@ -53,7 +53,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     request: Request
 
 
-class ContentPiece(msgspec.Struct, tag="content", array_like=True, frozen=True):
+class ContentValues(msgspec.Struct, tag="content", array_like=True, frozen=True):
     """A part of the values of a content. The parts come in order, before the request that has the
     content, whose own values are then empty."""
 
@@ -223,7 +223,7 @@ Control: TypeAlias = SetPaused | ClearPrefixes
 ToEngine: TypeAlias = (
     Prepare
     | Start
-    | ContentPiece
+    | ContentValues
     | AddRequest
     | AbortRequest
     | AbortAll
@@ -246,7 +246,7 @@ def frames_of(request: Request) -> Iterator[bytes]:
         last = max(0, len(content.values) - 1) // PIECE_BYTES * PIECE_BYTES
         for at in range(0, last + 1, PIECE_BYTES):
             values = content.values[at : at + PIECE_BYTES]
-            yield encode(ContentPiece(content.digest, values, at == last))
+            yield encode(ContentValues(content.digest, values, at == last))
     yield encode(AddRequest(without_values(request)))
 
 

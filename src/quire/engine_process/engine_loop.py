@@ -33,7 +33,7 @@ from quire.engine_client.messages import (
     AddRequest,
     BlocksReply,
     ClearPrefixes,
-    ContentPiece,
+    ContentValues,
     Fatal,
     FindAdapter,
     GetBlocks,
@@ -177,7 +177,7 @@ class ArrivingContents:
         #: Values by digest.
         self._values: dict[str, bytes] = {}
 
-    def add(self, piece: ContentPiece) -> None:
+    def add(self, piece: ContentValues) -> None:
         """Take a piece. The pieces of a content are joined when its last one has come."""
         self._pieces.append(piece.values)
         if piece.is_last:
@@ -290,7 +290,7 @@ class EngineLoop:
 
     def _handle(self, message: ToEngine) -> None:
         match message:
-            case ContentPiece():
+            case ContentValues():
                 self._contents.add(message)
             case AddRequest(request):
                 self._record.record_request(request.request_id)
