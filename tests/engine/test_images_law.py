@@ -104,6 +104,7 @@ def test_an_image_is_encoded_once_and_hits_to_the_token(saved: Saved) -> None:
     has_states = saved.family.has_states
     num_hits = (num_tokens - 1) // 8 * 8 if has_states else num_tokens - 1
     assert (store.num_encoded, store.num_hits) == (1, 0)
+    assert llm.engine.stats().contents == {"num_waiting": 0} | store.counts()
     again = answers_of(llm.engine, [make_request(saved.family, "2", parts)])
     assert [*first.values()] == [*again.values()]
     assert llm.engine.stats().num_hit_tokens == num_hits

@@ -4,7 +4,7 @@ Checks that a request brings the contents that its spans name, keeps them open w
 lets the encoder work between steps. Used by `engine`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Protocol
 
@@ -44,6 +44,11 @@ class StoredContents(ReadItems, Protocol):
 
     def advance(self, limit_s: float) -> None:
         """Encode what is being read for about limit_s seconds; return at once if nothing is."""
+        ...
+
+    def counts(self) -> Mapping[str, float]:
+        """Numbers of contents that were encoded and found in the cache, the seconds of encoding,
+        and the bytes of the cache, by name."""
         ...
 
 
@@ -127,3 +132,9 @@ class ContentWork(ItemWork):
         """After a step, encode contents that sequences wait for, for about limit_s seconds."""
         if self._store is not None and self._residency.num_reading:
             self._store.advance(limit_s)
+
+    def counts(self) -> dict[str, float]:
+        """The counts of contents for `EngineStats`; empty if the model takes no contents."""
+        if self._store is None:
+            return {}
+        return {"num_waiting": self._residency.num_reading, **self._store.counts()}

@@ -373,6 +373,7 @@ class Engine:
             prefix_misses=dict(self.times.prefix_misses),
             tiers={} if memory.moves is None else memory.moves.counts(),
             adapters=self.adapters.counts(),
+            contents=self.contents.counts(),
             times=self.times.as_dict(),
             utilization=self.utilization.as_dict(self.clock(), is_running=len(self._in_flight) > 0),
         )

@@ -49,6 +49,8 @@ class EngineStats:
     tiers: dict[str, Any] = field(default_factory=dict)
     #: The counts of `AdapterWork.counts`; empty without adapters.
     adapters: dict[str, Any] = field(default_factory=dict)
+    #: The counts of `ContentWork.counts`; empty if the model takes no contents.
+    contents: dict[str, Any] = field(default_factory=dict)
     #: Histograms by name (see `request_times.RequestTimes`), each with bounds, counts and sum.
     times: dict[str, Any] = field(default_factory=dict)
     #: The result of `Utilization.as_dict`.

@@ -100,6 +100,9 @@ def test_the_cache_forgets_the_least_recently_used(store: ContentStore) -> None:
     store.wait()
     assert store.begin(B.digest), "it is encoded again from its inputs"
     assert store.num_encoded == 4
+    counts = store.counts()
+    assert counts.pop("encode_s") > 0.0
+    assert counts == {"num_encoded": 4, "num_hits": 3, "cache_bytes": 2 * ITEM_BYTES}
 
 
 def test_embeddings_outlive_their_request_but_inputs_do_not(store: ContentStore) -> None:

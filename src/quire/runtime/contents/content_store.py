@@ -58,6 +58,8 @@ class ContentStore:
         self.num_encoded = 0
         #: Number of contents that were found in the cache when they were asked for.
         self.num_hits = 0
+        #: Seconds of encoding since the start.
+        self.encode_s = 0.0
         self.num_slots = num_slots
         self._tower = tower
         self._max_cache_bytes = max_cache_bytes
@@ -146,22 +148,38 @@ class ContentStore:
     def advance(self, limit_s: float) -> None:
         """See `engine.content_work.StoredContents`. Stops after the slice in which limit_s ends, or
         when a content is ready."""
-        end_s = time.perf_counter() + limit_s
-        while (running := self._start()) is not None:
-            digest, slices = running
-            try:
-                next(slices)
-            except StopIteration as end:
-                self._encoding = None
-                self._keep(digest, end.value)
-                return
-            except (RuntimeError, ValueError, MemoryError) as error:
-                logger.exception("a content can't be encoded")
-                self._encoding = None
-                self._failed[digest] = f"an image of the prompt can't be encoded: {error}"
-                return
-            if time.perf_counter() >= end_s:
-                return
+        begin_s = time.perf_counter()
+        while self._run_slice() and time.perf_counter() < begin_s + limit_s:
+            pass
+        self.encode_s += time.perf_counter() - begin_s
+
+    def counts(self) -> dict[str, float]:
+        """See `engine.content_work.StoredContents`."""
+        return {
+            "num_encoded": self.num_encoded,
+            "encode_s": self.encode_s,
+            "num_hits": self.num_hits,
+            "cache_bytes": self._num_cache_bytes,
+        }
+
+    def _run_slice(self) -> bool:
+        """Run one slice. Returns whether another slice of the same content follows."""
+        running = self._start()
+        if running is None:
+            return False
+        digest, slices = running
+        try:
+            next(slices)
+        except StopIteration as end:
+            self._encoding = None
+            self._keep(digest, end.value)
+            return False
+        except (RuntimeError, ValueError, MemoryError) as error:
+            logger.exception("a content can't be encoded")
+            self._encoding = None
+            self._failed[digest] = f"an image of the prompt can't be encoded: {error}"
+            return False
+        return True
 
     def _start(self) -> tuple[str, Slices[torch.Tensor]] | None:
         """The content that is being encoded, which may begin now; None if none is asked for."""

@@ -168,6 +168,16 @@ _ADAPTER_COUNTERS = (
     ),
 )
 
+_CONTENT_GAUGES = (
+    ("num_waiting", "quire_contents_waiting", "Images that are encoded or wait for it."),
+    ("cache_bytes", "quire_encoder_cache_bytes", "Bytes of the cached embeddings of images."),
+)
+_CONTENT_COUNTERS = (
+    ("num_encoded", "quire_contents_encoded_total", "Images that were encoded."),
+    ("encode_s", "quire_encode_seconds_total", "Seconds of encoding images."),
+    ("num_hits", "quire_encoder_cache_hits_total", "Images whose embeddings were cached."),
+)
+
 _DRAFT_COUNTERS = (
     ("verified", "quire_draft_tokens_total", "Drafts that steps verified."),
     (
@@ -395,6 +405,11 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
             yield GaugeMetricFamily(name, text, adapters[key])
         for key, name, text in _ADAPTER_COUNTERS:
             yield CounterMetricFamily(name, text, adapters[key])
+    if contents := stats.get("contents"):
+        for key, name, text in _CONTENT_GAUGES:
+            yield GaugeMetricFamily(name, text, contents[key])
+        for key, name, text in _CONTENT_COUNTERS:
+            yield CounterMetricFamily(name, text, contents[key])
     if drafts := stats.get("drafts"):
         yield from _draft_families(drafts)
     if utilization := stats.get("utilization"):

@@ -226,18 +226,20 @@ def measured_on_a_gpu():
 
 @pytest.fixture
 def exposed(http):
-    """Every name that a served request makes appear, and those of a tier and of adapters."""
+    """The names of a served request, and those of a tier, of adapters and of images."""
     generate(http)
     text = http.get("/metrics").text
     assert not any(name.startswith("quire_tier_") for name in names(text)), "there is none"
     store = AdapterStore(read_nothing, 1)
     own = ("num_slots", "num_resident", "num_loads")
     adapters = dict.fromkeys((*own, *store.counts()), 0)
+    contents = dict.fromkeys(("num_waiting", "num_encoded", "encode_s", "num_hits"), 0)
     drafts = {"by_proposer": {"ngram": {"verified": [1], "accepted": [1]}}, "saved_s": 0.5}
     more = engine_families(
         {
             "tiers": no_moves(),
             "adapters": adapters,
+            "contents": contents | {"cache_bytes": 0},
             "drafts": drafts,
             "utilization": measured_on_a_gpu(),
         }
