@@ -10,7 +10,7 @@ import pytest
 from tests.forking import Forks
 from tests.test_readme import code_blocks
 from tools.folders import FLOORS, SOURCE, with_map
-from tools.syntax import parsed
+from tools.syntax import parsed, walk
 
 from quire.bench import throughput
 from quire.bench.quality import perplexity
@@ -123,7 +123,7 @@ def test_imports_go_up_the_map() -> None:
 def imported_folders(path: Path) -> set[str]:
     """The top folders of ours that a file imports from, anywhere in it."""
     names = set()
-    for node in ast.walk(parsed(path.read_text())):
+    for node in walk(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

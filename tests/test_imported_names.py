@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tools.syntax import parsed
+from tools.syntax import parsed, walk
 
 ROOT = Path(__file__).parent.parent
 ROOTS = {"quire": ROOT / "src", "benchmarks": ROOT, "tests": ROOT}
@@ -21,7 +21,7 @@ def missing_names(source: str) -> list[str]:
     """What a file imports from our packages that they have not."""
     return [
         f"line {node.lineno}: {node.module} has no {alias.name}"
-        for node in ast.walk(parsed(source))
+        for node in walk(parsed(source))
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ROOTS
         for alias in node.names
         if alias.name != "*" and not _is_there(node.module or "", alias.name)
@@ -47,7 +47,7 @@ def _path_of(module: str) -> Path | None:
 
 def _bound(tree: ast.Module) -> Iterator[str]:
     """All names that a module binds, anywhere in it, and its strings: names that it loads late."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield node.name

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.syntax import parsed
+from tools.syntax import parsed, walk
 
 import quire
 from quire.bench import throughput
@@ -58,7 +58,7 @@ def environment_variables(source: str) -> Iterator[str]:
     """Names that a source takes from `os.environ` or `os.getenv`; ValueError for a computed one."""
     if not ENVIRONMENT.search(source):  # most files, which need not be parsed
         return
-    for node in ast.walk(parsed(source)):
+    for node in walk(parsed(source)):
         asked: ast.expr | None = None
         if isinstance(node, ast.Subscript):
             target, asked = node.value, node.slice

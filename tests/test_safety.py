@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tools.syntax import parsed
+from tools.syntax import parsed, walk
 
 SRC = Path(__file__).parent.parent / "src" / "quire"
 
@@ -50,7 +50,7 @@ def unsafe(path: str, source: str) -> list[str]:
     """What in a file may run foreign code, as sentences."""
     return [
         f"{path}:{node.lineno}: {what}"
-        for node in ast.walk(parsed(source))
+        for node in walk(parsed(source))
         if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call))
         for what in _complaints(node)
     ]

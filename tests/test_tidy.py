@@ -28,13 +28,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function | ast.ClassDef]]:
     """Every function and class at any depth, with its dotted name."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            name = f"{prefix}{child.name}"
-            yield name, child
-            yield from _definitions(child, f"{name}.")
-        else:
-            yield from _definitions(child, prefix)
+    for name in ("body", "handlers", "cases", "orelse", "finalbody"):
+        for child in getattr(node, name, ()):
+            inner = prefix
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                inner = f"{prefix}{child.name}."
+                yield inner[:-1], child
+            yield from _definitions(child, inner)
 
 
 def _num_lines(node: Function) -> int:

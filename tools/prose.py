@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tools.syntax import parsed
+from tools.syntax import parsed, statements
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src" / "quire"
@@ -125,7 +125,7 @@ class SourceFile:
     @cached_property
     def docstrings(self) -> list[Docstring]:
         found = []
-        for node in ast.walk(self.syntax):
+        for node in (self.syntax, *statements(self.syntax)):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 text = ast.get_docstring(node)
                 if text:
@@ -155,7 +155,7 @@ class SourceFile:
     def functions(self) -> list[Function]:
         return [
             node
-            for node in ast.walk(self.syntax)
+            for node in statements(self.syntax)
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         ]
 
@@ -258,15 +258,14 @@ def _words_of_code(files: list[SourceFile]) -> set[str]:
     """Identifiers of the Python and C++ sources, words of their strings, modules and folders."""
     words: set[str] = set(dir(builtins)) | set(keyword.kwlist) | set(sys.stdlib_module_names)
     for file in files:
-        documentation = {id(docstring.constant) for docstring in file.docstrings}
         words |= set(re.split(r"\W", file.path))
-        for node in ast.walk(file.syntax):
-            if id(node) not in documentation:
-                for _, value in ast.iter_fields(node):
-                    if isinstance(value, str):
-                        words |= set(re.split(r"\W", value))
-                    elif isinstance(value, list):
-                        words |= {item for item in value if isinstance(item, str)}
+        lines = file.source.splitlines()
+        for docstring in file.docstrings:
+            constant = docstring.constant
+            for number in range(constant.lineno, (constant.end_lineno or constant.lineno) + 1):
+                lines[number - 1] = ""
+        code = (line for line in lines if not line.lstrip().startswith("#"))
+        words |= set(re.split(r"\W", "\n".join(code)))
     for path in sorted(SOURCES.rglob("*")):
         if path.suffix in {".cpp", ".h", ".toml"}:
             words |= set(re.split(r"\W", path.read_text()))
