@@ -50,10 +50,11 @@ BATCH_INVARIANT = {
 """The only instruction of a batch-invariant product, for all batches, by the target."""
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.long
 def test_all_kernels_compile_as_they_should():
     """One test, so that they are compiled once: in several processes each would compile all."""
-    results = run_in_process("compiling", timeout_s=110)
+    results = run_in_process("compiling", timeout_s=290)
     assert len(results) == sum(len(spec.targets) for spec in load_specs(with_more=False))
     found = [line(result) for result in results if result.complaint]
     assert not found, "spills, or needs memory that there is not:\n" + "\n".join(found)
