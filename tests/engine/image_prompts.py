@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.models.vision import pixtral_files, qwen3_vl_files
+from tests.models.vision import internvl_files, pixtral_files, qwen3_vl_files
 from tests.models.vision.idefics3_files import (
     IMAGE_TOKEN,
     TILE_TOKENS,
@@ -82,6 +82,12 @@ IMAGE_FAMILIES = {
         make=lambda seed: (pixtral_files.make_image(4, 6, seed), (1, 1, 1)),
         token_ids=pixtral_files.token_ids(2, 3),
         arguments=pixtral_files.arguments,
+    ),
+    "internvl": ImageFamily(
+        save=internvl_files.save,
+        make=lambda seed: (internvl_files.make_tile(seed), (1, 1, 1)),
+        token_ids=[internvl_files.IMAGE] * internvl_files.TILE_TOKENS,
+        arguments=internvl_files.arguments,
     ),
     "qwen3_vl": _qwen("qwen3_vl"),
     "qwen3_5": _qwen("qwen3_5", has_states=True, num_cramped_blocks=36),

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         TINY | {"model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2},
         FAMILIES["gemma4"][1] | {"model_type": "gemma4_text"},
     ),
+    "InternVLForConditionalGeneration": ("InternVLConfig", TINY, TEXT | {"model_type": "qwen3"}),
     "LlavaForConditionalGeneration": ("LlavaConfig", CLIP, TEXT | {"model_type": "llama"}),
     "LlavaNextForConditionalGeneration": (
         "LlavaNextConfig",

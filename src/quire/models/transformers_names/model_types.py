@@ -26,6 +26,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "idefics3": "Idefics3ForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
     "llama": "LlamaForCausalLM",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",

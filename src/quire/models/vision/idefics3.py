@@ -19,6 +19,7 @@ from quire.errors import CheckpointError, InvalidRequestError, shown
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.storage import Storage
 from quire.models.config_fields import ConfigFields
+from quire.models.vision.patches import stack_squares
 from quire.models.vision.siglip import SiglipConfig, SiglipEncoder
 from quire.models.vision.slices import in_pieces
 from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
@@ -124,9 +125,3 @@ def position_buckets(num_patches: int, num_positions: int) -> torch.Tensor:
     boundaries = torch.arange(step, 1.0, step)
     coordinates = torch.arange(num_patches, dtype=torch.float32) * (1.0 / torch.tensor(num_patches))
     return torch.bucketize(coordinates.clamp(max=1.0 - 1e-6), boundaries, right=True)
-
-
-def stack_squares(hidden: torch.Tensor, side: int, factor: int) -> torch.Tensor:
-    """Stack the patches of each square: [side * side, H] -> [T, F * F * H], row by row."""
-    squares = hidden.view(side // factor, factor, side // factor, factor, hidden.shape[1])
-    return squares.transpose(1, 2).reshape((side // factor) ** 2, -1)

@@ -1,9 +1,9 @@
-"""The projection of an image's patches, which checkpoints store as a convolution.
+"""The cutting and joining of patches, and their projection, which is stored as a convolution.
 
 The convolution's stride is its kernel's size, so it is a linear over the flattened patches. Called
 by the towers.
 
-Shapes: P patches, E elements of a patch, O output size.
+Shapes: P patches, E elements of a patch, H hidden size of the tower, T embeddings, O output size.
 """
 
 from typing import Unpack
@@ -71,3 +71,12 @@ def to_patches(values: torch.Tensor, size: int) -> torch.Tensor:
     channels, height, width = values.shape
     cut = values.view(channels, height // size, size, width // size, size)
     return cut.permute(1, 3, 0, 2, 4).reshape(-1, channels * size * size)
+
+
+def stack_squares(hidden: torch.Tensor, side: int, factor: int) -> torch.Tensor:
+    """Stack the patches of each square, row by row: [side * side, H] -> [T, factor * factor * H].
+
+    `side` is a multiple of `factor`.
+    """
+    squares = hidden.view(side // factor, factor, side // factor, factor, hidden.shape[1])
+    return squares.transpose(1, 2).reshape((side // factor) ** 2, -1)

@@ -29,7 +29,7 @@ from quire.models.checkpoints.source import CheckpointSource
 from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
 from quire.models.model_entry import CHECKPOINT_PARTS
-from quire.models.vision import idefics3, pixtral, qwen3_vl, siglip
+from quire.models.vision import idefics3, internvl, pixtral, qwen3_vl, siglip
 from quire.models.vision.vision_tower import VisionConfig, VisionTower
 
 
@@ -63,7 +63,12 @@ _IDEFICS3 = TowerEntry(
     ("vision_model.", "connector."),
     siglip.OTHER_NAMES,
 )
-
+_INTERNVL = TowerEntry(
+    internvl.InternVLConfig,
+    internvl.InternVLTower,
+    ("vision_tower.", "multi_modal_projector."),
+    siglip.OTHER_NAMES,
+)
 _PIXTRAL = TowerEntry(
     pixtral.PixtralConfig,
     pixtral.PixtralTower,
@@ -76,6 +81,7 @@ _QWEN3_VL = TowerEntry(
 
 TOWERS: dict[str, TowerEntry] = {
     "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "InternVLForConditionalGeneration": _INTERNVL,
     "LlavaForConditionalGeneration": _PIXTRAL,
     "Mistral3ForConditionalGeneration": _PIXTRAL,
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
