@@ -55,6 +55,16 @@ def write_qwen(folder: Path, config: dict[str, Any] | None = None, patch_size: i
     return _write(folder, fields, image_fields, QWEN_TEMPLATE, tokens)
 
 
+def write_internvl(folder: Path, config: dict[str, Any], tile: int) -> Path:
+    """Write a folder whose images become up to 4 tiles and a small copy. tile: pixels of a side."""
+    image_fields = {"size": {"height": tile, "width": tile}, "max_patches": 4}
+    tokens = ("<img>", "<IMG_CONTEXT>", "</img>")
+    _write(folder, config, image_fields, QWEN_TEMPLATE, tokens)
+    around = {"image_seq_length": config["image_seq_length"]}
+    (folder / "processor_config.json").write_text(json.dumps(around))
+    return folder
+
+
 def write_pixtral(folder: Path, config: dict[str, Any], longest: int) -> Path:
     """Write a folder whose images have at most `longest` pixels on each side, and whose tokens of
     images have the ids of Mistral's tokenizers."""

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from tests.images.pictures import random_picture
-from tests.images.tiny_folders import write_pixtral, write_qwen
+from tests.images.tiny_folders import write_internvl, write_pixtral, write_qwen
 from tests.images.tiny_model import NUM_TOKENS, TinyModel, save_tiny
-from tests.models.vision import pixtral_files, qwen3_vl_files
+from tests.models.vision import internvl_files, pixtral_files, qwen3_vl_files
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -47,7 +48,7 @@ def test_generate_and_chat_give_transformers_tokens(llm: LLM, tiny: TinyModel) -
     assert list(found[0].prompt_token_ids or ()) == list(found[2].prompt_token_ids or ())
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3", "internvl"])
 def test_families_with_images_of_any_size(family: str, tmp_path: Path) -> None:
     """Two images of different sizes in one prompt get transformers' tokens."""
     pictures = [PICTURE, random_picture(60, 60, 1)]
@@ -55,6 +56,10 @@ def test_families_with_images_of_any_size(family: str, tmp_path: Path) -> None:
         model: Any = qwen3_vl_files.save(family, tmp_path)
         write_qwen(tmp_path, json.loads((tmp_path / "config.json").read_text()), patch_size=4)
         place = "<|vision_start|><|image_pad|><|vision_end|>"
+    elif family == "internvl":
+        model, place = internvl_files.save(tmp_path), "<IMG_CONTEXT>"
+        config = json.loads((tmp_path / "config.json").read_text())
+        write_internvl(tmp_path, config, internvl_files.SIDE)
     else:
         model, place = pixtral_files.save(family, tmp_path), "[IMG]"
         write_pixtral(tmp_path, json.loads((tmp_path / "config.json").read_text()), 48)
@@ -68,6 +73,11 @@ def test_families_with_images_of_any_size(family: str, tmp_path: Path) -> None:
         fields = json.loads((tmp_path / "preprocessor_config.json").read_text())
         inputs = Qwen2VLImageProcessorPil(**fields)(pictures, return_tensors="pt")
         inputs["mm_token_type_ids"] = (ids == mark).int()
+    elif family == "internvl":
+        model.config.image_token_id = own.get_tokenizer().token_ids[place]
+        fields = json.loads((tmp_path / "preprocessor_config.json").read_text())
+        cut = GotOcr2ImageProcessorPil(crop_to_patches=True, **fields)
+        inputs = {"pixel_values": cut(pictures, return_tensors="pt")["pixel_values"]}
     else:
         theirs = PixtralImageProcessorPil(size={"longest_edge": 48})
         inputs = theirs(pictures, patch_size=8, return_tensors="pt")

@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 from tests.images.pictures import random_picture
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor as TheirIdefics3
+from transformers.models.internvl.processing_internvl import InternVLProcessor as TheirInternVL
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from quire.errors import InvalidRequestError
 from quire.images.processors.gemma3 import Gemma3Processor
 from quire.images.processors.idefics3 import Idefics3Processor
+from quire.images.processors.internvl import InternVLProcessor
 from quire.images.processors.pixtral import PixtralProcessor
 from quire.images.processors.processor import ImageProcessor, Item, ProcessedImage
 from quire.images.processors.qwen_vl import QwenProcessor
@@ -57,6 +60,37 @@ def test_idefics3(size: tuple[int, int], splits: bool) -> None:
     assert found.text == TheirIdefics3.replace_image_token(names, theirs, 0)
     np.testing.assert_allclose(
         np.stack([numbers_of(item) for item in found.items]), theirs["pixel_values"][0], atol=1e-5
+    )
+    check_layout(processor, size, found)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bounds", [(1, 12), (3, 6), (1, 1)])
+def test_internvl(size: tuple[int, int], bounds: tuple[int, int]) -> None:
+    least, most = bounds
+    fields = {
+        "size": {"height": 64, "width": 64},
+        "min_patches": least,
+        "max_patches": most,
+        "crop_to_patches": False,  # the processor around it cuts nevertheless
+        **HALVES,
+    }
+    config = {"vision_config": {"image_size": [64, 64], "patch_size": [16, 16]}}
+    around = {"image_seq_length": 4}
+    processor, picture = InternVLProcessor(config, fields, around), random_picture(*size)
+    found = processor.process(picture)
+    theirs: Any = GotOcr2ImageProcessorPil(**fields)(
+        [picture], return_tensors="np", **TheirInternVL.images_kwargs
+    )
+    names: Any = SimpleNamespace(
+        start_image_token="<img>",
+        end_image_token="</img>",
+        image_token="<IMG_CONTEXT>",
+        image_seq_length=4,
+    )
+    assert found.text == TheirInternVL.replace_image_token(names, theirs, 0)
+    np.testing.assert_allclose(
+        np.stack([numbers_of(item) for item in found.items]), theirs["pixel_values"], atol=1e-5
     )
     check_layout(processor, size, found)
 

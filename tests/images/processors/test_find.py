@@ -10,6 +10,7 @@ from quire.errors import CheckpointError
 from quire.images.processors.find import find_processor
 from quire.images.processors.gemma3 import Gemma3Processor
 from quire.images.processors.idefics3 import Idefics3Processor
+from quire.images.processors.internvl import InternVLProcessor
 from quire.images.processors.pixtral import PixtralProcessor
 from quire.images.processors.qwen_vl import QwenProcessor
 
@@ -28,6 +29,7 @@ def folder_with(folder: Path, **files: Any) -> Path:
     [
         ("smolvlm", VISION, Idefics3Processor),
         ("idefics3", VISION, Idefics3Processor),
+        ("internvl", {"image_size": [448, 448]}, InternVLProcessor),
         ("mistral3", VISION, PixtralProcessor),
         ("llava", {"model_type": "pixtral"}, PixtralProcessor),
         ("llava", {"model_type": "clip_vision_model"}, None),
@@ -41,7 +43,9 @@ def folder_with(folder: Path, **files: Any) -> Path:
 def test_the_config_names_the_processor(
     tmp_path: Path, kind: str, vision: Any, expected: type | None
 ) -> None:
-    fields = TILES if expected is Idefics3Processor else {"do_resize": True}
+    fields: dict[str, Any] = TILES if expected is Idefics3Processor else {"do_resize": True}
+    if expected is InternVLProcessor:
+        fields = {"size": {"height": 448, "width": 448}}
     folder = folder_with(
         tmp_path,
         config={"model_type": kind, "vision_config": vision},
@@ -60,6 +64,30 @@ def test_the_settings_may_stand_in_one_file(tmp_path: Path) -> None:
     assert isinstance(found, Idefics3Processor) and found.tokens_of_tile == 4
     with pytest.raises(CheckpointError, match="image_seq_len is 5, but a tile of 64 pixels gets 4"):
         find_processor(folder_with(tmp_path, processor_config={**around, "image_seq_len": 5}))
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "around", "named"),
+    [
+        ({}, {"height": 448, "width": 336}, {}, "an equal height and width"),
+        ({}, {"shortest_edge": 448}, {}, "an object with height and width"),
+        ({}, {"height": 392, "width": 392}, {}, "for an encoder of 448 pixels"),
+        ({"downsample_ratio": 0.3}, {"height": 448, "width": 448}, {}, "groups of 3"),
+        ({"downsample_ratio": 1e-320}, {"height": 448, "width": 448}, {}, "groups of 448"),
+        ({}, {"height": 448, "width": 448}, {"image_seq_length": 64}, "gets 256 tokens"),
+    ],
+)
+def test_tiles_of_internvl_fit_the_encoder(
+    tmp_path: Path, config: Any, size: Any, around: Any, named: str
+) -> None:
+    folder = folder_with(
+        tmp_path,
+        config={"model_type": "internvl", "vision_config": {}, **config},
+        preprocessor_config={"size": size},
+        processor_config=around,
+    )
+    with pytest.raises(CheckpointError, match=named):
+        find_processor(folder)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 from quire.hub.model_files import read_json_object
 from quire.images.processors.gemma3 import Gemma3Processor
 from quire.images.processors.idefics3 import Idefics3Processor
+from quire.images.processors.internvl import InternVLProcessor
 from quire.images.processors.pixtral import PixtralProcessor
 from quire.images.processors.processor import ImageProcessor
 from quire.images.processors.qwen_vl import QwenProcessor
@@ -16,6 +17,7 @@ _Fields = Mapping[str, Any]
 _PROCESSORS: Mapping[str, Callable[[_Fields, _Fields, _Fields], ImageProcessor]] = {
     "idefics3": Idefics3Processor,
     "smolvlm": Idefics3Processor,
+    "internvl": InternVLProcessor,
     "mistral3": PixtralProcessor,
     "qwen3_vl": QwenProcessor,
     "qwen3_vl_moe": QwenProcessor,
