@@ -18,10 +18,11 @@ from quire.kernels.options import NATIVE_KERNELS
 FORMATS = {torch.float32: WeightLayout.DENSE_F32, torch.bfloat16: WeightLayout.DENSE_BF16}
 DTYPES = pytest.mark.parametrize("dtype", FORMATS, ids=str)
 # M, N, K. Tiles have up to 14 rows, panels 32 outputs, steps 1 or 2 inputs, chunks 1,024 steps, and
-# rows beyond 384 KiB make another group.
+# rows beyond 384 KiB make another group, which with AVX2 has at least six rows, however long.
 SHAPES = [
     *((1, 1, 1), (2, 31, 7), (3, 32, 64), (7, 33, 129), (14, 80, 65), (15, 16, 768)),
     *((28, 96, 33), (29, 47, 1027), (64, 65, 96), (70, 40, 257), (5, 33, 2051), (110, 33, 2306)),
+    (13, 3, 17_001),
 ]
 
 

@@ -4,11 +4,11 @@
 // Step::kMaxRows, their sums in registers. One block alone waits for nothing but memory: it
 // prefetches weights a little ahead. Several blocks read a chunk of the panel from the L2 cache,
 // one after another, and meanwhile all of them prefetch the next chunk, which follows it in memory:
-// so reading and multiplying overlap however many rows there are.
-#include <utility>
-
+// so reading and multiplying overlap however many rows there are. With AVX2, linear_packed.h
+// multiplies three or more rows of one linear instead.
 #include "linear/epilogue.h"
 #include "linear/linear.h"
+#include "linear/linear_packed.h"
 #include "linear/linear_tile.h"
 #include "linear/panel_task.h"
 #include "threads/work_stealing.h"
@@ -23,22 +23,6 @@ constexpr int64_t kMaxChunkSteps = 1024;
 // AVX2 it keeps up with six rows too (0.53 ms without prefetching, 0.63 with; Zen 3).
 constexpr int64_t kMinRowsToPrefetch = kRegisterLanes == 8 ? 7 : 6;
 constexpr int64_t kAheadBytes = 7168;
-
-template <typename Step>
-using Multiply = void (*)(const uint8_t*, int64_t, const typename Step::X*, int64_t, Prefetch, bool,
-                          float*);
-
-// The functions of R = 1 .. Step::kMaxRows.
-template <typename Step, int... kRs>
-Multiply<Step> choose_among(int64_t num_rows, std::integer_sequence<int, kRs...>) {
-  static constexpr Multiply<Step> kFunctions[] = {&multiply<Step, kRs + 1>...};
-  return kFunctions[num_rows - 1];
-}
-
-template <typename Step>
-Multiply<Step> choose(int64_t num_rows) {
-  return choose_among<Step>(num_rows, std::make_integer_sequence<int, Step::kMaxRows>{});
-}
 
 template <typename X>
 struct Rows {
@@ -140,6 +124,10 @@ class DenseTask {
 
 template <typename Step, typename T>
 void linear_dense(Pool& pool, const LinearCall& call) {
+  if constexpr (kPacksRows)
+    if (call.M >= kMinPackedRows && call.num_groups == 1 && call.groups->first == 0 &&
+        call.groups->count == call.M)
+      return linear_packed<Step, T>(pool, call);
   const Rows<typename Step::X> x = prepare<Step, T>(pool, call);
   const int64_t row_bytes = x.ld * int64_t(sizeof *x.data);
   share_panels(pool, call, row_bytes, [&](const LinearGroup& group, Range rows, int64_t panel,

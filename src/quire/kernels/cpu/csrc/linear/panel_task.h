@@ -56,21 +56,39 @@ struct GroupRows {
   Range rows;
 };
 
+// How `num_rows` rows are divided: into so many parts, which begin at multiples of kMultiple.
+template <int64_t kMultiple>
+int64_t num_row_parts(int64_t num_rows, int64_t row_bytes) {
+  const int64_t count = num_row_groups(num_rows, row_bytes);
+  if constexpr (kMultiple == 1) return count;
+  const int64_t num_blocks = divide_up(num_rows, kMultiple);
+  return count < num_blocks ? count : num_blocks;
+}
+
+template <int64_t kMultiple>
+Range row_part(int64_t num_rows, int64_t i, int64_t count) {
+  if constexpr (kMultiple == 1) return Range{0, num_rows}.part(i, count);
+  const Range blocks = Range{0, divide_up(num_rows, kMultiple)}.part(i, count);
+  const int64_t end = blocks.end * kMultiple;
+  return {blocks.first * kMultiple, end < num_rows ? end : num_rows};
+}
+
 // f(group, rows, panel, thread) for all rows and panels of a call. Groups follow each other without
-// a barrier; a thread takes panel after panel of one's rows. Uses the pool's shared memory, slots 2
-// and 3.
-template <typename F>
+// a barrier; a thread takes panel after panel of one's rows, which begin at a multiple of
+// kMultiple. Uses the pool's shared memory, slots 2 and 3.
+template <int64_t kMultiple = 1, typename F>
 void share_panels(Pool& pool, const LinearCall& call, int64_t row_bytes, F&& f) {
   int64_t num_parts = 0;
   for (int64_t g = 0; g < call.num_groups; ++g)
-    num_parts += num_row_groups(call.groups[g].count, row_bytes);
+    num_parts += num_row_parts<kMultiple>(call.groups[g].count, row_bytes);
   auto* parts =
       static_cast<GroupRows*>(pool.shared(3, num_parts * int64_t(sizeof(GroupRows))));
   GroupRows* next = parts;
   for (int64_t g = 0; g < call.num_groups; ++g) {
-    const Range all{0, call.groups[g].count};
-    const int64_t count = num_row_groups(all.size(), row_bytes);
-    for (int64_t i = 0; i < count; ++i) *next++ = {&call.groups[g], all.part(i, count)};
+    const int64_t num_rows = call.groups[g].count;
+    const int64_t count = num_row_parts<kMultiple>(num_rows, row_bytes);
+    for (int64_t i = 0; i < count; ++i)
+      *next++ = {&call.groups[g], row_part<kMultiple>(num_rows, i, count)};
   }
   const int64_t panels = num_panels(call.any());
   share(pool, 2, panels * num_parts, [&](int64_t item, int thread) {
