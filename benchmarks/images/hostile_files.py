@@ -102,7 +102,10 @@ def modes() -> Iterator[File]:
     yield "png of depth 3", png(head(20, 20, 3, 0), data, END)
     yield "png of kind 7", png(head(20, 20, 8, 7), data, END)
     yield "transparent palette", saved(picture().convert("P"), transparency=bytes(range(256)))
-    yield "progressive jpeg", saved(picture(), "JPEG", progressive=True)
+    progressive = saved(picture(), "JPEG", progressive=True)
+    yield "progressive jpeg", progressive
+    last_scan = progressive[progressive.rindex(b"\xff\xda") : -2]
+    yield "jpeg of 9,999 scans", progressive[:-2] + last_scan * 9999 + progressive[-2:]
     yield "animated webp", saved(picture(), "WEBP", save_all=True, append_images=[picture(seed=1)])
     yield "run-length bmp", saved(picture().convert("P"), "BMP")[:54] + bytes(2000)
 

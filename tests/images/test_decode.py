@@ -85,6 +85,19 @@ def test_an_animation_gives_its_first_frame() -> None:
         assert red > 200 and green < 50 and blue < 50
 
 
+def jpeg_with_scans(num_scans: int) -> bytes:
+    """A progressive JPEG file whose last scan occurs num_scans times more."""
+    data = file_of(Image.new("L", (64, 64)), "JPEG", progressive=True)
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * num_scans + data[-2:]
+
+
+def test_scans_outside_of_the_picture_do_not_count() -> None:
+    scans, picture = b"\xff\xda\0\2" * 999, jpeg_with_scans(9)
+    comment = b"\xff\xfe" + struct.pack(">H", 2 + len(scans)) + scans
+    for data in (picture, picture[:2] + comment + picture[2:], picture + scans):
+        assert decode_image(data, WHERE).size == (64, 64)
+
+
 CUT = file_of(random_picture(40, 40))
 BOMB = zlib.compress(b"\0" * (1 << 20))
 WIDE_WEBP = b"RIFF\x40\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xff" * 6 + b"\0" * 40
@@ -106,6 +119,7 @@ WIDE_WEBP = b"RIFF\x40\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xff" * 6 + b"\0" * 
         (WIDE_WEBP, "has 16777216 x 16777216 pixels"),
         (b"GIF89a" + b"\xff" * 40, "messages"),
         (b"BM" + bytes(60), "can't be decoded"),
+        (jpeg_with_scans(999), "is a JPEG file of more than 64 scans"),
     ],
 )
 def test_hostile_files_are_refused_in_one_sentence(data: bytes, reason: str) -> None:
@@ -131,5 +145,8 @@ def test_pictures_of_the_caller_are_checked() -> None:
     for wrong in (array.astype(np.float32), array[None], array[:0], b"", 7, BytesIO()):
         with pytest.raises(InvalidRequestError, match=r"but must be"):
             check_image(wrong, WHERE)
+    for broken in (Image.open(BytesIO(CUT[: len(CUT) // 2])), Image.new("La", (2, 2))):
+        with pytest.raises(InvalidRequestError, match=r"can't be read as RGB"):
+            check_image(broken, WHERE)
     with pytest.raises(InvalidRequestError, match="above the bound"):
         check_image(Image.new("1", (MAX_PIXELS, 2)), WHERE)

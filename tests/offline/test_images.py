@@ -89,7 +89,7 @@ def test_wrong_prompts_are_refused(llm: LLM) -> None:
     for prompt, reason in (
         (prompt_of(PICTURE, OTHER), r"has 1 placeholders of images .* 2 images"),
         (prompt_of(b"broken"), "is no image of the formats"),
-        (prompt_of(3), "must be a PIL image"),
+        (prompt_of(3), "must be a URL or a picture"),
     ):
         with pytest.raises(InvalidRequestError, match=reason):
             llm.generate(prompt, PARAMS, use_tqdm=False)

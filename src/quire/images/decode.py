@@ -4,6 +4,7 @@ Only the formats in FORMATS are decoded, whatever the file calls itself. Pillow 
 first call, so that a server for text never loads it.
 """
 
+import re
 import warnings
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,14 @@ MAX_FILE_BYTES = 32 << 20
 _STRIP_PIXELS = 1 << 18
 """Pixels that are put over white at once, in about 2 ms."""
 
+MAX_SCANS = 64
+"""Scans of a JPEG file. Encoders write at most about 15. Each takes the time to go over the whole
+picture, and only about 50 bytes of the file."""
+
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")
+"""A marker of JPEG that begins a segment or ends the file (ITU-T T.81, table B.1)."""
+_END_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xDA
+
 _ORIENTATION = 0x0112
 """The tag of EXIF that says how to turn the stored picture (EXIF 2.32, section 4.6.4)."""
 
@@ -40,6 +49,8 @@ def decode_image(data: bytes, where: str) -> "Image":
     if len(data) > MAX_FILE_BYTES:
         raise _wrong(where, f"has {len(data)} bytes, above the bound of {MAX_FILE_BYTES}")
     _check_size(_webp_size(data), where)
+    if _has_many_scans(data):
+        raise _wrong(where, f"is a JPEG file of more than {MAX_SCANS} scans; save it anew")
     failure: Exception
     # Pillow warns of odd but readable files, which a client must not write into the log.
     warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -81,9 +92,13 @@ def check_image(image: Any, where: str) -> "Image":
             )
         image = Image.fromarray(image[:, :, 0] if image.shape[2:] == (1,) else image)
     if not isinstance(image, Image.Image):
-        raise _wrong(where, f"is a {type(image).__name__}, but must be a PIL image or an array")
+        raise _wrong(where, f"has the type {type(image).__name__}, but must be a URL or a picture")
     _check_size(image.size, where)
-    return to_rgb(image)
+    try:
+        image.load()  # since a file may only have been opened
+        return to_rgb(image)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise _wrong(where, f"can't be read as RGB ({error!s:.100})") from None
 
 
 def to_rgb(image: "Image") -> "Image":
@@ -156,6 +171,24 @@ def _webp_size(data: bytes) -> tuple[int, int]:
         return 1, 1
     width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
     return width, height
+
+
+def _has_many_scans(data: bytes) -> bool:
+    """Whether a JPEG file has more scans than MAX_SCANS; False for other files.
+
+    Only segments of the picture itself count, not those of thumbnails inside of a segment, nor
+    what follows its end. Source: ITU-T T.81, section B.1.1.
+    """
+    if data[:2] != b"\xff\xd8":
+        return False
+    num_scans, at = 0, 2
+    while num_scans <= MAX_SCANS and (marker := _MARKER.search(data, at)) is not None:
+        kind, at = data[marker.end() - 1], marker.end()
+        if kind == _END_OF_IMAGE:
+            break
+        num_scans += kind == _START_OF_SCAN
+        at += int.from_bytes(data[at : at + 2], "big")
+    return num_scans > MAX_SCANS
 
 
 def _check_size(size: tuple[int, int], where: str) -> None:
