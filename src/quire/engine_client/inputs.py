@@ -194,8 +194,8 @@ class InputProcessor:
             return request
         if len(request.prompt_token_ids) < images.num_prompt_tokens:
             raise InvalidRequestError(
-                f"the prompt has images and {images.num_prompt_tokens} tokens, and no prompt with"
-                " images is cut; leave truncate_prompt_tokens out, or send less",
+                "truncate_prompt_tokens would cut the prompt, which has images and"
+                f" {images.num_prompt_tokens} tokens; leave it out, or send less",
                 "truncate_prompt_tokens",
             )
         check_content_spans(images.spans, len(request.prompt_token_ids), self._limits)
@@ -370,7 +370,8 @@ def _read_pictures(given: Any) -> tuple[Any, ...]:
             f'multi_modal_data is {shown(given)}, but must be {{"image": ...}}', "multi_modal_data"
         )
     for name, value in given.items():
-        if name != "image" and value not in (None, []):
+        is_empty = value is None or (isinstance(value, (list, tuple)) and not value)
+        if name != "image" and not is_empty:
             raise InvalidRequestError(
                 f"multi_modal_data has {name!r:.80}, but of media only images are read; leave it"
                 " out",

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.images.pictures import file_of, random_picture
 from tests.images.tiny_folders import write_qwen, write_smolvlm
@@ -153,7 +154,7 @@ def test_the_request_has_the_images(smolvlm: Service) -> None:
     request = request_of()
     images = prompt.images[0].in_domain(request.cache_domain)
     assert (request.content_spans, request.contents) == (images.spans, images.contents)
-    with pytest.raises(InvalidRequestError, match="no prompt with images is cut"):
+    with pytest.raises(InvalidRequestError, match="would cut the prompt"):
         request_of(truncate_prompt_tokens=5)
 
 
@@ -252,6 +253,7 @@ def test_prompts_of_the_offline_api(smolvlm: Service) -> None:
     for wrong, reason in (
         ({"prompt": "no place", "multi_modal_data": {"image": PICTURE}}, "0 placeholders"),
         ({"prompt": text, "multi_modal_data": {"video": PICTURE}}, "only images are read"),
+        ({"prompt": text, "multi_modal_data": {"audio": np.zeros(3)}}, "only images are read"),
         ({"prompt": text, "multi_modal_data": [PICTURE]}, "must be"),
     ):
         with pytest.raises(InvalidRequestError, match=reason):

@@ -48,6 +48,7 @@ FIELD_NAMES: Mapping[str, str] = {
     "structured_outputs": "text.format",
     "reasoning_effort": "reasoning",
     "max_tokens": "max_output_tokens",
+    "truncate_prompt_tokens": "truncation",
 }
 """Maps field names in errors about the chat call to the names of the body's fields."""
 
@@ -74,7 +75,13 @@ _PART = {
     "required": ["type", "text"],
     "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": _TEXT},
 }
-_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART}]}
+_IMAGE_PART = {
+    "type": "object",
+    "required": ["type", "image_url"],
+    "properties": {"type": {"const": "input_image"}, "image_url": _TEXT},
+}
+_PARTS = {"type": "array", "items": {"anyOf": [_PART, _IMAGE_PART]}}
+_CONTENT = {"anyOf": [_TEXT, _PARTS]}
 _ITEM = {
     "anyOf": [
         {
