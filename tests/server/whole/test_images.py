@@ -83,9 +83,16 @@ def test_all_apis_give_one_answer(server, tiny):
         {"type": "input_image", "image_url": part_of(FIRST)["image_url"]["url"]},
         {"type": "input_text", "text": QUESTION},
     ]
+    shown = server.http.post("/api/show", json={"model": str(tiny.folder)}).json()
+    assert "vision" in shown["capabilities"]
     body = {"input": [{"role": "user", "content": parts}], "temperature": 0}
     answer = server.http.post("/v1/responses", json=body | {"max_output_tokens": NUM_TOKENS}).json()
     assert answer["output"][0]["content"][0]["text"] == text
+    long = [*parts[:1] * 4, {"type": "input_text", "text": "x" * 100}]
+    body = {"input": [{"role": "user", "content": long}], "truncation": "auto"}
+    refused = server.http.post("/v1/responses", json=body).json()["error"]
+    assert refused["param"] == "truncation"
+    assert refused["message"].startswith("truncation would cut the prompt, which has images")
     body = {
         "messages": [{"role": "user", "content": [part_of(FIRST), parts[1] | {"type": "text"}]}]
     }

@@ -54,7 +54,9 @@ _BLOCK = {
     "type": "object",
     "required": ["type"],
     "properties": {
-        "type": {"enum": ["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]}
+        "type": {
+            "enum": [*("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")]
+        }
     },
 }
 _MESSAGE = {
