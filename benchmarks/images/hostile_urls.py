@@ -103,6 +103,7 @@ class HostileHosts:
         self.domains = tuple(f"{name}.test" for name in (*SERVED, *PRIVATE))
         self._is_over = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._connecting = threading.Lock()
 
     def resolve(self, host: str, port: int) -> Sequence[str]:
         """The address of a host."""
@@ -111,8 +112,9 @@ class HostileHosts:
     def connect(self, address: str, port: int, host: str, timeout_s: float) -> socket.socket:
         """A connection to the host of this process."""
         assert address == PUBLIC, f"connected to {address}"
-        client = socket.create_connection(self._listener.getsockname(), timeout_s)
-        server, _ = self._listener.accept()
+        with self._connecting:  # else another thread could accept this connection
+            client = socket.create_connection(self._listener.getsockname(), timeout_s)
+            server, _ = self._listener.accept()
         serve = SERVED[host.removesuffix(".test")]
         threading.Thread(target=self._run, args=(server, serve), daemon=True).start()
         return client
