@@ -3,7 +3,10 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from tests.images.tiny_folders import write_smolvlm
 
 from quire.errors import ConfigurationError
 from quire.hub.model_folder import EMBEDDED_MODEL
@@ -72,6 +75,15 @@ def test_memory_is_that_of_the_entry_or_weights_and_a_cache():
     assert needed == weights + 8 * MIB
     assert plan.options.gpu_memory_utilization is None
     assert prepared(entry(server={"replicas": 2}))[0] == 2 * (weights + LEAST_KV_BYTES)
+
+
+def test_memory_includes_the_embeddings_of_images(tmp_path):
+    folder = write_smolvlm(tmp_path / "tiny")
+    save_file({"weight": np.zeros(8, np.float32)}, folder / "model.safetensors")
+    weights = (folder / "model.safetensors").stat().st_size
+    given = {"model": str(folder), "kv_cache_memory": 8 * MIB, "encoder_cache_memory": 2 * MIB}
+    assert prepared(entry(**given))[0] == weights + 11 * MIB
+    assert prepared(entry(**given, language_model_only=True))[0] == weights + 8 * MIB
 
 
 def test_a_model_has_the_names_of_its_entry():

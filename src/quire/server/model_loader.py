@@ -269,8 +269,8 @@ def _check_entry(entry: ListedModel, server: ServerConfig) -> None:
 
 
 def _computed_bytes(plan: ModelPlan) -> int:
-    """Bytes of weights and KV cache that one engine will take. Raises ConfigurationError if the
-    size of the weights is unknown, since they are not on this machine."""
+    """Bytes of weights, embeddings of images and KV cache that one engine will take. Raises
+    ConfigurationError if the size of the weights is unknown, since they are not on this machine."""
     options = plan.options
     if options.gpu_memory_utilization is not None:
         return int(options.gpu_memory_utilization * total_memory_bytes())
@@ -280,8 +280,14 @@ def _computed_bytes(plan: ModelPlan) -> int:
             " their size is unknown; fetch them with `quire pull`, or give the model memory"
         )
     weight_bytes = _num_weight_bytes(plan.files.model.folder)
+    image_bytes = 0
+    if plan.files.images is not None and not options.language_model_only:
+        # The engine's slots hold a half of the cache's size beside it, unless images are very long.
+        image_bytes = options.encoder_cache_bytes * 3 // 2
     kv_bytes = options.kv_cache_bytes
-    return weight_bytes + (max(LEAST_KV_BYTES, weight_bytes // 4) if kv_bytes is None else kv_bytes)
+    if kv_bytes is None:
+        kv_bytes = max(LEAST_KV_BYTES, weight_bytes // 4)
+    return weight_bytes + image_bytes + kv_bytes
 
 
 def _num_weight_bytes(path: Path) -> int:
