@@ -75,6 +75,8 @@ def test_images_stay_with_the_roles_that_may_have_them() -> None:
     messages, images = take_images([result], {"user"}, left_out)
     assert "image left out" in messages[0]["content"][0]["text"] and not images
     assert list(left_out) == ["messages.content (image_url)"]
+    with pytest.raises(InvalidRequestError, match="the role 'tool', but"):
+        take_images([result], {"user"}, None)
     assert take_images([result], {"user", "tool"}, None)[1]
 
 

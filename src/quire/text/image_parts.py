@@ -44,9 +44,9 @@ def take_images(
     """The messages with IMAGE_PART in place of each image, and the images.
 
     roles: those whose images the chat template places. If it does not place images in results of
-    tools, they are replaced by a line of text. left_out: as in `check_messages`. Raises
-    InvalidRequestError for images in messages of other roles, and malformed parts. Messages without
-    images are not checked.
+    tools, they are replaced by a line of text and named in `left_out`; if that is None, they are
+    refused. left_out: as in `check_messages`. Raises InvalidRequestError for images in messages of
+    other roles, and malformed parts. Messages without images are not checked.
     """
     taken: list[TakenImage] = []
     changed = list(messages)
@@ -54,7 +54,7 @@ def take_images(
         if not has_images([message]):
             continue
         role = message.get("role")
-        if role not in roles and role != "tool":
+        if role not in roles and (role != "tool" or left_out is None):
             named = " or ".join(sorted(roles)) or "no role"
             raise _wrong(
                 f"messages[{at}] has an image and the role {shown(role)}, but the model's chat"
@@ -64,8 +64,8 @@ def take_images(
         for place, part in enumerate(parts):
             if _is_image(part) and role not in roles:
                 parts[place] = {"type": "text", "text": stand_in("image")}
-                if left_out is not None:
-                    left_out[f"messages.content ({part['type']})"] = None
+                assert left_out is not None, "such images were refused above"
+                left_out[f"messages.content ({part['type']})"] = None
             elif _is_image(part):
                 where = f"messages[{at}].content[{place}]"
                 taken.append(TakenImage(where, _source_of(part, where, left_out)))
