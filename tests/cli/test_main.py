@@ -25,19 +25,24 @@ ANSWER = "`os.path.join(a, *p)`\n\nJoin two or more pathname components"
 Capture = pytest.CaptureFixture[str]
 
 
-def _processor_s(command: list[str]) -> float:
-    """The least user and system time of three runs: what a busy machine can't blur."""
+LOOP = [sys.executable, "-c", "sum(i * i for i in range(1_500_000))"]
+"""Takes about 0.1 s of processor time on a core of 2021 that has its caches for itself."""
 
-    def used_s() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
 
-    times = []
-    for _ in range(3):
-        before_s = used_s()
+def _loops(command: list[str]) -> float:
+    """The processor time of a command, as a multiple of LOOP's.
+
+    Each is the least of five runs, in turns: other programs on the machine lengthen both.
+    """
+
+    def run_s(command: list[str]) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, capture_output=True)
-        times.append(used_s() - before_s)
-    return min(times)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    times = [(run_s(command), run_s(LOOP)) for _ in range(5)]
+    return min(each for each, _ in times) / min(each for _, each in times)
 
 
 # ---- light start ----------------------------------------------------------------------------
@@ -45,10 +50,10 @@ def _processor_s(command: list[str]) -> float:
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("words", "limit_s"), [(["--version"], 0.1), (["--help"], 0.3), (["serve", "--help"], 0.3)]
+    ("words", "limit"), [(["--version"], 1.0), (["--help"], 4.5), (["serve", "--help"], 4.5)]
 )
-def test_version_and_help_are_there_at_once(words: list[str], limit_s: float) -> None:
-    assert _processor_s([sys.executable, "-m", "quire", *words]) < limit_s
+def test_version_and_help_are_there_at_once(words: list[str], limit: float) -> None:
+    assert _loops([sys.executable, "-m", "quire", *words]) < limit
 
 
 @pytest.mark.alone
