@@ -40,7 +40,7 @@ def add_option(parser: pytest.Parser) -> None:
         dest="processes",
         metavar="N",
         default="0",
-        help="number of processes that run the tests; auto: 2 for each processor, and at most"
+        help="number of processes that run the tests; auto: 3 for 2 processors, and at most"
         f" {MAX_PROCESSES}; 0: the one that collects them",
     )
 
@@ -48,11 +48,11 @@ def add_option(parser: pytest.Parser) -> None:
 def num_processes(text: str, num_processors: int) -> int:
     """The number that `-n` asks for.
 
-    `auto` is two for each processor, because tests spend a third of their time waiting for other
+    `auto` is three for two processors, because tests spend a third of their time waiting for other
     processes and for timeouts.
     """
     if text == "auto":
-        return min(MAX_PROCESSES, 2 * num_processors)
+        return min(MAX_PROCESSES, num_processors + num_processors // 2)
     if not text.isdecimal():
         raise pytest.UsageError(f"-n takes a number of processes or auto, not {text!r}")
     return int(text)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize(
     ("text", "num_processors", "expected"),
-    [("auto", 1, 2), ("auto", 2, 4), ("auto", 16, 4), ("0", 2, 0), ("7", 2, 7)],
+    [("auto", 1, 1), ("auto", 2, 3), ("auto", 16, 4), ("0", 2, 0), ("7", 2, 7)],
 )
 def test_the_number_of_processes(text: str, num_processors: int, expected: int) -> None:
     assert num_processes(text, num_processors) == expected
