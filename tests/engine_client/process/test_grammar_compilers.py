@@ -30,7 +30,7 @@ def compile(self, grammar, domain=""):
     if "SLEEP" in grammar: time.sleep(60)
     if "EAT" in grammar: bytearray(2 << 30)
     if "ABORT" in grammar: os.abort()
-    if "GROW" in grammar: self.kept = bytearray(200 << 20)
+    if "GROW" in grammar: self.kept = bytearray(132 << 20)
 GrammarCompiler.compile = compile
 sys.exit(grammar_main.main())
 """
