@@ -10,7 +10,9 @@ from tests.models.family_shapes import save_wide
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 72, "block_size": 8}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "falcon_h1", "nemotron_h", "qwen3_next", "qwen3_5"]
+)
 def test_two_ranks_find_the_tokens_of_one(family: str, tmp_path: Path) -> None:
     save_wide(family, tmp_path)
     one = make_llm(tmp_path, 1, **OPTIONS)
