@@ -4,9 +4,10 @@ import argparse
 import os
 from pathlib import Path
 
-from quire.cluster.machines.cluster_key import NEW_KEY
-
 DEFAULT_PORT = 8100
+
+NEW_KEY = "openssl req -x509 -newkey ed25519 -nodes -days 36500 -subj /CN=quire"
+"""The command that makes a key, without its last arguments: -keyout FILE -out FILE."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

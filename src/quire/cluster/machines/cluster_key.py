@@ -12,11 +12,9 @@ import stat
 import subprocess
 from pathlib import Path
 
+from quire.cluster.machines.agent_arguments import NEW_KEY
 from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
-
-NEW_KEY = "openssl req -x509 -newkey ed25519 -nodes -days 36500 -subj /CN=quire"
-"""The command that makes a key, without its last arguments: -keyout FILE -out FILE."""
 
 _NO_CHECK_TIME = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python's ssl does not name
 
