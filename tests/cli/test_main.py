@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 LOOP = [sys.executable, "-c", "sum(i * i for i in range(1_500_000))"]
-"""Takes about 0.1 s of processor time on a core of 2021 that has its caches for itself."""
+"""Takes 0.1 to 0.2 s of processor time on a core of 2021, by the load of the machine."""
 
 
 def _loops(command: list[str]) -> float:
@@ -50,7 +50,7 @@ def _loops(command: list[str]) -> float:
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("words", "limit"), [(["--version"], 1.0), (["--help"], 4.5), (["serve", "--help"], 4.5)]
+    ("words", "limit"), [(["--version"], 1.0), (["--help"], 3.0), (["serve", "--help"], 3.0)]
 )
 def test_version_and_help_are_there_at_once(words: list[str], limit: float) -> None:
     assert _loops([sys.executable, "-m", "quire", *words]) < limit
