@@ -128,9 +128,14 @@ class ContentWork(ItemWork):
         if self._store is not None and digests:
             self._store.close(digests)
 
+    @property
+    def is_encoding(self) -> bool:
+        """Whether sequences wait for contents that the store encodes."""
+        return self._store is not None and self._residency.num_reading > 0
+
     def advance(self, limit_s: float) -> None:
         """After a step, encode contents that sequences wait for, for about limit_s seconds."""
-        if self._store is not None and self._residency.num_reading:
+        if self._store is not None and self.is_encoding:
             self._store.advance(limit_s)
 
     def counts(self) -> dict[str, float]:

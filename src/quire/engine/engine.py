@@ -319,7 +319,7 @@ class Engine:
             self.tier_work.wait()
             self.adapters.wait()
             self.contents.wait()
-        elif plan is not None:
+        elif plan is not None and self.contents.is_encoding:
             # Streams wait for at most about the time of one more step.
             self.contents.advance(min(self.clock() - planned_s, MOST_ENCODING_S))
         refused = [
