@@ -166,3 +166,27 @@ def test_blocks_in_the_pool_are_not_looked_up_in_the_tier() -> None:
     assert (found.num_tokens, found.there) == (12, ())
     assert [each.name for each in found.missing] == prefix.chains[0][3:6]
     assert finder.longest(of._replace(held=0)).num_tokens == 0
+
+
+@pytest.mark.parametrize("kinds", GROUPS)
+def test_contents_that_a_tier_loses_during_the_search_are_named_as_missing(kinds: str) -> None:
+    """A tier that finds a damaged record forgets it in a thread of its own."""
+
+    class Losing(SlowTiers):
+        def find(self, group: int, name: bytes) -> bool:
+            is_there = super().find(group, name)
+            self.kept.discard((group, name))
+            return is_there
+
+    num_missing = 0
+    for seed in range(50):
+        prefix = Prefix(kinds, random.Random(seed))
+        longest = prefix.longest()
+        losing = Losing()
+        losing.kept, losing.kept_tails = set(prefix.tiers.kept), prefix.tiers.kept_tails
+        finder = TierFinder(prefix.cache, losing, prefix.growth)
+        of = TierPrefix(prefix.token_ids, prefix.chain_tokens, prefix.chains, prefix.roots, 0)
+        found = finder.longest(of)
+        assert found.num_tokens == longest, f"seed {seed}"
+        num_missing += len(found.missing)
+    assert num_missing > 0

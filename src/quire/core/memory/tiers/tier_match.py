@@ -64,9 +64,13 @@ class TierFinder:
         self._cache = cache
         self._tiers = tiers
         self._growth = growth
+        # Whether each content that the current search has looked up is there. A tier may lose a
+        # damaged content at any time; its load then fails, but the search stays consistent.
+        self._looked_up: dict[tuple[int, bytes], bool] = {}
 
     def longest(self, prefix: TierPrefix) -> TierMatch:
         """The longest prefix that leaves a token to compute."""
+        self._looked_up.clear()
         known = self._full_end(prefix)
         end = known
         before = -1
@@ -193,4 +197,8 @@ class TierFinder:
         )
 
     def _is_there(self, group: int, name: bytes) -> bool:
-        return self._cache.find(group, name) is not None or self._tiers.find(group, name)
+        is_there = self._looked_up.get((group, name))
+        if is_there is None:
+            is_there = self._cache.find(group, name) is not None or self._tiers.find(group, name)
+            self._looked_up[group, name] = is_there
+        return is_there
