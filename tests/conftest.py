@@ -26,6 +26,7 @@ from tests.real_weights import NO_REAL_WEIGHTS
 from tests.real_weights import minilm as minilm
 from tests.real_weights import smollm2 as smollm2
 from tests.real_weights import smollm2_gguf as smollm2_gguf
+from tests.rotation import Rotation
 from tests.turns import Turns
 
 from quire.kernels.options import KERNELS
@@ -61,6 +62,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="skip the tests that need the native library where it can't be loaded, instead of"
         " failing them",
     )
+    parser.addoption(
+        "--rotate", action="store_true", help="run only a third of the long tests (rotation.py)"
+    )
+    parser.addoption(
+        "--write-rotated", action="store_true", help="list the long tests of this run anew"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     EngineOptions.__init__.__defaults__ = tuple(
         name if field.name == "kernels" else field.default for field in fields(EngineOptions)
     )
+    config.pluginmanager.register(Rotation(config))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -140,7 +140,8 @@ def test_tests_need_more_than_the_demo(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), ["-n", "auto", "--durations=20"]),
+        ((), ["-n", "auto", "--durations=20", "--rotate"]),
+        (("--all",), ["-n", "auto", "--durations=20"]),
         (("tests/core", "--pdb"), ["tests/core", "--pdb"]),
     ],
 )
