@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quire.assembly import device_setup
-from quire.assembly.device_setup import choose_setup
+from quire.assembly.device_setup import choose_device, choose_setup
+from quire.errors import ConfigurationError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.models.registry import load_config
 from quire.options.engine_options import EngineOptions
@@ -63,3 +64,13 @@ def test_native_kernels_keep_bfloat16_on_every_processor(
 
 def test_a_dtype_that_is_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen_dtype(monkeypatch, False, "torch", "bfloat16") is torch.bfloat16
+
+
+def test_a_gpu_of_rocm_is_refused_by_name_and_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    for name in ("cuda", "cuda:0"):
+        with pytest.raises(ConfigurationError, match="computes on AMD GPUs"):
+            choose_device(name)
+    assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")

@@ -100,6 +100,15 @@ def choose_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
     Raises ConfigurationError for a device that does not exist.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus and torch.version.hip is not None:  # torch calls the GPUs of ROCm "cuda", too
+        if name != AUTO and not name.startswith("cpu"):
+            raise ConfigurationError(
+                f"device is {name!r}, but torch {torch.__version__} computes on AMD GPUs (ROCm),"
+                " and quire's kernels have instructions of NVIDIA GPUs; device='cpu' computes"
+                " without a GPU"
+            )
+        logger.warning("quire computes on the CPU: its kernels are not for AMD GPUs (ROCm)")
+        return torch.device("cpu")
     if name == AUTO:
         name = "cuda" if num_gpus else "cpu"
     kind, _, number = name.partition(":")
