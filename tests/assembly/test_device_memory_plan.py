@@ -18,7 +18,7 @@ from quire.attention.interface import AttentionSpec
 from quire.attention.kv_format import KVFormat
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
-from quire.errors import InsufficientMemoryError
+from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.options.engine_options import EngineOptions
 from quire.runtime.page_layout import plan_layout
 
@@ -239,6 +239,17 @@ def test_memory_lost_between_the_two_runners_is_reported() -> None:
 
     with pytest.raises(InsufficientMemoryError, match=r"does not fit any more.*\(to 0\.85\)"):
         plan_on_device(needs(), device, make)
+
+
+def test_a_kernel_that_is_too_large_for_the_gpu_is_named_in_a_sentence() -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+
+    def make(sizes: MemoryPlan) -> FakeRunner:
+        raise errors.OutOfResources(135_168, 101_376, "shared memory")
+
+    expected = "a kernel needs 135168 of shared memory, and the GPU has 101376; choose another GPU"
+    with pytest.raises(ConfigurationError, match=expected):
+        plan_on_device(needs(), Device(), make)
 
 
 def test_errors_that_are_not_about_memory_come_through() -> None:

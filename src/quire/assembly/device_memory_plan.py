@@ -17,12 +17,12 @@ from quire.assembly.host_memory_plan import MemoryPlan, blocks_for, fitting_toke
 from quire.core.memory.memory_report import format_bytes
 from quire.core.step import Runner
 from quire.engine_client.device_ledger import DeviceLedger
-from quire.errors import InsufficientMemoryError
+from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.formats.format_registry import weight_formats
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.runtime.calibration import RunnerShape
-from quire.runtime.device_memory import CudaMemory, is_out_of_memory
+from quire.runtime.device_memory import CudaMemory, excess_of_kernel, is_out_of_memory
 from quire.runtime.page_layout import KVCacheLayout
 from quire.runtime.profile_run import ProfileRun
 
@@ -139,7 +139,7 @@ def plan_on_device(
     `make_runner` makes a runner of given sizes for the loaded model. It is called more than once,
     never while an earlier runner is in use. `agree` takes this rank's number of blocks and returns
     the least of all ranks, which call this function at the same time. Raises
-    InsufficientMemoryError.
+    InsufficientMemoryError, and ConfigurationError if a kernel is too large for the GPU.
     """
     memory.release_and_reset_peak()
     measured = _measure(needs, memory, make_runner)
@@ -177,6 +177,14 @@ def _measure(
         if not (isinstance(error, InsufficientMemoryError) or is_out_of_memory(error)):
             raise
         return None
+    except Exception as error:
+        excess = excess_of_kernel(error)
+        if excess is None:
+            raise
+        raise ConfigurationError(
+            f"the layers of this model can't be computed on this GPU: {excess}; choose another GPU,"
+            " dtype or quantization, or device='cpu'"
+        ) from error
     pool = probe.num_blocks * needs.layout.bytes_per_block
     worst = max(0, memory.peak_bytes() - weights - pool)
     other = memory.total_bytes - memory.free_bytes() - memory.held_bytes()

@@ -4,6 +4,7 @@ Called by `assembly.device_memory_plan`.
 """
 
 import gc
+import sys
 
 import torch
 
@@ -50,3 +51,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def excess_of_kernel(error: BaseException) -> str | None:
+    """What a Triton kernel needs beyond the GPU's limits, as a clause; None for other errors."""
+    errors = sys.modules.get("triton.runtime.errors")  # loaded with the first kernel
+    if errors is None or not isinstance(error, errors.OutOfResources):
+        return None
+    return f"a kernel needs {error.required} of {error.name}, and the GPU has {error.limit}"
