@@ -41,7 +41,7 @@ class KernelSpec:
         constant, which are None and integers equal to 1.
     targets: compute capabilities for which the tests compile it.
     is_bound: what is launched was chosen for these targets, and is for no others.
-    options: of the launch, as enable_fp_fusion.
+    options: of the launch; enable_fp_fusion is True unless it is given.
     """
 
     kernel: Any
@@ -130,7 +130,12 @@ def compile_spec(spec: KernelSpec, target: int, with_instructions: bool = False)
 
     result = Compiled(kernel_name(spec), spec.label, target)
     start = perf_counter()
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    options = {
+        "num_warps": spec.num_warps,
+        "num_stages": spec.num_stages,
+        "enable_fp_fusion": True,
+        **spec.options,
+    }
     try:
         kernel = compile_kernel(
             _source(spec), target=GPUTarget("cuda", target, 32), options=options

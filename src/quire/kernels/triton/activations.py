@@ -85,6 +85,7 @@ def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> t
             ACTIVATION=activation.value,
             BLOCK_D=block,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return out
 
@@ -103,6 +104,7 @@ def _map_rows(x: torch.Tensor, function: str, cap: float) -> torch.Tensor:
             FUNCTION=function,
             BLOCK_D=block,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return out
 

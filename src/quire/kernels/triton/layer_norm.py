@@ -51,6 +51,7 @@ def layer_norm(
             D=rows.shape[1],
             BLOCK_D=block,
             num_warps=max(4, min(32, block // (32 * _THREAD_ELEMENTS))),
+            enable_fp_fusion=True,
         )
     return out
 

@@ -113,6 +113,7 @@ def _launch(
         FACTOR=factor,
         num_warps=num_warps,
         **launch_options(x.device),
+        enable_fp_fusion=True,
     )
 
 

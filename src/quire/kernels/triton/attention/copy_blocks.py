@@ -59,6 +59,7 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
             num_pieces,
             PIECE=_PIECE_WORDS,
             num_warps=8,
+            enable_fp_fusion=True,
         )
 
 

@@ -77,6 +77,7 @@ def decode_work(
         rule=rule,
         BLOCK_S=next_power_of_two(num_sequences),
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return items, count, merges
 

@@ -96,6 +96,7 @@ def latent_attention(
         S=shape,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        enable_fp_fusion=True,
     )
 
 

@@ -47,6 +47,7 @@ def latent_write(k: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tenso
             B=pages.shape[1],
             BLOCK=next_power_of_two(size),
             num_warps=2,
+            enable_fp_fusion=True,
         )
 
 

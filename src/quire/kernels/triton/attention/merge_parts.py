@@ -54,6 +54,7 @@ def merge_parts(
         UNROLL=_UNROLL,
         num_warps=1,
         **launch_options(out.device),
+        enable_fp_fusion=True,
     )
 
 

@@ -230,6 +230,7 @@ def paged_attention(
         num_stages=shape.num_stages,
         maxnreg=most_registers(shape, over_codes=kv_scales is not None),
         **launch_options(q.device),
+        enable_fp_fusion=True,
     )
 
 

@@ -182,6 +182,7 @@ def add_adapters(
         BLOCK_N=_BLOCK_OUTPUTS,
         BLOCK_C=COLUMNS,
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 
@@ -218,6 +219,7 @@ def _launch_inner(
         BLOCK_K=block_inputs,
         num_warps=2,
         num_stages=4,
+        enable_fp_fusion=True,
     )
 
 

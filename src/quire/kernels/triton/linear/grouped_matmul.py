@@ -148,6 +148,7 @@ def grouped_matmul(
         BLOCK_K=block_inputs,
         num_warps=4,
         num_stages=3,
+        enable_fp_fusion=True,
     )
 
 
@@ -199,6 +200,7 @@ def add_experts(outputs: torch.Tensor, weights: torch.Tensor, plan: GroupPlan) -
         TOP_K=top_k,
         BLOCK=block,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return out
 

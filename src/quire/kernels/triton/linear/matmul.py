@@ -135,11 +135,20 @@ def _launch(
         GROUP_M=_GROUPED_ROWS,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        enable_fp_fusion=True,
     )
     # If each slice had its own program, add the slices' sums and the bias.
     if is_split:
         merge_slices_kernel[(triton.cdiv(out.numel(), 1024),)](
-            sums, bias, out, num_rows, num_outputs, num_slices, BLOCK=1024, num_warps=4
+            sums,
+            bias,
+            out,
+            num_rows,
+            num_outputs,
+            num_slices,
+            BLOCK=1024,
+            num_warps=4,
+            enable_fp_fusion=True,
         )
 
 

@@ -121,6 +121,7 @@ def _launch(
         num_warps=2,
         num_stages=num_stages(block_m, block_k),
         **launch_options(x.device),
+        enable_fp_fusion=True,
     )
 
 

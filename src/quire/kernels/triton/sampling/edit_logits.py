@@ -58,7 +58,14 @@ def forbid_unset(logits: torch.Tensor, masks: torch.Tensor) -> None:
     num_lines, width = masks.shape
     assert width == 1 + triton.cdiv(vocab_size, MASK_BITS), "masks are not of this vocabulary"
     forbid_unset_kernel[(triton.cdiv(vocab_size, _BLOCK), num_lines)](
-        logits, logits.stride(0), masks, width, V=vocab_size, BLOCK=_BLOCK, num_warps=4
+        logits,
+        logits.stride(0),
+        masks,
+        width,
+        V=vocab_size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=True,
     )
 
 
@@ -76,6 +83,7 @@ def forbid_before(
         *(logits, logits.stride(0), lines, token_ids, limits, lengths, num_pairs),
         BLOCK=_BLOCK_PAIRS,
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 
@@ -90,6 +98,7 @@ def forbid_words(
         *(words.min_length, lengths, token_ids, token_ids.stride(0), num_words, longest),
         BLOCK=_BLOCK_PAIRS,
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 
@@ -103,6 +112,7 @@ def add_bias(
         *(logits, logits.stride(0), lines, token_ids, bias, num_pairs),
         BLOCK=_BLOCK_PAIRS,
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 

@@ -147,7 +147,13 @@ def gumbel_sample(
     # Then choose a token as if no line had top_p.
     if draws.any_sampled:
         race_kernel[(num_tiles, num_lines)](
-            *line, *options, workspace.scores, workspace.leaders, **sizes, num_warps=8
+            *line,
+            *options,
+            workspace.scores,
+            workspace.leaders,
+            **sizes,
+            num_warps=8,
+            enable_fp_fusion=True,
         )
     choose_kernel[(num_lines,)](
         *(*line, scan.tile_token, raw_scan.tile_largest, *options),
@@ -155,6 +161,7 @@ def gumbel_sample(
         too_close,
         **sizes,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     # Last, choose again for the lines whose token is outside of the nucleus.
     if draws.any_top_p:
@@ -162,12 +169,14 @@ def gumbel_sample(
             *(*line, *options, draws.top_p, outcome.token, outcome.state, workspace.masses),
             **sizes,
             num_warps=4,
+            enable_fp_fusion=True,
         )
         finish_kernel[(num_lines,)](
             *(*line, *options, draws.top_p, workspace.masses, *written, outcome.state, *lengths),
             too_close,
             **sizes,
             num_warps=16,
+            enable_fp_fusion=True,
         )
 
 

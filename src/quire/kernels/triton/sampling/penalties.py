@@ -39,6 +39,7 @@ def count_tokens(table: torch.Tensor, spans: torch.Tensor, token_ids: torch.Tens
         V=table.shape[1],
         BLOCK=_BLOCK,
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 

@@ -89,6 +89,7 @@ def scan_logits(logits: torch.Tensor, scan: Scan) -> None:
         TILE=TILE,
         GROUP=GROUP,
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 
@@ -113,6 +114,7 @@ def kth_largest(logits: torch.Tensor, scan: Scan, k: torch.Tensor, out: torch.Te
         GROUP=GROUP,
         AT_ONCE=_GROUPS_AT_ONCE,
         num_warps=8,
+        enable_fp_fusion=True,
     )
 
 
