@@ -58,9 +58,13 @@ class DeviceLimits:
     shared_bytes: int
     #: The bytes of shared memory that one program (thread block) may use.
     program_shared_bytes: int
-    #: Whether matrix instructions take operands from shared memory (sm_90, sm_100). Otherwise
-    #: operands take registers, which limit the tile sizes.
+    #: Whether tiles are as large as matrix instructions allow that take their operands from shared
+    #: memory (sm_90). Otherwise operands take registers, which limit the tile sizes; the compiler
+    #: spills larger tiles on sm_100, too.
     is_wide: bool
+    #: Whether matrix instructions keep their sums in a memory of their own (sm_100), so that four
+    #: warps have registers enough for 64 rows.
+    has_tensor_memory: bool = False
 
     @staticmethod
     def of(device: torch.device) -> "DeviceLimits":
@@ -72,7 +76,8 @@ class DeviceLimits:
             properties.multi_processor_count,
             properties.shared_memory_per_multiprocessor,
             properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-            is_wide=properties.major in (9, 10),
+            is_wide=properties.major == 9,
+            has_tensor_memory=properties.major == 10,
         )
 
 
@@ -123,7 +128,8 @@ def mixed_shapes(
     elif limits.is_wide:
         tiles = [_TileSizes(64, tile, 4), _TileSizes(128, tile, 8)]
     else:
-        tiles = [_TileSizes(64, tile // 2, 8)]
+        num_warps = 4 if limits.has_tensor_memory and tile == 64 else 8
+        tiles = [_TileSizes(64, tile // 2, num_warps)]
     return tuple(_shape(spec, block_size, dtype, limits, t) for t in tiles)
 
 
@@ -163,12 +169,16 @@ def latent_shape(
 ) -> AttendShape:
     """The shape for all steps of a latent layer (`kernels/triton/attention/latent_attention.py`).
 
-    A tile of 64 keys of 576 elements in bf16 is 72 KiB, and two are in flight. In fp32 only the
-    smallest tiles fit registers and shared memory.
+    A tile of 64 keys of 576 elements in bf16 is 72 KiB, and two are in flight; GPUs that give a
+    program 99 KiB (sm_86, sm_89, sm_120) get tiles of half as many keys. In fp32 only the smallest
+    tiles fit registers and shared memory.
     """
     rows, tile, num_stages = 64 if limits.is_wide else 32, 64, 2
     if dtype == torch.float32:
         rows, tile, num_stages = 16, 16, 1
+    room = limits.program_shared_bytes - OTHER_SHARED_BYTES
+    while tile > 16 and num_stages * tile * spec.head_dim * dtype.itemsize > room:
+        tile //= 2
     return _of_layer(
         spec, block_size, uniform=True, rows=rows, tile=tile, num_warps=8, num_stages=num_stages
     )
@@ -176,7 +186,8 @@ def latent_shape(
 
 @dataclass(frozen=True, slots=True)
 class _TileSizes:
-    """Tile sizes: the largest that don't spill registers when compiled for sm_90 and sm_80."""
+    """Tile sizes: the largest that don't spill registers when compiled for sm_90 (`is_wide`), or
+    for sm_80, 86, 89, 100 and 120."""
 
     rows: int
     keys: int

@@ -23,6 +23,10 @@ from quire.kernels.triton.attention.paged_attention import (
 LIMITS = {
     90: DeviceLimits(132, 228 << 10, 227 << 10, is_wide=True),
     80: DeviceLimits(108, 164 << 10, 163 << 10, is_wide=False),
+    86: DeviceLimits(84, 100 << 10, 99 << 10, is_wide=False),
+    89: DeviceLimits(128, 100 << 10, 99 << 10, is_wide=False),
+    100: DeviceLimits(148, 228 << 10, 227 << 10, is_wide=False, has_tensor_memory=True),
+    120: DeviceLimits(170, 100 << 10, 99 << 10, is_wide=False),
 }
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 CODES = {torch.int8: "*i8", torch.float8_e4m3fn: "*u8"}
@@ -161,6 +165,9 @@ SPECS = [
     attend(mixed_shapes(_WIDE, 16, _E4M3, LIMITS[90])[-1], torch.float32, 90, codes=_E4M3),
     latent(16, _BF16, 90, max_stack_bytes=16),
     latent(128, _BF16, 80),
+    latent(16, _BF16, 86),
+    attend(mixed_shapes(LLAMA, 16, _BF16, LIMITS[100])[-1], _BF16, 100),
+    attend(decode_shape(LLAMA, 16, torch.int8, LIMITS[100]), _BF16, 100, codes=torch.int8),
     write_latents(_BF16, 90),
     early(merge(_BF16, 128)),
     work(256, ChunkRule(17, 0, 64, 4096, 64)),
@@ -202,7 +209,12 @@ MORE = (
         for shape in shapes(spec, block_size, dtype, target)
     ]
     + [
-        latent(num_heads, dtype, target, max_stack_bytes=16)
+        latent(
+            num_heads,
+            dtype,
+            target,
+            max_stack_bytes=48 if (target, dtype) == (100, torch.float32) else 16,
+        )
         for num_heads in (16, 128)
         for dtype in TYPES
         for target in LIMITS
