@@ -471,12 +471,10 @@ class Engine:
         self, outputs: list[SequenceOutput], num_computed_tokens: int, now_s: float
     ) -> None:
         """Record a step's outputs, and forget the requests that ended with it."""
-        self.times.on_outputs(outputs, self._requests, now_s)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._forget_if_finished(output.request_id)
+        num_tokens = self.times.on_outputs(outputs, self._requests, now_s)
+        for output in [each for each in outputs if each.finish_reason is not None]:
+            self._forget_if_finished(output.request_id)
         if self.stats_log is not None:
-            num_tokens = sum([len(output.token_ids) for output in outputs])
             worked_s = self.utilization.worked_s
             self.stats_log.observe(num_computed_tokens, num_tokens, self.stats, worked_s)
 

@@ -200,7 +200,8 @@ class GrammarWork:
         found = [
             (sequence.row, sequence.constraint, sequence.draft_token_ids)
             for sequence in running
-            if isinstance(sequence.constraint, GrammarConstraint)
+            if sequence.constraint is not None  # a check without a call leaves out most rows
+            and isinstance(sequence.constraint, GrammarConstraint)
             and sequence.row is not None
             and sequence.last_step_id == step_id
             and sequence.num_pending_tokens
@@ -210,7 +211,7 @@ class GrammarWork:
 
     def begin_early(self, running: list[Sequence]) -> None:
         """Begin the slow masks, now that all tokens are known."""
-        for sequence in running:
+        for sequence in [each for each in running if each.constraint is not None]:
             constraint = sequence.constraint
             if isinstance(constraint, GrammarConstraint) and not sequence.num_pending_tokens:
                 constraint.begin_early(self._slow)

@@ -48,31 +48,36 @@ class RequestTimes:
         outputs: list[SequenceOutput],
         requests: Mapping[str, list[Sequence]],
         now_s: float,
-    ) -> None:
+    ) -> int:
         """Record the outputs of a step, and put `phases` into those that begin or end a sequence.
+        Returns the number of their tokens.
 
         requests: the branches of all known requests, including those that have just ended. now_s:
         engine time.
         """
+        num_tokens = sum([len(output.token_ids) for output in outputs])
+        self.num_generated_tokens += num_tokens
+        first_tokens = self._first_tokens
         for at, output in enumerate(outputs):
-            num_tokens = len(output.token_ids)
-            if not num_tokens and output.pooled is None:
-                continue
-            self.num_generated_tokens += num_tokens
             request_id, branch_index = output.request_id, output.branch_index
-            begun = self._first_tokens.get(request_id)
+            begun, is_end = first_tokens.get(request_id), output.finish_reason is not None
+            if begun is not None and branch_index in begun and not is_end:
+                continue  # nearly every output: a token between the first and the last
+            if not output.token_ids and output.pooled is None:
+                continue
             is_first = begun is None
             if begun is None:
-                begun = self._first_tokens[request_id] = {}
+                begun = first_tokens[request_id] = {}
                 self._begin(requests[request_id], branch_index, now_s)
             if branch_index not in begun:
                 begun[branch_index] = now_s
-            elif output.finish_reason is not None:
+            elif is_end:
                 self.decode_s.observe(now_s - begun[branch_index])
-            if is_first or output.finish_reason is not None:
+            if is_first or is_end:
                 branch = _branch(requests[request_id], branch_index)
                 phases = _phases(branch, min(begun.values()), begun[branch_index], now_s)
                 outputs[at] = output._replace(phases=phases)
+        return num_tokens
 
     def first_token_s(self, request_id: str, branch_index: int) -> float | None:
         """Engine time of a branch's first token; None before it, and for forgotten requests."""

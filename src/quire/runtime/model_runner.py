@@ -122,7 +122,7 @@ class _SampledStep:
         result = StepResult(
             self.step_id,
             [*rows.tolist(), *pooled],
-            [*((token_id,) for token_id in token_ids.tolist()), *[()] * len(pooled)],
+            [*zip(token_ids.tolist(), strict=True), *[()] * len(pooled)],
             logprobs={row: (entry,) for row, entry in sampled.logprobs.items()},
             prompt_logprobs=prompt_logprobs,
             failed={**sampled.failed, **failed},

@@ -67,7 +67,19 @@ def extend(
     sequence: Sequence, token_ids: Tokens[int], logprobs: Tokens[TokenLogprobs] | None
 ) -> SequenceOutput:
     """Append the sampled tokens, up to a token that ends the sequence. Returns the output."""
-    params = sequence.params
+    params, constraint, known = sequence.params, sequence.constraint, sequence.token_ids
+    # Nearly every output is one token of a sequence that goes on. It takes no calls.
+    is_plain = constraint is None and logprobs is None and params.prompt_logprobs is None
+    if (
+        is_plain
+        and len(token_ids) == 1
+        and token_ids[0] not in sequence.end_token_ids
+        and len(known) + 1 < sequence.max_num_tokens
+    ):
+        known += token_ids
+        return SequenceOutput(
+            sequence.request_id, sequence.branch_index, token_ids, sequence.num_cached_tokens
+        )
     prompt_logprobs = None
     if params.prompt_logprobs is not None and sequence.num_output_tokens == 0:
         prompt_logprobs = tuple(sequence.prompt_logprobs)
@@ -75,13 +87,7 @@ def extend(
         if sequence.append(token_id):
             token_ids = token_ids[:num_taken]
             break
-    else:
-        if logprobs is None and prompt_logprobs is None:  # nearly every output
-            return SequenceOutput(
-                sequence.request_id, sequence.branch_index, token_ids, sequence.num_cached_tokens
-            )
     stop_reason = None
-    constraint = sequence.constraint
     if constraint is not None and constraint.error is not None:
         # The last token is not allowed. Tokens before it were sampled by the same step, as drafts.
         return failure(sequence, constraint.error)._replace(
