@@ -90,7 +90,7 @@ class SchedulerDriver(Engine):
         except InjectedFailureError as failure:
             device.runner.reset()
             outputs = scheduler.recover(str(failure))
-        self._record_outputs(outputs, 0, self._clock())
+        self._record_outputs(outputs, 0, self.clock())
         return outputs
 
     def _execute(self, device: CheckedDevice) -> StepPlan | None:

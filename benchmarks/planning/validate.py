@@ -217,7 +217,7 @@ class SlowedCosts:
 def _count_processor_time(engine: Engine, costs: StepCosts, ratio: float) -> None:
     """What steps took is told to the pacer by that clock, too; it begins with what was measured
     so."""
-    engine._clock = time.process_time
+    engine.clock = time.process_time
     if ratio:
         engine.scheduler.pacer = StepPacer(PacingConfig(ratio), costs.pacing_model(), 0.0)
 
