@@ -62,9 +62,9 @@ class DeviceLimits:
     #: memory (sm_90). Otherwise operands take registers, which limit the tile sizes; the compiler
     #: spills larger tiles on sm_100, too.
     is_wide: bool
-    #: Whether matrix instructions keep their sums in a memory of their own (sm_100), so that four
-    #: warps have registers enough for 64 rows.
-    has_tensor_memory: bool = False
+    #: The number of warps of tiles of 64 rows, unless `is_wide`. From sm_100 on the compiler spills
+    #: registers of eight warps, but none of four.
+    num_narrow_warps: int = 8
 
     @staticmethod
     def of(device: torch.device) -> "DeviceLimits":
@@ -77,7 +77,7 @@ class DeviceLimits:
             properties.shared_memory_per_multiprocessor,
             properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             is_wide=properties.major == 9,
-            has_tensor_memory=properties.major == 10,
+            num_narrow_warps=8 if properties.major < 10 else 4,
         )
 
 
@@ -128,7 +128,7 @@ def mixed_shapes(
     elif limits.is_wide:
         tiles = [_TileSizes(64, tile, 4), _TileSizes(128, tile, 8)]
     else:
-        num_warps = 4 if limits.has_tensor_memory and tile == 64 else 8
+        num_warps = limits.num_narrow_warps if tile == 64 else 8
         tiles = [_TileSizes(64, tile // 2, num_warps)]
     return tuple(_shape(spec, block_size, dtype, limits, t) for t in tiles)
 

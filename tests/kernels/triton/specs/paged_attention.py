@@ -25,8 +25,8 @@ LIMITS = {
     80: DeviceLimits(108, 164 << 10, 163 << 10, is_wide=False),
     86: DeviceLimits(84, 100 << 10, 99 << 10, is_wide=False),
     89: DeviceLimits(128, 100 << 10, 99 << 10, is_wide=False),
-    100: DeviceLimits(148, 228 << 10, 227 << 10, is_wide=False, has_tensor_memory=True),
-    120: DeviceLimits(170, 100 << 10, 99 << 10, is_wide=False),
+    100: DeviceLimits(148, 228 << 10, 227 << 10, is_wide=False, num_narrow_warps=4),
+    120: DeviceLimits(170, 100 << 10, 99 << 10, is_wide=False, num_narrow_warps=4),
 }
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 CODES = {torch.int8: "*i8", torch.float8_e4m3fn: "*u8"}
@@ -167,6 +167,7 @@ SPECS = [
     latent(128, _BF16, 80),
     latent(16, _BF16, 86),
     attend(mixed_shapes(LLAMA, 16, _BF16, LIMITS[100])[-1], _BF16, 100),
+    attend(mixed_shapes(LLAMA, 256, _BF16, LIMITS[120])[-1], _BF16, 120),
     attend(decode_shape(LLAMA, 16, torch.int8, LIMITS[100]), _BF16, 100, codes=torch.int8),
     write_latents(_BF16, 90),
     early(merge(_BF16, 128)),
