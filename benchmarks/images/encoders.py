@@ -96,11 +96,12 @@ def load(folder: Path, num_threads: int) -> VisionTower:
     method = load_weight_format(None).method(kernels, None)
     source = find_tower(folder, load_config(folder))
     assert source is not None, "the folder has an encoder that quire knows"
-    tower = source.load(
+    loading = source.load(
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
         methods=LinearMethods(method, dense=method),
     )
+    tower = finish(loading)
     use_kernels(tower, kernels)
     return tower
 

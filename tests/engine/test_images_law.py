@@ -1,6 +1,7 @@
 """Images in prompts: transformers' tokens in any company, and the law to the bit."""
 
 import random
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ def store_of(llm: LLM) -> ContentStore:
     store = llm.engine.scheduler.contents._source
     assert isinstance(store, ContentStore)
     return store
+
+
+def is_loaded(llm: LLM) -> bool:
+    return all(not each.is_meta for each in store_of(llm)._tower.parameters())
 
 
 def assert_greedy(saved: Saved, answers: Answers, what: str) -> None:
@@ -317,6 +322,36 @@ def test_other_grids_are_refused(refusing: LLM, saved: Saved, grid: Any) -> None
 @pytest.fixture(scope="module")
 def refusing(saved: Saved) -> LLM:
     return saved.llm()
+
+
+def test_the_encoder_is_loaded_for_the_first_image(saved: Saved) -> None:
+    """With the tokens, and the memory from the start, of an engine that loads it at its start."""
+    eager_llm, lazy_llm = (saved.llm(load_encoder_at_start=now) for now in (True, False))
+    sizes = [llm.engine.facts["vision_weight_bytes"] for llm in (eager_llm, lazy_llm)]
+    assert sizes[0] == sizes[1]
+    assert is_loaded(eager_llm) and not is_loaded(lazy_llm)
+    text_only = make_request(saved.family, "text", PROMPTS["text"])
+    assert_greedy(saved, answers_of(lazy_llm.engine, [text_only]), "text")
+    assert not is_loaded(lazy_llm)
+    request = make_request(saved.family, "two", PROMPTS["two"])
+    assert answers_of(lazy_llm.engine, [request]) == answers_of(eager_llm.engine, [request])
+    assert is_loaded(lazy_llm)
+
+
+def test_an_encoder_that_cannot_be_loaded_fails_its_image_only(
+    saved: Saved, tmp_path: Path
+) -> None:
+    shutil.copytree(saved.folder, tmp_path, dirs_exist_ok=True)
+    engine = replace(saved, folder=tmp_path).llm().engine
+    weights = tmp_path / "model.safetensors"
+    weights.rename(tmp_path / "moved")
+    image = make_request(saved.family, "first", PROMPTS["first"])
+    engine.add(image)
+    (output,) = [output for _ in range(50) if engine.has_work() for output in engine.step()]
+    assert output.error is not None and "can't be encoded" in output.error
+    assert answers_of(engine, [make_request(saved.family, "text", PROMPTS["text"])])
+    (tmp_path / "moved").rename(weights)
+    assert_greedy(saved, answers_of(engine, [image]), "after the files came back")
 
 
 def test_language_model_only_takes_no_images(saved: Saved) -> None:

@@ -416,7 +416,7 @@ class _Builder:
         )
 
     def _contents(self, model: TextModel) -> ContentStore | None:
-        """Load the tower beside its language model; None without one."""
+        """The store of contents, which encodes with the tower; None without one."""
         if self.tower is None:
             return None
         digest = None
@@ -424,7 +424,9 @@ class _Builder:
             self.identity.tower, digest = self.tower.config, self.identity.weights
         on_progress = partial(self.on_progress, "loading the encoder of images")
         num_threads = 1 if self.setup.kernels is None else self.setup.num_threads
-        reading = Reading(num_threads, on_progress, digest)
+        # The digest of the weights must include the tower's.
+        loads_now = self.options.load_encoder_at_start or self.identity is not None
+        reading = Reading(num_threads, on_progress, digest) if loads_now else None
         return make_contents(self.options, self.tower, self.setup, model, reading)
 
     def _compensate(self, model: TextModel, model_len: int, num_threads: int) -> None:

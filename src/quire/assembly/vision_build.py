@@ -1,4 +1,4 @@
-"""Plans the memory of a model's tower, loads it, and makes the store of contents.
+"""Plans the memory of a model's tower, and makes the store of contents, which loads it.
 
 A tower encodes images. On the CPU only, without tensor parallelism. Called by `rank_build`.
 """
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from quire.assembly.device_setup import DeviceSetup, draft_methods
 from quire.layers.operator_module import use_operators
-from quire.models.checkpoints.loader import Reading
+from quire.models.checkpoints.loader import ONE_THREAD, Reading
 from quire.models.interface import CausalLM, TextModel
 from quire.models.vision.slices import use_kernels
 from quire.models.vision.towers import TowerSource
+from quire.models.vision.vision_tower import Slices, VisionTower, finish
 from quire.options.engine_options import EngineOptions
 from quire.runtime.contents.content_store import ContentStore, max_slots
 
@@ -66,16 +67,27 @@ def make_contents(
     source: TowerSource,
     setup: DeviceSetup,
     model: TextModel,
-    reading: Reading,
+    reading: Reading | None,
 ) -> ContentStore:
-    """Load the tower and make the store that encodes with it. `model` is the loaded language model.
-    Raises CheckpointError."""
+    """Make the store that encodes with the tower. `model` is the loaded language model.
+
+    The tower is loaded now, as `reading` says, or for the first content if `reading` is None.
+    Raises CheckpointError.
+    """
     assert isinstance(model, CausalLM), "a tower is only found for models that generate"
-    tower = source.load(
-        dtype=setup.dtype, device=setup.device, methods=draft_methods(setup), reading=reading
-    )
-    use_operators(tower, setup.operators)
-    use_kernels(tower, setup.kernels)
-    tower.use_embedding(model.embed)
+    embed = model.embed
+
+    def load(how: Reading = ONE_THREAD) -> Slices[VisionTower]:
+        tower = yield from source.load(
+            dtype=setup.dtype, device=setup.device, methods=draft_methods(setup), reading=how
+        )
+        use_operators(tower, setup.operators)
+        use_kernels(tower, setup.kernels)
+        tower.use_embedding(embed)
+        return tower
+
     num_slots = max_slots(options.encoder_cache_bytes, content_bytes(options, source, setup))
-    return ContentStore(tower, num_slots, options.encoder_cache_bytes)
+    cache_bytes = options.encoder_cache_bytes
+    if reading is None:
+        return ContentStore(source.outline(), num_slots, cache_bytes, load)
+    return ContentStore(finish(load(reading)), num_slots, cache_bytes)

@@ -19,6 +19,16 @@ class ContentOptions(Options):
         doc="serve a multimodal model for text only. Its encoder of images is not loaded, and"
         " prompts with images are refused.",
     )
+    load_encoder_at_start: bool = option(
+        False,
+        Switch(),
+        group="model",
+        help="load the encoder of images when the engine starts, not for the first image",
+        doc="load a multimodal model's encoder of images when the engine starts. By default it is"
+        " loaded between steps when the first image comes, into memory that is reserved from the"
+        " start. A cache_dir, and engines of a fleet, always load it at the start, since their"
+        " caches are named after all weights.",
+    )
     encoder_cache_memory: int | str | None = option(
         None,
         Bytes(1 << 20, usual_unit="MiB"),

@@ -39,7 +39,7 @@ def load(folder: Path, dtype: torch.dtype, kernels: str) -> VisionTower:
     source = find(folder)
     num_bytes = source.weight_bytes(dtype, methods)
     assert num_bytes > 0
-    return source.load(dtype=dtype, device=device, methods=methods)
+    return finish(source.load(dtype=dtype, device=device, methods=methods))
 
 
 @torch.inference_mode()
@@ -107,8 +107,9 @@ def test_refusals(
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
-        find(tmp_path).load(
+        loading = find(tmp_path).load(
             dtype=torch.float32,
             device=torch.device("cpu"),
             methods=LinearMethods(load_weight_format(None).method(None, None)),
         )
+        finish(loading)

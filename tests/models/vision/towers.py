@@ -55,7 +55,7 @@ def load(
     chosen = select_kernels(kernels, 1, dtype, takes_fewer=False)
     method = load_weight_format(None).method(chosen, None)
     methods = LinearMethods(method, dense=method)
-    tower = source.load(dtype=dtype, device=torch.device("cpu"), methods=methods)
+    tower = finish(source.load(dtype=dtype, device=torch.device("cpu"), methods=methods))
     use_kernels(tower, chosen)
     table = model.get_input_embeddings().weight.detach().to(dtype)
     tower.use_embedding(lambda token_ids: table[token_ids])

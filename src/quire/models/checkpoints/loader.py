@@ -395,6 +395,17 @@ def fill(
     reading: Reading,
 ) -> None:
     """Read all tensors piece by piece into their slots, with one or several threads."""
+    for _ in fill_in_pieces(slots, checkpoint, reading):
+        pass
+
+
+def fill_in_pieces(
+    slots: Mapping[str, tuple[WeightSlot, ...]],
+    checkpoint: CheckpointSource,
+    reading: Reading,
+) -> Iterator[None]:
+    """The same as `fill`, but yields after each piece. With one thread, nothing is read between two
+    calls of `next`."""
     # First, list the pieces in the order in which they lie in the files.
     pieces = [
         (name, rows)
@@ -425,7 +436,7 @@ def fill(
                 else:
                     slot.load(span.start, rows.numbers())
 
-    def load_all(results: Iterable[None]) -> None:
+    def load_all(results: Iterable[None]) -> Iterator[None]:
         """Iterate over the results, which raises the errors of `load`, and report the progress."""
         sizes = [_num_weights(checkpoint, piece) for piece in pieces]
         total, done, reported = sum(sizes), 0, -1
@@ -435,13 +446,14 @@ def fill(
             if reading.on_progress is not None and percent > reported:
                 reported = percent
                 reading.on_progress(done, total)
+            yield
 
     # Then load them all.
     if reading.num_threads == 1:
-        load_all(map(load, pieces))
+        yield from load_all(map(load, pieces))
         return
     with ThreadPoolExecutor(reading.num_threads, thread_name_prefix="load") as threads:
-        load_all(threads.map(load, pieces))
+        yield from load_all(threads.map(load, pieces))
 
 
 def _num_weights(checkpoint: CheckpointSource, piece: tuple[str, range]) -> int:

@@ -19,7 +19,7 @@ from quire.models.checkpoints.loader import (
     ONE_THREAD,
     Reading,
     checkpoint_slots,
-    fill,
+    fill_in_pieces,
     listed,
     module_bytes,
 )
@@ -30,7 +30,7 @@ from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
 from quire.models.model_entry import CHECKPOINT_PARTS
 from quire.models.vision import idefics3, internvl, pixtral, qwen3_vl, siglip
-from quire.models.vision.vision_tower import VisionConfig, VisionTower
+from quire.models.vision.vision_tower import Slices, VisionConfig, VisionTower
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class TowerSource:
     def max_content_values(self, max_model_len: int | None) -> int:
         """Number of values in the embeddings of the longest content, in prompts of at most
         max_model_len tokens; None if there is no such bound."""
-        tower = self._build(torch.float32, torch.device("meta"))
+        tower = self.outline()
         most = tower.max_content_tokens
         num_tokens = most if max_model_len is None else min(most, max_model_len)
         return num_tokens * tower.num_parts * self.config.output_size
@@ -112,13 +112,13 @@ class TowerSource:
     def prepare(self, model: TextModel, max_num_tokens: int) -> None:
         """Prepare the loaded language model for the tower's embeddings, in steps of at most
         `max_num_tokens`, before a program is recorded. Raises UnsupportedModelError."""
-        tower = self._build(torch.float32, torch.device("meta"))
+        tower = self.outline()
         model.take_contents(tower.num_parts, tower.rotary_sections, max_num_tokens)
 
     def weight_bytes(self, dtype: torch.dtype, methods: LinearMethods) -> int:
         """Bytes of memory of the loaded tower. Raises CheckpointError for weights that don't match
         the config."""
-        whole = self._build(torch.float32, torch.device("meta"))
+        whole = self.outline()
         self._check_match(whole)
         for module in whole.modules():
             if isinstance(module, Linear):
@@ -132,19 +132,29 @@ class TowerSource:
         device: torch.device,
         methods: LinearMethods,
         reading: Reading = ONE_THREAD,
-    ) -> VisionTower:
-        """Load the tower, ready to encode. Raises CheckpointError."""
-        self._check_match(self._build(torch.float32, torch.device("meta")))
+    ) -> Slices[VisionTower]:
+        """Load the tower, ready to encode, in slices between which steps may run.
+
+        Raises CheckpointError, and MemoryError or RuntimeError if the memory is too small.
+        """
+        self._check_match(self.outline())
         with without_weights():
             tower = self._build(dtype, device)
-        linears = [module for module in tower.modules() if isinstance(module, Linear)]
-        for linear in linears:
-            linear.use(methods.of(linear), dtype, device)
-        fill(checkpoint_slots(tower, CHECKPOINT_PARTS), self.entry.open(self.folder), reading)
+        yield
+        for module in tower.modules():
+            if isinstance(module, Linear):
+                module.use(methods.of(module), dtype, device)
+        slots = checkpoint_slots(tower, CHECKPOINT_PARTS)
+        yield from fill_in_pieces(slots, self.entry.open(self.folder), reading)
         for module in tower.modules():
             if isinstance(module, Linear | VocabEmbedding):
                 module.finish()
+                yield
         return tower.eval()
+
+    def outline(self) -> VisionTower:
+        """The tower on the meta device: it knows all sizes, but can't encode."""
+        return self._build(torch.float32, torch.device("meta"))
 
     def _build(self, dtype: torch.dtype, device: torch.device) -> VisionTower:
         return self.entry.tower(self.config, dtype=dtype, device=device)

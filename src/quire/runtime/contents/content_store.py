@@ -5,7 +5,8 @@
     encoding      at most one content; its tower's work advances in slices, between steps
     embeddings    a cache of bounded size, from which plans load contents into the runner's slots
 
-The engine's thread encodes while no step runs, so kernels and threads are not shared. If the
+The engine's thread encodes while no step runs, so kernels and threads are not shared. In the same
+way it loads the tower, before the first content is encoded. If the
 embeddings of a content are forgotten while a request still needs them, they are encoded again from
 its inputs, to the same bits.
 
@@ -15,7 +16,7 @@ bytes a slot still holds; `max_slots` bounds these bytes.
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -51,17 +52,26 @@ class ContentStore:
     or released.
     """
 
-    def __init__(self, tower: VisionTower, num_slots: int, max_cache_bytes: int) -> None:
-        """`tower` is loaded. `max_cache_bytes` bounds the bytes of embeddings beside those of
+    def __init__(
+        self,
+        tower: VisionTower,
+        num_slots: int,
+        max_cache_bytes: int,
+        load: Callable[[], Slices[VisionTower]] | None = None,
+    ) -> None:
+        """`load` loads the tower when the first content is encoded, and `tower` is its outline;
+        None if `tower` is loaded. `max_cache_bytes` bounds the bytes of embeddings beside those of
         slots."""
         #: Number of contents that were encoded since the start.
         self.num_encoded = 0
         #: Number of contents that were found in the cache when they were asked for.
         self.num_hits = 0
-        #: Seconds of encoding since the start.
+        #: Seconds of encoding since the start, with the loading of the tower.
         self.encode_s = 0.0
         self.num_slots = num_slots
         self._tower = tower
+        #: None once the tower is loaded.
+        self._load = load
         self._max_cache_bytes = max_cache_bytes
         #: Inputs by digest, and the number of uses that `open` began.
         self._inputs: dict[str, tuple[Content, int]] = {}
@@ -174,7 +184,7 @@ class ContentStore:
             self._encoding = None
             self._keep(digest, end.value)
             return False
-        except (RuntimeError, ValueError, MemoryError) as error:
+        except (RuntimeError, ValueError, MemoryError, OSError) as error:
             logger.exception("a content can't be encoded")
             self._encoding = None
             self._failed[digest] = f"an image of the prompt can't be encoded: {error}"
@@ -190,9 +200,19 @@ class ContentStore:
                 self._failed[digest] = "no request has this content any more"
                 continue
             content, _ = known
-            values = torch.frombuffer(bytearray(content.values), dtype=torch.float32)
-            self._encoding = digest, self._tower.encode(values.view(content.shape), content.grid)
+            self._encoding = digest, self._encode(content)
         return self._encoding
+
+    def _encode(self, content: Content) -> Slices[torch.Tensor]:
+        """Load the tower if it is not loaded, and encode the content."""
+        if self._load is not None:
+            begin_s = time.perf_counter()
+            self._tower = yield from self._load()
+            self._load = None
+            taken_s = time.perf_counter() - begin_s
+            logger.info("the encoder of images was loaded between steps, in %.1f s", taken_s)
+        values = torch.frombuffer(bytearray(content.values), dtype=torch.float32)
+        return (yield from self._tower.encode(values.view(content.shape), content.grid))
 
     def _keep(self, digest: str, embeddings: torch.Tensor) -> None:
         """Keep the embeddings of a content that was encoded, and forget others."""
