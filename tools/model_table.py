@@ -39,6 +39,7 @@ EXAMPLES = {
     "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, R1",
     "FalconH1ForCausalLM": "Falcon-H1",
+    "Lfm2ForCausalLM": "LFM2",
     "GPT2LMHeadModel": "GPT-2",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",

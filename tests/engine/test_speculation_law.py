@@ -195,7 +195,7 @@ def test_windows_latents_and_states(folder: Path) -> None:
         check_counts(llm.engine)
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "nemotron_h", "qwen3_next"])
 @pytest.mark.usefixtures("native_engine")
 def test_families_with_states(family: str, tmp_path: Path) -> None:
     """Mamba-2 and the gated delta rule, beside attention. Follow-ups find the same

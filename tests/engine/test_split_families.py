@@ -11,7 +11,7 @@ OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 72, "block_size": 8}
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek_v3", "falcon_h1", "nemotron_h", "qwen3_next", "qwen3_5"]
+    "family", ["deepseek_v3", "falcon_h1", "lfm2", "nemotron_h", "qwen3_next", "qwen3_5"]
 )
 def test_two_ranks_find_the_tokens_of_one(family: str, tmp_path: Path) -> None:
     save_wide(family, tmp_path)

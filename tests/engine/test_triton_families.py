@@ -24,6 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "delta rule and gated attention": ("qwen3_5", {}),
     "Mamba-2 beside attention": ("falcon_h1", {"num_hidden_layers": 1}),
+    "gated convolutions beside attention": ("lfm2", {}),
     # Triton's latent layers need multiples of 8.
     "latents": ("deepseek_v3, dense", {"qk_rope_head_dim": 16, "rope_interleave": True}),
 }

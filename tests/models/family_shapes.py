@@ -227,6 +227,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_state_size": 20,
         },
     ),
+    "lfm2": (
+        "Lfm2Config",
+        SMALL
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_multiple_of": 8,
+            "conv_bias": True,
+        },
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         SMALL

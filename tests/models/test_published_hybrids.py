@@ -97,6 +97,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         ssm_multipliers=[0.3535, 0.25, 0.3535, 0.5, 0.3535], tie_word_embeddings=False,
         time_step_floor=0.0001, time_step_max=0.1, time_step_min=0.001, time_step_rank="auto",
     ),
+    "LFM2 1.2B": _of(
+        "Lfm2ForCausalLM", "lfm2", **_sizes(65536, 2048, 12288, 16, 32, 8, 128000),
+        block_auto_adjust_ff_dim=True, block_dim=2048, block_ff_dim=12288,
+        block_ffn_dim_multiplier=1.0, block_mlp_init_scale=1.0, block_multiple_of=256,
+        block_norm_eps=1e-05, block_out_init_scale=1.0, block_use_swiglu=True,
+        block_use_xavier_init=True, bos_token_id=1, conv_L_cache=3, conv_bias=False,
+        conv_dim=2048, conv_dim_out=2048, conv_use_xavier_init=True, eos_token_id=7,
+        full_attn_idxs=[2, 5, 8, 10, 12, 14], norm_eps=1e-05, num_heads=32, pad_token_id=0,
+        rope_theta=1000000.0, tie_embedding=True, use_pos_enc=True,
+    ),
     "Nemotron-H 8B": _of(
         "NemotronHForCausalLM", "nemotron_h", **_sizes(131072, 4096, 21504, 12, 32, 8, 8192),
         attention_bias=False, attention_head_dim=128, bos_token_id=1, chunk_size=128,

@@ -107,6 +107,7 @@ _OTHER_FIELDS = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "full_attention"]},
     "FalconH1ForCausalLM": {"mamba_n_heads": 2, "mamba_d_ssm": 32},
+    "Lfm2ForCausalLM": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "GPT2LMHeadModel": {"intermediate_size": None, "num_key_value_heads": None},
     "OPTForCausalLM": {"intermediate_size": None, "num_key_value_heads": None, "ffn_dim": 8},
     "StableLmForCausalLM": {"partial_rotary_factor": 1.0},

@@ -90,6 +90,9 @@ INTEGERS: Mapping[str, Bounds] = {
     "linear_value_head_dim": Bounds(16, 1 << 14, multiple_of=16),
     "linear_num_key_heads": Bounds(1, 1 << 14),
     "linear_num_value_heads": Bounds(1, 1 << 14),
+    "block_ff_dim": Bounds(1, 1 << 22),
+    "block_multiple_of": Bounds(1, 1 << 16),
+    "conv_L_cache": Bounds(2, 4),  # as in `recurrence.state_specs`
     "draft_vocab_size": Bounds(1, 1 << 24),
     "target_hidden_size": Bounds(1, 1 << 20),
     "depth": Bounds(1, 4096),

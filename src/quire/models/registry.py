@@ -52,6 +52,7 @@ from quire.models.families.granite import GraniteConfig
 from quire.models.families.hybrids import (
     delta_hybrid,
     falcon_h1,
+    lfm2,
     mamba_parts,
     nemotron_h,
     qwen3_5,
@@ -177,6 +178,13 @@ OWN_MODELS: dict[str, ModelEntry] = {
     "GraniteForCausalLM": ModelEntry(GraniteConfig, DecoderForCausalLM),
     "GraniteModel": _headless(GraniteConfig),
     "GraniteMoeForCausalLM": _mixture(granite_moe.GraniteMoeConfig, granite_moe.rename),
+    "Lfm2ForCausalLM": ModelEntry(
+        lfm2.Lfm2Config,
+        lfm2.Lfm2ForCausalLM,
+        CHECKPOINT_PARTS | lfm2.CONV_PARTS,
+        rename=lfm2.rename,
+        arrangement=lfm2.arrangement,
+    ),
     "LlamaForCausalLM": ModelEntry(LlamaConfig, LlamaForCausalLM),
     "LlamaForSequenceClassification": ModelEntry(LlamaConfig, DecoderForScores),
     "LlamaModel": _headless(LlamaConfig),

@@ -27,6 +27,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "granitemoe": "GraniteMoeForCausalLM",
     "idefics3": "Idefics3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
+    "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",

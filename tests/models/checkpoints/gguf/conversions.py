@@ -291,6 +291,20 @@ CONVERSIONS = {
         fields=lambda config: mamba_fields(config, (6, 16, 2, 20)),
         modify=states,
     ),
+    "lfm2": Conversion(
+        "lfm2",
+        "lfm2",
+        {"conv_bias": False, "block_auto_adjust_ff_dim": False},
+        fields=lambda config: {
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+            "attention.head_count_kv": [0, 0, 2, 0],
+            "shortconv.l_cache": config.conv_L_cache,
+            "vocab_size": config.vocab_size,
+        },
+        modify=lambda name, tensor, config: [
+            (name, tensor.squeeze(1) if "conv.conv" in name else tensor)
+        ],
+    ),
     "nemotron_h": Conversion(
         "nemotron_h",
         "nemotron_h",

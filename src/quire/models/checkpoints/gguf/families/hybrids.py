@@ -1,4 +1,4 @@
-"""Translates GGUF configs and tensors of Falcon-H1, Nemotron-H, Qwen3-Next and Qwen3.5.
+"""Translates GGUF configs and tensors of Falcon-H1, LFM2, Nemotron-H, Qwen3-Next and Qwen3.5.
 
 These families have recurrent states. llama.cpp stores -exp(A_log) in place of A_log and drops the
 middle dimension of convolutions. It multiplies Falcon-H1's weights by the model's multipliers, and
@@ -89,6 +89,31 @@ def _falcon_h1_rules(model: GGUFModel) -> TensorRules:
         TOP | {"output_norm": "model.final_layernorm"},
         changes=_MAMBA_CHANGES,
         unused=ROPE_TENSORS,
+    )
+
+
+def _lfm2(model: GGUFModel) -> dict[str, Any]:
+    """The config of LFM2. Layers without KV heads are convolutions."""
+    counts = model.integers("attention.head_count_kv")
+    return decoder_config(
+        model,
+        "Lfm2ForCausalLM",
+        num_key_value_heads=max(counts),
+        layer_types=["full_attention" if count else "conv" for count in counts],
+        conv_L_cache=model.integer("shortconv.l_cache"),
+        conv_bias=has_bias(model, "shortconv.in_proj"),
+        block_auto_adjust_ff_dim=False,
+        rms_norm_eps=None,
+        norm_eps=model.number("attention.layer_norm_rms_epsilon"),
+    )
+
+
+def _lfm2_rules(model: GGUFModel) -> TensorRules:
+    mixer = {f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
+    return TensorRules(
+        LAYER | mixer,
+        TOP | {"token_embd_norm": "model.norm"},
+        changes={"shortconv.conv.weight": _with_middle},
     )
 
 
@@ -285,6 +310,7 @@ def _check_heads(model: GGUFModel, num_k_heads: int, num_v_heads: int, keys: int
 
 HYBRIDS = {
     "falcon-h1": Architecture(_falcon_h1, _falcon_h1_rules),
+    "lfm2": Architecture(_lfm2, _lfm2_rules),
     "nemotron_h": Architecture(_nemotron_h, _nemotron_h_rules),
     "qwen35": Architecture(_qwen35, _qwen35_rules),
     "qwen35moe": Architecture(_qwen35moe, _qwen35_rules),
