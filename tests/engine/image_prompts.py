@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.models.vision import internvl_files, pixtral_files, qwen3_vl_files
+from tests.models.vision import internvl_files, lfm2_vl_files, pixtral_files, qwen3_vl_files
 from tests.models.vision.idefics3_files import (
     IMAGE_TOKEN,
     TILE_TOKENS,
@@ -88,6 +88,15 @@ IMAGE_FAMILIES = {
         make=lambda seed: (internvl_files.make_tile(seed), (1, 1, 1)),
         token_ids=[internvl_files.IMAGE] * internvl_files.TILE_TOKENS,
         arguments=internvl_files.arguments,
+    ),
+    "lfm2_vl": ImageFamily(
+        save=lfm2_vl_files.save,
+        make=lambda seed: (lfm2_vl_files.make_patches((1, 4, 6), seed), (1, 4, 6)),
+        token_ids=lfm2_vl_files.token_ids((1, 4, 6)),
+        arguments=lambda images, _: lfm2_vl_files.arguments(images, *[(1, 4, 6)] * len(images)),
+        num_around=1,
+        has_states=True,
+        num_cramped_blocks=36,
     ),
     "qwen3_vl": _qwen("qwen3_vl"),
     "qwen3_5": _qwen("qwen3_5", has_states=True, num_cramped_blocks=36),

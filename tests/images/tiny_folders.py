@@ -65,6 +65,21 @@ def write_internvl(folder: Path, config: dict[str, Any], tile: int) -> Path:
     return folder
 
 
+def write_lfm2_vl(folder: Path, config: dict[str, Any], patch_size: int) -> Path:
+    """Write a folder whose small images have at most 9 tokens, and whose large images are cut into
+    up to 4 tiles of 4 tokens."""
+    image_fields = {
+        "encoder_patch_size": patch_size,
+        "tile_size": 4 * patch_size,
+        "max_tiles": 4,
+        "min_image_tokens": 2,
+        "max_image_tokens": 9,
+    }
+    places = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)]
+    around = ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+    return _write(folder, config, image_fields, QWEN_TEMPLATE, ("<image>", *around, *places))
+
+
 def write_pixtral(folder: Path, config: dict[str, Any], longest: int) -> Path:
     """Write a folder whose images have at most `longest` pixels on each side, and whose tokens of
     images have the ids of Mistral's tokenizers."""

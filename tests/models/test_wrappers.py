@@ -58,6 +58,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         FAMILIES["gemma4"][1] | {"model_type": "gemma4_text"},
     ),
     "InternVLForConditionalGeneration": ("InternVLConfig", TINY, TEXT | {"model_type": "qwen3"}),
+    "Lfm2VlForConditionalGeneration": (
+        "Lfm2VlConfig",
+        TINY | {"model_type": "siglip2_vision_model", "num_patches": 4, "vision_use_head": False},
+        FAMILIES["lfm2"][1] | {"model_type": "lfm2"},
+    ),
     "LlavaForConditionalGeneration": ("LlavaConfig", CLIP, TEXT | {"model_type": "llama"}),
     "LlavaNextForConditionalGeneration": (
         "LlavaNextConfig",

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 from tests.images.pictures import random_picture
-from tests.images.tiny_folders import write_internvl, write_pixtral, write_qwen
+from tests.images.tiny_folders import write_internvl, write_lfm2_vl, write_pixtral, write_qwen
 from tests.images.tiny_model import NUM_TOKENS, TinyModel, save_tiny
-from tests.models.vision import internvl_files, pixtral_files, qwen3_vl_files
+from tests.models.vision import internvl_files, lfm2_vl_files, pixtral_files, qwen3_vl_files
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import InvalidRequestError
+from quire.images.processors.find import find_processor
 
 PICTURE, OTHER = random_picture(90, 50), random_picture(90, 50, 1)
 TEXT = "<|im_start|>User:<image>What is it?<end_of_utterance>\nAssistant:"
@@ -48,7 +49,7 @@ def test_generate_and_chat_give_transformers_tokens(llm: LLM, tiny: TinyModel) -
     assert list(found[0].prompt_token_ids or ()) == list(found[2].prompt_token_ids or ())
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3", "internvl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3", "internvl", "lfm2_vl"])
 def test_families_with_images_of_any_size(family: str, tmp_path: Path) -> None:
     """Two images of different sizes in one prompt get transformers' tokens."""
     pictures = [PICTURE, random_picture(60, 60, 1)]
@@ -60,6 +61,10 @@ def test_families_with_images_of_any_size(family: str, tmp_path: Path) -> None:
         model, place = internvl_files.save(tmp_path), "<IMG_CONTEXT>"
         config = json.loads((tmp_path / "config.json").read_text())
         write_internvl(tmp_path, config, internvl_files.SIDE)
+    elif family == "lfm2_vl":
+        model, place = lfm2_vl_files.save(tmp_path), "<image>"
+        config = json.loads((tmp_path / "config.json").read_text())
+        write_lfm2_vl(tmp_path, config, lfm2_vl_files.PATCH)
     else:
         model, place = pixtral_files.save(family, tmp_path), "[IMG]"
         write_pixtral(tmp_path, json.loads((tmp_path / "config.json").read_text()), 48)
@@ -78,6 +83,14 @@ def test_families_with_images_of_any_size(family: str, tmp_path: Path) -> None:
         fields = json.loads((tmp_path / "preprocessor_config.json").read_text())
         cut = GotOcr2ImageProcessorPil(crop_to_patches=True, **fields)
         inputs = {"pixel_values": cut(pictures, return_tensors="pt")["pixel_values"]}
+    elif family == "lfm2_vl":
+        # `tests/images/processors/test_lfm2_vl.py` compares the processor with transformers'.
+        model.config.image_token_id = own.get_tokenizer().token_ids[place]
+        processor = find_processor(tmp_path)
+        assert processor is not None
+        inputs = lfm2_vl_files.inputs(
+            [item.content for each in pictures for item in processor.process(each).items]
+        )
     else:
         theirs = PixtralImageProcessorPil(size={"longest_edge": 48})
         inputs = theirs(pictures, patch_size=8, return_tensors="pt")

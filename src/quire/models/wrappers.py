@@ -78,6 +78,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Gemma4ForConditionalGeneration": Wrapper(_EMBEDDED, is_tied=True),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLForConditionalGeneration": Wrapper(_PROJECTED, is_tied=True),
+    "Lfm2VlForConditionalGeneration": Wrapper(_PROJECTED, is_tied=True, unread=("tie_embedding",)),
     "LlavaForConditionalGeneration": Wrapper(_PROJECTED),
     "LlavaNextForConditionalGeneration": Wrapper((*_PROJECTED, "image_newline")),
     "LlavaOnevisionForConditionalGeneration": Wrapper((*_PROJECTED, "image_newline")),
@@ -116,6 +117,7 @@ def _sizes(*sizes: int) -> dict[str, int]:
 TEXT_MODELS: dict[str, TextModelType] = {
     "gemma3_text": TextModelType("Gemma3ForCausalLM", _sizes(262208, 2304, 9216, 26, 8, 131072)),
     "gemma4_text": TextModelType("Gemma4ForCausalLM", _sizes(262144, 2304, 9216, 30, 8, 131072)),
+    "lfm2": TextModelType("Lfm2ForCausalLM", _sizes(65536, 2560, 12288, 32, 32, 128000)),
     "llama": TextModelType("LlamaForCausalLM", _sizes(32000, 4096, 11008, 32, 32, 2048)),
     "ministral3": TextModelType(
         "Ministral3ForCausalLM", _sizes(131072, 4096, 14336, 34, 32, 262144)

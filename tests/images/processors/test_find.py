@@ -11,6 +11,7 @@ from quire.images.processors.find import find_processor
 from quire.images.processors.gemma3 import Gemma3Processor
 from quire.images.processors.idefics3 import Idefics3Processor
 from quire.images.processors.internvl import InternVLProcessor
+from quire.images.processors.lfm2_vl import Lfm2VlProcessor
 from quire.images.processors.pixtral import PixtralProcessor
 from quire.images.processors.qwen_vl import QwenProcessor
 
@@ -30,6 +31,7 @@ def folder_with(folder: Path, **files: Any) -> Path:
         ("smolvlm", VISION, Idefics3Processor),
         ("idefics3", VISION, Idefics3Processor),
         ("internvl", {"image_size": [448, 448]}, InternVLProcessor),
+        ("lfm2_vl", VISION, Lfm2VlProcessor),
         ("mistral3", VISION, PixtralProcessor),
         ("llava", {"model_type": "pixtral"}, PixtralProcessor),
         ("llava", {"model_type": "clip_vision_model"}, None),

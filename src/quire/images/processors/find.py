@@ -8,6 +8,7 @@ from quire.hub.model_files import read_json_object
 from quire.images.processors.gemma3 import Gemma3Processor
 from quire.images.processors.idefics3 import Idefics3Processor
 from quire.images.processors.internvl import InternVLProcessor
+from quire.images.processors.lfm2_vl import Lfm2VlProcessor
 from quire.images.processors.pixtral import PixtralProcessor
 from quire.images.processors.processor import ImageProcessor
 from quire.images.processors.qwen_vl import QwenProcessor
@@ -18,6 +19,7 @@ _PROCESSORS: Mapping[str, Callable[[_Fields, _Fields, _Fields], ImageProcessor]]
     "idefics3": Idefics3Processor,
     "smolvlm": Idefics3Processor,
     "internvl": InternVLProcessor,
+    "lfm2_vl": Lfm2VlProcessor,
     "mistral3": PixtralProcessor,
     "qwen3_vl": QwenProcessor,
     "qwen3_vl_moe": QwenProcessor,

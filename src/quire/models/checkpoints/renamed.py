@@ -85,10 +85,11 @@ def with_missing_prefix(source: CheckpointSource, embedding: str) -> CheckpointS
 
 
 def with_words(words: Mapping[str, str]) -> Rename:
-    """A function that replaces the words of a name, which dots separate, as `words` says."""
+    """A function that replaces the words of a name, which dots separate, as `words` says. Words
+    that become empty are left out."""
 
     def rename(name: str) -> str | None:
-        return ".".join(words.get(word, word) for word in name.split("."))
+        return ".".join(filter(None, (words.get(word, word) for word in name.split("."))))
 
     return rename
 

@@ -28,6 +28,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "idefics3": "Idefics3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm2_vl": "Lfm2VlForConditionalGeneration",
     "llama": "LlamaForCausalLM",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",

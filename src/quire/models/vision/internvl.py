@@ -27,10 +27,10 @@ from quire.kernels.activations import HF_ACTIVATIONS, ActivationFunction
 from quire.layers.encoder import FeedForward
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.operator_module import OperatorModule
 from quire.layers.storage import Storage
 from quire.models.config_bounds import checked_integer
 from quire.models.config_fields import ConfigFields
+from quire.models.vision.connectors import SquareConnector
 from quire.models.vision.patches import (
     IMAGE_GRID,
     NUM_CHANNELS,
@@ -41,8 +41,8 @@ from quire.models.vision.patches import (
 from quire.models.vision.slices import WIDE_PIECE_ROWS, AttendingModule, in_pieces
 from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
 
-_QK_EPS, _CONNECTOR_EPS = 1e-6, 1e-5
-"""The eps of the norms of q and k, and of the connector's norm, which are not in configs."""
+_QK_EPS = 1e-6
+"""The eps of the norms of q and k, which is not in configs."""
 # transformers' values for fields that a vision_config leaves out.
 _DEFAULTS = {
     "hidden_size": 1024,
@@ -279,27 +279,6 @@ class _InternVLEncoder(nn.Module):
         return (yield from in_pieces(self.layernorm, patches))
 
 
-class _InternVLConnector(OperatorModule):
-    """Turns squares of patches into embeddings of the language model."""
-
-    def __init__(self, config: InternVLConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        size, out = config.hidden_size * config.merge_size**2, config.output_size
-        self.layer_norm = LayerNorm(size, _CONNECTOR_EPS, **storage)
-        self.linear_1, self.linear_2 = (
-            Linear(inputs, (out,), LinearKind.REPLICATED, bias=True, **storage)
-            for inputs in (size, out)
-        )
-
-    def forward(self, squares: torch.Tensor) -> torch.Tensor:
-        """squares [R, F * F * H] -> [R, O]."""
-        inner = self.linear_1(self.layer_norm(squares))
-        projected: torch.Tensor = self.linear_2(
-            self.operators.activate(inner, ActivationFunction.GELU)
-        )
-        return projected
-
-
 class InternVLTower(VisionTower):
     """The encoder and the connector."""
 
@@ -309,7 +288,8 @@ class InternVLTower(VisionTower):
         self._side = config.image_size // config.patch_size
         self.max_content_tokens = (self._side // config.merge_size) ** 2
         self.vision_tower = _InternVLEncoder(config, **storage)
-        self.multi_modal_projector = _InternVLConnector(config, **storage)
+        square, size = config.hidden_size * config.merge_size**2, config.output_size
+        self.multi_modal_projector = SquareConnector((square, size, size), **storage)
 
     def num_tokens(self, shape: tuple[int, ...], grid: Grid) -> int:
         expected = (NUM_CHANNELS, self._config.image_size, self._config.image_size)

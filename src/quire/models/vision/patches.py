@@ -73,10 +73,10 @@ def to_patches(values: torch.Tensor, size: int) -> torch.Tensor:
     return cut.permute(1, 3, 0, 2, 4).reshape(-1, channels * size * size)
 
 
-def stack_squares(hidden: torch.Tensor, side: int, factor: int) -> torch.Tensor:
-    """Stack the patches of each square, row by row: [side * side, H] -> [T, factor * factor * H].
+def stack_squares(hidden: torch.Tensor, columns: int, factor: int) -> torch.Tensor:
+    """Stack the patches of each square, row by row: [rows * columns, H] -> [T, factor**2 * H].
 
-    `side` is a multiple of `factor`.
+    Rows and columns are multiples of `factor`.
     """
-    squares = hidden.view(side // factor, factor, side // factor, factor, hidden.shape[1])
-    return squares.transpose(1, 2).reshape((side // factor) ** 2, -1)
+    squares = hidden.view(-1, factor, columns // factor, factor, hidden.shape[1])
+    return squares.transpose(1, 2).reshape(len(hidden) // factor**2, -1)

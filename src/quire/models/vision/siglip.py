@@ -1,6 +1,7 @@
 """SigLIP's image encoder: a transformer with learned positions and pre-norms.
 
-Source: arXiv:2303.15343. It is the tower of Idefics 3, SmolVLM and Gemma 3. Unlike BERT, norms come
+Source: arXiv:2303.15343. It is the tower of Idefics 3, SmolVLM and
+Gemma 3, and the base of LFM2-VL's. Unlike BERT, norms come
 before attention and MLP, and one more norm follows the last layer.
 
 Shapes: P patches of an image, C elements of a patch, H hidden size of the tower.
@@ -172,21 +173,32 @@ class SiglipLayers(nn.Module):
         )
 
 
-class SiglipEncoder(nn.Module):
-    """The whole encoder, without a head that pools."""
+class SiglipStack(nn.Module):
+    """The layers and the last norm."""
 
     def __init__(self, config: SiglipConfig, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.patch_size = config.patch_size
-        self.embeddings = SiglipEmbeddings(config, **storage)
         self.encoder = SiglipLayers(config, **storage)
         self.post_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps, **storage)
+
+    def encode_layers(self, hidden: torch.Tensor) -> Slices[torch.Tensor]:
+        """hidden [P, H] -> [P, H] after the last norm."""
+        for layer in self.encoder.layers:
+            assert isinstance(layer, SiglipLayer)
+            hidden = yield from layer.encode(hidden)
+        return (yield from in_pieces(self.post_layernorm, hidden))
+
+
+class SiglipEncoder(SiglipStack):
+    """The whole encoder, without a head that pools."""
+
+    def __init__(self, config: SiglipConfig, **storage: Unpack[Storage]) -> None:
+        super().__init__(config, **storage)
+        self.patch_size = config.patch_size
+        self.embeddings = SiglipEmbeddings(config, **storage)
 
     def encode(self, values: torch.Tensor, position_ids: torch.Tensor) -> Slices[torch.Tensor]:
         """values [3, height, width], position_ids [P] int64 -> [P, H] after the last norm."""
         patches = to_patches(values, self.patch_size)
         hidden = yield from self.embeddings.encode(patches, position_ids)
-        for layer in self.encoder.layers:
-            assert isinstance(layer, SiglipLayer)
-            hidden = yield from layer.encode(hidden)
-        return (yield from in_pieces(self.post_layernorm, hidden))
+        return (yield from self.encode_layers(hidden))

@@ -29,7 +29,7 @@ from quire.models.checkpoints.source import CheckpointSource
 from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
 from quire.models.model_entry import CHECKPOINT_PARTS
-from quire.models.vision import idefics3, internvl, pixtral, qwen3_vl, siglip
+from quire.models.vision import idefics3, internvl, lfm2_vl, pixtral, qwen3_vl, siglip
 from quire.models.vision.vision_tower import Slices, VisionConfig, VisionTower
 
 
@@ -43,6 +43,8 @@ class TowerEntry:
     prefixes: tuple[str, ...]
     #: Words of the names in the files, and the words of the tower's names that replace them.
     words: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    #: Prefixes of tensors that the tower doesn't read, after an optional "model.".
+    unused: tuple[str, ...] = ()
     #: The types that vision_config may have; None if all. quire has no tower for other types.
     model_types: tuple[str, ...] | None = None
 
@@ -52,7 +54,8 @@ class TowerEntry:
 
         def rename(name: str) -> str | None:
             bare = name.removeprefix("model.")
-            return replace(bare) if bare.startswith(self.prefixes) else None
+            is_read = bare.startswith(self.prefixes) and not bare.startswith(self.unused)
+            return replace(bare) if is_read else None
 
         return RenamedCheckpoint(open_checkpoint(folder), rename)
 
@@ -69,6 +72,14 @@ _INTERNVL = TowerEntry(
     ("vision_tower.", "multi_modal_projector."),
     siglip.OTHER_NAMES,
 )
+_LFM2_VL = TowerEntry(
+    lfm2_vl.Lfm2VlVisionConfig,
+    lfm2_vl.Lfm2VlTower,
+    ("vision_tower.", "multi_modal_projector."),
+    lfm2_vl.WORDS,
+    unused=lfm2_vl.UNUSED,
+    model_types=("siglip2_vision_model",),
+)
 _PIXTRAL = TowerEntry(
     pixtral.PixtralConfig,
     pixtral.PixtralTower,
@@ -82,6 +93,7 @@ _QWEN3_VL = TowerEntry(
 TOWERS: dict[str, TowerEntry] = {
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLForConditionalGeneration": _INTERNVL,
+    "Lfm2VlForConditionalGeneration": _LFM2_VL,
     "LlavaForConditionalGeneration": _PIXTRAL,
     "Mistral3ForConditionalGeneration": _PIXTRAL,
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
