@@ -10,7 +10,8 @@ from tests.images.pictures import random_picture
 
 from quire.errors import CheckpointError, InvalidRequestError
 from quire.images.processors.lfm2_vl import Lfm2VlProcessor
-from quire.images.processors.torch_resize import resize_bilinear
+from quire.images.processors.pixels import BICUBIC, BILINEAR
+from quire.images.processors.torch_resize import resize_as_torch
 
 _SMALL = {
     "encoder_patch_size": 8,
@@ -89,20 +90,21 @@ def test_texts_and_pixels_are_those_of_transformers(
         ((64, 700), (64, 13)),
     ],
 )
-def test_resizes_as_torch_does(size: tuple[int, int], to: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("resample", "mode"), [(BILINEAR, "bilinear"), (BICUBIC, "bicubic")])
+def test_resizes_as_torch_does(
+    size: tuple[int, int], to: tuple[int, int], resample: int, mode: str
+) -> None:
     picture, (width, height) = random_picture(*size), to
     pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
-    expected = torch.nn.functional.interpolate(
-        pixels, (height, width), mode="bilinear", antialias=True
-    )
-    found = np.asarray(resize_bilinear(picture, height, width))
+    expected = torch.nn.functional.interpolate(pixels, (height, width), mode=mode, antialias=True)
+    found = np.asarray(resize_as_torch(picture, height, width, resample))
     assert np.array_equal(found, expected[0].permute(1, 2, 0))
 
 
 @pytest.mark.parametrize(
     ("fields", "config", "around", "named"),
     [
-        ({"resample": 3}, {}, {}, "resample"),
+        ({"resample": 1}, {}, {}, "resample"),
         ({"tile_size": 500}, {}, {}, "a multiple of 32"),
         ({"tile_size": 4096}, {}, {}, "tile_size"),
         ({"min_tiles": 1}, {}, {}, "from 2 to 10"),

@@ -10,9 +10,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import CheckpointError, InvalidRequestError
-from quire.images.processors.pixels import BILINEAR, IMAGENET_STANDARD, Normalizer, Settings
+from quire.images.processors.pixels import (
+    BICUBIC,
+    BILINEAR,
+    IMAGENET_STANDARD,
+    Normalizer,
+    Settings,
+)
 from quire.images.processors.processor import ImageProcessor, Item, Layout, ProcessedImage
-from quire.images.processors.torch_resize import resize_bilinear
+from quire.images.processors.torch_resize import resize_as_torch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,13 +41,14 @@ class Lfm2VlProcessor(ImageProcessor):
         self, config: Mapping[str, Any], image_fields: Mapping[str, Any], fields: Mapping[str, Any]
     ) -> None:
         """The arguments are those of `Idefics3Processor`. Raises CheckpointError."""
-        # First, the settings that are obeyed at one value only. transformers ignores do_resize.
+        # First, the settings that are obeyed at few values only. transformers ignores do_resize.
         settings = Settings(image_fields)
         settings.require("do_pad", True)
         settings.require("do_convert_rgb", True)
         Settings(fields).require("use_image_special_tokens", True)
-        if settings.resample(BILINEAR) != BILINEAR:
-            raise settings.wrong("resample", "2 (bilinear)")
+        self._resample = settings.resample(BILINEAR)
+        if self._resample not in (BILINEAR, BICUBIC):
+            raise settings.wrong("resample", "2 (bilinear) or 3 (bicubic)")
         # Then, the sizes.
         self._patch = settings.whole("encoder_patch_size", 16)
         self._factor = settings.whole("downsample_factor", 2, 64)
@@ -69,7 +76,7 @@ class Lfm2VlProcessor(ImageProcessor):
     @property
     def identity(self) -> tuple[object, ...]:
         """The settings that change a content's values."""
-        return self._normalize.identity, self._patch, self._factor
+        return self._normalize.identity, self._resample, self._patch, self._factor
 
     def layout(self, width: int, height: int) -> Layout:
         """The cost of a picture."""
@@ -86,7 +93,7 @@ class Lfm2VlProcessor(ImageProcessor):
         (columns, rows), tile = self._grid(*image.size), self._tile
         items, parts = [], [self._START]
         if columns:
-            tiles = resize_bilinear(image, rows * tile, columns * tile)
+            tiles = resize_as_torch(image, rows * tile, columns * tile, self._resample)
         for row in range(rows):
             for column in range(columns):
                 left, top = column * tile, row * tile
@@ -95,7 +102,7 @@ class Lfm2VlProcessor(ImageProcessor):
                 parts.append(f"<|img_row_{row + 1}_col_{column + 1}|>")
                 parts.append(self.placeholder * item.num_tokens)
         if not columns or self._has_thumbnail:
-            item = self._item(resize_bilinear(image, *self._whole(*image.size)))
+            item = self._item(resize_as_torch(image, *self._whole(*image.size), self._resample))
             items.append(item)
             parts.append(self._THUMBNAIL if columns else "")
             parts.append(self.placeholder * item.num_tokens)
