@@ -52,6 +52,9 @@ def find_processor(folder: Path) -> ImageProcessor | None:
         # transformers 5 writes the settings of all parts into one file.
         nested = around.get("image_processor")
         image_fields = nested if isinstance(nested, dict) else {}
+    video_fields = _read(folder / "video_preprocessor_config.json")
+    if video_fields:
+        around["video_processor"] = video_fields
     return _PROCESSORS[kind](config, image_fields, around) if image_fields else None
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,12 +29,14 @@ class Item(NamedTuple):
 
 
 class ProcessedImage(NamedTuple):
-    """One image of a prompt."""
+    """One image or video of a prompt."""
 
     #: The text that replaces the image's placeholder.
     text: str
     #: The contents in the order of the text.
     items: tuple[Item, ...]
+    #: Whether it is a video, whose placeholder is another.
+    is_video: bool = False
 
 
 class Layout(NamedTuple):
@@ -47,8 +50,35 @@ class Layout(NamedTuple):
     num_bytes: int
 
 
+class VideoProcessor(ABC):
+    """Turns the frames of videos into contents for one model. Immutable, so threads may share
+    it."""
+
+    #: The text that the chat template writes for a video, and the token of which spans consist.
+    placeholder: str
+
+    @abstractmethod
+    def sample(self, num_frames: int, fps: float) -> list[int]:
+        """The places of the frames that the model reads. The video has `num_frames`, `fps` each
+        second. Raises InvalidRequestError for a video that the model can't read."""
+
+    @abstractmethod
+    def layout(self, num_frames: int, width: int, height: int) -> Layout:
+        """The cost of this number of sampled frames. Raises InvalidRequestError for a shape that
+        the model can't read."""
+
+    @abstractmethod
+    def process(
+        self, frames: "Sequence[Image]", places: Sequence[int], fps: float
+    ) -> ProcessedImage:
+        """Resize and normalize sampled RGB frames of one size, with the places of `sample`."""
+
+
 class ImageProcessor(ABC):
     """Turns pictures into contents for one model. Immutable, so threads may share it."""
+
+    #: The processor of videos; None if the model takes none.
+    video: VideoProcessor | None = None
 
     #: The text that the chat template writes for an image.
     placeholder: str

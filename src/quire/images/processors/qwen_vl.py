@@ -18,13 +18,11 @@ from quire.images.processors.pixels import (
     resize,
 )
 from quire.images.processors.processor import ImageProcessor, Item, Layout, ProcessedImage
+from quire.images.processors.qwen_video import MOST_PIXELS, QwenVideoProcessor, cut_patches
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from PIL.Image import Image
 
-_MOST_PIXELS = 1 << 30
 _MOST_RATIO = 200
 
 
@@ -32,7 +30,7 @@ class QwenProcessor(ImageProcessor):
     """Makes one content of each image, with one token for each group of patches."""
 
     placeholder = "<|image_pad|>"
-    span_tokens = (placeholder,)
+    span_tokens: tuple[str, ...] = (placeholder,)
 
     def __init__(
         self, config: Mapping[str, Any], image_fields: Mapping[str, Any], fields: Mapping[str, Any]
@@ -46,14 +44,18 @@ class QwenProcessor(ImageProcessor):
         self._patch = settings.whole("patch_size", 14)
         self._merge = settings.whole("merge_size", 2)
         self._frames = settings.whole("temporal_patch_size", 2)
-        least = settings.of_size("size", "shortest_edge", 56 * 56, _MOST_PIXELS)
-        most = settings.of_size("size", "longest_edge", 28 * 28 * 1280, _MOST_PIXELS)
+        least = settings.of_size("size", "shortest_edge", 56 * 56, MOST_PIXELS)
+        most = settings.of_size("size", "longest_edge", 28 * 28 * 1280, MOST_PIXELS)
         #: Bounds of an image's pixels after it was resized. Older files name them min_pixels and
         #: max_pixels.
-        self.least_pixels = settings.whole("min_pixels", least, _MOST_PIXELS)
-        self.most_pixels = settings.whole("max_pixels", most, _MOST_PIXELS)
+        self.least_pixels = settings.whole("min_pixels", least, MOST_PIXELS)
+        self.most_pixels = settings.whole("max_pixels", most, MOST_PIXELS)
         self._resample = settings.resample(BICUBIC)
         self._normalize = Normalizer(settings, CLIP_MEAN, CLIP_STD)
+        videos = fields.get("video_processor")
+        if isinstance(videos, Mapping) and videos:
+            self.video = QwenVideoProcessor(self, videos)
+            self.span_tokens = (*self.span_tokens, self.video.placeholder)
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -72,24 +74,13 @@ class QwenProcessor(ImageProcessor):
         """The patches of a picture."""
         rows, columns = self._patches(*image.size)
         resized = resize(image, rows * self._patch, columns * self._patch, self._resample)
-        values = self._cut(self._normalize(resized), rows, columns)
+        # All frames of a patch are equal, since an image stands still.
+        frames = [self._normalize(resized)] * self._frames
+        values = cut_patches(frames, self._patch, self._merge)
         grid = 1, rows // self._merge, columns // self._merge
         num_tokens = grid[1] * grid[2]
         item = Item(self.content(values, (1, rows, columns)), num_tokens, grid)
         return ProcessedImage(self.placeholder * num_tokens, (item,))
-
-    def _cut(self, pixels: "NDArray[np.float32]", rows: int, columns: int) -> "NDArray[np.float32]":
-        """The patches of [3, height, width] pixels, group by group: [rows * columns, 3 * frames *
-        patch * patch]. All frames of a patch are equal, since an image stands still."""
-        import numpy as np  # a server for text never loads it
-
-        merge, patch = self._merge, self._patch
-        shape = (3, rows // merge, merge, patch, columns // merge, merge, patch)
-        # From (channel, group row, row, y, group column, column, x) to (group row, group column,
-        # row, column, channel, y, x).
-        groups = pixels.reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-        patches = np.broadcast_to(groups, (*groups.shape[:5], self._frames, patch, patch))
-        return patches.reshape(rows * columns, 3 * self._frames * patch * patch)
 
     def _patches(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of patches, both multiples of merge_size, such that the image's pixels
