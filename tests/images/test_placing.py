@@ -5,7 +5,12 @@ from tests.images.pictures import random_picture
 
 from quire.core.content_spans import ContentSpan
 from quire.errors import InvalidRequestError
-from quire.images.placing import expand_token_ids, place_images, replace_placeholders
+from quire.images.placing import (
+    Placeholder,
+    expand_token_ids,
+    place_images,
+    replace_placeholders,
+)
 from quire.images.processors.gemma3 import Gemma3Processor
 from quire.images.processors.processor import ProcessedImage
 
@@ -21,21 +26,38 @@ def digest(seed: int) -> str:
     return image(seed).items[0].content.digest
 
 
+IMAGES, VIDEOS = Placeholder("<i>", START, "images"), Placeholder("<v>", START + 1, "videos")
+
+
 def test_each_placeholder_becomes_its_images_text() -> None:
-    assert replace_placeholders("a<i>b<i>", "<i>", ["<i><i>", "x"]) == "a<i><i>bx"
-    assert replace_placeholders("a", "<i>", []) == "a"
-    with pytest.raises(InvalidRequestError, match=r"has 1 placeholders of images .* 2 images"):
-        replace_placeholders("a<i>", "<i>", ["x", "y"])
+    first, video = ProcessedImage("<i><i>", ()), ProcessedImage("y", (), is_video=True)
+    second = ProcessedImage("x", ())
+    found = replace_placeholders("a<i>b<i>", [IMAGES], [first, second])
+    assert found == ("a<i><i>bx", [first, second])
+    assert replace_placeholders("a<v>", [IMAGES], []) == ("a<v>", [])
+    found = replace_placeholders("<v>a<i>", [IMAGES, VIDEOS], [second, video])
+    assert found == ("yax", [video, second])
+    for text, given, reason in (
+        ("a<i>", [first, second], r"has 1 placeholders of images .* 2 images"),
+        ("<i>", [video], r"has 1 placeholders of images .* 0 images"),
+        ("", [video], r"has 0 placeholders of videos \(<v>\), but 1 videos"),
+    ):
+        with pytest.raises(InvalidRequestError, match=reason):
+            replace_placeholders(text, [IMAGES, VIDEOS], given)
 
 
 def test_placeholders_among_tokens_are_expanded() -> None:
-    images = [image(0), image(1)]
-    found = expand_token_ids(
-        [1, START, 2, START], "<i>", START, images, lambda text: [9, len(text)]
+    images, video = [image(0), image(1)], ProcessedImage("abc", (), is_video=True)
+    found, ordered = expand_token_ids(
+        [1, START, START + 1, START],
+        [IMAGES, VIDEOS],
+        [*images, video],
+        lambda text: [9, len(text)],
     )
-    assert found == [1, 9, len(images[0].text), 2, 9, len(images[1].text)]
+    assert found == [1, 9, len(images[0].text), 9, 3, 9, len(images[1].text)]
+    assert ordered == [images[0], video, images[1]]
     with pytest.raises(InvalidRequestError, match="has 0 placeholders"):
-        expand_token_ids([1], "<i>", START, images, lambda text: [])
+        expand_token_ids([1], [IMAGES], images, lambda text: [])
 
 
 def test_spans_follow_the_order_of_the_images() -> None:

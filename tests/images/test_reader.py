@@ -58,9 +58,9 @@ def test_failures_name_the_field(reader: ImageReader) -> None:
 
 def test_the_number_of_images_is_bounded() -> None:
     reading = make_reader(limit_mm_per_prompt={"image": 2})
-    reading.check_count(2, "messages")
+    reading.check_count([given()] * 2, "messages")
     with pytest.raises(InvalidRequestError, match="has 3 images, but may have at most 2"):
-        reading.check_count(3, "messages")
+        reading.check_count([given()] * 3, "messages")
 
 
 @pytest.mark.parametrize("name", ["max_content_tokens", "max_model_len"])

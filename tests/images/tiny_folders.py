@@ -19,7 +19,8 @@ SMOLVLM_TEMPLATE = (
 QWEN_TEMPLATE = (
     "{% macro parts(content) %}{% if content is string %}{{ content }}{% else %}"
     "{% for part in content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif part.type == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %}{% endmacro %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{{ parts(message.content) }}{% for call in message.tool_calls or [] %}<tool_call>"
     "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
@@ -46,13 +47,17 @@ def write_smolvlm(folder: Path, **config: Any) -> Path:
 
 
 def write_qwen(folder: Path, config: dict[str, Any] | None = None, patch_size: int = 16) -> Path:
-    """Write a folder of a model of Qwen's with at most 64 tokens for each image. config: the
-    contents of config.json."""
+    """Write a folder of a model of Qwen's with at most 64 tokens for each image and each video.
+    config: the contents of config.json."""
     fields = config or {"model_type": "qwen3_vl", "vision_config": {"patch_size": patch_size}}
     sizes = {"shortest_edge": 4 * patch_size**2, "longest_edge": 256 * patch_size**2}
     image_fields = {"size": sizes, "patch_size": patch_size}
-    tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-    return _write(folder, fields, image_fields, QWEN_TEMPLATE, tokens)
+    tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+    _write(folder, fields, image_fields, QWEN_TEMPLATE, tokens)
+    video_fields = {"size": {"shortest_edge": 64, "longest_edge": 512 * patch_size**2}}
+    video_fields |= {"patch_size": patch_size}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video_fields))
+    return folder
 
 
 def write_internvl(folder: Path, config: dict[str, Any], tile: int) -> Path:

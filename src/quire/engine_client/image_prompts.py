@@ -11,13 +11,13 @@ from quire.core.sampling_params import ModelLimits
 from quire.engine_client.inputs import PromptInput
 from quire.errors import CheckpointError, InvalidRequestError
 from quire.images.image_options import ImageOptions
-from quire.images.placing import expand_token_ids
+from quire.images.placing import expand_token_ids, replace_placeholders
 from quire.images.processors.find import find_processor
 from quire.images.reader import GivenImage, ImageReader
 from quire.observability import log
 from quire.text.chat_encoding import ImageMessages, encode_chat
 from quire.text.chat_template import ChatTemplate
-from quire.text.image_parts import has_images, take_images
+from quire.text.image_parts import has_images, media_roles, take_images
 from quire.text.tokenizer import Tokenizer
 
 logger = log.get_logger(__name__)
@@ -61,21 +61,19 @@ class ImagePrompts:
         """The prompt, with its images placed in its tokens. Raises InvalidRequestError."""
         if not given.pictures:
             return given
-        reader, tokenizer = self._checked(len(given.pictures))
+        pictures = [
+            GivenImage(f"multi_modal_data[{at}]", *each) for at, each in enumerate(given.pictures)
+        ]
+        reader, tokenizer = self._checked(pictures)
         call = reader.open_call(self._limits)
-        images = call.read_all(
-            [
-                GivenImage(f"multi_modal_data[{at}]", picture)
-                for at, picture in enumerate(given.pictures)
-            ]
-        )
+        images = call.read_all(pictures)
         if isinstance(given.prompt, str):
-            token_ids = tokenizer.encode(call.expand_text(given.prompt, images))
+            text, images = replace_placeholders(given.prompt, reader.placeholders, images)
+            token_ids = tokenizer.encode(text)
         else:
-            token_ids = expand_token_ids(
+            token_ids, images = expand_token_ids(
                 given.prompt,
-                reader.processor.placeholder,
-                reader.placeholder_id,
+                reader.placeholders,
                 images,
                 lambda text: tokenizer.encode(text, add_special_tokens=False),
             )
@@ -95,24 +93,25 @@ class ImagePrompts:
                 encode_chat(template, self._tokenizer, messages, **options).token_ids
             )
         # First, take the images out of the messages and read them.
-        placeholder = reader.processor.placeholder
-        roles = template.image_roles(placeholder, has_tools=bool(options.get("tools")))
+        has_tools = bool(options.get("tools"))
+        roles = media_roles(template, reader.placeholders, has_tools=has_tools)
         messages, taken = take_images(messages, roles, None)
-        reader.check_count(len(taken), "messages")
+        pictures = [GivenImage(*each) for each in taken]
+        reader.check_count(pictures, "messages")
         call = reader.open_call(self._limits)
-        images = call.read_all([GivenImage(*each) for each in taken])
+        images = call.read_all(pictures)
         # Then render the messages, and find the images' places.
-        marked = ImageMessages(messages, placeholder, [image.text for image in images])
+        marked = ImageMessages(messages, call.texts(images))
         token_ids = encode_chat(template, self._tokenizer, marked, **options).token_ids
         return PromptInput(token_ids, images=call.place(token_ids, images))
 
-    def _checked(self, num_images: int) -> tuple[ImageReader, Tokenizer]:
+    def _checked(self, pictures: Sequence[GivenImage]) -> tuple[ImageReader, Tokenizer]:
         if self._reader is None or self._tokenizer is None:
             raise InvalidRequestError(
                 "multi_modal_data has images, but the model takes text; leave them out",
                 "multi_modal_data",
             )
-        self._reader.check_count(num_images, "multi_modal_data")
+        self._reader.check_count(pictures, "multi_modal_data")
         return self._reader, self._tokenizer
 
 

@@ -113,8 +113,9 @@ class PromptInput(NamedTuple):
     adapter: LoRARequest | None = None
     #: The text, or the tokens, that the caller expects to get; None if it expects nothing.
     prediction: str | list[int] | None = None
-    #: Images that were not read yet: pictures of Pillow, arrays, or URLs.
-    pictures: tuple[Any, ...] = ()
+    #: Images and videos that were not read yet, as a caller gives them, each with whether it is a
+    #: video.
+    pictures: tuple[tuple[Any, bool], ...] = ()
     #: The images in a prompt of token ids.
     images: PromptImages = NO_IMAGES
 
@@ -361,8 +362,9 @@ def read_prompt(prompt: Any) -> PromptInput:
     )
 
 
-def _read_pictures(given: Any) -> tuple[Any, ...]:
-    """The images in vLLM's multi_modal_data, which has one or a list under "image"."""
+def _read_pictures(given: Any) -> tuple[tuple[Any, bool], ...]:
+    """The images and videos in vLLM's multi_modal_data, which has one or a list under "image" and
+    under "video", each with whether it is a video."""
     if given is None:
         return ()
     if not isinstance(given, Mapping):
@@ -371,16 +373,29 @@ def _read_pictures(given: Any) -> tuple[Any, ...]:
         )
     for name, value in given.items():
         is_empty = value is None or (isinstance(value, (list, tuple)) and not value)
-        if name != "image" and not is_empty:
+        if name not in ("image", "video") and not is_empty:
             raise InvalidRequestError(
-                f"multi_modal_data has {name!r:.80}, but of media only images are read; leave it"
-                " out",
+                f"multi_modal_data has {name!r:.80}, but of media only images and videos are read;"
+                " leave it out",
                 "multi_modal_data",
             )
-    found = given.get("image")
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    images, videos = given.get("image"), given.get("video")
+    if not isinstance(images, (list, tuple)):
+        images = () if images is None else (images,)
+    if videos is None or _is_one_video(videos):
+        videos = () if videos is None else (videos,)
+    return (*((each, False) for each in images), *((each, True) for each in videos))
+
+
+def _is_one_video(given: Any) -> bool:
+    """Whether it is one video, not a list of them: a URL, an array, a list of frames, or one of
+    these in a tuple with its fields."""
+    if not isinstance(given, (list, tuple)):
+        return True
+    if len(given) == 2 and isinstance(given[1], Mapping):
+        return True
+    first = given[0] if given else []
+    return not isinstance(first, (list, tuple, str, bytes)) and getattr(first, "ndim", 0) != 4
 
 
 def read_prediction(given: Any) -> str | list[int] | None:

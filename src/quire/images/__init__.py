@@ -1,1 +1,1 @@
-"""Images in prompts: sources of their bytes, decoding, and their places; no torch."""
+"""Images and videos in prompts: sources of their bytes, decoding, and their places; no torch."""

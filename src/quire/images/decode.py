@@ -6,6 +6,8 @@ first call, so that a server for text never loads it.
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,18 @@ def decode_image(data: bytes, where: str) -> "Image":
     where: names the image in errors. Raises InvalidRequestError for a file that is too large, is
     of another format, or is broken.
     """
+    with opened_image(data, where, FORMATS) as opened:
+        # Pillow decodes only the first frame of an animation.
+        opened.load()
+        return to_rgb(_upright(opened))
+
+
+@contextmanager
+def opened_image(
+    data: bytes, where: str, formats: tuple[str, ...], advice: str = ""
+) -> "Iterator[Image]":
+    """A file of one of the formats, to be decoded within the block. Pillow's errors there become
+    InvalidRequestError. advice: what to send instead of other formats."""
     from PIL import Image, UnidentifiedImageError  # a server for text never loads it
 
     # First, refuse what is too large before any pixel is decoded.
@@ -55,15 +69,16 @@ def decode_image(data: bytes, where: str) -> "Image":
     # Pillow warns of odd but readable files, which a client must not write into the log.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
-        opened = Image.open(BytesIO(data), formats=FORMATS)
+        opened = Image.open(BytesIO(data), formats=formats)
         _check_size(opened.size, where)
-        # Then decode it. Pillow decodes only the first frame of an animation.
-        opened.load()
-        return to_rgb(_upright(opened))
+        # Then decode it.
+        yield opened
+        return
     except InvalidRequestError:
         raise
     except UnidentifiedImageError:
-        failure = _wrong(where, f"is no image of the formats {', '.join(FORMATS)}")
+        also = f"; {advice}" if advice else ""
+        failure = _wrong(where, f"is no image of the formats {', '.join(formats)}{also}")
     except Exception as error:  # a hostile file makes Pillow raise errors of many classes
         if isinstance(error, Image.DecompressionBombError):
             failure = _wrong(where, f"has too many pixels; the bound is {MAX_PIXELS}")

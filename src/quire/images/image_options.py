@@ -8,8 +8,8 @@ from typing import Any
 from quire.errors import ConfigurationError
 from quire.option_fields import Flag, JsonObject, Options, Text, Texts, option
 
-MAX_IMAGES = 16
-"""Images of one prompt, unless limit_mm_per_prompt sets another number."""
+MAX_IMAGES, MAX_VIDEOS = 16, 4
+"""Images and videos of one prompt, unless limit_mm_per_prompt sets other numbers."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class ImageOptions(Options):
         None,
         JsonObject(),
         group="images",
-        help='images of one prompt, as {"image": 4}; 0: none are taken',
-        doc=f'the most images of one prompt, as {{"image": 4}}; None: {MAX_IMAGES}. Videos and'
-        ' sound are never taken, so "video" and "audio" may only be 0.',
-        flag=Flag(shown=f"{MAX_IMAGES} images"),
+        help='images and videos of one prompt, as {"image": 4, "video": 1}; 0: none are taken',
+        doc='the most images and videos of one prompt, as {"image": 4, "video": 1}; without an'
+        f' entry: {MAX_IMAGES} and {MAX_VIDEOS}. Sound is never taken, so "audio" may only be 0.',
+        flag=Flag(shown=f"{MAX_IMAGES} images, {MAX_VIDEOS} videos"),
     )
     allowed_media_domains: tuple[str, ...] = option(
         (),
@@ -50,6 +50,12 @@ class ImageOptions(Options):
         number: int = (self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
         return number
 
+    @property
+    def max_videos(self) -> int:
+        """The most videos of one prompt."""
+        number: int = (self.limit_mm_per_prompt or {}).get("video", MAX_VIDEOS)
+        return number
+
     def _check_together(self) -> None:
         super()._check_together()
         for name, number in (self.limit_mm_per_prompt or {}).items():
@@ -58,8 +64,8 @@ class ImageOptions(Options):
                     f"limit_mm_per_prompt has {name!r:.80}, but its names are image, video and"
                     " audio"
                 )
-            if type(number) is not int or number < 0 or (number and name != "image"):
-                bound = "a whole number from 0" if name == "image" else f"0: no {name} is taken"
+            if type(number) is not int or number < 0 or (number and name == "audio"):
+                bound = "0: no audio is taken" if name == "audio" else "a whole number from 0"
                 raise ConfigurationError(
                     f"limit_mm_per_prompt has {number!r:.80} for {name}, but must have {bound}"
                 )

@@ -1,12 +1,16 @@
 """Finds the places of images in a prompt's tokens."""
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 from quire.core.content_spans import Content, ContentSpan
 from quire.errors import InvalidRequestError
 from quire.images.processors.processor import ProcessedImage
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +48,45 @@ class PromptImages:
 NO_IMAGES = PromptImages()
 
 
-def replace_placeholders(text: str, placeholder: str, texts: Sequence[str]) -> str:
-    """The text with each placeholder replaced by the text of its image, in order. Raises
-    InvalidRequestError if their numbers differ."""
-    pieces = text.split(placeholder)
-    _check_count(len(pieces) - 1, placeholder, len(texts))
-    return "".join(part for pair in zip(pieces, [*texts, ""], strict=True) for part in pair)
+class Placeholder(NamedTuple):
+    """The text that a chat template writes for each image, or for each video, and its token."""
+
+    text: str
+    token_id: int
+    #: "images" or "videos".
+    what: str
+
+
+def replace_placeholders(
+    text: str, placeholders: Sequence[Placeholder], images: Sequence[ProcessedImage]
+) -> tuple[str, list[ProcessedImage]]:
+    """The text with each placeholder replaced by the text of its image, and the images in the order
+    of the text. Raises InvalidRequestError if their numbers differ.
+
+    placeholders: that of images and, if the model takes videos, that of videos.
+    """
+    pieces = re.split("(" + "|".join(re.escape(each.text) for each in placeholders) + ")", text)
+    ordered = _in_order(pieces[1::2], [each.text for each in placeholders], placeholders, images)
+    pieces[1::2] = [image.text for image in ordered]
+    return "".join(pieces), ordered
 
 
 def expand_token_ids(
     token_ids: Sequence[int],
-    placeholder: str,
-    placeholder_id: int,
+    placeholders: Sequence[Placeholder],
     images: Sequence[ProcessedImage],
     encode: Callable[[str], list[int]],
-) -> list[int]:
-    """The tokens with each placeholder replaced by the tokens of its image's text, in order.
-    Raises InvalidRequestError if their numbers differ."""
-    _check_count(list(token_ids).count(placeholder_id), placeholder, len(images))
+) -> tuple[list[int], list[ProcessedImage]]:
+    """The tokens with each placeholder replaced by the tokens of its image's text, and the images
+    in their order. The arguments and errors are those of `replace_placeholders`."""
+    ids = [each.token_id for each in placeholders]
+    places = [token_id for token_id in token_ids if token_id in ids]
+    ordered = _in_order(places, ids, placeholders, images)
     expanded: list[int] = []
-    rest = iter(images)
+    rest = iter(ordered)
     for token_id in token_ids:
-        expanded += encode(next(rest).text) if token_id == placeholder_id else [token_id]
-    return expanded
+        expanded += encode(next(rest).text) if token_id in ids else [token_id]
+    return expanded, ordered
 
 
 def place_images(
@@ -101,10 +121,24 @@ def place_images(
     return PromptImages(tuple(spans), tuple(contents.values()), len(token_ids), held)
 
 
-def _check_count(num_places: int, placeholder: str, num_images: int) -> None:
-    if num_places != num_images:
-        raise InvalidRequestError(
-            f"the prompt has {num_places} placeholders of images ({placeholder}), but"
-            f" {num_images} images are given; write one for each image",
-            "prompt",
-        )
+def _in_order(
+    places: Sequence[T],
+    names: Sequence[T],
+    placeholders: Sequence[Placeholder],
+    images: Sequence[ProcessedImage],
+) -> list[ProcessedImage]:
+    """The images in the order of their `places`, each of which is one of `names`. `names` are what
+    the placeholders are called there."""
+    waiting: dict[T, Iterator[ProcessedImage]] = {}
+    for is_video, (name, placeholder) in enumerate(zip(names, placeholders, strict=True)):
+        given = [image for image in images if image.is_video == bool(is_video)]
+        num_places = sum(place == name for place in places)
+        if num_places != len(given):
+            what = placeholder.what
+            raise InvalidRequestError(
+                f"the prompt has {num_places} placeholders of {what} ({placeholder.text}), but"
+                f" {len(given)} {what} are given; write one for each",
+                "prompt",
+            )
+        waiting[name] = iter(given)
+    return [next(waiting[place]) for place in places]

@@ -15,9 +15,10 @@ from quire.core.sampling_params import ModelLimits
 from quire.errors import InvalidRequestError, UploadsFullError
 from quire.images.decode import check_image, decode_image
 from quire.images.image_options import ImageOptions
-from quire.images.placing import PromptImages, place_images, replace_placeholders
+from quire.images.placing import Placeholder, PromptImages, place_images
 from quire.images.processors.processor import ImageProcessor, Layout, ProcessedImage
 from quire.images.sources import ImageSources, is_remote
+from quire.images.video import check_video, decode_video
 
 MAX_PROMPT_BYTES = 192 << 20
 """Bytes of the encoder's inputs of one prompt: 64 tiles of 512 x 512 pixels. A message to an engine
@@ -31,12 +32,13 @@ _MOST_DECODING_THREADS = 4
 
 
 class GivenImage(NamedTuple):
-    """An image as a caller gives it."""
+    """An image or a video as a caller gives it."""
 
     #: Its place in the call, for errors, which blame the field before its first bracket.
     where: str
-    #: A URL, or a picture of Pillow or an array in the offline API.
+    #: A URL, or a picture of Pillow or an array in the offline API; for a video, frames of these.
     source: Any
+    is_video: bool = False
 
 
 class ImageReader:
@@ -57,6 +59,7 @@ class ImageReader:
         are not those of the encoder."""
         self.processor = processor
         self.max_images = options.max_images
+        self.max_videos = 0 if processor.video is None else options.max_videos
         ids = tuple(_known(token_id, text) for text in processor.span_tokens)
         if processor.encoder_ids and ids != processor.encoder_ids:
             raise ValueError(
@@ -64,7 +67,11 @@ class ImageReader:
                 f" model's encoder takes {processor.encoder_ids}"
             )
         self.span_ids: Collection[int] = frozenset(ids)
-        self.placeholder_id = _known(token_id, processor.placeholder)
+        #: The placeholder of images and, if the model takes videos, that of videos.
+        self.placeholders: list[Placeholder] = []
+        self._add_placeholder(token_id, processor.placeholder, "images")
+        if processor.video is not None:
+            self._add_placeholder(token_id, processor.video.placeholder, "videos")
         self._sources = sources or ImageSources(options)
         self._held = _HeldBytes(max_held_bytes)
         num_decoding = max(1, min(_MOST_DECODING_THREADS, (os.cpu_count() or 2) // 2))
@@ -75,14 +82,29 @@ class ImageReader:
         """The images of one prompt, for a model with these limits."""
         return ImageCall(self, limits)
 
-    def check_count(self, num_images: int, param: str) -> None:
-        """Raise InvalidRequestError for more images than one prompt may have."""
-        if num_images > self.max_images:
+    def check_count(self, given: Sequence[GivenImage], param: str) -> None:
+        """Raise InvalidRequestError for more images or videos than one prompt may have, and for
+        videos if the model takes none."""
+        num_videos = sum(each.is_video for each in given)
+        if num_videos and self.processor.video is None:
             raise InvalidRequestError(
-                f"the prompt has {num_images} images, but may have at most {self.max_images}"
-                " (limit_mm_per_prompt)",
+                "the prompt has a video, but this model takes images only; send its frames as"
+                " images",
                 param,
             )
+        for what, count, most in (
+            ("images", len(given) - num_videos, self.max_images),
+            ("videos", num_videos, self.max_videos),
+        ):
+            if count > most:
+                raise InvalidRequestError(
+                    f"the prompt has {count} {what}, but may have at most {most}"
+                    " (limit_mm_per_prompt)",
+                    param,
+                )
+
+    def _add_placeholder(self, token_id: Callable[[str], int | None], text: str, what: str) -> None:
+        self.placeholders.append(Placeholder(text, _known(token_id, text), what))
 
     def close(self) -> None:
         """End the threads, and cancel the images that wait for one."""
@@ -122,11 +144,10 @@ class ImageCall:
         InvalidRequestError."""
         return place_images(token_ids, images, self._reader.span_ids, self)
 
-    def expand_text(self, text: str, images: Sequence[ProcessedImage]) -> str:
-        """A text prompt with the texts of images in place of their placeholders. Raises
-        InvalidRequestError."""
-        texts = [image.text for image in images]
-        return replace_placeholders(text, self._reader.processor.placeholder, texts)
+    def texts(self, images: Sequence[ProcessedImage]) -> list[tuple[str, str]]:
+        """The placeholder of each image, and the text that replaces the placeholder."""
+        placeholders = self._reader.placeholders
+        return [(placeholders[image.is_video].text, image.text) for image in images]
 
     def _fetch(self, image: GivenImage) -> ProcessedImage:
         data = self._reader._sources.read(image.source, image.where)
@@ -134,32 +155,42 @@ class ImageCall:
 
     def _process(self, image: GivenImage, source: Any) -> ProcessedImage:
         """Decode and process an image. source: a URL that needs no waiting, bytes, or a picture."""
-        # First, read and decode it.
         if isinstance(source, str):
             source = self._reader._sources.read(source, image.where)
-        if isinstance(source, bytes):
-            picture = decode_image(source, image.where)
-        else:
-            picture = check_image(source, image.where)
-        # Then check what it costs, before the memory is taken.
         param = image.where.partition("[")[0]
         try:
-            self._reserve(self._reader.processor.layout(*picture.size), image.where)
+            if image.is_video:
+                return self._process_video(image, source)
+            is_file = isinstance(source, bytes)
+            picture = (decode_image if is_file else check_image)(source, image.where)
+            # Check what it costs before the memory is taken.
+            self._reserve(self._reader.processor.layout(*picture.size), image)
             return self._reader.processor.process(picture)
         except InvalidRequestError as error:
             error.param = error.param or param
             raise
 
-    def _reserve(self, layout: Layout, where: str) -> None:
-        limits = self._limits
+    def _process_video(self, image: GivenImage, source: Any) -> ProcessedImage:
+        """Decode, sample and process a video."""
+        processor = self._reader.processor.video
+        assert processor is not None, "check_count has refused it"
+        is_file = isinstance(source, bytes)
+        video = (decode_video if is_file else check_video)(source, image.where)
+        places = processor.sample(len(video.frames), video.fps)
+        frames = [video.frames[place] for place in places]
+        self._reserve(processor.layout(len(frames), *frames[0].size), image)
+        return processor.process(frames, places, video.fps)._replace(is_video=True)
+
+    def _reserve(self, layout: Layout, image: GivenImage) -> None:
+        limits, what = self._limits, "video" if image.is_video else "image"
         if layout.tokens_of_item > limits.max_content_tokens:
             raise InvalidRequestError(
-                f"the image {where} takes {layout.tokens_of_item} tokens, but the model takes"
-                f" {limits.max_content_tokens} at most; make it smaller"
+                f"the {what} {image.where} takes {layout.tokens_of_item} tokens at once, but the"
+                f" model takes {limits.max_content_tokens} at most; make it smaller"
             )
         if layout.num_tokens >= limits.max_model_len:
             raise InvalidRequestError(
-                f"the image {where} takes {layout.num_tokens} tokens, but max_model_len is"
+                f"the {what} {image.where} takes {layout.num_tokens} tokens, but max_model_len is"
                 f" {limits.max_model_len}; make it smaller"
             )
         self._counted.add(layout.num_bytes)

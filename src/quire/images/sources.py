@@ -58,7 +58,8 @@ def _read_data(url: str, where: str) -> bytes:
     if not comma:
         raise _wrong(where, f"is a data: URL without a comma in its first {_MAX_HEAD} characters")
     kind, *others = head.split(";")
-    if kind and not kind.strip().lower().startswith("image/"):
+    # The decoder says which formats of videos it reads.
+    if kind and not kind.strip().lower().startswith(("image/", "video/")):
         raise _wrong(where, f"is a data: URL of the type {shown(kind)}, but must be an image")
     if not others or others[-1].strip().lower() != "base64":
         raise _wrong(where, "is a data: URL without base64; encode the image as base64")

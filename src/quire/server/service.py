@@ -181,7 +181,8 @@ class Service(SharedState):
     def image_reader(self) -> ImageReader | None:
         """Reads the images of prompts; None if the engine or the operator takes none."""
         reader = self.images
-        if reader is None or not reader.max_images or not self.engine.limits.max_content_tokens:
+        is_limited = reader is not None and not (reader.max_images or reader.max_videos)
+        if reader is None or is_limited or not self.engine.limits.max_content_tokens:
             return None
         return reader
 

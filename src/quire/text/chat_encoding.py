@@ -4,6 +4,7 @@ Renders the messages with the chat template and encodes the text with the tokeni
 server's chat APIs and by the offline API.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,14 +15,13 @@ from quire.text.tokenizer import Tokenizer
 
 
 class ImageMessages(NamedTuple):
-    """Messages with images."""
+    """Messages with images or videos."""
 
     #: The messages, in which `image_parts` has marked the images' places.
     messages: Sequence[Mapping[str, Any]]
-    #: The text that the template writes for each image.
-    placeholder: str
-    #: The texts that replace the placeholders, in the order of the messages.
-    texts: Sequence[str]
+    #: For each image, in the order of the messages, the placeholder that the template writes for
+    #: it, and the text that replaces the placeholder.
+    texts: Sequence[tuple[str, str]]
 
 
 class EncodedChat(NamedTuple):
@@ -87,11 +87,14 @@ def _with_images(text: str, images: ImageMessages) -> str:
     Placeholders in the messages' own texts are not found, since markers are inside of them, unless
     special tokens in messages take effect. Raises InvalidRequestError if the numbers differ.
     """
-    pieces = text.split(images.placeholder)
-    if len(pieces) - 1 != len(images.texts):
+    expected = [placeholder for placeholder, _ in images.texts]
+    pieces = re.split("(" + "|".join(map(re.escape, sorted(set(expected)))) + ")", text)
+    if pieces[1::2] != expected:
         raise InvalidRequestError(
-            f"the messages have {len(images.texts)} images, but the model's chat template makes"
-            f" {len(pieces) - 1} placeholders ({images.placeholder}) of them",
+            f"the messages have {len(expected)} images, but the model's chat template makes"
+            f" {len(pieces) // 2} placeholders ({', '.join(sorted(set(expected)))}) of them, or"
+            " makes them in another order",
             "messages",
         )
-    return "".join(part for pair in zip(pieces, [*images.texts, ""], strict=True) for part in pair)
+    pieces[1::2] = [text for _, text in images.texts]
+    return "".join(pieces)

@@ -78,7 +78,10 @@ PART_ROLES = ("system", "user", "assistant")
 role."""
 
 IMAGE_PART: Mapping[str, str] = {"type": "image"}
-"""The mark that templates read as the place of an image; `image_parts` puts it there."""
+VIDEO_PART: Mapping[str, str] = {"type": "video"}
+"""The marks that templates read as the places of images and videos; `image_parts` puts them
+there."""
+_MARKS = IMAGE_PART, VIDEO_PART
 
 LeftOut = dict[str, None]
 """An ordered set of the names of dropped fields and parts; the values are None."""
@@ -103,8 +106,8 @@ def check_messages(
 
     `left_out` receives the names of dropped fields and parts: extra fields (labels) of text parts,
     and parts of tool results that are not text. If it is None, labels are refused. `takes_images`:
-    accept the marks of images' places, {"type": "image"}. Raises InvalidRequestError that names the
-    message and the problem.
+    accept the marks of images' and videos' places, {"type": "image"} and {"type": "video"}. Raises
+    InvalidRequestError that names the message and the problem.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise _wrong(f"messages is a {type(messages).__name__}, but must be a list of objects")
@@ -203,7 +206,7 @@ def with_joined_parts(
         {**message, "content": text_of(message["content"])}
         if isinstance(message.get("content"), list)
         and _part_role(message["role"]) not in but_for
-        and IMAGE_PART not in message["content"]
+        and not any(mark in message["content"] for mark in _MARKS)
         else message
         for message in messages
     ]
@@ -321,7 +324,7 @@ def _checked_content(
     parts = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if takes_images and part == IMAGE_PART:
+        if takes_images and part in _MARKS:
             parts.append(part)
         elif is_result and isinstance(kind, str) and kind in NOT_TEXT:
             parts.append({"type": "text", "text": stand_in(kind)})
@@ -331,7 +334,8 @@ def _checked_content(
             parts.append(_checked_part(part, f"at position {at}", where, left_out))
     # Join a tool's parts, since templates that accept lists of parts from users often don't from
     # tools.
-    return text_of(parts) if is_result and IMAGE_PART not in parts else parts
+    is_text = not any(mark in parts for mark in _MARKS)
+    return text_of(parts) if is_result and is_text else parts
 
 
 def _checked_part(part: Any, place: str, where: str, left_out: LeftOut | None) -> dict[str, Any]:

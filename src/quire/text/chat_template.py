@@ -222,10 +222,16 @@ class ChatTemplate:
         variables |= {"tools": checked_tools, "add_generation_prompt": add_generation_prompt}
         return Rendering(template, shaped, variables, continue_final_message, left_out or {})
 
-    def image_roles(self, placeholder: str, *, has_tools: bool = False) -> frozenset[str]:
-        """The roles in whose messages the template writes `placeholder` for an image: "user",
-        "tool", both or none. `has_tools` is as for `mentions`."""
-        return self._choose(has_tools=has_tools).image_roles(placeholder)
+    def image_roles(
+        self,
+        placeholder: str,
+        *,
+        part: Mapping[str, str] = IMAGE_PART,
+        has_tools: bool = False,
+    ) -> frozenset[str]:
+        """The roles in whose messages the template writes `placeholder` for `part`: "user", "tool",
+        both or none. part: IMAGE_PART or VIDEO_PART. `has_tools` is as for `mentions`."""
+        return self._choose(has_tools=has_tools).image_roles(placeholder, part)
 
     def _choose(self, *, has_tools: bool) -> "_Template":
         if not self._templates:
@@ -328,9 +334,9 @@ class _Template:
             return True
         return not self._probe(_probe_call('{"quire-probe": 1}'))
 
-    def image_roles(self, placeholder: str) -> frozenset[str]:
+    def image_roles(self, placeholder: str, part: Mapping[str, str]) -> frozenset[str]:
         """See `ChatTemplate.image_roles`."""
-        parts: list[dict[str, Any]] = [dict(IMAGE_PART), {"type": "text", "text": "quire-probe"}]
+        parts: list[dict[str, Any]] = [dict(part), {"type": "text", "text": "quire-probe"}]
         arguments: Any = {} if self._takes_argument_objects else "{}"
         calls = self.shape(_probe_call(arguments))
         result = {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": parts}

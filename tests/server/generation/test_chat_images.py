@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.images.pictures import file_of, random_picture
+from tests.images.test_video import FRAMES, animation
 from tests.images.tiny_folders import write_qwen, write_smolvlm
 from transformers import PreTrainedTokenizerFast
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -211,10 +212,31 @@ def test_several_images_keep_their_order(qwen: Service) -> None:
     assert len(images.contents) == 2 and middle.grid == (1, 2, 2)
 
 
+def test_animations_are_videos(qwen: Service) -> None:
+    """The same prompt as of the frames in Python; files that are no animations are refused."""
+
+    def part(kind: str, data: bytes) -> dict[str, Any]:
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        return {"type": "video_url", "video_url": {"url": url}}
+
+    found = prompt_of(qwen, chat(part("image/webp", animation("WEBP")), PART, TEXT))
+    in_python = {"type": "video", "video": FRAMES, "fps": 5.0}
+    expected = ImagePrompts(qwen.images, qwen.tokenizer, LIMITS).render(
+        qwen.chat_template, [{"role": "user", "content": [in_python, PART, TEXT]}]
+    )
+    assert found.token_ids == expected.prompt
+    assert found.images == [expected.images]
+    assert len(found.images[0].spans) == 2 + 1, "two pairs of frames, and an image"
+    with pytest.raises(InvalidRequestError, match="such as MP4, are not decoded"):
+        prompt_of(qwen, chat(part("video/mp4", b"\0\0\0\x20ftypisom" + bytes(99))))
+    with pytest.raises(InvalidRequestError, match="has 5 videos, but may have at most 4"):
+        prompt_of(qwen, chat(*[part("image/gif", animation("GIF"))] * 5))
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ([{"type": "video_url", "video_url": {"url": URL}}, PART], "type 'video_url'"),
+        ([{"type": "video_url", "video_url": {"url": URL}}, PART], "model takes none"),
         ([{"type": "input_audio", "input_audio": {}}, PART], "type 'input_audio'"),
         ([{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}], "use data:"),
         ([PART] * 17, "has 17 images, but may have at most 16"),
@@ -252,8 +274,8 @@ def test_prompts_of_the_offline_api(smolvlm: Service) -> None:
     assert images.render(smolvlm.chat_template, asked).prompt == theirs(smolvlm, chat_text, PICTURE)
     for wrong, reason in (
         ({"prompt": "no place", "multi_modal_data": {"image": PICTURE}}, "0 placeholders"),
-        ({"prompt": text, "multi_modal_data": {"video": PICTURE}}, "only images are read"),
-        ({"prompt": text, "multi_modal_data": {"audio": np.zeros(3)}}, "only images are read"),
+        ({"prompt": text, "multi_modal_data": {"video": PICTURE}}, "takes images only"),
+        ({"prompt": text, "multi_modal_data": {"audio": np.zeros(3)}}, "only images and videos"),
         ({"prompt": text, "multi_modal_data": [PICTURE]}, "must be"),
     ):
         with pytest.raises(InvalidRequestError, match=reason):

@@ -108,7 +108,10 @@ def test_text_alone_and_refusals(server, tiny):
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     for part, reason in (
         (broken, "the image messages[0].content[1] is no image of the formats"),
-        ({"type": "video_url", "video_url": {"url": "x"}}, "type 'video_url'"),
+        (
+            {"type": "video_url", "video_url": {"url": "x"}},
+            "has a video, but this model takes none",
+        ),
         ({"type": "image_url", "image_url": {"url": "https://a.b/"}}, "not allowed here"),
     ):
         refused = ask(server, text, part)

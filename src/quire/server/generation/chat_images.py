@@ -12,7 +12,7 @@ from quire.server.generation.chat_call import ChatCall
 from quire.server.service import Service
 from quire.text.chat_encoding import ImageMessages
 from quire.text.chat_messages import LeftOut, check_messages
-from quire.text.image_parts import has_images, take_images
+from quire.text.image_parts import has_images, media_roles, take_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,6 @@ class ChatImages:
     images: Sequence[ProcessedImage] = ()
     #: The call that the images' memory counts for; None without images.
     call: ImageCall | None = None
-    #: The text that the template writes for an image.
-    placeholder: str = ""
     #: Names of the parts' fields that have no effect.
     left_out: Sequence[str] = ()
 
@@ -38,7 +36,7 @@ class ChatImages:
         """The argument of `encode_chat`."""
         if self.call is None:
             return self.messages
-        return ImageMessages(self.messages, self.placeholder, self.texts)
+        return ImageMessages(self.messages, self.call.texts(self.images))
 
     def placed(self, token_ids: Sequence[int]) -> PromptImages:
         """The images' places in the prompt. Raises InvalidRequestError."""
@@ -60,19 +58,19 @@ async def read_images(service: Service, call: ChatCall, *, has_tools: bool) -> C
     reader = service.image_reader
     if reader is None:
         return ChatImages(check_messages(call.messages, left_out), left_out=list(left_out or ()))
-    placeholder = reader.processor.placeholder
-    roles = service.chat_template.image_roles(placeholder, has_tools=has_tools)
+    roles = media_roles(service.chat_template, reader.placeholders, has_tools=has_tools)
     marked, taken = take_images(call.messages, roles, left_out)
     messages = check_messages(marked, left_out, takes_images=True)
     if not taken:
         return ChatImages(messages, left_out=list(left_out or ()))
-    reader.check_count(len(taken), "messages")
+    given = [GivenImage(*each) for each in taken]
+    reader.check_count(given, "messages")
     # Then read all of them. A failure cancels images that wait for a thread.
     images = reader.open_call(service.engine.limits)
-    futures = [asyncio.wrap_future(images.submit(GivenImage(*each))) for each in taken]
+    futures = [asyncio.wrap_future(images.submit(each)) for each in given]
     try:
         found = await asyncio.gather(*futures)
     finally:
         for future in futures:
             future.cancel()
-    return ChatImages(messages, found, images, placeholder, list(left_out or ()))
+    return ChatImages(messages, found, images, list(left_out or ()))

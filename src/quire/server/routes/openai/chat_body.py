@@ -186,19 +186,22 @@ _TEXT_PART = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
-_IMAGE_PART = {
-    "type": "object",
-    "required": ["type", "image_url"],
-    "properties": {
-        "type": {"const": "image_url"},
-        "image_url": {
-            "type": "object",
-            "required": ["url"],
-            "properties": {"url": {"type": "string"}},
+_MEDIA_PARTS = [
+    {
+        "type": "object",
+        "required": ["type", name],
+        "properties": {
+            "type": {"const": name},
+            name: {
+                "type": "object",
+                "required": ["url"],
+                "properties": {"url": {"type": "string"}},
+            },
         },
-    },
-}
-_PARTS = {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}}
+    }
+    for name in ("image_url", "video_url")
+]
+_PARTS = {"type": "array", "items": {"anyOf": [_TEXT_PART, *_MEDIA_PARTS]}}
 _MESSAGE = {
     "type": "object",
     "required": ["role"],
