@@ -146,7 +146,7 @@ def test_equal_to_the_bit(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(GrowthForecast, "fits_later", lambda *_: True)
     crowd = saved.llm(**CROWDED, **bf16, num_blocks=saved.family.num_cramped_blocks, num_threads=2)
     preempt_much(crowd)
-    store_of(crowd)._max_cache_bytes = 0
+    store_of(crowd)._cache.max_bytes = 0
     assert answers_of(crowd.engine, requests()) == expected
     assert answers_of(crowd.engine, requests()) == expected, "again, from the prefix cache"
     assert crowd.engine.stats().num_preemptions > 0
@@ -161,7 +161,7 @@ def test_random_mixes_equal_to_the_bit(saved: Saved, monkeypatch: pytest.MonkeyP
     crowd = saved.llm(**CROWDED, dtype="bfloat16", num_blocks=saved.family.num_cramped_blocks + 3)
     preempt_much(crowd)
     crowd.engine.scheduler.contents.num_slots = 2
-    store_of(crowd)._max_cache_bytes = rng.choice([0, 4096])
+    store_of(crowd)._cache.max_bytes = rng.choice([0, 4096])
     for _ in range(2):
         requests = [
             make_request(

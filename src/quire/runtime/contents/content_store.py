@@ -15,8 +15,9 @@ bytes a slot still holds; `max_slots` bounds these bytes.
 """
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -27,6 +28,7 @@ from quire.models.interface import InputEmbeds
 from quire.models.vision.vision_tower import Slices, VisionTower
 from quire.observability.log import get_logger
 from quire.runtime.batch import ContentPiece
+from quire.runtime.contents.embedding_cache import EmbeddingCache
 
 WAIT_S = 0.01
 """Maximum seconds of encoding, beyond one slice, while the engine is idle, since messages may
@@ -42,6 +44,16 @@ def max_slots(max_bytes: int, content_bytes: int) -> int:
     """Number of slots for contents of at most content_bytes bytes, which may hold a half of
     max_bytes. At least 2, so that one content is encoded while another is read."""
     return max(2, min(MOST_SLOTS, max_bytes // 2 // max(1, content_bytes)))
+
+
+@dataclass(slots=True)
+class _Encoding:
+    """A content that is being encoded."""
+
+    digest: str
+    slices: Slices[torch.Tensor]
+    #: Seconds of the slices that have run.
+    encode_s: float = 0.0
 
 
 class ContentStore:
@@ -72,16 +84,13 @@ class ContentStore:
         self._tower = tower
         #: None once the tower is loaded.
         self._load = load
-        self._max_cache_bytes = max_cache_bytes
         #: Inputs by digest, and the number of uses that `open` began.
         self._inputs: dict[str, tuple[Content, int]] = {}
         self._waiting: deque[str] = deque()
-        self._encoding: tuple[str, Slices[torch.Tensor]] | None = None
+        self._encoding: _Encoding | None = None
         self._ready: dict[str, torch.Tensor] = {}
         self._failed: dict[str, str] = {}
-        #: Embeddings by digest, the least recently used first.
-        self._cache: OrderedDict[str, torch.Tensor] = OrderedDict()
-        self._num_cache_bytes = 0
+        self._cache = EmbeddingCache(max_cache_bytes)
         self._slots: list[tuple[str, torch.Tensor] | None] = [None] * num_slots
         self._loaded: dict[str, torch.Tensor] = {}
 
@@ -89,11 +98,6 @@ class ContentStore:
     def max_content_tokens(self) -> int:
         """Maximum number of embeddings of one content."""
         return self._tower.max_content_tokens
-
-    @property
-    def num_cache_bytes(self) -> int:
-        """Bytes of the embeddings in the cache."""
-        return self._num_cache_bytes
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -131,12 +135,12 @@ class ContentStore:
         """See `core.scheduling.residency.ItemSource`."""
         if digest in self._ready:
             return True
-        if digest in self._cache:
-            self._cache.move_to_end(digest)
-            self._ready[digest] = self._cache[digest]
+        cached = self._cache.find(digest)
+        if cached is not None:
+            self._ready[digest] = cached
             self.num_hits += 1
             return True
-        is_encoding = self._encoding is not None and self._encoding[0] == digest
+        is_encoding = self._encoding is not None and self._encoding.digest == digest
         if not (is_encoding or digest in self._waiting or digest in self._failed):
             self._waiting.append(digest)
         return False
@@ -169,7 +173,7 @@ class ContentStore:
             "num_encoded": self.num_encoded,
             "encode_s": self.encode_s,
             "num_hits": self.num_hits,
-            "cache_bytes": self._num_cache_bytes,
+            "cache_bytes": self._cache.num_bytes,
         }
 
     def _run_slice(self) -> bool:
@@ -177,21 +181,26 @@ class ContentStore:
         running = self._start()
         if running is None:
             return False
-        digest, slices = running
+        begin_s = time.perf_counter()
         try:
-            next(slices)
+            next(running.slices)
         except StopIteration as end:
             self._encoding = None
-            self._keep(digest, end.value)
+            running.encode_s += time.perf_counter() - begin_s
+            self.num_encoded += 1
+            # The content was asked for, so it is loaded even if the cache has no room for it.
+            self._ready[running.digest] = end.value
+            self._cache.keep(running.digest, end.value, running.encode_s)
             return False
         except (RuntimeError, ValueError, MemoryError, OSError) as error:
             logger.exception("a content can't be encoded")
             self._encoding = None
-            self._failed[digest] = f"an image of the prompt can't be encoded: {error}"
+            self._failed[running.digest] = f"an image of the prompt can't be encoded: {error}"
             return False
+        running.encode_s += time.perf_counter() - begin_s
         return True
 
-    def _start(self) -> tuple[str, Slices[torch.Tensor]] | None:
+    def _start(self) -> _Encoding | None:
         """The content that is being encoded, which may begin now; None if none is asked for."""
         while self._encoding is None and self._waiting:
             digest = self._waiting.popleft()
@@ -200,7 +209,7 @@ class ContentStore:
                 self._failed[digest] = "no request has this content any more"
                 continue
             content, _ = known
-            self._encoding = digest, self._encode(content)
+            self._encoding = _Encoding(digest, self._encode(content))
         return self._encoding
 
     def _encode(self, content: Content) -> Slices[torch.Tensor]:
@@ -211,19 +220,10 @@ class ContentStore:
             self._load = None
             taken_s = time.perf_counter() - begin_s
             logger.info("the encoder of images was loaded between steps, in %.1f s", taken_s)
+            assert self._encoding is not None
+            self._encoding.encode_s = 0.0  # encoding this content again needs no load
         values = torch.frombuffer(bytearray(content.values), dtype=torch.float32)
         return (yield from self._tower.encode(values.view(content.shape), content.grid))
-
-    def _keep(self, digest: str, embeddings: torch.Tensor) -> None:
-        """Keep the embeddings of a content that was encoded, and forget others."""
-        self.num_encoded += 1
-        self._cache[digest] = embeddings
-        self._num_cache_bytes += embeddings.nbytes
-        # The content was asked for, so it is loaded even if the cache has no room for it.
-        self._ready[digest] = embeddings
-        while self._num_cache_bytes > self._max_cache_bytes:
-            _, oldest = self._cache.popitem(last=False)
-            self._num_cache_bytes -= oldest.nbytes
 
     # ---- the runner's slots -----------------------------------------------------------------
 
