@@ -17,8 +17,10 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from quire import LLM, AsyncLLM, SamplingParams
+from quire.core.request import Request
 from quire.errors import InvalidRequestError
 from quire.images.processors.find import find_processor
+from quire.offline import request_group
 
 PICTURE, OTHER = random_picture(90, 50), random_picture(90, 50, 1)
 TEXT = "<|im_start|>User:<image>What is it?<end_of_utterance>\nAssistant:"
@@ -96,6 +98,32 @@ def test_families_with_images_of_any_size(family: str, tmp_path: Path) -> None:
         inputs = theirs(pictures, patch_size=8, return_tensors="pt")
     output = model.generate(input_ids=ids, **inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
     assert list(found.outputs[0].token_ids) == output[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("shows_progress", [False, True])
+def test_images_are_read_while_earlier_prompts_run(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, shows_progress: bool
+) -> None:
+    """Within a bound on the encoder's inputs. A broken image behind it ends its prompt alone."""
+    pictures = [random_picture(90, 50, seed) for seed in range(4)]
+    alone = [llm.generate(prompt_of(each), PARAMS, use_tqdm=False)[0] for each in pictures]
+    added: list[int] = []
+    add = llm.engine.add
+
+    def counting_add(request: Request) -> None:
+        add(request)
+        added.append(len(llm.engine.contents._open))
+
+    monkeypatch.setattr(llm.engine, "add", counting_add)
+    monkeypatch.setattr(request_group, "MAX_HELD_BYTES", 1)
+    prompts = [prompt_of(each) for each in [*pictures[:2], b"broken", *pictures[2:]]]
+    found = llm.generate([*prompts, {"prompt": "and text"}], PARAMS, use_tqdm=shows_progress)
+    assert "is no image of the formats" in (found[2].error or "")
+    assert found[2].outputs[0].finish_reason == "error" and not found[2].outputs[0].token_ids
+    answers = [output.outputs[0].token_ids for output in (*found[:2], *found[3:5])]
+    assert answers == [output.outputs[0].token_ids for output in alone]
+    assert len(found[5].outputs[0].token_ids) == NUM_TOKENS
+    assert added == [1, 1, 1, 1, 0], "one prompt at a time has images in the engine"
 
 
 def test_wrong_prompts_are_refused(llm: LLM) -> None:

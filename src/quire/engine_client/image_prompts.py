@@ -61,13 +61,13 @@ class ImagePrompts:
         """The prompt, with its images placed in its tokens. Raises InvalidRequestError."""
         if not given.pictures:
             return given
-        pictures = [
-            GivenImage(f"multi_modal_data[{at}]", *each) for at, each in enumerate(given.pictures)
-        ]
+        pictures = [GivenImage(*each) for each in given.pictures]
         reader, tokenizer = self._checked(pictures)
         call = reader.open_call(self._limits)
         images = call.read_all(pictures)
-        if isinstance(given.prompt, str):
+        if given.render is not None:
+            token_ids = given.render(call.texts(images))
+        elif isinstance(given.prompt, str):
             text, images = replace_placeholders(given.prompt, reader.placeholders, images)
             token_ids = tokenizer.encode(text)
         else:
@@ -77,33 +77,31 @@ class ImagePrompts:
                 images,
                 lambda text: tokenizer.encode(text, add_special_tokens=False),
             )
-        return given._replace(prompt=token_ids, pictures=(), images=call.place(token_ids, images))
+        placed = call.place(token_ids, images)
+        return given._replace(prompt=token_ids, pictures=(), render=None, images=placed)
 
     def render(
         self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> PromptInput:
-        """The prompt of a conversation. Its text gets no special tokens but the template's.
+        """The prompt of a conversation, whose images `read` reads. Its text gets no special tokens
+        but the template's.
 
         options: those of `encode_chat`. Raises InvalidRequestError.
         """
-        assert self._tokenizer is not None, "the caller checked it"
-        reader = self._reader
+        tokenizer, reader = self._tokenizer, self._reader
+        assert tokenizer is not None, "the caller checked it"
         if reader is None or not has_images(messages):
-            return PromptInput(
-                encode_chat(template, self._tokenizer, messages, **options).token_ids
-            )
-        # First, take the images out of the messages and read them.
+            return PromptInput(encode_chat(template, tokenizer, messages, **options).token_ids)
         has_tools = bool(options.get("tools"))
         roles = media_roles(template, reader.placeholders, has_tools=has_tools)
         messages, taken = take_images(messages, roles, None)
-        pictures = [GivenImage(*each) for each in taken]
-        reader.check_count(pictures, "messages")
-        call = reader.open_call(self._limits)
-        images = call.read_all(pictures)
-        # Then render the messages, and find the images' places.
-        marked = ImageMessages(messages, call.texts(images))
-        token_ids = encode_chat(template, self._tokenizer, marked, **options).token_ids
-        return PromptInput(token_ids, images=call.place(token_ids, images))
+        reader.check_count([GivenImage(*each) for each in taken], "messages")
+
+        def token_ids_with(texts: Sequence[tuple[str, str]]) -> list[int]:
+            marked = ImageMessages(messages, texts)
+            return encode_chat(template, tokenizer, marked, **options).token_ids
+
+        return PromptInput([], pictures=tuple(taken), render=token_ids_with)
 
     def _checked(self, pictures: Sequence[GivenImage]) -> tuple[ImageReader, Tokenizer]:
         if self._reader is None or self._tokenizer is None:

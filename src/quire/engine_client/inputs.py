@@ -113,9 +113,12 @@ class PromptInput(NamedTuple):
     adapter: LoRARequest | None = None
     #: The text, or the tokens, that the caller expects to get; None if it expects nothing.
     prediction: str | list[int] | None = None
-    #: Images and videos that were not read yet, as a caller gives them, each with whether it is a
-    #: video.
-    pictures: tuple[tuple[Any, bool], ...] = ()
+    #: Images and videos that were not read yet, each with its place in the call for errors and with
+    #: whether it is a video: URLs, pictures of Pillow, arrays, or frames of these.
+    pictures: tuple[tuple[str, Any, bool], ...] = ()
+    #: Makes the token ids from the pictures' placeholders and the texts that replace them, in place
+    #: of `prompt`; None if `prompt` has placeholders.
+    render: Callable[[Sequence[tuple[str, str]]], list[int]] | None = None
     #: The images in a prompt of token ids.
     images: PromptImages = NO_IMAGES
 
@@ -362,9 +365,9 @@ def read_prompt(prompt: Any) -> PromptInput:
     )
 
 
-def _read_pictures(given: Any) -> tuple[tuple[Any, bool], ...]:
-    """The images and videos in vLLM's multi_modal_data, which has one or a list under "image" and
-    under "video", each with whether it is a video."""
+def _read_pictures(given: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """The `pictures` in vLLM's multi_modal_data, which has one or a list under "image" and under
+    "video"."""
     if given is None:
         return ()
     if not isinstance(given, Mapping):
@@ -384,7 +387,8 @@ def _read_pictures(given: Any) -> tuple[tuple[Any, bool], ...]:
         images = () if images is None else (images,)
     if videos is None or _is_one_video(videos):
         videos = () if videos is None else (videos,)
-    return (*((each, False) for each in images), *((each, True) for each in videos))
+    listed = [*((each, False) for each in images), *((each, True) for each in videos)]
+    return tuple((f"multi_modal_data[{at}]", *each) for at, each in enumerate(listed))
 
 
 def _is_one_video(given: Any) -> bool:

@@ -10,6 +10,7 @@ are batched together, and each gets the tokens that it would get alone.
 
 import inspect
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -151,7 +152,8 @@ class LLM(PoolingEngine):
 
         Raises InvalidRequestError before any prompt of this call is run. If a request's own
         computation fails, or its adapter can't be read, its finish_reason is "error" and its
-        `error` says why; the others go on.
+        `error` says why; the others go on. Prompts behind 2 GiB of images (as the encoder's input)
+        are read while others run, so they end in this way if they are wrong.
         """
         _check_others("generate", others)
         listed = with_adapters(_read_prompts(prompts), lora_request)
@@ -375,12 +377,12 @@ class LLM(PoolingEngine):
         group = self._requests.prepare(prompts, params, beams)
         try:
             self._requests.open(group)
-            if use_tqdm:
-                with _ProgressBar(len(group.assemblers)) as progress:
-                    while group.unfinished:
-                        progress.advance(*self._requests.wait(group, for_all=False))
-            else:
-                self._requests.wait(group, for_all=True)
+            with _ProgressBar(len(prompts)) if use_tqdm else nullcontext() as progress:
+                while group.unfinished or group.rest:
+                    counts = self._requests.wait(group, for_all=not (progress or group.rest))
+                    if progress:
+                        progress.advance(*counts)
+                    self._requests.open_rest(group)
         finally:
             self._requests.close(group)
         outputs = [assembler.output for assembler in group.assemblers]

@@ -18,7 +18,7 @@ from quire.engine_client.outputs import OutputSnapshots
 from quire.engine_client.results import RequestOutput
 from quire.errors import InvalidRequestError
 from quire.offline.local_engine import LocalEngine
-from quire.offline.request_table import RequestGroup
+from quire.offline.request_group import RequestGroup
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
 

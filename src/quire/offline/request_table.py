@@ -1,46 +1,27 @@
 """The open requests of this process's engine: prepare, open, step, branch, close."""
 
-import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import replace
 from typing import TypeVar
 
-from quire.core.adapters import BASE_MODEL, AdapterRef, LoRARequest
-from quire.core.request import FinishReason, SequenceOutput
+from quire.core.adapters import BASE_MODEL
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.sequence import PrefixMiss
 from quire.engine.engine import Engine
 from quire.engine_client.image_prompts import ImagePrompts, no_images
-from quire.engine_client.inputs import InputProcessor, PromptInput, RequestOptions
+from quire.engine_client.inputs import PromptInput, RequestOptions
 from quire.engine_client.outputs import RequestAssembler
 from quire.engine_client.pooling_inputs import PoolingInput
-from quire.engine_client.results import PrefixMissReport, RequestMetrics, RequestOutput
+from quire.engine_client.results import PrefixMissReport, RequestOutput
 from quire.errors import AdapterError, InvalidRequestError
 from quire.offline.exit_gate import ExitGate
+from quire.offline.request_group import RequestGroup
+from quire.offline.request_preparer import RequestPreparer
 from quire.offline.turns import Turns
 from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-
-Adapters = dict[LoRARequest, AdapterRef | AdapterError]
-"""The adapter found for each LoRARequest, or the error if it can't be read."""
-
-
-@dataclass(slots=True)
-class RequestGroup:
-    """The requests of one call."""
-
-    assemblers: list[RequestAssembler]
-    #: Ids of the requests that have not ended.
-    unfinished: set[str]
-    #: Number of tokens that came since `RequestTable.wait` last returned.
-    num_new_tokens: int = 0
-    #: Number of requests that ended since `RequestTable.wait` last returned.
-    num_ended: int = 0
-    #: Error messages, by id, of requests that can't be computed; `RequestTable.open` ends these.
-    failures: dict[str, str] = field(default_factory=dict)
 
 
 class RequestTable:
@@ -59,12 +40,9 @@ class RequestTable:
         images: ImagePrompts,
     ) -> None:
         """Threads enter `gate` to use the engine. `images` reads those of prompts."""
-        self._images = images
+        self._preparer = RequestPreparer(engine, tokenizer, seed, images)
         self._engine = engine
         self._tokenizer = tokenizer
-        self._inputs = InputProcessor(tokenizer, engine.limits, engine.grammars.compile)
-        self._seeds = random.Random(seed)
-        self._ids = count()
         self._open: dict[str, tuple[RequestAssembler, RequestGroup]] = {}
         self._turns = Turns(self._step, gate)
 
@@ -76,46 +54,40 @@ class RequestTable:
     ) -> RequestGroup:
         """Tokenize and check the requests of one call. Raises InvalidRequestError.
 
-        `params` are copied, so that the caller may change them. With `beams`, the requests are beam
-        searches, and `params` must be `sampling_params_of(beams)`.
+        If the images of the prompts take more than MAX_HELD_BYTES, the last prompts are left to
+        `open_rest`. `params` are copied, so that the caller may change them. With `beams`, the
+        requests are beam searches, and `params` must be `sampling_params_of(beams)`.
         """
-        prompts = [self._images.read(prompt) for prompt in prompts]
-        copies = {id(own): own.clone() for own in params}  # prompts often share a SamplingParams
-        pairs = zip(prompts, (copies[id(own)] for own in params), strict=True)
-        adapters = _find_adapters(self._engine, prompts)
-        found = [self._prepare(prompt, own, beams, adapters) for prompt, own in pairs]
-        group = RequestGroup(found, {assembler.request.request_id for assembler in found})
-        for prompt, assembler in zip(prompts, found, strict=True):
-            error = None if prompt.adapter is None else adapters[prompt.adapter]
-            if isinstance(error, AdapterError):
-                group.failures[assembler.request.request_id] = str(error)
-        return group
+        return self._preparer.prepare(prompts, params, beams)
 
     def prepare_pooling(
         self, inputs: Sequence[tuple[PoolingInput, RequestOptions]]
     ) -> RequestGroup:
         """Check the requests of a call that embeds or scores. Raises InvalidRequestError."""
-        found = []
-        for given, options in inputs:
-            self._check_deadline(options)
-            request = given.request(str(next(self._ids)), self._engine.limits, options)
-            found.append(RequestAssembler(request, SamplingParams(max_tokens=1), None, None))
-        return RequestGroup(found, {assembler.request.request_id for assembler in found})
+        return self._preparer.prepare_pooling(inputs)
 
     def open(self, group: RequestGroup) -> None:
         """Give a group's requests to the engine, all or none. Raises InvalidRequestError."""
         with self._turns.turn():
             try:
                 for assembler in group.assemblers:
-                    request_id = assembler.request.request_id
-                    if request_id in group.failures:
-                        _end(assembler, group, group.failures[request_id])
-                        continue
-                    self._engine.add(assembler.request)
-                    self._open[request_id] = (assembler, group)
+                    self._open_one(assembler, group)
             except BaseException:
                 self._close(group.assemblers)
                 raise
+
+    def open_rest(self, group: RequestGroup) -> None:
+        """Prepare and open further requests of an open group, while their images have room.
+
+        A request that can't be served ends with an error, since others of its call have run.
+        """
+        while group.takes_more:
+            assembler = self._preparer.prepare_next(group)
+            with self._turns.turn():
+                try:
+                    self._open_one(assembler, group)
+                except InvalidRequestError as error:
+                    group.fail(assembler, str(error))
 
     def wait(self, group: RequestGroup, *, for_all: bool) -> tuple[int, int]:
         """Wait until any request of the group has ended; with `for_all`, until all have ended.
@@ -177,9 +149,9 @@ class RequestTable:
 
         Raises AdapterError if the prompt's adapter can't be read.
         """
-        token_ids = self._inputs.tokenize(no_images(prompt).prompt)
+        token_ids = self._preparer.inputs.tokenize(no_images(prompt).prompt)
         digest = BASE_MODEL
-        for found in _find_adapters(self._engine, [prompt]).values():
+        for found in self._preparer.find_adapters([prompt]).values():
             if isinstance(found, AdapterError):
                 raise found
             digest = found.digest
@@ -198,7 +170,7 @@ class RequestTable:
         params = params.clone()
         request = assembler.request
         seed = request.params.seed if params.seed is None else params.seed
-        decoding = self._inputs.resolve(params, len(request.prompt_token_ids), seed)
+        decoding = self._preparer.inputs.resolve(params, len(request.prompt_token_ids), seed)
         with self._turns.turn():
             parent = assembler.output.outputs[branch_index]
             if parent.finished:
@@ -234,43 +206,18 @@ class RequestTable:
         group."""
         self._turns.run_or_postpone(lambda: self._close(group.assemblers))
 
-    # ---- inside: all but `_prepare` and `_check_deadline` need the turn ---------------------
+    # ---- inside: these methods need the turn -----------------------------------------------
 
-    def _prepare(
-        self,
-        prompt: PromptInput,
-        params: SamplingParams,
-        beams: BeamSearchParams | None,
-        adapters: Adapters,
-    ) -> RequestAssembler:
-        self._check_deadline(prompt.options)
-        adapter = None if prompt.adapter is None else adapters[prompt.adapter]
-        request = self._inputs.make_request(
-            str(next(self._ids)),
-            prompt.prompt,
-            params,
-            seed=self._seeds.getrandbits(64),
-            options=prompt.options,
-            beams=beams,
-            adapter=None if isinstance(adapter, AdapterError) else adapter,
-        )
-        request = self._inputs.with_images(request, prompt.images)
-        request = self._inputs.with_prediction(request, prompt.prediction)
-        text = prompt.prompt if isinstance(prompt.prompt, str) else None
-        assembler = RequestAssembler(
-            request, params, self._tokenizer, text, lora_request=prompt.adapter
-        )
-        assembler.output.metrics = RequestMetrics(time.time(), time.monotonic())
-        return assembler
-
-    def _check_deadline(self, options: RequestOptions) -> None:
-        deadline_s = options.deadline_s
-        if deadline_s is not None and not self._engine.limits.reads_deadline:
-            raise InvalidRequestError(
-                f"deadline_s is {deadline_s}, but the engine's scheduling policy reads no"
-                " deadlines; leave it out, or make the LLM with scheduling_policy='deadline'",
-                "deadline_s",
-            )
+    def _open_one(self, assembler: RequestAssembler, group: RequestGroup) -> None:
+        """Give one request to the engine, or end it if it is one of the group's failures."""
+        request = assembler.request
+        if request.request_id in group.failures:
+            group.fail(assembler, group.failures[request.request_id])
+            return
+        self._engine.add(request)
+        self._open[request.request_id] = (assembler, group)
+        # The engine drops its inputs of the encoder at the request's end, the caller's group later.
+        assembler.request = replace(request, contents=())
 
     def _close(self, assemblers: Sequence[RequestAssembler]) -> None:
         for assembler in assemblers:
@@ -296,8 +243,7 @@ class RequestTable:
             for branch_index in assembler.push(output):
                 self._engine.abort(output.request_id, branch_index)
             if assembler.finished and output.request_id in group.unfinished:
-                group.unfinished.remove(output.request_id)
-                group.num_ended += 1
+                group.end(output.request_id)
         self._engine.finish_steps()
 
     def _report(self, miss: PrefixMiss) -> PrefixMissReport:
@@ -313,30 +259,3 @@ class RequestTable:
             None if miss.eviction is None else miss.eviction.by_request_id,
             None if miss.eviction is None else miss.eviction.at_s,
         )
-
-
-def _end(assembler: RequestAssembler, group: RequestGroup, message: str) -> None:
-    """End a request with an error before it was given to the engine."""
-    request_id = assembler.request.request_id
-    for index in range(assembler.request.n):
-        reason = FinishReason.ERROR
-        assembler.push(SequenceOutput(request_id, index, (), finish_reason=reason, error=message))
-    group.unfinished.discard(request_id)
-    group.num_ended += 1
-
-
-def _find_adapters(engine: Engine, prompts: Sequence[PromptInput]) -> Adapters:
-    """Find the adapters that the prompts name.
-
-    Called without the turn, so that reading an adapter doesn't delay the steps of other threads.
-    Raises InvalidRequestError if the engine has no adapters.
-    """
-    named = {prompt.adapter for prompt in prompts if prompt.adapter is not None}
-    futures = {each: engine.adapters.find(each.lora_name, each.lora_path) for each in named}
-    found: Adapters = {}
-    for each, future in futures.items():
-        try:
-            found[each] = future.result()
-        except AdapterError as error:
-            found[each] = error
-    return found
