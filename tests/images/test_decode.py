@@ -66,10 +66,14 @@ def test_the_picture_is_upright(turn: int, size: tuple[int, int]) -> None:
     exif = Image.Exif()
     exif[0x0112] = turn
     picture = random_picture(3, 2)
-    found = decode_image(file_of(picture, exif=exif.tobytes()), WHERE)
-    assert found.size == size
+    data = file_of(picture, exif=exif.tobytes())
+    opened = Image.open(BytesIO(data))
     quarters = {1: 0, 3: 2, 6: 3, 8: 1}[turn]
-    assert (pixels_of(found) == np.rot90(pixels_of(picture), quarters)).all()
+    for found in (decode_image(data, WHERE), check_image(opened, WHERE)):
+        assert found.size == size
+        assert (pixels_of(found) == np.rot90(pixels_of(picture), quarters)).all()
+        assert check_image(found, WHERE) is found, "it is not turned twice"
+    assert opened.size == (3, 2), "the caller's picture stays as it is"
 
 
 def test_broken_exif_data_is_ignored() -> None:

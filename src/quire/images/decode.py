@@ -89,7 +89,7 @@ def opened_image(
 
 
 def check_image(image: Any, where: str) -> "Image":
-    """A picture that a caller of the offline API gives, as an RGB picture.
+    """A picture that a caller of the offline API gives, as an upright RGB picture.
 
     image: a PIL image, or an array of uint8 with the shape [height, width] or
     [height, width, 1, 3 or 4]. Raises InvalidRequestError.
@@ -111,7 +111,7 @@ def check_image(image: Any, where: str) -> "Image":
     _check_size(image.size, where)
     try:
         image.load()  # since a file may only have been opened
-        return to_rgb(image)
+        return to_rgb(_upright(image))
     except (OSError, SyntaxError, ValueError) as error:
         raise _wrong(where, f"can't be read as RGB ({error!s:.100})") from None
 
