@@ -65,7 +65,10 @@ def has_images(messages: Any) -> bool:
 
 
 def take_images(
-    messages: Sequence[Any], roles: MediaRoles, left_out: LeftOut | None
+    messages: Sequence[Any],
+    roles: MediaRoles,
+    left_out: LeftOut | None,
+    result_name: str | None = None,
 ) -> tuple[list[Any], list[TakenImage]]:
     """The messages with IMAGE_PART in place of each image and VIDEO_PART in place of each video,
     and the images and videos.
@@ -74,6 +77,8 @@ def take_images(
     text and named in `left_out`; if that is None, they are refused. left_out: as in
     `check_messages`. Raises InvalidRequestError for images in messages of other roles, and
     malformed parts. Messages without images are not checked.
+
+    result_name: the name of an image of a result in `left_out`; None means that of its part.
     """
     taken: list[TakenImage] = []
     changed = list(messages)
@@ -94,7 +99,7 @@ def take_images(
                 parts[place] = dict(VIDEO_PART if kind == "video" else IMAGE_PART)
             elif role == "tool" and left_out is not None:
                 parts[place] = {"type": "text", "text": stand_in(kind)}
-                left_out[f"messages.content ({part['type']})"] = None
+                left_out[result_name or f"messages.content ({part['type']})"] = None
             else:
                 raise _misplaced(at, kind, role, allowed)
         changed[at] = {**message, "content": parts}

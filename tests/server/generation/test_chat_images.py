@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,36 +172,66 @@ def test_written_placeholders_stay_text(smolvlm: Service) -> None:
         assert prompt_of(smolvlm, chat({"type": "text", "text": text})).token_ids.count(mark) == 0
 
 
+RESULT_BODY = CountTokensRequest.model_validate(
+    {
+        "messages": [
+            {"role": "user", "content": "look"},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "t", "name": "see", "input": {}}],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "t",
+                        "content": [TEXT, ANTHROPIC_IMAGE],
+                    }
+                ],
+            },
+        ]
+    }
+)
+
+
 def test_images_of_tool_results_are_placed_or_named(smolvlm: Service, qwen: Service) -> None:
-    body = CountTokensRequest.model_validate(
-        {
-            "messages": [
-                {"role": "user", "content": "look"},
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "t", "name": "see", "input": {}}],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "t",
-                            "content": [TEXT, ANTHROPIC_IMAGE],
-                        }
-                    ],
-                },
-            ]
-        }
-    )
-    placed = prompt_of(qwen, body)
+    placed = prompt_of(qwen, RESULT_BODY)
     assert len(placed.images[0].spans) == 1
     text = qwen.tokenizer.decode(placed.token_ids, skip_special_tokens=False)
     assert f"{QUESTION}<|vision_start|><|image_pad|>" in text
-    named = prompt_of(smolvlm, body)
+    named = prompt_of(smolvlm, RESULT_BODY)
     assert named.images[0].spans == ()
     assert "[image left out: only text can be read]" in smolvlm.tokenizer.decode(named.token_ids)
-    assert list(named.left_out) == ["messages.content (image_url)"]
+    assert list(named.left_out) == ["messages.content.content (image)"]
+
+
+TOOL_RESULTS = {
+    "messages.content (image_url)": ChatCompletionRequest.model_validate(
+        {"messages": [{"role": "user", "content": "look"}, {"role": "tool", "content": [PART]}]}
+    ),
+    "messages.content.content (image)": RESULT_BODY,
+    "input.output (input_image)": ResponsesRequest.model_validate(
+        {
+            "input": [
+                {"type": "function_call", "call_id": "c", "name": "see", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_image", "image_url": URL}],
+                },
+            ]
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOOL_RESULTS)
+def test_an_image_that_is_left_out_has_the_name_of_its_api(smolvlm: Service, name: str) -> None:
+    """Whether the model reads no images, or its template places none in results of tools."""
+    limits = ModelLimits(vocab_size=1000, max_model_len=512)
+    for service in (smolvlm, replace(smolvlm, engine=SimpleNamespace(limits=limits))):
+        assert list(prompt_of(service, TOOL_RESULTS[name]).left_out) == [name]
 
 
 def test_several_images_keep_their_order(qwen: Service) -> None:

@@ -42,5 +42,8 @@ class ChatCall:
     prediction: str | None = None
     #: Whether a prompt that is too long is cut when its request is made.
     is_truncated: bool = False
+    #: The API's name of an image in a tool's result, to report one that the prompt leaves out; None
+    #: means the name of its part.
+    image_result_name: str | None = None
     #: Names of the body's fields that have no equivalent in the messages.
     left_out: Collection[str] = ()

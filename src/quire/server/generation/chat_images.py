@@ -59,7 +59,7 @@ async def read_images(service: Service, call: ChatCall, *, has_tools: bool) -> C
     if reader is None:
         return ChatImages(check_messages(call.messages, left_out), left_out=list(left_out or ()))
     roles = media_roles(service.chat_template, reader.placeholders, has_tools=has_tools)
-    marked, taken = take_images(call.messages, roles, left_out)
+    marked, taken = take_images(call.messages, roles, left_out, call.image_result_name)
     messages = check_messages(marked, left_out, takes_images=True)
     if not taken:
         return ChatImages(messages, left_out=list(left_out or ()))

@@ -294,9 +294,14 @@ class _ResultReader:
         if kind == "image" and self.takes_images:
             return _image(_Block(place, kind, part))
         if kind in NOT_TEXT:
-            self.left_out[f"messages.content.content ({kind})"] = None
+            self.left_out[left_out_name(kind)] = None
             return _part(stand_in(kind))
         raise _wrong(_refusal(place, kind, "a tool_result", ("text",)))
+
+
+def left_out_name(kind: str) -> str:
+    """The name of a part of a tool's result that is not text, in reports of ignored fields."""
+    return f"messages.content.content ({kind})"
 
 
 def _parts(turn: _Turn) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ from quire.server.generation.http_generation import fields_named
 from quire.server.generation.sampling_fields import ChoiceFields
 from quire.server.http.body import Body, UnknownFields
 from quire.server.limits import CallLimits
-from quire.server.routes.anthropic.blocks import chat_messages
+from quire.server.routes.anthropic.blocks import chat_messages, left_out_name
 from quire.server.routes.anthropic.call_fields import (
     answer_format_of,
     ignored_tools,
@@ -154,6 +154,7 @@ class PromptFields(Body):
         return ChatCall(
             messages=messages,
             left_out=left_out,
+            image_result_name=left_out_name("image"),
             tool_use=tool_use_of(self.tools, self.tool_choice),
             reasoning=reasoning_of(self.thinking, self.output_config),
             answer_format=answer_format_of(self.output_config, self.output_format),

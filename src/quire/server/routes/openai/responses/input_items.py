@@ -163,7 +163,7 @@ class _Chat:
             return part
         if self._takes_images and kind == "input_image":
             return part
-        self.left_out[f"input.output ({kind})"] = None
+        self.left_out[left_out_name(kind)] = None
         return {"type": "input_text", "text": stand_in(kind)}
 
     def _open_turn(self, fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
@@ -173,6 +173,11 @@ class _Chat:
             last = {"role": "assistant", "content": ""}
             self.messages.append(last)
         return last
+
+
+def left_out_name(kind: str) -> str:
+    """The name of a part of a tool's output that is not text, in reports of ignored fields."""
+    return f"input.output ({kind})"
 
 
 def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from quire.server.http.body import UnknownFields
 from quire.server.limits import CallLimits
 from quire.server.routes.openai.chat_body import TemplateOptions
 from quire.server.routes.openai.responses.conversation import Conversation
-from quire.server.routes.openai.responses.input_items import messages_of
+from quire.server.routes.openai.responses.input_items import left_out_name, messages_of
 from quire.server.routes.openai.responses.response_object import Echo
 from quire.server.routes.openai.responses.tool_definitions import ToolNames, read_tools, tool_use
 from quire.text.chat_messages import LeftOut
@@ -207,6 +207,7 @@ class ContextBody(TemplateOptions):
                 self.instructions, history, self.items, left_out, takes_images=takes_images
             ),
             left_out=left_out,
+            image_result_name=left_out_name("input_image"),
             tool_use=tool_use(tools, names, self.tool_choice, is_parallel=self.parallel_tool_calls),
             reasoning=ReasoningOptions(effort=effort),
             answer_format=self._form(),
