@@ -281,13 +281,19 @@ def _computed_bytes(plan: ModelPlan) -> int:
         )
     weight_bytes = _num_weight_bytes(plan.files.model.folder)
     image_bytes = 0
-    if plan.files.images is not None and not options.language_model_only:
+    if plan.files.images is not None and _may_encode(options):
         # The engine's slots hold a half of the cache's size beside it, unless images are very long.
         image_bytes = options.encoder_cache_bytes * 3 // 2
     kv_bytes = options.kv_cache_bytes
     if kv_bytes is None:
         kv_bytes = max(LEAST_KV_BYTES, weight_bytes // 4)
     return weight_bytes + image_bytes + kv_bytes
+
+
+def _may_encode(options: EngineOptions) -> bool:
+    """Whether the options allow an encoder of images; see `assembly.model_kind.why_text_only`."""
+    is_own_model = not options.language_model_only and options.model_impl != "transformers"
+    return is_own_model and options.tensor_parallel_size == 1 and not _may_use_gpu(options)
 
 
 def _num_weight_bytes(path: Path) -> int:

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from quire.errors import CheckpointError
-from quire.images.processors.find import find_processor
+from quire.images.processors.find import _PROCESSORS, find_processor
 from quire.images.processors.gemma3 import Gemma3Processor
 from quire.images.processors.idefics3 import Idefics3Processor
 from quire.images.processors.internvl import InternVLProcessor
 from quire.images.processors.lfm2_vl import Lfm2VlProcessor
 from quire.images.processors.pixtral import PixtralProcessor
+from quire.images.processors.processor import ImageProcessor
 from quire.images.processors.qwen_vl import QwenProcessor
+from quire.models.vision.towers import TOWERS
 
 TILES = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}}
 VISION = {"patch_size": 16}
@@ -55,6 +57,16 @@ def test_the_config_names_the_processor(
     )
     found = find_processor(folder)
     assert type(found) is (expected or type(None))
+
+
+def test_processors_with_an_encoder_are_those_of_towers() -> None:
+    def plain(name: str) -> str:
+        return name.removesuffix("ForConditionalGeneration").replace("_", "").lower()
+
+    towers = set(map(plain, TOWERS))
+    for kind, processor in _PROCESSORS.items():
+        assert isinstance(processor, type) and issubclass(processor, ImageProcessor)
+        assert processor.has_encoder == (plain(kind) in towers), kind
 
 
 def test_the_settings_may_stand_in_one_file(tmp_path: Path) -> None:
