@@ -20,6 +20,7 @@ from tests.models.vision.idefics3_files import (
 )
 from transformers import PreTrainedModel
 
+from quire.core.adapters import AdapterRef
 from quire.core.content_spans import Content, ContentSpan
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
@@ -130,7 +131,12 @@ def token_ids_of(family: ImageFamily, parts: Sequence[Part]) -> list[int]:
 
 
 def make_request(
-    family: ImageFamily, name: str, parts: Sequence[Part], n: int = 1, **params: Any
+    family: ImageFamily,
+    name: str,
+    parts: Sequence[Part],
+    n: int = 1,
+    adapter: AdapterRef | None = None,
+    **params: Any,
 ) -> Request:
     """The request for a prompt. By default it is decoded greedily."""
     spans, contents, position = [], {}, 0
@@ -151,6 +157,7 @@ def make_request(
         token_ids_of(family, parts),
         DecodingParams(**given),
         n,
+        adapter=adapter,
         content_spans=tuple(spans),
         contents=tuple(contents.values()),
     )

@@ -55,8 +55,11 @@ def build_adapters(
     config: ModelConfig,
     kernels: AdapterKernels,
     dtype: torch.dtype,
+    *,
+    encodes_images: bool,
 ) -> ModelAdapters | None:
-    """The adapters of a loaded model, or None if the options disable them.
+    """The adapters of a loaded model, or None if the options disable them. `encodes_images`:
+    refuse adapters of its encoder of images.
 
     Called before the model's forward pass is recorded. Raises ConfigurationError for a model that
     supports no adapters.
@@ -67,7 +70,7 @@ def build_adapters(
     slots = AdapterSlots(model, config, limits, kernels, dtype)
 
     def read(folder: Path) -> LoRAAdapter:
-        adapter = read_adapter(folder, limits.max_rank, slots)
+        adapter = read_adapter(folder, limits.max_rank, slots, encodes_images=encodes_images)
         slots.check(adapter)
         return adapter
 

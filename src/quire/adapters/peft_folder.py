@@ -77,11 +77,18 @@ _REFUSED_KEYS = {
 }
 
 
-def read_adapter(folder: Path, max_rank: int, model: AdapterSlots | None = None) -> LoRAAdapter:
+def read_adapter(
+    folder: Path,
+    max_rank: int,
+    model: AdapterSlots | None = None,
+    *,
+    encodes_images: bool = False,
+) -> LoRAAdapter:
     """Read the adapter in `folder`. A rank above `max_rank` is refused.
 
     If `model` is given, checks that all shapes fit the model before tensors are read into memory.
-    Raises AdapterError, which names the folder and the fault.
+    Weights for the linears of its encoders are left out, or refused if `encodes_images`. Raises
+    AdapterError, which names the folder and the fault.
     """
     try:
         if not folder.is_dir():
@@ -98,7 +105,8 @@ def read_adapter(folder: Path, max_rank: int, model: AdapterSlots | None = None)
         config = read_json_object(folder / CONFIG_FILE)
         scalings = _Scalings(folder, config)
         layers = _layers(folder, config)
-        pairs = _pairs(folder, read_header(folder / WEIGHTS_FILE), model)
+        header = read_header(folder / WEIGHTS_FILE)
+        pairs = _pairs(folder, header, model, encodes_images=encodes_images)
         _check_pairs(folder, pairs, max_rank)
         if model is not None:
             model.check_shapes(LoRAAdapter(str(folder), _shapes(pairs), layers))
@@ -244,9 +252,15 @@ _Pairs = dict[str, dict[str, StoredTensor]]
 """The stored tensors "A" and "B" by a linear's path."""
 
 
-def _pairs(folder: Path, header: Mapping[str, StoredTensor], model: AdapterSlots | None) -> _Pairs:
-    """The stored tensors of linears in the language model; tensors of other linears are left
-    out."""
+def _pairs(
+    folder: Path,
+    header: Mapping[str, StoredTensor],
+    model: AdapterSlots | None,
+    *,
+    encodes_images: bool,
+) -> _Pairs:
+    """The stored tensors of linears in the language model. See `read_adapter` for those of other
+    linears."""
     pairs: _Pairs = {}
     for name, tensor in header.items():
         found = _KEY.match(name)
@@ -254,6 +268,12 @@ def _pairs(folder: Path, header: Mapping[str, StoredTensor], model: AdapterSlots
             raise AdapterError(f"adapter {folder}: {shown_name(name)}: {_why_refused(name)}")
         path, side = found.groups()
         if model is not None and not model.uses(path):
+            if encodes_images:
+                raise AdapterError(
+                    f"adapter {folder}: {shown_name(path)} is no linear of the language model, but "
+                    "images are encoded without adapters; train none outside of it, or set "
+                    "language_model_only to serve the rest of the adapter for text"
+                )
             continue
         if pairs.setdefault(path, {}).setdefault(side, tensor) is not tensor:
             raise AdapterError(f"adapter {folder}: {shown_name(path)} has two tensors {side}")

@@ -444,7 +444,14 @@ class _Builder:
 
     def _adapters(self, model: TextModel) -> ModelAdapters | None:
         kernels = self._adapter_kernels()
-        return build_adapters(self.options, model, self.config, kernels, self.setup.dtype)
+        return build_adapters(
+            self.options,
+            model,
+            self.config,
+            kernels,
+            self.setup.dtype,
+            encodes_images=self.tower is not None,
+        )
 
     def _adapter_kernels(self) -> AdapterKernels:
         options = self.options

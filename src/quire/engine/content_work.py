@@ -85,12 +85,6 @@ class ContentWork(ItemWork):
                 f" {len(request.contents)}, which must be the same, each once",
                 "prompt",
             )
-        if request.adapter is not None:
-            raise InvalidRequestError(
-                "the request has images and names an adapter; images are served by the model"
-                " without adapters in this version",
-                "prompt",
-            )
         # Then compare the sizes.
         for content in request.contents:
             num_values = prod(content.shape)
