@@ -84,7 +84,7 @@ def test_memory_includes_the_embeddings_of_images(tmp_path, monkeypatch):
     weights = (folder / "model.safetensors").stat().st_size
     given = {"model": str(folder), "kv_cache_memory": 8 * MIB, "encoder_cache_memory": 2 * MIB}
     assert prepared(entry(**given))[0] == weights + 11 * MIB
-    for options in ({"language_model_only": True}, {"tensor_parallel_size": 2}):
+    for options in ({"language_model_only": True}, {"model_impl": "transformers"}):
         assert prepared(entry(**given, **options))[0] == weights + 8 * MIB
     monkeypatch.setattr(Idefics3Processor, "has_encoder", False)
     assert prepared(entry(**given))[0] == weights + 8 * MIB

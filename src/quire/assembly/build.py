@@ -342,7 +342,7 @@ def _build_ranks(
     workers = Workers(WORKER_COMMAND, checked.as_mapping(), size, lock)
     binding = bind_threads(checked, device, 0, size)  # after the workers' processes have started
     with first_rank(workers, device, fixed_order=checked.batch_invariant) as group:
-        rank = build_rank(checked, folder, config, group, binding, on_progress, draft)
+        rank = build_rank(checked, folder, config, group, binding, on_progress, draft, kind.tower)
     runner = DistributedRunner(rank.runner, workers)
     if cache is None:
         return rank, runner, None

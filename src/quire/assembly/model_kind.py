@@ -130,8 +130,6 @@ def why_text_only(options: EngineOptions, config: ModelConfig) -> str | None:
         return "language_model_only is set"
     if isinstance(config, FallbackConfig):
         return "a class of transformers computes its language model"
-    if options.tensor_parallel_size > 1:
-        return f"tensor_parallel_size is {options.tensor_parallel_size}"
     if choose_device(options.device).type != "cpu":
         return "images are encoded on the CPU only, in this version"
     return None

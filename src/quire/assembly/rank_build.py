@@ -57,6 +57,7 @@ from quire.observability.machine_processors import usable_processors
 from quire.options.engine_options import EngineOptions
 from quire.recurrence.backends import select as select_recurrence
 from quire.runtime.batch import RowBatch
+from quire.runtime.contents.content_slots import StepContents
 from quire.runtime.contents.content_store import ContentStore
 from quire.runtime.device_memory import CudaMemory
 from quire.runtime.device_rows import DeviceRows
@@ -90,7 +91,7 @@ class RankBuild:
     fingerprint: Fingerprint | None
     #: The adapters that fill the rank's slots; None if it has no slots.
     adapters: AdapterStore | None
-    #: The contents that the runner's rows read; None if the model takes text only.
+    #: Encodes the contents that rows read; None if the model takes text only, and in ranks above 0.
     contents: ContentStore | None
     #: The least work that steps need on this rank.
     work: StepWork
@@ -117,9 +118,8 @@ def build_rank(
     """Build one rank. All ranks must call this at the same time.
 
     `group` is None without tensor parallelism. `binding` is the result of `bind_threads`. `draft`
-    is the model that drafts; None without one. `tower` encodes images on the CPU, without tensor
-    parallelism; None without one. Raises ConfigurationError and its subclasses, and
-    the device's error if it runs out of memory.
+    is the model that drafts; None without one. `tower` encodes images on the CPU; None without one.
+    Raises ConfigurationError and its subclasses, and the device's error if it runs out of memory.
     """
     setup = _choose_setup(options, config, group, binding)
     methods, share = setup.methods, config
@@ -166,7 +166,7 @@ def build_rank(
         general | built.facts,
         fingerprint,
         None if adapters is None else adapters.store,
-        runner.contents,
+        built.contents,
         built.work,
         binding,
         built.model_drafts,
@@ -237,6 +237,7 @@ class _Built:
     adapters: ModelAdapters | None
     work: StepWork
     model_drafts: ModelDrafts | None = None
+    contents: ContentStore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +335,7 @@ class _Builder:
             prepare_target(model, self.draft, self.options.max_num_batched_tokens)
             runner = self._runner(model, adapters, memory_plan)
             model_drafts = self._add_drafter(runner, memory_plan.max_model_len)
-            runner.contents = self._contents(model)
+            contents, runner.contents = self._contents(model)
         facts: Facts = {"num_threads": setup.num_threads, **vision.facts()}
         if binding is not None:
             storage = runner.kv_storage  # bound here, since any thread may write it first
@@ -342,7 +343,7 @@ class _Builder:
             binding.log()
             facts["numa"] = binding.where
         work = self._work(model)
-        return _Built(runner, memory_plan, facts, adapters, work, model_drafts)
+        return _Built(runner, memory_plan, facts, adapters, work, model_drafts, contents)
 
     def build_on_gpu(self, num_weight_bytes: int) -> _Built:
         """Load the weights, then choose the sizes by the memory that the largest steps take."""
@@ -415,19 +416,20 @@ class _Builder:
             runner, self.draft, self.setup, max_model_len, Reading(1, on_progress, digest)
         )
 
-    def _contents(self, model: TextModel) -> ContentStore | None:
-        """The store of contents, which encodes with the tower; None without one."""
+    def _contents(self, model: TextModel) -> tuple[ContentStore | None, StepContents | None]:
+        """See `make_contents`; None without a tower."""
         if self.tower is None:
-            return None
+            return None, None
         digest = None
         if self.identity is not None:
             self.identity.tower, digest = self.tower.config, self.identity.weights
         on_progress = partial(self.on_progress, "loading the encoder of images")
         num_threads = 1 if self.setup.kernels is None else self.setup.num_threads
-        # The digest of the weights must include the tower's.
-        loads_now = self.options.load_encoder_at_start or self.identity is not None
+        # The digest of the weights must include the tower's, and all ranks load it together.
+        is_alone = self.identity is None and self.group is None
+        loads_now = self.options.load_encoder_at_start or not is_alone
         reading = Reading(num_threads, on_progress, digest) if loads_now else None
-        return make_contents(self.options, self.tower, self.setup, model, reading)
+        return make_contents(self.options, self.tower, self.setup, model, reading, self.group)
 
     def _compensate(self, model: TextModel, model_len: int, num_threads: int) -> None:
         """Round the weights of a loaded model again, if their format can compensate errors."""

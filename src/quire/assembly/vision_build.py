@@ -1,11 +1,12 @@
 """Plans the memory of a model's tower, and makes the store of contents, which loads it.
 
-A tower encodes images. On the CPU only, without tensor parallelism. Called by `rank_build`.
+A tower encodes images, on the CPU only. Of several ranks, rank 0 has it. Called by `rank_build`.
 """
 
 from dataclasses import dataclass
 
 from quire.assembly.device_setup import DeviceSetup, draft_methods
+from quire.distributed.group import ProcessGroup
 from quire.layers.operator_module import use_operators
 from quire.models.checkpoints.loader import ONE_THREAD, Reading
 from quire.models.interface import CausalLM, TextModel
@@ -13,7 +14,9 @@ from quire.models.vision.slices import use_kernels
 from quire.models.vision.towers import TowerSource
 from quire.models.vision.vision_tower import Slices, VisionTower, finish
 from quire.options.engine_options import EngineOptions
+from quire.runtime.contents.content_slots import StepContents
 from quire.runtime.contents.content_store import ContentStore, max_slots
+from quire.runtime.contents.ranked_contents import RankedContents
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class VisionMemory:
     weight_bytes: int
     #: Maximum bytes of the cached embeddings.
     cache_bytes: int
-    #: Maximum bytes of the embeddings in slots that the cache may have forgotten.
+    #: Maximum bytes of the embeddings in the slots of all ranks that the cache may have forgotten.
     slot_bytes: int
 
     @property
@@ -53,7 +56,7 @@ def plan_vision(
     return VisionMemory(
         source.weight_bytes(setup.dtype, draft_methods(setup)),
         options.encoder_cache_bytes,
-        num_slots * num_bytes,
+        num_slots * num_bytes * options.tensor_parallel_size,
     )
 
 
@@ -68,11 +71,13 @@ def make_contents(
     setup: DeviceSetup,
     model: TextModel,
     reading: Reading | None,
-) -> ContentStore:
-    """Make the store that encodes with the tower. `model` is the loaded language model.
+    group: ProcessGroup | None,
+) -> tuple[ContentStore | None, StepContents]:
+    """Make the store that encodes with the tower. Returns it, and the contents of the rank's rows.
 
-    The tower is loaded now, as `reading` says, or for the first content if `reading` is None.
-    Raises CheckpointError.
+    `model` is the loaded language model. The tower is loaded now, as `reading` says, or for the
+    first content if `reading` is None; then `group` must be None. Of the ranks of a `group`, only
+    rank 0 loads the tower and has a store. Raises CheckpointError.
     """
     assert isinstance(model, CausalLM), "a tower is only found for models that generate"
     embed = model.embed
@@ -87,7 +92,17 @@ def make_contents(
         return tower
 
     num_slots = max_slots(options.encoder_cache_bytes, content_bytes(options, source, setup))
+    store: ContentStore | None = None
     cache_bytes = options.encoder_cache_bytes
     if reading is None:
-        return ContentStore(source.outline(), num_slots, cache_bytes, load)
-    return ContentStore(finish(load(reading)), num_slots, cache_bytes)
+        assert group is None, "ranks load the tower together"
+        store = ContentStore(source.outline(), num_slots, cache_bytes, load)
+    elif group is None or group.rank == 0:
+        store = ContentStore(finish(load(reading)), num_slots, cache_bytes)
+    else:
+        source.join_look_up(embed)
+    if group is None:
+        assert store is not None
+        return store, store
+    width = source.embedding_width()
+    return store, RankedContents(group, store, num_slots=num_slots, width=width, dtype=setup.dtype)

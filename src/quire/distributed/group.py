@@ -60,7 +60,9 @@ class ProcessGroup:
         # Collectives run on the stream that computes, not on a separate stream.
         self._sum_options = _c10d.AllreduceOptions()
         self._gather_options = _c10d.distributed_c10d.AllgatherOptions()
+        self._root_options = _c10d.BroadcastOptions()
         self._sum_options.asyncOp = self._gather_options.asyncOp = False
+        self._root_options.rootRank, self._root_options.asyncOp = 0, False
         self.least(0)  # some backends connect at the first call
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,6 +82,12 @@ class ProcessGroup:
         parts = torch.empty((self.size, flat.shape[1]), dtype=x.dtype, device=x.device)
         _finish(self._backend._allgather_base(parts, flat.contiguous(), self._gather_options))
         return parts.view(self.size, *x.shape)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrite x [...] by that of rank 0. It is contiguous, and has equal sizes on all
+        ranks."""
+        if x.numel():
+            _finish(self._backend.broadcast([x.view(-1).view(torch.uint8)], self._root_options))
 
     def least(self, value: int) -> int:
         """The minimum of the ranks' values. Waits for the device."""

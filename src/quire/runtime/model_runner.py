@@ -24,7 +24,7 @@ from quire.models.interface import TextModel
 from quire.observability.step_trace import StepTiming
 from quire.runtime.batch import StepBatch
 from quire.runtime.block_tables import Int32, Int64
-from quire.runtime.contents.content_store import ContentStore
+from quire.runtime.contents.content_slots import StepContents
 from quire.runtime.device_rows import DeviceRows
 from quire.runtime.drafters import Drafter
 from quire.runtime.drafts import StepDrafts
@@ -174,7 +174,7 @@ class ModelRunner:
         #: Called in each step after its batch is built and before the forward pass.
         self.on_forward: Callable[[], None] | None = None
         #: Has the embeddings of contents; None if the model takes text only.
-        self.contents: ContentStore | None = None
+        self.contents: StepContents | None = None
         #: Proposes drafts; None if nothing does so on the device.
         self.drafter: Drafter | None = None
         self._changed_step_id: int | None = None  # the step whose changes `draft` made

@@ -272,14 +272,15 @@ class PixtralTower(VisionTower):
     def __init__(self, config: PixtralConfig, **storage: Unpack[Storage]) -> None:
         super().__init__(config, **storage)
         self._config = config
-        self._embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+        #: Embeddings [2, H] of [IMG_BREAK] and [IMG_END]; None before `use_embedding`.
+        self._marks: torch.Tensor | None = None
         self._dtype = storage["dtype"]
         self.max_content_tokens = config.max_side * (config.max_side + 1)
         self.vision_tower = _PixtralEncoder(config, **storage)
         self.multi_modal_projector = _Connector(config, **storage)
 
     def use_embedding(self, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._embed = embed
+        self._marks = embed(torch.tensor([_BREAK, _END])).detach().clone()
 
     def num_tokens(self, shape: tuple[int, ...], grid: Grid) -> int:
         config = self._config
@@ -315,10 +316,8 @@ class PixtralTower(VisionTower):
 
     def _with_breaks(self, embeds: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Put the embeddings of [IMG_BREAK] and [IMG_END] behind the rows of patches."""
-        assert self._embed is not None, "use_embedding comes before the first content"
-        tokens = torch.full((num_rows,), _BREAK, device=embeds.device)
-        tokens[-1] = _END
-        breaks = self._embed(tokens).to(embeds.dtype)
+        assert self._marks is not None, "use_embedding comes before the first content"
+        breaks = self._marks[[0] * (num_rows - 1) + [1]].to(embeds.dtype)
         rows = embeds.view(num_rows, -1, embeds.shape[1])
         return torch.cat((rows, breaks.unsqueeze(1)), dim=1).flatten(0, 1)
 

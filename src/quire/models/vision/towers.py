@@ -4,7 +4,7 @@ To add a tower, add a line in `TOWERS`, and a wrapper in `models.wrappers` if it
 `assembly`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -120,6 +120,14 @@ class TowerSource:
         most = tower.max_content_tokens
         num_tokens = most if max_model_len is None else min(most, max_model_len)
         return num_tokens * tower.num_parts * self.config.output_size
+
+    def embedding_width(self) -> int:
+        """Number of values of an embedding of the tower."""
+        return self.outline().num_parts * self.config.output_size
+
+    def join_look_up(self, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Call `use_embedding` in a rank that doesn't load the tower."""
+        self.outline().use_embedding(embed)
 
     def prepare(self, model: TextModel, max_num_tokens: int) -> None:
         """Prepare the loaded language model for the tower's embeddings, in steps of at most

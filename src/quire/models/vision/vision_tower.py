@@ -71,9 +71,10 @@ class VisionTower(OperatorModule, ABC):
         super().__init__()
 
     def use_embedding(self, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take the language model's `embed`, before the first content is encoded.
+        """Look up tokens of text that stand inside of contents, before the first is encoded.
 
-        A tower needs it if tokens of text stand inside a content, and ignores it otherwise.
+        `embed` is the language model's. It may be a collective: all ranks call this at the same
+        time, those without weights on a tower on the meta device. Other towers ignore it.
         """
 
     @abstractmethod

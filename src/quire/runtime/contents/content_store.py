@@ -28,6 +28,7 @@ from quire.models.interface import InputEmbeds
 from quire.models.vision.vision_tower import Slices, VisionTower
 from quire.observability.log import get_logger
 from quire.runtime.batch import ContentPiece
+from quire.runtime.contents.content_slots import ContentSlots
 from quire.runtime.contents.embedding_cache import EmbeddingCache
 
 WAIT_S = 0.01
@@ -91,8 +92,7 @@ class ContentStore:
         self._ready: dict[str, torch.Tensor] = {}
         self._failed: dict[str, str] = {}
         self._cache = EmbeddingCache(max_cache_bytes)
-        self._slots: list[tuple[str, torch.Tensor] | None] = [None] * num_slots
-        self._loaded: dict[str, torch.Tensor] = {}
+        self._slots = ContentSlots(num_slots)
 
     @property
     def max_content_tokens(self) -> int:
@@ -227,26 +227,19 @@ class ContentStore:
 
     # ---- the runner's slots -----------------------------------------------------------------
 
+    def take(self, loads: Sequence[ItemLoad]) -> list[torch.Tensor]:
+        """The embeddings of the contents that a plan loads, which are no longer kept ready."""
+        return [self._ready.pop(digest) for _, digest in loads]
+
     def load(self, loads: Sequence[ItemLoad]) -> None:
-        """Carry out a plan's content_loads, before its rows are built."""
-        for slot, digest in loads:
-            self._slots[slot] = digest, self._ready.pop(digest)
-        # A content may be loaded into a new slot before its old one is used again.
-        self._loaded = dict(held for held in self._slots if held is not None)
+        """See `content_slots.StepContents`."""
+        self._slots.fill(loads, self.take(loads))
 
     def input_embeds(self, pieces: Sequence[ContentPiece]) -> InputEmbeds:
-        """The embeddings that replace those of the tokens of `pieces`, of which there is at least
-        one. Their contents must have been loaded."""
-        places, rows = [], []
-        for digest, first, num_tokens, place in pieces:
-            assert digest in self._loaded, f"content {digest} is read, but was not loaded"
-            places.append(torch.arange(place, place + num_tokens))
-            rows.append(self._loaded[digest][first : first + num_tokens])
-        return InputEmbeds(torch.cat(places), torch.cat(rows))
+        """See `ContentSlots.input_embeds`."""
+        return self._slots.input_embeds(pieces)
 
     def reset(self) -> None:
-        """Forget the slots and what is ready for them, since the scheduler loads contents again
-        after a failed step."""
+        """See `content_slots.StepContents`."""
         self._ready.clear()
-        self._slots = [None] * len(self._slots)
-        self._loaded.clear()
+        self._slots.clear()
