@@ -15,5 +15,8 @@ KV_FORMAT = "kv_cache_dtype says how keys and values are stored"
 REPLICAS = (
     "`quire serve` starts engines by --replicas, on other machines by --agents, --ray-address"
 )
+IMAGE_SETTINGS = (
+    "the model's preprocessor_config.json has the settings of its images; change them there"
+)
 TEXT_ONLY = "of media only images and videos are read, with the options that docs/images.md names"
 TRANSFER = "no engine sends its KV cache to another; cache_dir keeps prefixes over restarts"

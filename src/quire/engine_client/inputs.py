@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from operator import countOf
 from typing import Any, NamedTuple, TypeAlias
 
+from quire.compat.refusals import IMAGE_SETTINGS
 from quire.core.adapters import AdapterRef, LoRARequest
+from quire.core.checked_fields import check_harmless
 from quire.core.content_spans import check_content_spans
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.request import NO_GENERATION, Request, check_prediction, check_prompt
@@ -338,13 +340,15 @@ class InputProcessor:
 def read_prompt(prompt: Any) -> PromptInput:
     """Parse one prompt of the offline API: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
     A dict may also have multi_modal_data, prediction, priority, tenant, cache_salt, deadline_s and
-    speculation_history."""
+    speculation_history, and vLLM's multi_modal_uuids and mm_processor_kwargs, which change nothing
+    where they are accepted."""
     if isinstance(prompt, str):
         check_characters(prompt, "prompt")
         return PromptInput(prompt)
     if isinstance(prompt, Mapping):
         names = ("prompt", "prompt_token_ids", "prediction", "multi_modal_data")
-        unknown = set(prompt) - {*names, *OPTION_NAMES}
+        foreign = ("multi_modal_uuids", "mm_processor_kwargs")
+        unknown = set(prompt) - {*names, *foreign, *OPTION_NAMES}
         if unknown:
             raise InvalidRequestError(
                 f"a prompt has the unknown key {sorted(unknown)[0]!r}; known are"
@@ -354,6 +358,10 @@ def read_prompt(prompt: Any) -> PromptInput:
         options = RequestOptions(**{name: prompt[name] for name in OPTION_NAMES if name in prompt})
         prediction = read_prediction(prompt.get("prediction"))
         pictures = _read_pictures(prompt.get("multi_modal_data"))
+        _check_uuids(prompt.get("multi_modal_uuids"), pictures)
+        check_harmless(
+            "mm_processor_kwargs", prompt.get("mm_processor_kwargs"), ({},), IMAGE_SETTINGS
+        )
         token_ids = as_python(prompt.get("prompt_token_ids"))
         if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes)):
             return PromptInput(_whole_numbers(token_ids), options, None, prediction, pictures)
@@ -387,6 +395,12 @@ def _read_pictures(given: Any) -> tuple[tuple[str, Any, bool], ...]:
         images = () if images is None else (images,)
     if videos is None or _is_one_video(videos):
         videos = () if videos is None else (videos,)
+    if any(each is None for each in (*images, *videos)):
+        raise InvalidRequestError(
+            "multi_modal_data has None for an image; give the image, which is not encoded again if"
+            " its embeddings are cached",
+            "multi_modal_data",
+        )
     listed = [*((each, False) for each in images), *((each, True) for each in videos)]
     return tuple((f"multi_modal_data[{at}]", *each) for at, each in enumerate(listed))
 
@@ -400,6 +414,35 @@ def _is_one_video(given: Any) -> bool:
         return True
     first = given[0] if given else []
     return not isinstance(first, (list, tuple, str, bytes)) and getattr(first, "ndim", 0) != 4
+
+
+def _check_uuids(given: Any, pictures: Sequence[tuple[str, Any, bool]]) -> None:
+    """Check vLLM's names of images and videos, which are not used here: these are named by their
+    pixels."""
+    if given is None:
+        return
+    if not isinstance(given, Mapping) or set(given) - {"image", "video"}:
+        raise _wrong_uuids(given)
+    for kind in ("image", "video"):
+        named = given.get(kind, [])
+        listed = named if isinstance(named, (list, tuple)) else [named]
+        if not all(isinstance(each, str | None) for each in listed):
+            raise _wrong_uuids(given)
+        count = sum(is_video == (kind == "video") for _, _, is_video in pictures)
+        if kind in given and len(listed) != count:
+            raise InvalidRequestError(
+                f"multi_modal_uuids names {len(listed)} {kind}s, but multi_modal_data has {count};"
+                f" give each {kind}, which is not encoded again if its embeddings are cached",
+                "multi_modal_uuids",
+            )
+
+
+def _wrong_uuids(given: Any) -> InvalidRequestError:
+    return InvalidRequestError(
+        f'multi_modal_uuids is {shown(given)}, but must be {{"image": ..., "video": ...}} with a'
+        " text or a list of texts each",
+        "multi_modal_uuids",
+    )
 
 
 def read_prediction(given: Any) -> str | list[int] | None:

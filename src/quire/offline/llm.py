@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from quire.compat.refusals import TEXT_ONLY
+from quire.compat.refusals import IMAGE_SETTINGS
 from quire.core.adapters import LoRARequest
 from quire.core.checked_fields import check_harmless
 from quire.core.memory.kv_cache_manager import KVManagerFactory
@@ -47,7 +47,7 @@ logger = get_logger(__name__)
 
 FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "chat_template_content_format": (("auto",), "the template tells the content format"),
-    "mm_processor_kwargs": (({},), TEXT_ONLY),
+    "mm_processor_kwargs": (({},), IMAGE_SETTINGS),
     "prediction": ((), "it stands in each prompt, as in {'prompt': ..., 'prediction': '...'}"),
     "priority": ((), "it stands in each prompt, as in {'prompt': ..., 'priority': 1}"),
     "prompt_token_ids": ((), "prompts takes it, as in [{'prompt_token_ids': [...]}]"),

@@ -10,6 +10,8 @@ class TextPrompt(TypedDict):
     prompt: str
     #: Images as {"image": picture} or {"image": [picture, ...]}, one for each placeholder.
     multi_modal_data: NotRequired[Mapping[str, Any]]
+    #: vLLM's names of the images as {"image": name}, which change nothing.
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
     #: The text, or the token ids, that the caller expects to get: a source of draft tokens. It
     #: changes no output.
     prediction: NotRequired[str | Sequence[int]]
@@ -27,6 +29,8 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
     #: As in TextPrompt.
     multi_modal_data: NotRequired[Mapping[str, Any]]
+    #: As in TextPrompt.
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
     #: As in TextPrompt.
     prediction: NotRequired[str | Sequence[int]]
     priority: NotRequired[int]

@@ -299,7 +299,7 @@ def test_prompts_of_the_offline_api(smolvlm: Service) -> None:
     assert given.prompt == theirs(smolvlm, text, PICTURE)
     assert len(given.images.spans) == 5
     by_ids = {"prompt_token_ids": tokenizer.encode(text), "multi_modal_data": {"image": [PICTURE]}}
-    assert images.read(read_prompt(by_ids)) == given
+    assert images.read(read_prompt(by_ids | {"multi_modal_uuids": {"image": ["a"]}})) == given
     asked = [{"role": "user", "content": [{"type": "image", "image": PICTURE}, TEXT]}]
     chat_text = f"{text}<end_of_utterance>\nAssistant:"
     rendered = images.read(images.render(smolvlm.chat_template, asked))
@@ -309,6 +309,9 @@ def test_prompts_of_the_offline_api(smolvlm: Service) -> None:
         ({"prompt": text, "multi_modal_data": {"video": PICTURE}}, "takes images only"),
         ({"prompt": text, "multi_modal_data": {"audio": np.zeros(3)}}, "only images and videos"),
         ({"prompt": text, "multi_modal_data": [PICTURE]}, "must be"),
+        ({"prompt": text, "multi_modal_data": {"image": [PICTURE, None]}}, "None for an image"),
+        ({"prompt": text, "multi_modal_uuids": {"image": "a"}}, "names 1 images, but .* has 0"),
+        ({"prompt": text, "multi_modal_uuids": ["a"]}, "must be"),
     ):
         with pytest.raises(InvalidRequestError, match=reason):
             images.read(read_prompt(wrong))

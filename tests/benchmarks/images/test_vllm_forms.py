@@ -1,0 +1,34 @@
+"""Each form of vLLM's calls with media is served, or refused in a sentence that names it."""
+
+from pathlib import Path
+
+from benchmarks.images.vllm_forms import EXAMPLES, FORMS, SERVED, outcomes
+
+REFUSALS = {
+    "uuids without images": "None for an image",
+    "image embeddings": "has the type dict",
+    "video": "'video'",
+    "audio": "'audio'",
+    "vision chunk": "'vision_chunk'",
+    "encoder prompt": "'decoder_prompt'",
+    "kwargs of a prompt": "mm_processor_kwargs is {'fps': 1}",
+    "chat with https:": "scheme https",
+    "embed": "takes text only",
+    "limit of videos": "1 for video",
+    "limit with sizes": "limit_mm_per_prompt",
+    "processor's settings": "mm_processor_kwargs",
+    "processor's cache": "encoder_cache_memory",
+    "graphs of the encoder": "compilation_config",
+    "the encoder's ranks": "mm_encoder_tp_mode",
+    "Mistral's format": "tokenizer_mode",
+    "assets": "quire.assets",
+    "vllm.multimodal": "quire.multimodal",
+}
+
+
+def test_each_form_is_served_or_refused_by_name(tmp_path: Path) -> None:
+    found = outcomes(tmp_path)
+    assert {form for form, said in found.items() if said != SERVED} == set(REFUSALS)
+    for form, name in REFUSALS.items():
+        assert name in found[form], (form, found[form])
+    assert {form for forms in EXAMPLES.values() for form in forms} <= set(FORMS)
