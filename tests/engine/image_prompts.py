@@ -26,6 +26,8 @@ from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine.engine import Engine
 
+OTHER_SIZE = 100
+
 Part = list[int] | int
 """Tokens of a prompt, or the seed of an image."""
 
@@ -49,6 +51,9 @@ class ImageFamily:
     num_around: int = 0
     #: Whether layers have states, which are kept at the last whole block of a prompt only.
     has_states: bool = False
+    #: The family with images of another size, those of seeds from OTHER_SIZE on; None if all images
+    #: of the family have one size.
+    other: "ImageFamily | None" = None
     #: The number of blocks of 8 tokens with which sequences of `PROMPTS` are preempted.
     num_cramped_blocks: int = 12
 
@@ -57,16 +62,29 @@ class ImageFamily:
         """Number of positions of the span of an image."""
         return len(self.token_ids) - 2 * self.num_around
 
+    def of(self, seed: int) -> "ImageFamily":
+        """The family with the size of an image."""
+        return self.other if self.other is not None and seed >= OTHER_SIZE else self
 
-def _qwen(name: str, **fields: int) -> ImageFamily:
-    grid = (1, 4, 6)
+
+def _qwen(name: str, grid: tuple[int, int, int] = (1, 4, 6), **fields: Any) -> ImageFamily:
     return ImageFamily(
         save=lambda folder: qwen3_vl_files.save(name, folder),
         make=lambda seed: (qwen3_vl_files.make_patches(grid, seed), grid),
         token_ids=qwen3_vl_files.token_ids(grid),
         arguments=lambda images, ids: qwen3_vl_files.arguments(images, ids, grid),
-        span_grid=(1, 2, 3),
+        span_grid=(1, grid[1] // 2, grid[2] // 2),
         num_around=1,
+        **fields,
+    )
+
+
+def _pixtral(rows: int, columns: int, **fields: Any) -> ImageFamily:
+    return ImageFamily(
+        save=lambda folder: pixtral_files.save("mistral3", folder),
+        make=lambda seed: (pixtral_files.make_image(2 * rows, 2 * columns, seed), (1, 1, 1)),
+        token_ids=pixtral_files.token_ids(rows, columns),
+        arguments=pixtral_files.arguments,
         **fields,
     )
 
@@ -78,12 +96,7 @@ IMAGE_FAMILIES = {
         token_ids=[IMAGE_TOKEN] * TILE_TOKENS,
         arguments=lambda tiles, _: {"pixel_values": torch.stack(tiles)[None]},
     ),
-    "mistral3": ImageFamily(
-        save=lambda folder: pixtral_files.save("mistral3", folder),
-        make=lambda seed: (pixtral_files.make_image(4, 6, seed), (1, 1, 1)),
-        token_ids=pixtral_files.token_ids(2, 3),
-        arguments=pixtral_files.arguments,
-    ),
+    "mistral3": _pixtral(2, 3, other=_pixtral(3, 1)),
     "internvl": ImageFamily(
         save=internvl_files.save,
         make=lambda seed: (internvl_files.make_tile(seed), (1, 1, 1)),
@@ -99,8 +112,10 @@ IMAGE_FAMILIES = {
         has_states=True,
         num_cramped_blocks=36,
     ),
-    "qwen3_vl": _qwen("qwen3_vl"),
-    "qwen3_5": _qwen("qwen3_5", has_states=True, num_cramped_blocks=36),
+    "qwen3_vl": _qwen("qwen3_vl", other=_qwen("qwen3_vl", (1, 6, 2))),
+    "qwen3_5": _qwen(
+        "qwen3_5", other=_qwen("qwen3_5", (1, 6, 2)), has_states=True, num_cramped_blocks=36
+    ),
 }
 
 
@@ -126,7 +141,7 @@ def token_ids_of(family: ImageFamily, parts: Sequence[Part]) -> list[int]:
     return [
         token_id
         for part in parts
-        for token_id in (family.token_ids if isinstance(part, int) else part)
+        for token_id in (family.of(part).token_ids if isinstance(part, int) else part)
     ]
 
 
@@ -144,13 +159,14 @@ def make_request(
         if not isinstance(part, int):
             position += len(part)
             continue
-        values, grid = family.make(part)
+        own = family.of(part)
+        values, grid = own.make(part)
         stored = values.contiguous().numpy().tobytes()
         digest = hashlib.blake2b(stored, digest_size=16).hexdigest()
-        first = position + family.num_around
-        spans.append(ContentSpan(first, family.num_placeholders, digest, family.span_grid))
+        first = position + own.num_around
+        spans.append(ContentSpan(first, own.num_placeholders, digest, own.span_grid))
         contents[digest] = Content(digest, tuple(values.shape), stored, grid)
-        position += len(family.token_ids)
+        position += len(own.token_ids)
     given = {"max_tokens": 8, "temperature": 0.0, "logprobs": 0} | params
     return Request(
         name,
