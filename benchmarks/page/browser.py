@@ -22,6 +22,8 @@ from selenium.webdriver.common.keys import Keys
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from benchmarks.page.hostile import texts
+from benchmarks.page.images import check_images
+from benchmarks.page.report import Report
 from benchmarks.page.scripts import (
     CONTRASTS,
     FOREIGN,
@@ -40,18 +42,6 @@ NUM_HOSTILE = 500
 MIN_CONTRAST = 4.5
 
 VIEWS = ("playground", "memory", "steps")
-
-
-class Report:
-    """The cases so far."""
-
-    def __init__(self) -> None:
-        self.num_failed = 0
-
-    def case(self, name: str, holds: bool, figure: object = "") -> None:
-        """Print one case."""
-        self.num_failed += not holds
-        print(f"{'ok ' if holds else 'NO '} {name:<58} {figure}", flush=True)
 
 
 def check_playground(page: Page, report: Report, pictures: Path | None) -> None:
@@ -477,6 +467,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checks: dict[str, Callable[[], None]] = {
             "views": lambda: check_views(args, report, folder),
             "controls": lambda: check_controls(args, report, folder),
+            "images": lambda: check_images(args, report, folder),
             "restart": lambda: check_restart(args, report, folder),
             "keys": lambda: check_keys(args, report, folder),
             "states": lambda: check_states(args, report, folder),
