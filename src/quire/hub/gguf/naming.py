@@ -116,14 +116,23 @@ def gguf_paths(path: Path) -> list[Path]:
     return paths
 
 
+def is_encoder_name(name: str) -> bool:
+    """Whether a file's name is that of a GGUF file with an encoder of images."""
+    return _is_gguf_name(name) and _ENCODER in _words(name)
+
+
 def _is_gguf_name(name: str) -> bool:
     return name.lower().endswith(SUFFIX)
 
 
 def _is_no_model(name: str) -> bool:
-    words = re.split(r"[-._/]", name.lower())
+    words = _words(name)
     is_quantized = _QUANTIZED.match(quant_label(name) or "") and not name.lower().startswith(_NOTES)
     return _ENCODER in words or (_NOTES in words and not is_quantized)
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[-._/]", name.lower())
 
 
 def _listed(names: Collection[str]) -> str:

@@ -39,6 +39,13 @@ _MAX_KEPT_BYTES = 32 << 20
 memory."""
 
 
+def shortest_decimal(number: float) -> float:
+    """The shortest decimal number that rounds to an fp32 value: 1e-05, not 9.99999974e-06. Returns
+    a number that is no fp32 value unchanged."""
+    single = np.float32(number)
+    return float(str(single)) if float(single) == number else number
+
+
 class MalformedError(ValueError):
     """An error in a file. The message is a clause that says what is wrong with the file."""
 

@@ -17,7 +17,7 @@ import torch
 from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.hub.gguf.header import GGUFFile, TensorInfo, broken, read_gguf
 from quire.hub.gguf.naming import gguf_paths
-from quire.hub.gguf.values import Value
+from quire.hub.gguf.values import Value, shortest_decimal
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.gguf.decoding import numbers
 
@@ -40,8 +40,9 @@ class GGUFModel:
     Reading a field of the architecture marks it as understood, and `finish` refuses unread fields.
     """
 
-    def __init__(self, path: Path) -> None:
-        """`path` is a file or folder, see `hub.gguf.naming.gguf_paths`. Raises CheckpointError."""
+    def __init__(self, path: Path, kind: str = "model") -> None:
+        """`path` is a file or folder, see `hub.gguf.naming.gguf_paths`. `kind` is the expected
+        general.type. Raises CheckpointError."""
         files = [read_gguf(each) for each in gguf_paths(path)]
         self.path = files[0].path
         self.metadata: Mapping[str, Value] = files[0].metadata
@@ -56,11 +57,11 @@ class GGUFModel:
                 self._files[name] = file
         _check_split(files, len(self._files))
         self._read: set[str] = set()
-        self.architecture = self._architecture()
+        self.architecture = self._architecture(kind)
 
-    def _architecture(self) -> str:
-        kind = _single(self.path, self.metadata, "general.type", "model")
-        if kind != "model":
+    def _architecture(self, expected: str) -> str:
+        kind = _single(self.path, self.metadata, "general.type", expected)
+        if kind != expected:
             what = _KINDS.get(str(kind), shown(kind))
             raise UnsupportedModelError(f"{self.path} holds {what}, not a model; name the model's")
         name = _single(self.path, self.metadata, "general.architecture", None)
@@ -115,7 +116,7 @@ class GGUFModel:
         count = prod(self.info(name).shape)
         if count > _MAX_SMALL_NUMBERS:
             raise broken(self.path, f"its tensor {shown_name(name)} has {count} numbers")
-        return [_shortest(each) for each in self.numbers(name).flatten().tolist()]
+        return [shortest_decimal(each) for each in self.numbers(name).flatten().tolist()]
 
     def integer(self, field: str, default: int | None = None) -> int:
         """The value of an integer field of the architecture, such as "block_count".
@@ -161,7 +162,7 @@ class GGUFModel:
         found = self._value(field, default)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise broken(self.path, f"{self._name(field)} is {shown(found)}, not a number")
-        return _shortest(float(found))
+        return shortest_decimal(float(found))
 
     def text(self, field: str, default: str) -> str:
         """A string field."""
@@ -222,11 +223,6 @@ def _single(path: Path, metadata: Mapping[str, Value], name: str, default: Any) 
     if found is not None and not isinstance(found, bool | int | float | str):
         raise broken(path, f"{name} is a list")
     return found
-
-
-def _shortest(number: float) -> float:
-    single = np.float32(number)
-    return float(str(single)) if float(single) == number else number
 
 
 def _check_split(files: list[GGUFFile], num_tensors: int) -> None:
