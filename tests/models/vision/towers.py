@@ -13,7 +13,7 @@ from quire.kernels.cpu.selection import select_kernels
 from quire.layers.sharded import LinearMethods
 from quire.models.registry import load_config
 from quire.models.vision.slices import use_kernels
-from quire.models.vision.towers import find_tower
+from quire.models.vision.towers import TowerSource, find_tower
 from quire.models.vision.vision_tower import Grid, VisionTower, finish
 
 
@@ -52,6 +52,16 @@ def load(
     model.save_pretrained(folder)
     source = find_tower(folder, load_config(folder))
     assert source is not None
+    return load_found(source, model, dtype, kernels)
+
+
+def load_found(
+    source: TowerSource,
+    model: PreTrainedModel,
+    dtype: torch.dtype = torch.float32,
+    kernels: str = "auto",
+) -> VisionTower:
+    """The tower of a source, with the embedding of a model of transformers."""
     chosen = select_kernels(kernels, 1, dtype, takes_fewer=False)
     method = load_weight_format(None).method(chosen, None)
     methods = LinearMethods(method, dense=method)

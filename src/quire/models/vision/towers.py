@@ -12,9 +12,11 @@ from types import MappingProxyType
 import torch
 
 from quire.errors import CheckpointError, UnsupportedModelError
+from quire.hub.gguf.image_encoder import find_image_encoder
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear, without_weights
 from quire.layers.sharded import LinearMethods
+from quire.models.checkpoints.gguf.encoder_file import GGUFEncoderFile
 from quire.models.checkpoints.loader import (
     ONE_THREAD,
     Reading,
@@ -48,8 +50,9 @@ class TowerEntry:
     #: The types that vision_config may have; None if all. quire has no tower for other types.
     model_types: tuple[str, ...] | None = None
 
-    def open(self, folder: Path) -> CheckpointSource:
-        """The tower's tensors under the tower's names. Raises CheckpointError."""
+    def open(self, place: Path) -> CheckpointSource:
+        """The tower's tensors under the tower's names. `place` is `TowerSource.place`. Raises
+        CheckpointError."""
         replace = with_words(self.words)
 
         def rename(name: str) -> str | None:
@@ -57,7 +60,8 @@ class TowerEntry:
             is_read = bare.startswith(self.prefixes) and not bare.startswith(self.unused)
             return replace(bare) if is_read else None
 
-        return RenamedCheckpoint(open_checkpoint(folder), rename)
+        source = GGUFEncoderFile(place) if place.is_file() else open_checkpoint(place)
+        return RenamedCheckpoint(source, rename)
 
 
 _IDEFICS3 = TowerEntry(
@@ -107,9 +111,10 @@ TOWERS: dict[str, TowerEntry] = {
 
 @dataclass(frozen=True, slots=True)
 class TowerSource:
-    """A tower in a model's folder, before it is loaded."""
+    """A tower in a model's files, before it is loaded."""
 
-    folder: Path
+    #: The model's folder, or the GGUF file with the encoder.
+    place: Path
     entry: TowerEntry
     config: VisionConfig
 
@@ -165,7 +170,7 @@ class TowerSource:
             if isinstance(module, Linear):
                 module.use(methods.of(module), dtype, device)
         slots = checkpoint_slots(tower, CHECKPOINT_PARTS)
-        yield from fill_in_pieces(slots, self.entry.open(self.folder), reading)
+        yield from fill_in_pieces(slots, self.entry.open(self.place), reading)
         for module in tower.modules():
             if isinstance(module, Linear | VocabEmbedding):
                 module.finish()
@@ -181,7 +186,7 @@ class TowerSource:
 
     def _check_match(self, whole: VisionTower) -> None:
         """Raise CheckpointError unless the files have exactly the tensors of the tower."""
-        checkpoint = self.entry.open(self.folder)
+        checkpoint = self.entry.open(self.place)
         slots = checkpoint_slots(whole, CHECKPOINT_PARTS)
         shapes = {name: slot.shape for name, (slot,) in slots.items()}
         for names, what in (
@@ -190,7 +195,7 @@ class TowerSource:
         ):
             if names:
                 raise CheckpointError(
-                    f"{self.folder}: the weights of the encoder of images {what} {listed(names)};"
+                    f"{self.place}: the weights of the encoder of images {what} {listed(names)};"
                     " set language_model_only to serve the model for text"
                 )
         wrong = [
@@ -200,27 +205,33 @@ class TowerSource:
         ]
         if wrong:
             raise CheckpointError(
-                f"{self.folder}: the weights of the encoder of images have other shapes than"
+                f"{self.place}: the weights of the encoder of images have other shapes than"
                 f" config.json says: {listed(wrong)}"
             )
 
 
-def find_tower(folder: Path, config: ModelConfig) -> TowerSource | None:
-    """The tower in the folder of a model with this config; None if the model is for text only, or
-    if quire has no tower for it.
+def find_tower(folder: Path, config: ModelConfig, mmproj: str | None = None) -> TowerSource | None:
+    """The tower of a model with this config; None if the model is for text only, or if quire has no
+    tower for it.
 
-    Raises UnsupportedModelError and CheckpointError for a config that the tower does not support.
+    `folder` is the model's folder or GGUF file. `mmproj` is that of `find_image_encoder`. Raises
+    UnsupportedModelError and CheckpointError for a config that the tower does not support.
     """
-    entry = None if config.wrapper is None else TOWERS.get(config.wrapper)
-    if entry is None:
-        return None
     try:
-        raw = find_reader(folder).read_config(folder)
+        encoder = find_image_encoder(folder, mmproj)
+        if encoder is not None:
+            raw, place, name = encoder.settings.config, encoder.path, encoder.settings.architecture
+        else:
+            raw, place, name = {}, folder, config.wrapper
+        entry = None if name is None else TOWERS.get(name)
+        if entry is None:
+            return None
+        raw = raw or find_reader(folder).read_config(folder)
         vision = raw.get("vision_config")
         model_type = vision.get("model_type") if isinstance(vision, dict) else None
         if entry.model_types is not None and model_type not in entry.model_types:
             return None
-        return TowerSource(folder, entry, entry.config.from_hf(raw, config.hidden_size))
+        return TowerSource(place, entry, entry.config.from_hf(raw, config.hidden_size))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"{error}; to serve the model for text, set language_model_only"

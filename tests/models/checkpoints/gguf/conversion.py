@@ -58,8 +58,8 @@ def random_model(conversion: Conversion) -> tuple[PreTrainedConfig, Any]:
     return config, model.to(torch.bfloat16)
 
 
-def convert(conversion: Conversion, config: Any, model: Any, path: Path) -> Path:
-    """In BF16, and fp32 for what has one dimension, or is a router."""
+def convert(conversion: Conversion, config: Any, model: Any, path: Path, **more: Any) -> Path:
+    """In BF16, and fp32 for what has one dimension, or is a router. more: further metadata."""
     gguf = pytest.importorskip("gguf")
     architecture = next(
         kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == conversion.architecture
@@ -71,7 +71,7 @@ def convert(conversion: Conversion, config: Any, model: Any, path: Path) -> Path
             known = names.get_name(new, try_suffixes=(".weight", ".bias", ".scale"))
             tensors[known or new] = _stored(known or new, content)
             assert known or new.startswith("blk."), new
-    return write_gguf(path, metadata(conversion, config), tensors)
+    return write_gguf(path, metadata(conversion, config) | more, tensors)
 
 
 def metadata(conversion: Conversion, config: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     blk.3.attn_q.weight            model.layers.3.self_attn.q_proj.weight
     blk.3.ffn_up_exps.weight       model.layers.3.mlp.experts.0.up_proj.weight, ...
+    v.blk.3.ln1.weight             vision_model.encoder.layers.3.layer_norm1.weight
 
 A tensor without a rule keeps its name, so that the loader refuses it and names it. Called by
 `gguf_files`.
@@ -32,15 +33,15 @@ EXPERT = "{expert}"
 _WHOLE_SCALES = ("scale", "input_scale")
 Change = Callable[[torch.Tensor], torch.Tensor]
 
-_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
+_IN_LAYER = re.compile(r"(?:v\.)?blk\.(\d{1,6})\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRules:
     """The rules that turn the tensors of an architecture into those of a checkpoint.
 
-    GGUF names in the rules lack the prefix "blk.N.", and also ".weight" and ".bias", unless a field
-    says otherwise.
+    GGUF names in the rules lack the prefix "blk.N." ("v.blk.N." in encoders of images), and also
+    ".weight" and ".bias", unless a field says otherwise.
     """
 
     #: Maps a tensor of a layer to its name in the checkpoint, within the layer. A key with
@@ -48,7 +49,8 @@ class TensorRules:
     #: means that the stored tensor stacks all experts. If a value has several names, the tensor's
     #: rows are split among them, equally or as `sizes` says.
     layer: Mapping[str, str | tuple[str, ...]]
-    #: Maps a tensor outside the layers to its name in the checkpoint.
+    #: Maps a tensor outside the layers to its name in the checkpoint. A key that is the tensor's
+    #: full name has precedence, and its value is the full name.
     top: Mapping[str, str]
     #: For a tensor that `layer` splits unequally, the number of rows of each part.
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -95,7 +97,8 @@ def _locations_in(
     if found is None:
         stem, _, parameter = name.rpartition(".")
         in_top = rules.top.get(stem)
-        yield from _parts(model, rules, name, name, (f"{in_top}.{parameter}" if in_top else name,))
+        target = rules.top.get(name, f"{in_top}.{parameter}" if in_top else name)
+        yield from _parts(model, rules, name, name, (target,))
         return
     layer, inner = found[1], found[2]
     if rules.num_layers is not None and int(layer) >= rules.num_layers:
