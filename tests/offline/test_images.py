@@ -9,18 +9,27 @@ import numpy as np
 import pytest
 import torch
 from tests.images.pictures import random_picture
-from tests.images.tiny_folders import write_internvl, write_lfm2_vl, write_pixtral, write_qwen
+from tests.images.tiny_folders import (
+    SMOLVLM_TEMPLATE,
+    write_internvl,
+    write_lfm2_vl,
+    write_pixtral,
+    write_qwen,
+)
 from tests.images.tiny_model import NUM_TOKENS, TinyModel, save_tiny
 from tests.models.vision import internvl_files, lfm2_vl_files, pixtral_files, qwen3_vl_files
+from tests.models.vision.gguf_pairs import round_matrices, write_mmproj, write_text
+from tests.text.gguf.metadata import byte_level_metadata
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.core.request import Request
-from quire.errors import InvalidRequestError
+from quire.errors import ConfigurationError, InvalidRequestError
 from quire.images.processors.find import find_processor
 from quire.offline import request_group
+from quire.text.tokenizer import Tokenizer
 
 PICTURE, OTHER = random_picture(90, 50), random_picture(90, 50, 1)
 TEXT = "<|im_start|>User:<image>What is it?<end_of_utterance>\nAssistant:"
@@ -49,6 +58,24 @@ def test_generate_and_chat_give_transformers_tokens(llm: LLM, tiny: TinyModel) -
     first, second = tiny.answer_to(TEXT, PICTURE), tiny.answer_to(TEXT, OTHER)
     assert tokens == [first, second, first]
     assert list(found[0].prompt_token_ids or ()) == list(found[2].prompt_token_ids or ())
+
+
+def test_a_pair_of_gguf_files_gives_transformers_tokens(tmp_path: Path) -> None:
+    """Settings, tokenizer and template come from the files' metadata."""
+    tiny = save_tiny(tmp_path)
+    round_matrices(tiny.model)
+    metadata = byte_level_metadata(Tokenizer.from_folder(tmp_path)._backend, "qwen2")
+    metadata["tokenizer.chat_template"] = SMOLVLM_TEMPLATE
+    text = write_text(tiny.model, tmp_path / "pair.gguf", **metadata)
+    mmproj = write_mmproj(tiny.model, tmp_path / "encoder.gguf")
+    llm = LLM(str(text), mmproj=mmproj, dtype="float32", max_model_len=256)
+    parts = [{"type": "image", "image": PICTURE}, {"type": "text", "text": "What is it?"}]
+    found = llm.chat([{"role": "user", "content": parts}], PARAMS, use_tqdm=False)
+    assert list(found[0].outputs[0].token_ids) == tiny.answer_to(TEXT, PICTURE)
+    del metadata["tokenizer.ggml.token_type"]
+    write_text(tiny.model, text, **metadata)
+    with pytest.raises(ConfigurationError, match="no images can be taken: the tokenizer has no"):
+        LLM(str(text), mmproj=mmproj, dtype="float32", max_model_len=256)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "mistral3", "internvl", "lfm2_vl"])

@@ -118,9 +118,15 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     if not generates:
         options = _with_fitting_length(options, config, said)
     options = with_block_size(options, config)
-    tower = None
-    if generates and why_text_only(options, config) is None:
-        tower = find_tower(folder, config)
+    tower, reason = None, why_text_only(options, config)
+    if generates and reason is None:
+        tower = find_tower(folder, config, options.mmproj)
+    elif options.mmproj is not None:
+        reason = reason or "it does not generate text"
+        raise ConfigurationError(
+            f"mmproj is {options.mmproj!r:.200}, but the model takes no images ({reason}); leave it"
+            " out"
+        )
     return ModelKind(options, folder, config, pooling, generates, tower=tower)
 
 

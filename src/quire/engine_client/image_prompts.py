@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.inputs import PromptInput
-from quire.errors import CheckpointError, InvalidRequestError
+from quire.errors import CheckpointError, ConfigurationError, InvalidRequestError
 from quire.images.image_options import ImageOptions
 from quire.images.placing import expand_token_ids, replace_placeholders
 from quire.images.processors.find import find_processor
@@ -29,18 +29,23 @@ def make_reader(
     """The reader of images for the model in a folder; None if it takes text only.
 
     max_held_bytes: see `ImageReader`. A processor whose settings can't be obeyed is logged, and the
-    model is then served for text.
+    model is then served for text. Raises ConfigurationError if the option mmproj asks for images.
     """
 
     def special_id(text: str) -> int | None:
         return next(iter(tokenizer.special_ids_of([text])), None)
 
     try:
-        processor = find_processor(folder)
+        processor = find_processor(folder, options.mmproj)
         if processor is None or not processor.has_encoder:
             return None
         return ImageReader(processor, options, special_id, max_held_bytes=max_held_bytes)
     except (CheckpointError, ValueError) as error:
+        if options.mmproj is not None:
+            raise ConfigurationError(
+                f"mmproj is {options.mmproj!r:.200}, but no images can be taken: {error}; leave it"
+                " out to serve the model for text"
+            ) from error
         logger.warning("no images are taken: %s", error)
         return None
 

@@ -14,7 +14,7 @@ MAX_IMAGES, MAX_VIDEOS = 16, 4
 
 @dataclass(frozen=True)
 class ImageOptions(Options):
-    """The sources from which images may be read, and the number of images in a prompt."""
+    """The encoder of images, the sources of images, and their number in a prompt."""
 
     limit_mm_per_prompt: Mapping[str, Any] | None = option(
         None,
@@ -42,6 +42,17 @@ class ImageOptions(Options):
         doc="folder below which file: images may be read; links out of it are not followed. None:"
         " no file is read.",
         flag=Flag(metavar="DIR", shown="none"),
+    )
+
+    mmproj: str | None = option(
+        None,
+        Text("a GGUF file", is_path=True),
+        group="model",
+        help="GGUF file with the encoder of images of a model in GGUF format",
+        doc="GGUF file with the encoder of images of a model in GGUF format, as llama.cpp's"
+        " converter writes it (mmproj-*.gguf). None: the only such file beside the model, if it"
+        " fits.",
+        flag=Flag(metavar="FILE", shown="mmproj-*.gguf beside the model"),
     )
 
     @property

@@ -15,6 +15,7 @@ from quire.core.memory.memory_report import format_bytes
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.fleet_sleep import SleepMode
 from quire.errors import ConfigurationError
+from quire.hub.gguf.image_encoder import find_image_encoder
 from quire.hub.model_folder import EMBEDDED_MODEL_NAME
 from quire.observability.gpu_presence import lacks_gpu
 from quire.observability.log import get_logger
@@ -279,11 +280,14 @@ def _computed_bytes(plan: ModelPlan) -> int:
             f"the weights of {options.model or EMBEDDED_MODEL_NAME} are not on this machine, so"
             " their size is unknown; fetch them with `quire pull`, or give the model memory"
         )
-    weight_bytes = _num_weight_bytes(plan.files.model.folder)
+    folder = plan.files.model.folder
+    weight_bytes = _num_weight_bytes(folder)
     image_bytes = 0
     if plan.files.images is not None and _may_encode(options):
         # The engine's slots hold a half of the cache's size beside it, unless images are very long.
         image_bytes = options.encoder_cache_bytes * 3 // 2
+        encoder = find_image_encoder(folder, options.mmproj)
+        image_bytes += 0 if encoder is None else _num_weight_bytes(encoder.path)
     kv_bytes = options.kv_cache_bytes
     if kv_bytes is None:
         kv_bytes = max(LEAST_KV_BYTES, weight_bytes // 4)

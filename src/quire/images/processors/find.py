@@ -30,21 +30,30 @@ _PROCESSORS: Mapping[str, Callable[[_Fields, _Fields, _Fields], ImageProcessor]]
 """Processors by the model_type of config.json."""
 
 
-def find_processor(folder: Path) -> ImageProcessor | None:
-    """The image processor of the model in a folder; None for models that take text only, which
-    includes families without a processor here, and folders without an image processor's settings.
+def find_processor(folder: Path, mmproj: str | None = None) -> ImageProcessor | None:
+    """The image processor of the model in a folder or GGUF file; None for models that take text
+    only, which includes families without a processor here, and folders without an image processor's
+    settings.
 
-    Raises CheckpointError for settings that are not obeyed, or a file that can't be read.
+    `mmproj` is that of `find_image_encoder`. Raises CheckpointError for settings that are not
+    obeyed, or a file that can't be read, and UnsupportedModelError for other encoders.
     """
+    if folder.is_file() or mmproj is not None:
+        # Imported here because it imports numpy, which a server for text never loads.
+        from quire.hub.gguf.image_encoder import find_image_encoder
+
+        encoder = find_image_encoder(folder, mmproj)
+        if encoder is None:
+            return None
+        found = encoder.settings
+        kind = _kind(found.config)
+        return _PROCESSORS[kind](found.config, found.image_fields, found.processor_fields)
     path = folder / "config.json"
     if not path.is_file():
         return None
     config = read_json_object(path)
-    kind = str(config.get("model_type"))
-    vision = config.get("vision_config")
-    if kind == "llava" and isinstance(vision, dict) and vision.get("model_type") == "pixtral":
-        kind = "mistral3"
-    if kind not in _PROCESSORS or vision is None:
+    kind = _kind(config)
+    if kind not in _PROCESSORS or config.get("vision_config") is None:
         return None
     around = _read(folder / "processor_config.json")
     image_fields = _read(folder / "preprocessor_config.json")
@@ -56,6 +65,14 @@ def find_processor(folder: Path) -> ImageProcessor | None:
     if video_fields:
         around["video_processor"] = video_fields
     return _PROCESSORS[kind](config, image_fields, around) if image_fields else None
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    """The key of the model's processor."""
+    kind, vision = str(config.get("model_type")), config.get("vision_config")
+    if kind == "llava" and isinstance(vision, dict) and vision.get("model_type") == "pixtral":
+        return "mistral3"
+    return kind
 
 
 def _read(path: Path) -> dict[str, Any]:
