@@ -51,7 +51,8 @@ class NativeWholeAttention:
         self._group[0].block_tables = self._table.data_ptr()
         self._group[0].table_stride = num_blocks
         self._group[0].slot_mapping = self._slots.data_ptr()
-        k, v = k.contiguous(), v.contiguous()
+        if not _has_rows(k) or not _has_rows(v) or k.stride(0) != v.stride(0):
+            k, v = k.contiguous(), v.contiguous()
         step, stride = self._step(num_keys), k.stride(0)
         kernels.library.write_kv(
             kernels.context, self._layer, step, k.data_ptr(), v.data_ptr(), stride
@@ -59,8 +60,9 @@ class NativeWholeAttention:
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
         """Queries [R, N, D] of the keys' dtype -> the mixed values [R, N, D]."""
-        q = q.contiguous()
-        out = torch.empty_like(q)
+        if not _has_rows(q):
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype)
         kernels = self._kernels
         kernels.library.attention(
             kernels.context,
@@ -86,3 +88,8 @@ class NativeWholeAttention:
             rows=self._row.data_ptr(),
             groups=ctypes.addressof(self._group),
         )
+
+
+def _has_rows(x: torch.Tensor) -> bool:
+    """Whether the heads and elements of each row of x [R, N, D] are contiguous."""
+    return x.stride()[1:] == (x.shape[2], 1)

@@ -147,4 +147,4 @@ def _record_hidden(model: TextModel, recorder: Recorder) -> Program:
 def _record_logits(model: CausalLM, recorder: Recorder) -> Logits:
     with recorded_by(recorder, model):
         rows = recorder.rows(model.hidden_size)
-        return recorder.finish_rows(rows, model.logits(rows)).run
+        return recorder.finish_rows([rows], model.logits(rows)).run

@@ -227,7 +227,7 @@ def test_parts_are_recorded_as_products_side_by_side(
     with recorded_by(recorder, nn.ModuleList([fused])):
         rows = recorder.rows(256)
         output = run(rows)
-    result = recorder.finish_rows(rows, output).run(x)
+    result = recorder.finish_rows([rows], output).run(x)
     if is_gated:  # torch's silu is not the kernels'
         torch.testing.assert_close(result, expected, rtol=2**-6, atol=1e-6)
     else:
@@ -246,7 +246,7 @@ def test_parts_have_adapters_of_their_own(kernels: NativeKernels, fused: Linear)
     with recorded_by(recorder, nn.ModuleList([fused])):
         rows = recorder.rows(256)
         output = fused(rows)
-    for result in (fused(x), recorder.finish_rows(rows, output).run(x)):
+    for result in (fused(x), recorder.finish_rows([rows], output).run(x)):
         assert torch.equal(result[[0, 2, 4]], plain[[0, 2, 4]])
         assert torch.equal(result[:, :24], plain[:, :24])
         wanted = plain[[1, 3], 24:] + (x[[1, 3]] @ a.T) @ b.T

@@ -196,7 +196,7 @@ def test_rows_of_the_callers_become_rows_of_the_callers(
     with recorder.recording():
         rows = recorder.rows(WIDTH)
         logits = recorder.scale(recorder.linear(rows, linear, out_dtype=torch.float32), 0.125)
-    program = recorder.finish_rows(rows, logits)
+    program = recorder.finish_rows([rows], logits)
     for num_rows in (1, 5):
         hidden = random(num_rows, WIDTH + 3)[:, :WIDTH]  # rows lie apart
         first, second = program.run(hidden), program.run(hidden)
@@ -458,7 +458,7 @@ def test_rows_of_the_callers_are_not_written_to(recorder: Recorder) -> None:
         scaled = recorder.scale(rows, 0.5)
         logits = recorder.linear(recorder.add(normed, scaled), linear, out_dtype=torch.float32)
         logits = recorder.soft_cap(logits, 3.0)
-    program = recorder.finish_rows(rows, logits)
+    program = recorder.finish_rows([rows], logits)
     hidden = random(4, WIDTH)
     before = hidden.clone()
     expected = TORCH_OPERATORS.rms_norm(hidden, None, 1e-5) + hidden * 0.5
@@ -471,7 +471,7 @@ def test_a_part_of_the_callers_rows_is_found_behind_their_beginning(recorder: Re
     with recorder.recording():
         rows = recorder.rows(WIDTH)
         output = recorder.scale(rows[:, 8:20], 2.0)
-    program = recorder.finish_rows(rows, output)
+    program = recorder.finish_rows([rows], output)
     hidden = random(4, WIDTH + 5)[:, :WIDTH]
     assert torch.equal(program.run(hidden), hidden[:, 8:20] * 2)
 

@@ -98,12 +98,13 @@ class OperandPlace:
 
 @dataclass(frozen=True, slots=True)
 class RowsProgram:
-    """A finished list of operations over rows that the caller gives: the vocabulary projection."""
+    """A finished list of operations over rows that the caller gives: the vocabulary projection, or
+    a part of a layer of an encoder of images."""
 
     kernels: NativeKernels
     ops: Any
-    #: The operands that are the caller's rows.
-    given: Sequence[OperandPlace]
+    #: For each of the caller's arguments, the operands that are its rows.
+    given: Sequence[Sequence[OperandPlace]]
     #: The operands that are the result's rows.
     results: Sequence[OperandPlace]
     #: The width and dtype of the result's rows.
@@ -112,16 +113,23 @@ class RowsProgram:
     kept: object
     step: abi.Step = field(default_factory=abi.Step)
 
-    def run(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [R, H], at most as many as a step's tokens -> a new tensor [R, width]."""
-        out = torch.empty((len(rows), self.width), dtype=self.dtype)
-        for place in self.given:
-            place.point_to(rows)
+    def run(self, *rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """rows [R, H], at most as many as a step's tokens -> [R, width], `out` or a new tensor. All
+        have contiguous columns, and one number of rows."""
+        if out is None:
+            out = self.empty(len(rows[0]))
+        for given, places in zip(rows, self.given, strict=True):
+            for place in places:
+                place.point_to(given)
         for place in self.results:
             place.point_to(out)
-        self.step.num_tokens = len(rows)
+        self.step.num_tokens = len(out)
         self.kernels.run(self.ops, len(self.ops), self.step)
         return out
+
+    def empty(self, num_rows: int) -> torch.Tensor:
+        """Memory for a result."""
+        return torch.empty((num_rows, self.width), dtype=self.dtype)
 
 
 @dataclass(slots=True, eq=False)
@@ -184,6 +192,9 @@ class Operand:
         """The number of bytes from a row's first element to the operand."""
         return self.offset * self.memory.dtype.itemsize
 
+
+SpareRows = dict[tuple[object, ...], list[torch.Tensor]]
+"""The rows of programs by role, width and dtype of the values that have used them."""
 
 _FIELDS = {"x": "in", "second": "second", "third": "third", "out": "out"}
 """The prefix of each operand's fields in abi.Op."""
@@ -291,40 +302,58 @@ class OperationList(list[Operation]):
         return Program(kernels, ops, result.rows, self._kept(), before, places)
 
     def finish_rows(
-        self, kernels: NativeKernels, given: Memory, result: Memory, max_num_tokens: int
+        self,
+        kernels: NativeKernels,
+        given: Sequence[Memory],
+        result: Memory,
+        max_num_tokens: int,
+        spare: SpareRows | None = None,
     ) -> RowsProgram:
-        """The program that reads its caller's rows for `given` and writes new ones for `result`."""
-        for memory in (given, result):
+        """The program that reads its caller's rows for `given` and writes new ones for `result`.
+
+        `spare` has the rows of other programs, and gets those of this one. The programs that share
+        it may not run at the same time.
+        """
+        for memory in (*given, result):
             memory.rows = memory.allocate(0)  # each run sets its own rows
-        self._allocate(max_num_tokens, set())
+        self._allocate(max_num_tokens, set(), spare)
         ops = self._lowered()
         pairs = list(zip(self, ops, strict=True))
         return RowsProgram(
             kernels,
             ops,
-            given=[place for op, native in pairs for place in op.places(native, given)],
+            given=[
+                [place for op, native in pairs for place in op.places(native, memory)]
+                for memory in given
+            ],
             results=[place for op, native in pairs for place in op.places(native, result)],
             width=result.width,
             dtype=result.dtype,
             kept=self._kept(),
         )
 
-    def _allocate(self, num_rows: int, results: set[Memory]) -> None:
+    def _allocate(
+        self, num_rows: int, results: set[Memory], spare: SpareRows | None = None
+    ) -> None:
         """Allocate the rows of all values. Rows that no later operation uses are reused for another
         value, except the rows of `results`."""
         last = {memory: index for index, op in enumerate(self) for memory in op.memories}
         pools: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
+        for key, found in (spare or {}).items():
+            pools[key] = [(-1, rows) for rows in found]
         for index, op in enumerate(self):
             for memory in op.memories:
                 if memory.rows is not None:
                     continue
                 pool = pools.setdefault((memory.role, memory.width, memory.dtype), [])
-                spare = next((entry for entry in pool if entry[0] < index), None)
-                if spare is not None:
-                    pool.remove(spare)
-                memory.rows = memory.allocate(num_rows) if spare is None else spare[1]
+                unused = next((entry for entry in pool if entry[0] < index), None)
+                if unused is not None:
+                    pool.remove(unused)
+                memory.rows = memory.allocate(num_rows) if unused is None else unused[1]
                 if memory not in results:
                     pool.append((last[memory], memory.rows))
+        if spare is not None:
+            spare |= {key: [rows for _, rows in pool] for key, pool in pools.items()}
 
     def _lowered(self) -> Any:
         return (abi.Op * len(self))(*(op.lower() for op in self))

@@ -32,6 +32,7 @@ from quire.kernels.cpu.program import (
     Operation,
     Program,
     RowsProgram,
+    SpareRows,
 )
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recording import address_of
@@ -90,13 +91,17 @@ class Recorder(StateRecorder):
         program = self._ops.finish(self._kernels, result.memory, self._max_num_tokens)
         return replace(program, adapter_rows=self._adapter_rows)
 
-    def finish_rows(self, rows: torch.Tensor, output: torch.Tensor) -> RowsProgram:
-        """The program that computes the placeholder `output` from the placeholder `rows`."""
-        given, result = self._values.operand(rows), self._values.operand(output)
-        if result.memory is given.memory or not result.is_whole:
+    def finish_rows(
+        self, rows: Sequence[torch.Tensor], output: torch.Tensor, spare: SpareRows | None = None
+    ) -> RowsProgram:
+        """The program that computes the placeholder `output` from the placeholders `rows`. `spare`
+        is that of `OperationList.finish_rows`."""
+        given = [self._values.operand(each).memory for each in rows]
+        result = self._values.operand(output)
+        if result.memory in given or not result.is_whole:
             raise UnrecordableError("the result is a part of a value")
         return self._ops.finish_rows(
-            self._kernels, given.memory, result.memory, self._max_num_tokens
+            self._kernels, given, result.memory, self._max_num_tokens, spare
         )
 
     def linear(

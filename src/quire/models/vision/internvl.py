@@ -38,7 +38,7 @@ from quire.models.vision.patches import (
     stack_squares,
     to_patches,
 )
-from quire.models.vision.slices import WIDE_PIECE_ROWS, AttendingModule, in_pieces
+from quire.models.vision.slices import WIDE_PIECE_ROWS, EncoderLayer, in_pieces
 from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
 
 _QK_EPS = 1e-6
@@ -209,14 +209,12 @@ class _InternVLAttention(nn.Module):
         return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
 
 
-class _InternVLLayer(AttendingModule):
+class _InternVLLayer(EncoderLayer):
     """Attention and MLP, each behind a norm, scaled, and added to its input."""
 
     def __init__(self, config: InternVLConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
+        super().__init__(config.hidden_size, config.num_heads)
         size = config.hidden_size
-        self.num_heads = config.num_heads
-        self.scale = (size // config.num_heads) ** -0.5
         norm = RMSNorm if config.has_rms_norms else LayerNorm
         self.layernorm_before, self.layernorm_after = (
             norm(size, config.norm_eps, **storage) for _ in range(2)
@@ -227,17 +225,10 @@ class _InternVLLayer(AttendingModule):
         )
         self.lambda_1, self.lambda_2 = (empty_parameter((size,), **storage) for _ in range(2))
 
-    def encode(self, hidden: torch.Tensor) -> Slices[torch.Tensor]:
-        """hidden [1 + P, H] -> [1 + P, H]."""
-        qkv = yield from in_pieces(
-            lambda piece: self.attention.project(self.layernorm_before(piece)), hidden
-        )
-        q, k, v = (each.view(len(each), self.num_heads, -1) for each in qkv.chunk(3, dim=1))
-        attended = yield from self.attend(q, k, v, self.scale)
-        return (yield from in_pieces(self._finish, hidden, attended.flatten(1)))
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.attention.project(self.layernorm_before(hidden))
 
-    def _finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer after its attention: hidden, attended [R, H] -> [R, H]."""
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         operators = self.operators
         mixed = operators.scale_columns(self.attention.projection_layer(attended), self.lambda_1)
         hidden = operators.add(mixed, hidden)

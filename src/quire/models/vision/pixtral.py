@@ -30,7 +30,7 @@ from quire.layers.storage import Storage
 from quire.models.config_fields import ConfigFields
 from quire.models.rope_config import read_rope_parameters
 from quire.models.vision.patches import IMAGE_GRID, NUM_CHANNELS, PatchProjection, to_patches
-from quire.models.vision.slices import WIDE_PIECE_ROWS, AttendingModule, in_pieces
+from quire.models.vision.slices import WIDE_PIECE_ROWS, EncoderLayer, in_pieces
 from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
 
 _EPS = 1e-5
@@ -148,31 +148,23 @@ def _layers_read(index: Any, *, default: int, num_layers: int) -> int:
     return index if index >= 0 else num_layers + 1 + index
 
 
-class _PixtralAttention(AttendingModule):
-    """Attention of all patches to all patches of the image."""
+class _PixtralAttention(nn.Module):
+    """The projections of attention."""
 
     def __init__(self, config: PixtralConfig, **storage: Unpack[Storage]) -> None:
         super().__init__()
         size = config.hidden_size
-        self.num_heads = config.num_heads
         self.qkv_proj, self.o_proj = (
             Linear(size, parts, LinearKind.REPLICATED, bias=False, **storage)
             for parts in ((size,) * 3, (size,))
         )
 
-    def mix(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Slices[torch.Tensor]:
-        """qkv [P, 3H], cosines and sines [P, D] -> the mixed values [P, H]."""
-        q, k, v = (part.view(len(qkv), self.num_heads, -1) for part in qkv.chunk(3, dim=1))
-        q, k = rotary(q, k, cos, sin)
-        mixed = yield from self.attend(q, k, v, q.shape[-1] ** -0.5)
-        return mixed.flatten(1)
 
-
-class _PixtralLayer(nn.Module):
+class _PixtralLayer(EncoderLayer):
     """Attention and a gated MLP. Each reads the normed residual stream and adds to the stream."""
 
     def __init__(self, config: PixtralConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
+        super().__init__(config.hidden_size, config.num_heads)
         self.attention_norm, self.ffn_norm = (
             RMSNorm(config.hidden_size, _EPS, **storage) for _ in range(2)
         )
@@ -185,14 +177,14 @@ class _PixtralLayer(nn.Module):
             **storage,
         )
 
-    def encode(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Slices[torch.Tensor]:
-        """x [P, H], cosines and sines [P, D] -> [P, H]."""
-        qkv = yield from in_pieces(
-            lambda rows: self.attention.qkv_proj(self.attention_norm(rows)), x
-        )
-        mixed = yield from self.attention.mix(qkv, cos, sin)
-        x = x + (yield from in_pieces(self.attention.o_proj, mixed))
-        return x + (yield from in_pieces(lambda rows: self.feed_forward(self.ffn_norm(rows)), x))
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = self.attention.qkv_proj(self.attention_norm(hidden))
+        return projected
+
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        hidden = self.operators.add(self.attention.o_proj(attended), hidden)
+        inner: torch.Tensor = self.feed_forward(self.ffn_norm(hidden))
+        return self.operators.add(inner, hidden)
 
 
 class _PixtralLayers(nn.Module):
@@ -310,7 +302,7 @@ class PixtralTower(VisionTower):
         cos, sin = self._angles(rows, columns, x.device)
         for layer in encoder.transformer.layers[: self._config.num_used_layers]:
             assert isinstance(layer, _PixtralLayer)
-            x = yield from layer.encode(x, cos, sin)
+            x = yield from layer.encode(x, lambda q, k: rotary(q, k, cos, sin))
         embeds = yield from self.multi_modal_projector.encode(x.view(rows, columns, -1))
         return self._with_breaks(embeds, rows // self._config.merge_size)
 

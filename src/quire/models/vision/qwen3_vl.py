@@ -34,7 +34,7 @@ from quire.layers.storage import Storage
 from quire.models.config_fields import ROPE_FORMS, ConfigFields
 from quire.models.rope_config import read_rope_parameters
 from quire.models.vision.patches import NUM_CHANNELS, PatchProjection
-from quire.models.vision.slices import WIDE_PIECE_ROWS, AttendingModule, in_pieces
+from quire.models.vision.slices import WIDE_PIECE_ROWS, EncoderLayer, in_pieces
 from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
 
 OTHER_NAMES = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
@@ -181,31 +181,22 @@ class _QwenAttention(nn.Module):
         )
 
 
-class _QwenBlock(AttendingModule):
+class _QwenBlock(EncoderLayer):
     """Attention and MLP, each behind a norm and added to its input."""
 
     def __init__(self, config: Qwen3VLVisionConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
+        super().__init__(config.hidden_size, config.num_heads)
         self.norm1, self.norm2 = (LayerNorm(config.hidden_size, _EPS, **storage) for _ in range(2))
         self.attn = _QwenAttention(config, **storage)
         self.mlp = FeedForward(
             config.hidden_size, config.intermediate_size, activation=config.activation, **storage
         )
 
-    def encode(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> Slices[torch.Tensor]:
-        """hidden [P, H], cosines and sines [P, D] fp32 -> [P, H]."""
-        qkv = yield from in_pieces(lambda piece: self.attn.qkv(self.norm1(piece)), hidden)
-        q, k, v = (each.view(len(each), self.num_heads, -1) for each in qkv.chunk(3, dim=1))
-        # As in transformers, the rotation is computed in fp32.
-        q, k = (each.to(v.dtype) for each in rotary(q.float(), k.float(), cos, sin))
-        attended = yield from self.attend(q, k, v, v.shape[-1] ** -0.5)
-        return (yield from in_pieces(self._finish, hidden, attended.flatten(1)))
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = self.attn.qkv(self.norm1(hidden))
+        return projected
 
-    def _finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The block after its attention: hidden, attended [R, H] -> [R, H]."""
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         hidden = self.operators.add(self.attn.proj(attended), hidden)
         inner: torch.Tensor = self.mlp(self.norm2(hidden))
         return self.operators.add(inner, hidden)
@@ -316,10 +307,16 @@ class Qwen3VLTower(VisionTower):
         hidden = yield from in_pieces(visual.embed, values, points.to(device), weights.to(device))
         # Then, run the blocks, and keep the features behind some of them.
         cos, sin = (each.to(device) for each in self._angles(rows, columns))
-        features = []
+        features: list[torch.Tensor] = []
+
+        def turn(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            # As in transformers, the rotation is computed in fp32.
+            turned = rotary(q.float(), k.float(), cos, sin)
+            return turned[0].to(q.dtype), turned[1].to(k.dtype)
+
         for index, block in enumerate(visual.blocks):
             assert isinstance(block, _QwenBlock)
-            hidden = yield from block.encode(hidden, cos, sin)
+            hidden = yield from block.encode(hidden, turn)
             if index in config.feature_layers:
                 merger = visual.deepstack_merger_list[config.feature_layers.index(index)]
                 assert isinstance(merger, _QwenMerger)

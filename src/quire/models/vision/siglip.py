@@ -24,7 +24,7 @@ from quire.layers.operator_module import OperatorModule
 from quire.layers.storage import Storage
 from quire.models.config_fields import ConfigFields
 from quire.models.vision.patches import IMAGE_GRID, NUM_CHANNELS, PatchProjection, to_patches
-from quire.models.vision.slices import AttendingModule, in_pieces
+from quire.models.vision.slices import EncoderLayer, in_pieces
 from quire.models.vision.vision_tower import Grid, Slices
 
 OTHER_NAMES = {"fc1": "up_proj", "fc2": "down_proj"}
@@ -132,13 +132,11 @@ class SiglipAttention(nn.Module):
         self.out_proj = Linear(size, (size,), LinearKind.REPLICATED, bias=True, **storage)
 
 
-class SiglipLayer(AttendingModule):
+class SiglipLayer(EncoderLayer):
     """Attention and MLP, each behind a norm and added to its input."""
 
     def __init__(self, config: SiglipConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.scale = (config.hidden_size // config.num_heads) ** -0.5
+        super().__init__(config.hidden_size, config.num_heads)
         self.layer_norm1, self.layer_norm2 = (
             LayerNorm(config.hidden_size, config.layer_norm_eps, **storage) for _ in range(2)
         )
@@ -147,17 +145,11 @@ class SiglipLayer(AttendingModule):
             config.hidden_size, config.intermediate_size, activation=config.activation, **storage
         )
 
-    def encode(self, hidden: torch.Tensor) -> Slices[torch.Tensor]:
-        """hidden [P, H] -> [P, H]."""
-        qkv = yield from in_pieces(
-            lambda piece: self.self_attn.qkv_proj(self.layer_norm1(piece)), hidden
-        )
-        q, k, v = (each.view(len(each), self.num_heads, -1) for each in qkv.chunk(3, dim=1))
-        attended = yield from self.attend(q, k, v, self.scale)
-        return (yield from in_pieces(self._finish, hidden, attended.flatten(1)))
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = self.self_attn.qkv_proj(self.layer_norm1(hidden))
+        return projected
 
-    def _finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer after its attention: hidden, attended [R, H] -> [R, H]."""
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         hidden = self.operators.add(self.self_attn.out_proj(attended), hidden)
         inner: torch.Tensor = self.mlp(self.layer_norm2(hidden))
         return self.operators.add(inner, hidden)

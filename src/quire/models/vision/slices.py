@@ -1,11 +1,12 @@
-"""Attention and layers of towers, computed in pieces of a fixed size.
+"""The layers of towers, computed in pieces of a fixed size.
 
 The pieces are the slices of `VisionTower.encode`. A piece's size depends on the layer alone, and
 the results of a row don't depend on the other rows of its piece.
 
-Shapes: P patches, N heads, D head size, I input size, O output size.
+Shapes: P patches, R rows of a piece, H hidden size, N heads, D head size, O output size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -13,8 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from quire.attention.native_whole import NativeWholeAttention
+from quire.kernels.cpu.abi import AttentionLayer
 from quire.kernels.cpu.library import NativeKernels
-from quire.layers.operator_module import OperatorModule
+from quire.kernels.cpu.program import RowsProgram, SpareRows
+from quire.kernels.cpu.recorded_values import UnrecordableError
+from quire.kernels.cpu.recorder import Recorder
+from quire.layers.operator_module import OperatorModule, recorded_by
 from quire.models.vision.vision_tower import Slices
 
 PIECE_ROWS = 128
@@ -41,17 +46,32 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Slices[torc
 """Attention of all queries to all keys: q, k, v [P, N, D] and the factor of q·k -> [P, N, D]."""
 
 
+RowLayer = Callable[..., torch.Tensor]
+"""A layer that computes each row alone."""
+
+Turn = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""The rotation of q and k, [P, N, D] each."""
+
+
 def in_pieces(
-    layer: Callable[..., torch.Tensor], *inputs: torch.Tensor, num_rows: int = PIECE_ROWS
+    layer: RowLayer | RowsProgram, *inputs: torch.Tensor, num_rows: int = PIECE_ROWS
 ) -> Slices[torch.Tensor]:
     """Apply a layer that computes each row alone: inputs [P, any] -> [P, O].
 
     `num_rows` is the number of rows of a piece, less than the default for layers of more work.
     The layer may overwrite the inputs that the caller no longer needs.
     """
+    num_patches = len(inputs[0])
+    parts = [slice(first, first + num_rows) for first in range(0, num_patches, num_rows)]
+    if isinstance(layer, RowsProgram):
+        out = layer.empty(num_patches)
+        for part in parts:
+            layer.run(*(each[part] for each in inputs), out=out[part])
+            yield
+        return out
     found: list[torch.Tensor] = []
-    for first in range(0, len(inputs[0]), num_rows):
-        found.append(layer(*(each[first : first + num_rows] for each in inputs)))
+    for part in parts:
+        found.append(layer(*(each[part] for each in inputs)))
         yield
     return torch.cat(found) if len(found) > 1 else found[0]
 
@@ -93,17 +113,62 @@ def native_attend(kernels: NativeKernels) -> Attend:
     return attend_natively
 
 
-class AttendingModule(OperatorModule):
-    """A layer of a tower that computes attention by `attend`, which is torch's until `use_kernels`
-    replaces it."""
+class EncoderLayer(OperatorModule, ABC):
+    """A layer of a tower: attention and an MLP, each behind a norm and added to its input.
 
-    def __init__(self) -> None:
+    torch computes it until `use_kernels` is called.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
         self.attend: Attend = attend
+        #: The native program of `project`; None if torch computes it. Likewise for `finish`.
+        self.projecting: RowsProgram | None = None
+        self.finishing: RowsProgram | None = None
+
+    @abstractmethod
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> q, k and v before their rotation, side by side [R, 3H]."""
+
+    @abstractmethod
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The layer after its attention: hidden, attended [R, H] -> [R, H]."""
+
+    def encode(self, hidden: torch.Tensor, turn: Turn | None = None) -> Slices[torch.Tensor]:
+        """hidden [P, H] -> [P, H]. `turn` is None for layers that rotate nothing."""
+        qkv = yield from in_pieces(self.projecting or self.project, hidden)
+        q, k, v = (each.view(len(each), self.num_heads, -1) for each in qkv.chunk(3, dim=1))
+        if turn is not None:
+            q, k = turn(q, k)
+        attended = yield from self.attend(q, k, v, (self.hidden_size // self.num_heads) ** -0.5)
+        finishing = self.finishing or self.finish
+        return (yield from in_pieces(finishing, hidden, attended.flatten(1)))
+
+    def use_kernels(self, kernels: NativeKernels, spare: SpareRows) -> None:
+        """Let native kernels compute the layer. `spare` is shared by all layers of the tower."""
+        self.attend = native_attend(kernels)
+        self.projecting = self._record(kernels, self.project, 1, spare)
+        self.finishing = self._record(kernels, self.finish, 2, spare)
+
+    def _record(
+        self, kernels: NativeKernels, layer: RowLayer, num_inputs: int, spare: SpareRows
+    ) -> RowsProgram | None:
+        """The native program of a method; None if an operation has no native kernel."""
+        dtype = next(self.parameters()).dtype
+        recorder = Recorder(kernels, dtype, PIECE_ROWS, (AttentionLayer * 0)())
+        try:
+            with recorded_by(recorder, self):
+                rows = [recorder.rows(self.hidden_size) for _ in range(num_inputs)]
+                return recorder.finish_rows(rows, layer(*rows), spare)
+        except UnrecordableError:
+            return None
 
 
 def use_kernels(tower: nn.Module, kernels: NativeKernels | None) -> None:
-    """Let native kernels compute the attention of all the tower's layers; None changes nothing."""
+    """Let native kernels compute the layers of a loaded tower; None changes nothing."""
+    spare: SpareRows = {}
     for module in tower.modules():
-        if isinstance(module, AttendingModule) and kernels is not None:
-            module.attend = native_attend(kernels)
+        if isinstance(module, EncoderLayer) and kernels is not None:
+            module.use_kernels(kernels, spare)
