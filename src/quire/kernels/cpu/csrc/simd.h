@@ -224,6 +224,13 @@ inline void store_n(uint16_t* p, vf x, int n) {
 // one in memory. With AVX-512 it is the same as vf. load_part_n and store_n: the first n lanes.
 inline part splat_part(float x) { return x - part{}; }  // x - 0 is x, and so left out
 
+// splat or splat_part, of functions for both.
+template <typename V> inline V filled(float x);
+template <> inline vf filled<vf>(float x) { return splat(x); }
+#if !defined(__AVX512F__)
+template <> inline part filled<part>(float x) { return splat_part(x); }
+#endif
+
 template <typename T>
 inline part load_part(const T* p) {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -259,6 +266,9 @@ inline part fma(part a, part b, part c) {
 
 inline part max(part a, part b) { return a > b ? a : b; }
 inline part min(part a, part b) { return a < b ? a : b; }
+
+typedef int32_t part_ints __attribute__((vector_size(kRegisterBytes)));
+inline part_ints greater(part a, part b) { return (part_ints)(a > b); }
 
 inline void store(float* p, part x) { std::memcpy(p, &x, sizeof x); }
 

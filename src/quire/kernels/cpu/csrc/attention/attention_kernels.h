@@ -25,13 +25,22 @@ constexpr int kProbStride = kTileTokens + 32;   // tokens; a multiple of 64 byte
 #if defined(__AVX512F__)
 constexpr int kMostRows = 12, kFewRows = 6;
 constexpr int kScoreColumns = 4, kValueColumns = 4;  // of up to kFewRows rows; half for kMostRows
-#elif defined(__AVX2__) || defined(__aarch64__)
+#elif defined(__AVX2__)
+// Six rows of sixteen keys leave registers for the keys and a query.
+constexpr int kMostRows = 6, kFewRows = 4;
+constexpr int kScoreColumns = 1, kValueColumns = 1;
+#elif defined(__aarch64__)
 constexpr int kMostRows = 4, kFewRows = 4;
 constexpr int kScoreColumns = 1, kValueColumns = 1;
 #else
 constexpr int kMostRows = 2, kFewRows = 2;
 constexpr int kScoreColumns = 1, kValueColumns = 1;
 #endif
+
+// The columns of `columns` that R rows have registers for.
+constexpr int columns_for(int num_rows, int columns) {
+  return num_rows > kFewRows && columns > 1 ? columns / 2 : columns;
+}
 
 // Into the L2 cache: its misses are more than those that the L1 cache can wait for (12 against 20
 // GB/s; Zen 4, one thread, units anywhere).
@@ -106,6 +115,17 @@ struct WideMode {  // bf16, computed in fp32
   static part multiply(const Left& a, const Right& b, part sum) {
     return fma(a.odd, b.odd, fma(a.even, b.even, sum));
   }
+  // One half of the elements of load_right, those of even or of odd index.
+  template <int kHalf>
+  static part load_half(const Element* p) {
+    const Right both = load_right(p);
+    return kHalf == 0 ? both.even : both.odd;
+  }
+  template <int kHalf>
+  static part load_half_n(const Element* p, int n) {
+    const Right both = load_right_n(p, n);
+    return kHalf == 0 ? both.even : both.odd;
+  }
   static vf put(Factor* to, vf first, vf second, vf sum) {
     return FullMode::put(to, first, second, sum);
   }
@@ -148,6 +168,36 @@ using BF16Mode = DotMode;
 using BF16Mode = WideMode;
 #endif
 
+// Whether a step multiplies even and odd elements one after the other, in the order of `multiply`:
+// the sums of more than kFewRows rows leave no registers for both.
+template <typename M, int R>
+constexpr bool kByHalves = R > kFewRows && kPartLanes == 8 && sizeof(typename M::Left) > sizeof(part);
+
+// Lets the compiler keep nothing that it has read in a register.
+inline void forget_reads() { __asm__ volatile("" : : : "memory"); }
+
+// sum += a * b, rounded once. GCC would add in another register and move sums to memory.
+inline void add_product(part& sum, part a, part b) {
+#if defined(__FMA__) && !defined(__AVX512F__)
+  __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+  sum = fma(a, b, sum);
+#endif
+}
+
+// sums[r][c] += half `kHalf` of a step: factors[r * stride] times parts[c].
+template <typename M, int R, int kParts, int kHalf>
+inline void multiply_half(const typename M::Factor* factors, int64_t stride,
+                          const part (&parts)[kParts], part (&sums)[R][kParts]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const part x = splat_part(factors[r * stride + kHalf]);
+#pragma GCC unroll 8
+    for (int c = 0; c < kParts; ++c) add_product(sums[r][c], x, parts[c]);
+  }
+  forget_reads();
+}
+
 // scores[r, 16 c + lane] = sum over steps of q [steps][R] times units[c] [steps][16]. Fetches the
 // lines of ahead[c] meanwhile, where the rows are few and memory is what they wait for.
 template <typename M, int R, int C>
@@ -156,6 +206,20 @@ inline void score_units(const typename M::Factor* q, const typename M::Element* 
   constexpr int kParts = C * kNumParts;
   part sums[R][kParts] = {};
   for (int64_t step = 0; step < num_steps; ++step, q += R * M::kDepth) {
+    if constexpr (kByHalves<M, R>) {
+      const auto key = [&](int c) {
+        const int p = c % kNumParts * kPartLanes;
+        return units[c / kNumParts] + (step * 16 + p) * M::kDepth;
+      };
+      part keys[kParts];
+#pragma GCC unroll 8
+      for (int c = 0; c < kParts; ++c) keys[c] = M::template load_half<0>(key(c));
+      multiply_half<M, R, kParts, 0>(q, M::kDepth, keys, sums);
+#pragma GCC unroll 8
+      for (int c = 0; c < kParts; ++c) keys[c] = M::template load_half<1>(key(c));
+      multiply_half<M, R, kParts, 1>(q, M::kDepth, keys, sums);
+      continue;
+    }
     typename M::Right keys[kParts];
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
@@ -206,6 +270,24 @@ inline void add_values(const typename M::Factor* probs, const typename M::Elemen
     const typename M::Factor* p = probs + 16 * u;
 #pragma GCC unroll 1
     for (int step = 0; step < 16; step += M::kDepth) {
+      if constexpr (kByHalves<M, R>) {
+        const auto load = [&]<int kHalf>(int c) {
+          const int lane = c * kPartLanes;
+          if constexpr (kTail)
+            return M::template load_half_n<kHalf>(unit + lane * M::kDepth, num_lanes - lane);
+          else
+            return M::template load_half<kHalf>(unit + lane * M::kDepth);
+        };
+        part values[kParts];
+#pragma GCC unroll 8
+        for (int c = 0; c < kParts; ++c) values[c] = load.template operator()<0>(c);
+        multiply_half<M, R, kParts, 0>(p + step, kProbStride, values, sums);
+#pragma GCC unroll 8
+        for (int c = 0; c < kParts; ++c) values[c] = load.template operator()<1>(c);
+        multiply_half<M, R, kParts, 1>(p + step, kProbStride, values, sums);
+        unit += head_dim * M::kDepth;
+        continue;
+      }
       typename M::Right values[kParts];
 #pragma GCC unroll 8
       for (int c = 0; c < kParts; ++c) {
@@ -245,7 +327,7 @@ template <typename M, int R>
 inline void add_all_values(const typename M::Factor* probs, const typename M::Element* const* units,
                            const typename M::Element* const* ahead, int first, int end,
                            int head_dim, const ValueRows& out) {
-  constexpr int kColumns = R > kFewRows ? kValueColumns / 2 : kValueColumns;
+  constexpr int kColumns = columns_for(R, kValueColumns);
   int at = 0;
   for (; at + 16 * kColumns <= head_dim; at += 16 * kColumns)
     add_values<M, R, kColumns, false>(probs, units, ahead, first, end, head_dim, at, out);

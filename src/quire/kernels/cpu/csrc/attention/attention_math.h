@@ -12,40 +12,43 @@ constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kNever = -__builtin_inff();
 
 // 2^f, 0 <= f < 1: minimax polynomials (Remez) with 2^0 = 1 exactly.
-inline vf exp2_fraction_coarse(vf f) {  // relative error 2.9e-6
-  vf p = fma(splat(0.0134266842506f), f, splat(0.0522424742691f));
-  p = fma(p, f, splat(0.241280204723f));
-  p = fma(p, f, splat(0.693044844908f));
-  return fma(p, f, splat(1.0f));
+template <typename V>
+inline V exp2_fraction_coarse(V f) {  // relative error 2.9e-6
+  V p = fma(filled<V>(0.0134266842506f), f, filled<V>(0.0522424742691f));
+  p = fma(p, f, filled<V>(0.241280204723f));
+  p = fma(p, f, filled<V>(0.693044844908f));
+  return fma(p, f, filled<V>(1.0f));
 }
 
-inline vf exp2_fraction_fine(vf f) {  // relative error 2.0e-9, before rounding
-  vf p = fma(splat(0.000216129253735f), f, splat(0.00124678427436f));
-  p = fma(p, f, splat(0.00967545206464f));
-  p = fma(p, f, splat(0.0554852803083f));
-  p = fma(p, f, splat(0.24022930564f));
-  p = fma(p, f, splat(0.693147044435f));
-  return fma(p, f, splat(1.0f));
+template <typename V>
+inline V exp2_fraction_fine(V f) {  // relative error 2.0e-9, before rounding
+  V p = fma(filled<V>(0.000216129253735f), f, filled<V>(0.00124678427436f));
+  p = fma(p, f, filled<V>(0.00967545206464f));
+  p = fma(p, f, filled<V>(0.0554852803083f));
+  p = fma(p, f, filled<V>(0.24022930564f));
+  p = fma(p, f, filled<V>(0.693147044435f));
+  return fma(p, f, filled<V>(1.0f));
 }
 
-// 2^x for x <= 0; 0 for -inf; NaN stays NaN. kFine: as exact as fp32 is; else enough for a result
-// that is rounded to bf16.
-template <bool kFine>
-inline vf exp2_below_one(vf x) {
+// 2^x for x <= 0; 0 for -inf; NaN stays NaN. V: vf or part. kFine: as exact as fp32 is; else enough
+// for a result that is rounded to bf16.
+template <bool kFine, typename V>
+inline V exp2_below_one(V x) {
 #if defined(__AVX512DQ__)
-  const vf fraction = (vf)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
-  const vf p = kFine ? exp2_fraction_fine(fraction) : exp2_fraction_coarse(fraction);
-  return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
+  const V fraction = (V)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
+  const V p = kFine ? exp2_fraction_fine(fraction) : exp2_fraction_coarse(fraction);
+  return (V)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
 #else
-  const vf kRound = splat(12582912.0f);  // 1.5 * 2^23: sums are rounded to integers
-  const vf y = max(splat(-160.0f), x);
-  const vf shifted = (y - splat(0.5f)) + kRound;
-  const vf whole = max(splat(-126.0f), shifted - kRound);
-  const vf fraction = y - (shifted - kRound);
-  const vf p = kFine ? exp2_fraction_fine(fraction) : exp2_fraction_coarse(fraction);
-  const vf power = (vf)(((vi)(whole + kRound) - (vi)kRound + 127) << 23);
-  const vf result = p * power;
-  return (vf)((vi)result & ~greater(splat(-126.0f), y));
+  using I = decltype(greater(x, x));
+  const V kRound = filled<V>(12582912.0f);  // 1.5 * 2^23: sums are rounded to integers
+  const V y = max(filled<V>(-160.0f), x);
+  const V shifted = (y - filled<V>(0.5f)) + kRound;
+  const V whole = max(filled<V>(-126.0f), shifted - kRound);
+  const V fraction = y - (shifted - kRound);
+  const V p = kFine ? exp2_fraction_fine(fraction) : exp2_fraction_coarse(fraction);
+  const V power = (V)(((I)(whole + kRound) - (I)kRound + 127) << 23);
+  const V result = p * power;
+  return (V)((I)result & ~greater(filled<V>(-126.0f), y));
 #endif
 }
 

@@ -107,15 +107,34 @@ struct SeenPairs {
   }
 };
 
+// sums[lane] = f(its value so far, of the lane's keys of a pair), pair by pair. Pairs of keys that are
+// all seen are computed register by register, since GCC keeps wider values in memory.
+//   by_registers(pair, p, total): part p of the sixteen lanes; by_lanes(pair, total): all
+template <typename F, typename G>
+inline vf over_pairs(const SeenPairs& seen, vf total, F&& by_registers, G&& by_lanes) {
+  const int begin_full = smaller(larger(seen.begin_full, seen.begin), seen.end);
+  const int end_full = larger(smaller(seen.end_full, seen.end), begin_full);
+  for (int i = seen.begin; i < begin_full; ++i) total = by_lanes(i, total);
+  part parts[kNumParts];
+  std::memcpy(parts, &total, sizeof total);
+  for (int i = begin_full; i < end_full; ++i)
+#pragma GCC unroll 4
+    for (int p = 0; p < kNumParts; ++p) parts[p] = by_registers(i, p, parts[p]);
+  std::memcpy(&total, parts, sizeof total);
+  for (int i = end_full; i < seen.end; ++i) total = by_lanes(i, total);
+  return total;
+}
+
 inline float greatest_score(const float* scores, const SeenPairs& seen) {
-  vf first_best = splat(kNever), second_best = first_best;
-  for (int i = seen.begin; i < seen.end; ++i) {
+  const auto by_registers = [&](int i, int p, part best) {
+    const float* from = scores + 32 * i + p * kPartLanes;
+    return max(max(best, load_part<part>(from)), load_part<part>(from + 16));
+  };
+  return greatest_lane(over_pairs(seen, splat(kNever), by_registers, [&](int i, vf best) {
     vf first = load(scores + 32 * i), second = load(scores + 32 * i + 16);
     seen.hide_others(i, first, second, kNever);
-    first_best = max(first_best, first);
-    second_best = max(second_best, second);
-  }
-  return greatest_lane(max(first_best, second_best));
+    return max(max(best, first), second);
+  }));
 }
 
 // Probabilities of the keys seen; of the others, in all pairs of units [first, end), 0. Returns
@@ -124,16 +143,30 @@ template <typename M>
 inline vf find_probs(const float* scores, const SeenPairs& seen, int first, int end, float peak,
                      float factor, typename M::Factor* probs) {
   const vf origin = max(splat(-__FLT_MAX__), splat(peak)), scale = splat(factor);
-  vf sum{};
   for (int i = first / 2; i < seen.begin; ++i) M::put(probs + 32 * i, vf{}, vf{}, vf{});
-  for (int i = seen.begin; i < seen.end; ++i) {
+  for (int i = seen.end; i < (end + 1) / 2; ++i) M::put(probs + 32 * i, vf{}, vf{}, vf{});
+  const auto by_lanes = [&](int i, vf sum) {
     vf a = exp2_below_one<M::kFine>((load(scores + 32 * i) - origin) * scale);
     vf b = exp2_below_one<M::kFine>((load(scores + 32 * i + 16) - origin) * scale);
     seen.hide_others(i, a, b, 0.0f);
-    sum = M::put(probs + 32 * i, a, b, sum);
+    return M::put(probs + 32 * i, a, b, sum);
+  };
+  if constexpr (kNumParts == 1 || sizeof(typename M::Factor) < sizeof(float)) {
+    vf sum{};
+    for (int i = seen.begin; i < seen.end; ++i) sum = by_lanes(i, sum);
+    return sum;
+  } else {
+    const part from = splat_part(origin[0]), by = splat_part(factor);
+    const auto by_registers = [&](int i, int p, part sum) {
+      const int at = 32 * i + p * kPartLanes;
+      const part a = exp2_below_one<M::kFine>((load_part<part>(scores + at) - from) * by);
+      const part b = exp2_below_one<M::kFine>((load_part<part>(scores + at + 16) - from) * by);
+      store_part(probs + at, a);
+      store_part(probs + at + 16, b);
+      return sum + a + b;
+    };
+    return over_pairs(seen, vf{}, by_registers, by_lanes);
   }
-  for (int i = seen.end; i < (end + 1) / 2; ++i) M::put(probs + 32 * i, vf{}, vf{}, vf{});
-  return sum;
 }
 
 // Rows that share a KV head. Records: of all tiles merged (running), or of one tile each.
@@ -159,7 +192,7 @@ template <typename M, int R>
   requires(!M::kIsQuantized)
 void attend_rows(const RowBlock<M>& block, int row, Tile<typename M::Stored>& tile,
                  const Softmax& softmax, int head_dim, RowScratch<M>& scratch) {
-  constexpr int kColumns = R > kFewRows ? kScoreColumns / 2 : kScoreColumns;
+  constexpr int kColumns = columns_for(R, kScoreColumns);
   const RecordShape shape(head_dim);
   float* const* records = block.records + row;
   int low = kTileTokens, high = 0;
@@ -226,8 +259,10 @@ void attend_tile(const RowBlock<M>& block, Tile<typename M::Stored>& tile, const
       case 3: attend_rows<M, 3>(block, row, tile, softmax, head_dim, scratch); break;
       case 4: attend_rows<M, 4>(block, row, tile, softmax, head_dim, scratch); break;
 #endif
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
       case 6: attend_rows<M, 6>(block, row, tile, softmax, head_dim, scratch); break;
+#endif
+#if defined(__AVX512F__)
       case 12: attend_rows<M, 12>(block, row, tile, softmax, head_dim, scratch); break;
 #endif
     }

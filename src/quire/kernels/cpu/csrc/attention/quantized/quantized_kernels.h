@@ -314,7 +314,7 @@ template <int R>
 inline void add_all_codes(const Packed* weights, const uint8_t* const* units,
                           const uint8_t* const* ahead, int first, int end, int head_dim,
                           const CodeRows& out) {
-  constexpr int kColumns = R > kFewRows ? kValueColumns / 2 : kValueColumns;
+  constexpr int kColumns = columns_for(R, kValueColumns);
   int at = 0;
   for (; at + 16 * kColumns <= head_dim; at += 16 * kColumns)
     add_codes<R, kColumns, false>(weights, units, ahead, first, end, head_dim, at, out);

@@ -134,7 +134,7 @@ template <typename M, int R>
   requires(M::kIsQuantized)
 void attend_rows(const RowBlock<M>& block, int row, Tile<uint8_t>& tile, const Softmax& softmax,
                  int head_dim, RowScratch<M>& scratch) {
-  constexpr int kColumns = R > kFewRows ? kScoreColumns / 2 : kScoreColumns;
+  constexpr int kColumns = columns_for(R, kScoreColumns);
   const RecordShape shape(head_dim);
   const int padded = (head_dim + 3) / 4 * 4;
   float* const* records = block.records + row;
