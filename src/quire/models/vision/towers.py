@@ -219,14 +219,14 @@ def find_tower(folder: Path, config: ModelConfig, mmproj: str | None = None) -> 
     """
     try:
         encoder = find_image_encoder(folder, mmproj)
-        if encoder is not None:
-            raw, place, name = encoder.settings.config, encoder.path, encoder.settings.architecture
-        else:
-            raw, place, name = {}, folder, config.wrapper
+        name = config.wrapper if encoder is None else encoder.settings.architecture
         entry = None if name is None else TOWERS.get(name)
         if entry is None:
             return None
-        raw = raw or find_reader(folder).read_config(folder)
+        if encoder is None:
+            place, raw = folder, find_reader(folder).read_config(folder)
+        else:
+            place, raw = encoder.path, encoder.settings.config
         vision = raw.get("vision_config")
         model_type = vision.get("model_type") if isinstance(vision, dict) else None
         if entry.model_types is not None and model_type not in entry.model_types:
