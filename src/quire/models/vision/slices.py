@@ -137,7 +137,7 @@ class EncoderLayer(OperatorModule, ABC):
         """The layer after its attention: hidden, attended [R, H] -> [R, H]."""
 
     def encode(self, hidden: torch.Tensor, turn: Turn | None = None) -> Slices[torch.Tensor]:
-        """hidden [P, H] -> [P, H]. `turn` is None for layers that rotate nothing."""
+        """hidden [P, H] -> [P, H]. Without `turn`, q and k are not rotated."""
         qkv = yield from in_pieces(self.projecting or self.project, hidden)
         q, k, v = (each.view(len(each), self.num_heads, -1) for each in qkv.chunk(3, dim=1))
         if turn is not None:
