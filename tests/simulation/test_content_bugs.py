@@ -12,10 +12,11 @@ import pytest
 from tests.simulation.test_seeded_bugs import Patch, failure_of, in_plans, replace
 
 from quire.core.content_spans import DIGEST_CHARACTERS, spans_between
-from quire.core.memory import prefix_cache, prefix_index
+from quire.core.memory import kv_cache_manager, prefix_cache, prefix_index
 from quire.core.memory.hash_chain import HashChains
 from quire.core.memory.tiers import tier_match
 from quire.core.request import Request
+from quire.core.scheduling import pacing
 from quire.core.scheduling.content_loads import ContentLoads
 from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.running_set import RunningSet
@@ -217,7 +218,18 @@ def both(*patches: Patch) -> Patch:
     return plant
 
 
+def cut_anywhere(original: Any) -> Any:
+    return lambda spans, position: position
+
+
+def chunk_anywhere(original: Any) -> Any:
+    return lambda spans, first, most: most
+
+
 MUTATIONS: dict[str, Patch] = {
+    "a chunk splits a content": replace(pacing, "chunk_within", chunk_anywhere),
+    "a hit splits a content": replace(prefix_index, "last_cut", cut_anywhere),
+    "a preemption splits a content": replace(kv_cache_manager, "last_cut", cut_anywhere),
     "blocks are named by placeholders": replace(HashChains, "extend", drop_spans),
     "blocks are named by where contents are": replace(HashChains, "extend", hash_spans_by_length),
     "parts of blocks are matched by where contents are": replace(
@@ -260,7 +272,13 @@ MUTATIONS: dict[str, Patch] = {
 }
 
 
+WHOLE: dict[str, Any] = {"has_whole_contents": True, "kinds": "window:9,full"}
+
 WORLDS: dict[str, Any] = {
+    "a chunk splits a content": WHOLE,
+    "a hit splits a content": WHOLE,
+    "a preemption splits a content": WHOLE
+    | {"kinds": "full", "num_blocks": 20, "prompt_tokens": (20, 40), "policy": "priority"},
     "tails are published as text": SHORT,
     "contents are told apart by their first bytes": SHORT,
     "a content is loaded only where it begins": {

@@ -42,6 +42,7 @@ def test_every_option_takes_more_than_one_value() -> None:
     fixed |= {"kinds", "snapshot_tokens"}  # of `draw_hybrid_world`
     fixed |= {"max_drafts", "draft_error_rate", "has_drafter"}  # of `draw_draft_world`
     fixed |= {"content_rate", "num_contents", "num_content_slots"}  # of `draw_content_world`
+    fixed |= {"has_whole_contents"}  # of the same
     fixed |= {"adapter_rate", "num_adapters", "max_loras"}  # of `test_adapter_worlds.py`
     worlds = [draw_world(0, index) for index in range(60)]
     for option in fields(SimulationConfig):

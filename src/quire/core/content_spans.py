@@ -27,6 +27,8 @@ class ContentSpan(NamedTuple):
     #: Frames, rows and columns of the content's embeddings, whose product is num_tokens. None if
     #: the model's rotary positions have one axis.
     grid: tuple[int, int, int] | None = None
+    #: Whether the span's tokens attend to each other, so that one step must compute the whole span.
+    in_one_step: bool = False
 
     @property
     def end(self) -> int:
@@ -56,6 +58,40 @@ def spans_between(spans: Sequence[ContentSpan], first: int, end: int) -> Sequenc
         return ()
     begin = bisect_right(spans, first, key=lambda span: span.end)
     return spans[begin : bisect_left(spans, end, begin, key=lambda span: span.first_position)]
+
+
+def _split_at(spans: Sequence[ContentSpan], position: int) -> ContentSpan | None:
+    """The span that is computed in one step, and that steps which end at `position` would split."""
+    if spans:
+        for span in spans_between(spans, position, position + 1):
+            if span.in_one_step and span.first_position < position:
+                return span
+    return None
+
+
+def last_cut(spans: Sequence[ContentSpan], most: int) -> int:
+    """The last position, at most `most`, at which a step may end."""
+    span = _split_at(spans, most)
+    return most if span is None else span.first_position
+
+
+def first_cut(spans: Sequence[ContentSpan], least: int) -> int:
+    """The first position, at least `least`, at which a step may end."""
+    span = _split_at(spans, least)
+    return least if span is None else span.end
+
+
+def chunk_within(spans: Sequence[ContentSpan], first: int, most: int) -> int:
+    """Length of the longest chunk from `first` on that has at most `most` tokens and splits no span
+    that is computed in one step. If such a span is at `first` and is longer than `most`, the chunk
+    has all of it."""
+    end = last_cut(spans, first + most)
+    return (end if end > first else first_cut(spans, first + most)) - first
+
+
+def longest_in_one_step(spans: Sequence[ContentSpan]) -> int:
+    """Number of tokens of the longest span that is computed in one step; 0 if there is none."""
+    return max((span.num_tokens for span in spans if span.in_one_step), default=0)
 
 
 def check_content_spans(

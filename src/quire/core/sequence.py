@@ -11,7 +11,7 @@ from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
 from quire.core.adapters import BASE_MODEL, NO_SLOT
-from quire.core.content_spans import ContentSpan
+from quire.core.content_spans import ContentSpan, first_cut, longest_in_one_step
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenLogprobs
@@ -394,6 +394,19 @@ class Sequence:
     def is_in_one_step(self) -> bool:
         """Whether all of its tokens must be computed in one step."""
         return self.params.pooling is not None and self.params.pooling.in_one_step
+
+    @property
+    def next_cut(self) -> int:
+        """The first position, behind its next token, at which a step may end."""
+        return first_cut(self.content_spans, self.num_computed_tokens + 1)
+
+    @property
+    def num_together(self) -> int:
+        """Largest number of its tokens that one step must compute together; 0 if each may be
+        computed alone."""
+        if self.is_in_one_step:
+            return self.max_num_tokens
+        return longest_in_one_step(self.content_spans)
 
     @property
     def num_resumable_tokens(self) -> int:

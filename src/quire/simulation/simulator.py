@@ -16,9 +16,10 @@ import hashlib
 import heapq
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import isclose
 
+from quire.core.content_spans import longest_in_one_step
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
@@ -220,7 +221,8 @@ class Simulator:
     def on_plan(self, plan: StepPlan) -> float:
         """Check and count a plan before it is executed; returns the seconds of its step."""
         self._check()
-        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        num_beyond = _num_beyond_budget(plan, self.scheduler.running)
+        assert plan.num_tokens <= self.config.max_num_batched_tokens + num_beyond
         assert plan.num_rows <= self.config.max_num_seqs
         self._digest.update(_plan_bytes(plan))
         self.report.count_plan(plan, len(self.scheduler.waiting))
@@ -290,7 +292,7 @@ class Simulator:
         width = max(1, sequence.params.beam_width)
         # The last token needs no room, since its K and V are never written.
         needed = width * self.memory.growth.most_to_hold(
-            sequence.max_num_tokens - 1, in_one_step=sequence.is_in_one_step
+            sequence.max_num_tokens - 1, sequence.num_together
         )
         can_fit = needed <= self.memory.pool.num_blocks and width <= self.config.max_num_seqs
         try:
@@ -427,6 +429,14 @@ def _make_proposer(simulator: Simulator) -> FakeSpeculator | None:
 def _make_contents(simulator: Simulator) -> FakeSource:
     rng = random.Random(f"contents of {simulator.config.seed}, {simulator.report.num_crashes}")
     return FakeSource(rng, simulator.clock, simulator.clock.wait_until, instant_rate=0.3)
+
+
+def _num_beyond_budget(plan: StepPlan, running: Iterable[Sequence]) -> int:
+    """Maximum number of tokens by which a step may exceed its budget, for one content that is
+    computed in one step."""
+    chunks = {chunk.row for chunk in plan.chunks if chunk.num_new_tokens}
+    lengths = [longest_in_one_step(each.content_spans) for each in running if each.row in chunks]
+    return max(0, max(lengths, default=0) - 1)
 
 
 def _longest(request: Request, config: SimulationConfig) -> Sequence:

@@ -155,6 +155,8 @@ class SimulationConfig:
     num_contents: int = 6
     #: The number of slots for contents.
     num_content_slots: int = 2
+    #: Whether each content is computed in one step.
+    has_whole_contents: bool = False
     #: Fields of the `SimulatedTier` behind the pool; empty if there is no tier.
     tier: tuple[tuple[str, float], ...] = ()
     #: The number of steps that are planned before the previous result is known: 0 or 1.
@@ -309,7 +311,8 @@ def _with_contents(
             break
         (number,) = rng.choices(numbers, [1 / (1 + each) for each in numbers])
         kind = BROKEN_CONTENT if number == config.num_contents - 1 else "0" * len(BROKEN_CONTENT)
-        spans.append(ContentSpan(first, count, f"{kind}{number:024x}"))
+        digest, is_whole = f"{kind}{number:024x}", config.has_whole_contents
+        spans.append(ContentSpan(first, count, digest, in_one_step=is_whole))
         prompt[first : first + count] = [0] * count
     if repeated is not None and rng.random() < 0.5:
         spans = list(repeated.content_spans)

@@ -167,6 +167,7 @@ def draw_draft_world(
         has_drafter=rng.random() < 0.5,
         content_rate=rng.choice((0.0, 0.0, 0.3, 0.7)),
         num_content_slots=rng.choice((1, 2, 4)),
+        has_whole_contents=rng.random() < 0.5,
     )
 
 
@@ -182,6 +183,7 @@ def draw_content_world(
         num_contents=rng.choice((3, 4, 8)),
         num_content_slots=rng.choice((1, 1, 2, 4)),
         adapter_rate=rng.choice((0.0, 0.5)),
+        has_whole_contents=rng.random() < 0.5,
     )
 
 

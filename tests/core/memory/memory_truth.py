@@ -176,7 +176,7 @@ class Truth:
 def positions(sequence: Sequence) -> Tokens:
     """A name for each position; two names are equal exactly if K and V there are equal."""
     found: list[int | str] = list(sequence.token_ids)
-    for first, count, digest, _ in sequence.content_spans:
+    for first, count, digest, *_ in sequence.content_spans:
         found[first : first + count] = [f"{digest} {offset}" for offset in range(count)]
     return tuple(found)
 

@@ -24,7 +24,7 @@ def test_blocks_of_each_rule_by_tokens() -> None:
     full = Growth((FULL, FULL), SIZE)
     assert full.all_most_blocks(lengths) == sum(map(full.most_blocks, lengths)) == 2 * 114
     assert HYBRID.most_to_hold(40) == 20 + 3 + 2, "a state and parts of two blocks to go on from"
-    assert HYBRID.most_to_hold(400, in_one_step=True) == 200 + 3 + 3 + 2
+    assert HYBRID.most_to_hold(400, num_together=400) == 200 + 3 + 3 + 2
     assert Growth((FULL, FULL), SIZE).most_to_hold(40) == 20, "a part can be left out"
 
 

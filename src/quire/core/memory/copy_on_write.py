@@ -41,12 +41,12 @@ class CopyOnWrite:
 
     def num_blocks(self, sequences: Iterable[Sequence]) -> int:
         """Number of free blocks, for copies and for full tables, that are needed if each sequence
-        computes one more token."""
+        computes one more token, and those that must be computed with it."""
         sequences, size, num_grown = list(sequences), self._growth.block_size, 0
         for sequence in sequences:
-            computed, tables = sequence.num_computed_tokens, sequence.block_tables
-            if computed >= sequence.num_slots:
-                end = computed // size + 1
+            tables, wanted = sequence.block_tables, sequence.next_cut
+            if wanted > sequence.num_slots:
+                end = -(-wanted // size)
                 lengths = [len(tables[rule.group]) for rule in self._growth.growing]
                 num_grown += sum([max(0, end - length) for length in lengths])
         return num_grown + self.num_copies(sequences)

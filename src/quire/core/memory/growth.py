@@ -37,8 +37,11 @@ class GrowthRule(ABC):
         self.block_size = block_size
 
     @abstractmethod
-    def most_blocks(self, num_tokens: int) -> int:
-        """Maximum number of blocks that a sequence needs on its way to num_tokens tokens."""
+    def most_blocks(self, num_tokens: int, num_together: int = 0) -> int:
+        """Maximum number of blocks that a sequence needs on its way to num_tokens tokens.
+
+        num_together: the largest number of tokens that one step must compute together.
+        """
 
     @abstractmethod
     def num_reserved(self, num_tokens: int, end: int) -> int:
@@ -74,7 +77,7 @@ class GrowthRule(ABC):
 class FullRule(GrowthRule):
     """Every token is kept."""
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def most_blocks(self, num_tokens: int, num_together: int = 0) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_reserved(self, num_tokens: int, end: int) -> int:
@@ -94,10 +97,11 @@ class WindowRule(GrowthRule):
         # block.
         self._most = -(-window // block_size) + 2 + STEPS_IN_FLIGHT
 
-    def most_blocks(self, num_tokens: int) -> int:
-        """Assumes that each step computes at most a block of tokens; larger chunks take more blocks
-        only if they are free."""
-        return min(-(-num_tokens // self.block_size), self._most)
+    def most_blocks(self, num_tokens: int, num_together: int = 0) -> int:
+        """Assumes that each step computes at most a block of tokens, or num_together tokens; larger
+        chunks take more blocks only if they are free."""
+        most = self._most + -(-num_together // self.block_size)
+        return min(-(-num_tokens // self.block_size), most)
 
     def num_reserved(self, num_tokens: int, end: int) -> int:
         return -(-min(num_tokens, end) // self.block_size)
@@ -132,7 +136,7 @@ class StateRule(GrowthRule):
         super().__init__(group, block_size)
         self.num_blocks = num_blocks
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def most_blocks(self, num_tokens: int, num_together: int = 0) -> int:
         return self.num_blocks
 
     def num_reserved(self, num_tokens: int, end: int) -> int:
@@ -187,11 +191,11 @@ class Growth:
         #: Largest number of blocks that a fork copies at its first write.
         self.num_copied = self.state_size + len(self.growing)
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def most_blocks(self, num_tokens: int, num_together: int = 0) -> int:
         """Maximum number of blocks that one sequence needs on its way to num_tokens tokens, over
-        all groups."""
+        all groups; see `GrowthRule.most_blocks`."""
         num_full = -(-num_tokens // self.block_size)
-        return num_full * len(self.unbounded) + self.bounded_blocks(num_tokens)
+        return num_full * len(self.unbounded) + self.bounded_blocks(num_tokens, num_together)
 
     def all_most_blocks(self, nums_tokens: Entries[int]) -> int:
         """The sum of `most_blocks` over sequences.
@@ -203,23 +207,20 @@ class Growth:
         size = self.block_size
         return len(self.unbounded) * sum([-(-count // size) for count in nums_tokens])
 
-    def bounded_blocks(self, num_tokens: int) -> int:
+    def bounded_blocks(self, num_tokens: int, num_together: int = 0) -> int:
         """Maximum number of blocks that one sequence needs in bounded groups on its way to
-        num_tokens tokens."""
-        return sum([rule.most_blocks(num_tokens) for rule in self.bounded])
+        num_tokens tokens; see `GrowthRule.most_blocks`."""
+        return sum([rule.most_blocks(num_tokens, num_together) for rule in self.bounded])
 
-    def most_to_hold(self, num_tokens: int, *, in_one_step: bool = False) -> int:
+    def most_to_hold(self, num_tokens: int, num_together: int = 0) -> int:
         """Number of blocks with which a sequence of num_tokens tokens can always make progress.
 
         This includes shared states and partly filled blocks that it holds until it has copied them.
-        in_one_step: all tokens are computed together.
+        num_together: see `GrowthRule.most_blocks`.
         """
         if not self.bounded:
             return self.most_blocks(num_tokens)
-        if in_one_step:
-            num_full = -(-num_tokens // self.block_size)
-            return num_full * len(self.growing) + self.state_size + self.num_copied
-        return self.most_blocks(num_tokens) + self.num_copied
+        return self.most_blocks(num_tokens, num_together) + self.num_copied
 
     def num_slots(self, sequence: Sequence) -> int:
         """Number of tokens that all tables of a sequence have slots for; state groups set no

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
+from quire.core.content_spans import first_cut, last_cut
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.block_pool import BlockPool, DeferredFrees
 from quire.core.memory.copy_on_write import CopyOnWrite
@@ -136,7 +137,7 @@ class KVCacheManager:
         width = max(1, sequence.params.beam_width)
         # The last token is sampled, but its K and V are never written.
         needed = width * self.growth.most_to_hold(
-            sequence.max_num_tokens - 1, in_one_step=sequence.is_in_one_step
+            sequence.max_num_tokens - 1, sequence.num_together
         )
         if needed > self.pool.num_blocks:
             raise RequestNeverFitsError(
@@ -157,13 +158,13 @@ class KVCacheManager:
         match = self.prefixes.match(sequence)
         if self.growth.bounded:
             return match
-        num_free_parts = sum(self.pool.ref_count[block] == 0 for block in match.partial)
-        if num_free_parts and self.num_blocks_to_admit(sequence, match) > self.pool.num_free:
-            match = match._replace(
-                num_tokens=match.num_tokens // self.block_size * self.block_size,
-                partial=(),
-                num_revived=match.num_revived - num_free_parts,
-            )
+        ref_count, num_free = self.pool.ref_count, self.pool.num_free
+        while any([not ref_count[block] for block in match.partial]) and (
+            self.num_blocks_to_admit(sequence, match) > num_free
+        ):
+            # The shorter prefix may again end with a part, before a content.
+            most = (match.num_tokens - 1) // self.block_size * self.block_size
+            match = self.prefixes.match(sequence, most)
         return match
 
     # ---- getting blocks ---------------------------------------------------------------------
@@ -401,6 +402,7 @@ class KVCacheManager:
         # First, find how many blocks the sequence can keep.
         growing = [tables[rule.group] for rule in growth.growing]
         longest, computed = max(map(len, growing), default=0), sequence.num_computed_tokens
+        num_kept = _last_cut(sequence, num_kept, self.block_size)
         if growth.bounded:
             num_tokens = min(num_kept * self.block_size, computed)
             if not growth.can_keep(tables, num_tokens, computed):
@@ -491,6 +493,15 @@ class KVCacheManager:
             self._free_ended(sequence, keeps_tail=not has_failed)
 
 
+def _last_cut(sequence: Sequence, num_blocks: int, block_size: int) -> int:
+    """Number of leading blocks, at most num_blocks, behind which the sequence may continue: their
+    end splits no content that is computed in one step."""
+    end = num_blocks * block_size
+    while end < sequence.num_computed_tokens and last_cut(sequence.content_spans, end) < end:
+        end = last_cut(sequence.content_spans, end) // block_size * block_size
+    return end // block_size
+
+
 def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None:
     """Count matched tokens as computed, and as written and published as far as they are."""
     held = sequence.num_computed_tokens
@@ -503,11 +514,12 @@ def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None
 
 
 def _first_end(sequence: Sequence, match: PrefixMatch, block_size: int) -> int:
-    """Token index at the end of the first block to compute; the end of all tokens, if one step
-    computes them all."""
+    """Token index at the end of the first block to compute, or of the tokens that one step must
+    compute with it."""
     if sequence.is_in_one_step:
         return len(sequence.token_ids)
-    return (match.num_tokens // block_size + 1) * block_size
+    end = first_cut(sequence.content_spans, match.num_tokens + 1)
+    return max(end, (match.num_tokens // block_size + 1) * block_size)
 
 
 KVManagerFactory = Callable[[KVCacheConfig, int], KVCacheManager]

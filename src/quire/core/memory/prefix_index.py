@@ -13,6 +13,7 @@ that prefix the other groups can serve.
 from typing import NamedTuple
 
 from quire.core.adapters import BASE_MODEL
+from quire.core.content_spans import last_cut
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.group_match import GroupMatch, GroupPart, StatePages
 from quire.core.memory.growth import Growth
@@ -109,21 +110,31 @@ class PrefixIndex:
 
     # ---- lookups ----------------------------------------------------------------------------
 
-    def match(self, sequence: Sequence) -> PrefixMatch:
-        """The longest available prefix that leaves at least one token to compute.
+    def match(self, sequence: Sequence, most: int | None = None) -> PrefixMatch:
+        """The longest available prefix of at most `most` tokens that leaves at least one token to
+        compute, and splits no content that is computed in one step.
 
         It consists of blocks that the sequence holds, then of full blocks of the parent or of the
         cache, then of part of one block. Changes only the sequence's hash chains.
         """
-        best = self._match_parent(sequence)
-        if self.enabled and not sequence.needs_whole_prompt:
-            found = self._match_cache(sequence)
-            more = found.num_tokens, found.num_known_tokens
-            if more > (best.num_tokens, best.num_known_tokens) or found.leader is not None:
-                return found
-        return best
+        most = min(len(sequence.token_ids) - 1, sequence.num_tokens if most is None else most)
+        leader: Sequence | None = None
+        while True:
+            found = self._match_parent(sequence, most)
+            if self.enabled and not sequence.needs_whole_prompt:
+                cached = self._match_cache(sequence, most)
+                more = cached.num_tokens, cached.num_known_tokens
+                is_longer = more > (found.num_tokens, found.num_known_tokens)
+                if is_longer or cached.leader is not None:
+                    found = cached
+            # The sequence that computes the block behind a longer prefix is worth waiting for.
+            leader = leader or found.leader
+            most = last_cut(sequence.content_spans, found.num_tokens)
+            if most == found.num_tokens:
+                return found if found.leader is leader else found._replace(leader=leader)
+            assert most >= sequence.num_computed_tokens, f"{sequence} splits a content"
 
-    def _match_parent(self, sequence: Sequence) -> PrefixMatch:
+    def _match_parent(self, sequence: Sequence, most: int) -> PrefixMatch:
         held, size = sequence.num_computed_tokens, self.cache.block_size
         parent, common = sequence.parent, 0
         # Prompt log-probabilities require computing the prompt, unless the parent has all of them.
@@ -131,7 +142,6 @@ class PrefixIndex:
             sequence.needs_prompt_logprobs and parent is not None and parent.needs_prompt_logprobs
         )
         if parent is not None and held % size == 0 and not lacks:
-            most = len(sequence.token_ids) - 1
             common = min(parent.num_computed_tokens, sequence.num_common_tokens, most)
         if parent is None or common <= held:
             return PrefixMatch(held, held, self._no_blocks)
@@ -152,22 +162,22 @@ class PrefixIndex:
         states = tuple(tuple(tables[rule.group]) for rule in growth.states)
         return PrefixMatch(common, num_confirmed, blocks, partial, states=states)
 
-    def _match_cache(self, sequence: Sequence) -> PrefixMatch:
+    def _match_cache(self, sequence: Sequence, most: int) -> PrefixMatch:
         held, size = sequence.num_computed_tokens, self.cache.block_size
         bounded = self._growth.bounded
         # A preempted hybrid that still holds blocks can continue from them, and needs no match.
         if held % size or (held and bounded):
             return PrefixMatch(held, held, self._no_blocks)
         self._extend_chain(sequence)
-        chain, longest = sequence.chain, (len(sequence.token_ids) - 1) // size
+        chain, longest = sequence.chain, most // size
         chains = [chain]
         if _reads_public(self.cache, sequence):
             chains.append(self._public_chain(sequence, longest))
         if bounded:
-            return self._match_hybrid(sequence, chains, longest)
+            return self._match_hybrid(sequence, chains, most)
         index = held // size
         blocks, index = self._group_match.full_runs(chains, index, longest)
-        num_common, _, partial = self._find_part(sequence, index)
+        num_common, _, partial = self._find_part(sequence, index, most)
         ref_counts = self._pool.ref_count.__getitem__
         return PrefixMatch(
             index * size + num_common,
@@ -179,15 +189,17 @@ class PrefixIndex:
         )
 
     def _match_hybrid(
-        self, sequence: Sequence, chains: list[list[bytes]], longest: int
+        self, sequence: Sequence, chains: list[list[bytes]], most: int
     ) -> PrefixMatch:
-        """The longest prefix that all groups can serve, for a sequence without blocks."""
+        """The longest prefix of at most `most` tokens that all groups can serve, for a sequence
+        without blocks."""
         size, match = self.cache.block_size, self._group_match
+        longest = most // size
         runs, known = match.full_runs(chains, 0, longest)
         full = match.longest(chains, known)
         best = GroupPart(full * size, (), match.states(chains, full) or ())
         for index in dict.fromkeys((known, full)):
-            part = match.part(chains, index, *self._find_part(sequence, index))
+            part = match.part(chains, index, *self._find_part(sequence, index, most))
             if part.num_tokens > best.num_tokens:
                 full, best = index, part
         blocks = match.blocks(chains, runs, full, best.num_tokens)
@@ -223,16 +235,18 @@ class PrefixIndex:
             self.cache.extend_chain(chain, root, sequence.token_ids, sequence.content_spans)
         return chain
 
-    def _find_part(self, sequence: Sequence, index: int) -> tuple[int, bytes, tuple[int, ...]]:
+    def _find_part(
+        self, sequence: Sequence, index: int, most: int
+    ) -> tuple[int, bytes, tuple[int, ...]]:
         """Find the cached block whose content agrees longest with the sequence's tokens in block
-        `index`.
+        `index`, as far as they are among its first `most` tokens.
 
         Returns the number of common tokens, the content's digest, and its block by group with
         slots. In models with states, all tokens of the content must agree, because no state after a
         part of it exists.
         """
         size, token_ids, cache = self.cache.block_size, sequence.token_ids, self.cache
-        end = min((index + 1) * size, len(token_ids) - 1)
+        end = min((index + 1) * size, most)
         best: tuple[int, bytes, tuple[int, ...]] = (0, b"", ())
         if end <= index * size:
             return best

@@ -274,7 +274,8 @@ class Admission:
 
         is_replay: the sequence is a decoding row; see `StepBudget.take_replay`.
 
-        The sequence must have a slot for at least one more token, and a content there be prepared.
+        The sequence must have a slot for at least one more token, and for those that must be
+        computed with it. A content there must be prepared.
         The block tables of its sliding windows grow as far as free blocks allow, but leave each
         running sequence blocks to grow.
         """
@@ -293,8 +294,12 @@ class Admission:
         if is_replay:
             chunk = budget.take_replay(computed, num_wanted)
         else:
-            wants_logprobs = sequence.needs_prompt_logprobs
-            chunk = budget.take_chunk(computed, num_wanted, wants_logprobs=wants_logprobs)
+            chunk = budget.take_chunk(
+                computed,
+                num_wanted,
+                wants_logprobs=sequence.needs_prompt_logprobs,
+                spans=sequence.content_spans,
+            )
         if has_contents:
             contents.load(sequence, computed, computed + chunk)
         if computed + chunk > num_slots:

@@ -10,6 +10,7 @@ adapter in use has a slot of its own.
 from collections import Counter
 
 from quire.core.adapters import BASE_MODEL, NO_SLOT
+from quire.core.content_spans import last_cut
 from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.scheduling.scheduler import Scheduler
@@ -55,6 +56,8 @@ def check_sequence(sequence: Sequence, growth: Growth) -> None:
     check_tables(sequence, growth)
     assert sequence.num_computed_tokens <= sequence.num_tokens, sequence
     assert sequence.num_computed_tokens <= sequence.num_slots, sequence
+    computed = sequence.num_computed_tokens
+    assert last_cut(sequence.content_spans, computed) == computed, f"{sequence} splits a content"
     assert sequence.num_confirmed_tokens <= sequence.num_computed_tokens, sequence
     assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens, sequence
     assert len(sequence.token_ids) <= sequence.max_num_tokens, sequence

@@ -25,10 +25,11 @@ clock.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from quire.core.content_spans import ContentSpan, chunk_within
 from quire.core.scheduling.cost_model import NO_LOAD, StepCostModel, StepLoad, typical_model
 from quire.errors import ConfigurationError
 
@@ -96,15 +97,22 @@ class StepBudget:
         return self.num_tokens <= 0
 
     def take_chunk(
-        self, num_computed_tokens: int, num_wanted: int, *, wants_logprobs: bool = False
+        self,
+        num_computed_tokens: int,
+        num_wanted: int,
+        *,
+        wants_logprobs: bool = False,
+        spans: Sequence[ContentSpan] = (),
     ) -> int:
         """The length of a sequence's next chunk, at least 1 token; only called while not
         `is_spent`.
 
         The sequence has num_computed_tokens and wants num_wanted more. wants_logprobs: whether the
-        chunk includes log-probabilities of the prompt.
+        chunk includes log-probabilities of the prompt. spans: the contents of its prompt. If the
+        chunk begins with a content that is computed in one step, it has all of it, even if the
+        budget is smaller.
         """
-        num_taken = min(num_wanted, self.num_tokens)
+        num_taken = chunk_within(spans, num_computed_tokens, min(num_wanted, self.num_tokens))
         self._count(num_computed_tokens, num_taken, wants_logprobs)
         return num_taken
 
@@ -309,7 +317,12 @@ class PacedBudget(StepBudget):
         return self.num_late_rows + min(self.max_debt, self.late_share * num_expected)
 
     def take_chunk(
-        self, num_computed_tokens: int, num_wanted: int, *, wants_logprobs: bool = False
+        self,
+        num_computed_tokens: int,
+        num_wanted: int,
+        *,
+        wants_logprobs: bool = False,
+        spans: Sequence[ContentSpan] = (),
     ) -> int:
         most = min(num_wanted, self.num_tokens)
         is_first = not self.load.num_chunk_tokens
@@ -330,6 +343,7 @@ class PacedBudget(StepBudget):
         else:
             fitting = min(in_time, most)
         num_taken = max(fitting, min(self._least if is_first else 1, most))
+        num_taken = chunk_within(spans, num_computed_tokens, num_taken)
         self._count(num_computed_tokens, num_taken, wants_logprobs)
         # The next prompt begins in this step only if its least chunk fits, too.
         self._is_full = num_taken < num_wanted or not self._may_go_on()

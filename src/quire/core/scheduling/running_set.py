@@ -374,16 +374,17 @@ class AppendSlots:
         self._num_lookahead_blocks = num_lookahead_blocks
 
     def make_writable(self, sequence: Sequence, step_id: int) -> bool:
-        """Get a slot for one more token, in blocks that belong to this sequence alone.
+        """Get slots for one more token and for those that must be computed with it, in blocks that
+        belong to this sequence alone.
 
         Shared blocks are copied and full tables grow; if the pool is short, blocks are taken from
-        lower-ranked sequences. Returns whether there is a slot.
+        lower-ranked sequences. Returns whether there are slots.
         """
         memory = self._memory
         num_wanted = memory.num_blocks_to_grow
         if sequence.shares_tail and memory.copy_on_write.is_due(sequence):
             num_wanted = memory.copy_on_write.num_blocks([sequence])
-        elif sequence.num_computed_tokens < sequence.num_slots:
+        elif sequence.next_cut <= sequence.num_slots:
             return True
         elif memory.growth.windows:  # only some of the tables may be full
             num_wanted = memory.copy_on_write.num_blocks([sequence])
@@ -406,7 +407,8 @@ class AppendSlots:
         return False
 
     def append(self, sequence: Sequence, step_id: int) -> None:
-        """Add a slot for the next token; the caller has found the blocks.
+        """Add slots for the next token and for those that must be computed with it; the caller has
+        found the blocks.
 
         Copies the shared parts of its last block and its state, and grows full tables.
         """
@@ -415,17 +417,21 @@ class AppendSlots:
             edits, copies = memory.copy_on_write.copy(sequence, step_id)
             builder.edit_tables(edits)
             builder.copy(copies)
-        if sequence.num_computed_tokens < sequence.num_slots:
+        wanted = sequence.next_cut
+        if wanted <= sequence.num_slots:
             return
         # While over a quarter of the pool is free, reserve blocks ahead.
         num_extra = 0
         pool = memory.pool
         if pool.num_free * 4 > pool.num_blocks and not sequence.forks and not sequence.is_beam:
-            last = -(-(sequence.max_num_tokens - 1) // memory.block_size)
-            num_left = last - sequence.num_slots // memory.block_size - 1
-            most = pool.num_free // memory.num_blocks_to_grow - 1
+            last, end = (
+                -(-count // memory.block_size) for count in (sequence.max_num_tokens - 1, wanted)
+            )
+            num_left = last - end
+            num_new = end - sequence.num_slots // memory.block_size
+            most = pool.num_free // memory.num_blocks_to_grow - num_new
             num_extra = max(0, min(self._num_lookahead_blocks, num_left, most))
-        grown = memory.grow(sequence, sequence.num_computed_tokens + 1, num_extra)
+        grown = memory.grow(sequence, wanted, num_extra)
         assert grown is not None, "blocks were found, but are not there"
         builder.edit_tables(grown)
         if num_extra:

@@ -320,7 +320,7 @@ class Scheduler:
             self.admission.admit(suspect, match, self._next_step_id, now_s)
         elif not contents.prepare(suspect, suspect.num_computed_tokens, 1):
             return  # its content is still being read
-        elif suspect.num_computed_tokens >= suspect.num_slots or suspect.shares_tail:
+        elif suspect.next_cut > suspect.num_slots or suspect.shares_tail:
             num_wanted = self.memory.copy_on_write.num_blocks([suspect])
             self.running_set.reclaim_from_all(suspect, num_wanted)
             if self.memory.pool.num_free < num_wanted:

@@ -473,11 +473,14 @@ def _check_prompt(
     history: PlanHistory, contents: Mapping[int, str], step: RowStep, *, is_sampled: bool
 ) -> None:
     """Refuse a row that computes positions of a content which is in no slot, and a pooling row that
-    doesn't compute all tokens that it pools, or not in one step though it must."""
+    doesn't compute all tokens that it pools. Refuse both if the row takes several steps, but must
+    take one."""
     row, admission, refuse = step.row.number, step.row.admission, history.refuse
     for span in spans_between(admission.content_spans, step.start, step.end):
         if span.digest not in contents.values():
             refuse(f"row {row} reads {span}, which no slot has", row)
+        if span.in_one_step and not step.start <= span.first_position < span.end <= step.end:
+            refuse(f"row {row} computes {span} in several steps", row)
     pooling = admission.params.pooling
     if pooling is None:
         return
