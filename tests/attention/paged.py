@@ -87,6 +87,8 @@ class PagedStep:
     padding_bytes: int = 0
     seed: int = 0
     q_dtype: torch.dtype = torch.float32
+    #: Positions [first, end) in any sequence whose queries see all of them.
+    contents: tuple[range, ...] = ()
     storage: torch.Tensor = field(init=False)
     tables: list[list[list[int]]] = field(init=False)
 
@@ -154,7 +156,16 @@ class PagedStep:
             rows_list=rows,
             num_decodes=num_decodes,
             groups=tuple(group for _, group in groups),
+            visible_ends=torch.cat([self.ends(query_lens[i], contexts[i]) for i in order])
+            if self.contents
+            else None,
         )
+
+    def ends(self, num_queries, context):
+        """[num_queries] int32, the position behind what each of the last queries sees."""
+        positions = range(context - num_queries, context)
+        stops = [next((c.stop for c in self.contents if p in c), p + 1) for p in positions]
+        return torch.tensor(stops, dtype=torch.int32)
 
     def _group(self, group, query_lens, contexts, order):
         """(rows, GroupBatch); the rows are the same for every group."""
@@ -211,6 +222,7 @@ class PagedStep:
             [self.k[layer][i][: contexts[i]] for i in rows],
             [v if v is None else v[: contexts[i]] for i, v in enumerate(self.v[layer])],
             self.sinks[layer],
+            [self.ends(query_lens[i], contexts[i]) for i in rows],
         )[0]
 
     def check(self, query_lens, tolerance=2e-6):

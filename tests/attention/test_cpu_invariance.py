@@ -48,6 +48,21 @@ def test_a_prompt_gives_the_same_in_any_chunks(kernels, dtype, specs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_contents_give_the_same_in_any_chunks_that_have_all_of_them(kernels, dtype):
+    total = 560
+    contents = (range(5, 12), range(20, 300), range(301, 318), range(400, 530))
+    specs = (make_spec(4, 2, 64, sees_ahead=True), make_spec(4, 2, 64, window=90, sees_ahead=True))
+    step = make_step(kernels, specs, [total], dtype=dtype, contents=contents)
+    whole = step.run_all([total])
+    step.storage.fill_(255)
+    start = 0
+    for end in (3, 5, 12, 20, 300, 301, 318, 330, 331, 400, 531, 558, 559, 560):
+        results = step.run_all([end - start], [end])
+        assert_equal(results, part(whole, slice(start, end)))
+        start = end
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_token_of_a_prompt_is_as_if_decoded(best, dtype):
     total = 300
     step = make_step(best, SPECS, [total], dtype=dtype)

@@ -63,6 +63,28 @@ def test_cpu_backends_match_the_reference(best, name, combination):
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("window", [None, 7, 40, 200])
+@pytest.mark.parametrize("cap", [None, 4.0])
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_queries_of_contents_see_all_of_them(best, name, cap, window):
+    """Two chunks and a decoding row, in layers of both kinds; contents over edges of tiles."""
+    specs = tuple(
+        make_spec(4, 2, 24, window=window, soft_cap=cap, sees_ahead=x) for x in (True, False)
+    )
+    contents = (range(3, 4), range(10, 60), range(60, 61), range(70, 330), range(331, 333))
+    kind, backend = (
+        (PagedStep, TorchPagedAttention())
+        if name == "torch"
+        else (NativeStep, CpuPagedAttention(best))
+    )
+    step = kind(backend, specs, [90, 340, 65], contents=contents, block_size=8)
+    step.fill([89, 65, 0])
+    query_lens = [1, 275, 65]
+    for layer, out in enumerate(step.run_all(query_lens)):
+        expected = step.expected(layer, query_lens)
+        torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("combination", "batch_invariant"),
     [(combination, index % 2 == 1) for index, combination in enumerate(COMBINATIONS[1::5])],

@@ -56,6 +56,8 @@ class CpuPagedAttention(AttentionBackend):
     The batch must not change between `plan` and the step's last `run`.
     """
 
+    serves_sight_ahead = True
+
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
         self._step = abi.Step()
@@ -110,6 +112,8 @@ class CpuPagedAttention(AttentionBackend):
         step.query_start = batch.query_start.data_ptr()
         step.context_lens = batch.context_lens.data_ptr()
         step.rows = batch.rows.data_ptr()
+        ends = batch.visible_ends
+        step.visible_ends = None if ends is None else ends.data_ptr()
         # A drafter and its model read the same batch; each may have groups behind the other's last.
         groups = batch.groups[: len(self._groups)]
         for native, group in zip(self._groups, groups, strict=True):
@@ -224,6 +228,7 @@ def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
         page_stride=layer.pages.stride(0),
         value_dim=spec.value_dim or 0,
         v_head_dim=spec.v_head_dim or 0,
+        sees_ahead=spec.sees_ahead,
         kv_format=KV_FORMATS[layer.format.kv_format.name],
     )
 

@@ -48,6 +48,9 @@ class AttentionSpec:
     has_sinks: bool = False
     #: If False, each query sees all tokens of its sequence, as in encoders.
     causal: bool = True
+    #: Whether a query of a causal layer sees the keys before its `AttentionBatch.visible_ends`, so
+    #: that those of a content see all of the content.
+    sees_ahead: bool = False
     #: None if V is stored beside K. Otherwise the layer is latent: its one KV head stores head_dim
     #: elements per token. These are the key, and the first value_dim of them are the value.
     value_dim: int | None = None
@@ -110,6 +113,10 @@ class AttentionBatch:
     num_decodes: int
     #: One entry per KV group.
     groups: tuple[GroupBatch, ...]
+    #: [T] int32, ascending within a sequence: the position behind the last key that each query sees
+    #: in layers that see ahead. None if each sees the keys up to its own token, as in other layers.
+    #: Only backends with `serves_sight_ahead` get it.
+    visible_ends: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +226,8 @@ class AttentionBackend(ABC):
     #: Whether `run` may be captured in a CUDA graph if all sequences decode. If True, `run` reads
     #: only tensors, so one capture can be replayed for all steps with the same number of sequences.
     serves_graphs = False
+    #: Whether `plan` obeys `AttentionBatch.visible_ends`.
+    serves_sight_ahead = False
     #: The third-party package that computes attention; its version may affect results. None if
     #: quire or torch computes attention.
     package: str | None = None

@@ -22,7 +22,7 @@ Shapes as in `interface.py`; n tiles, each of m query tokens and l keys, G = Hq 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -109,6 +109,7 @@ class _View:
     block_size: int
     window: int | None
     is_causal: bool
+    sees_ahead: bool
     has_cap: bool
     #: The bytes of a token's K and V in fp32.
     token_bytes: int
@@ -120,11 +121,35 @@ class _View:
         first = batch.num_decodes
         for index in range(batch.num_decodes, len(batch.query_lens_list)):
             last = first + batch.query_lens_list[index]
-            blocks = table[batch.rows_list[index]]
-            calls.extend(self._chunk(first, last, batch.context_lens_list[index], blocks))
+            blocks, context = table[batch.rows_list[index]], batch.context_lens_list[index]
+            for start, end, is_causal in self._parts(batch, first, last, context):
+                part = replace(self, is_causal=is_causal)
+                calls.extend(part._chunk(start, end, context - last + end, blocks))
             first = last
         tokens = torch.cat([call.tokens.flatten() for call in calls])
         return _Plan(calls, None if torch.equal(tokens, torch.arange(first)) else tokens)
+
+    def _parts(
+        self, batch: AttentionBatch, first: int, last: int, context: int
+    ) -> Iterator[tuple[int, int, bool]]:
+        """Cuts the step's tokens [first, last), which are the last of `context` tokens, at the
+        edges of contents: (first token, last token, whether the part's queries are causal)."""
+        ends = batch.visible_ends
+        if ends is None or not self.sees_ahead:
+            yield first, last, self.is_causal
+            return
+        positions = torch.arange(context - last + first, context)
+        is_ahead = ends[first:last] > positions + 1
+        start = first
+        for token in (first + is_ahead.nonzero().flatten()).tolist():
+            if token < start:
+                continue  # it is in a part that was returned
+            if token > start:
+                yield start, token, True
+            start = token + int(ends[token]) - (context - last + token)
+            yield token, start, False
+        if start < last:
+            yield start, last, True
 
     def _decodes(self, batch: AttentionBatch, table: Table) -> Iterator[_Call]:
         rows = np.array(batch.rows_list[: batch.num_decodes], np.int64)
@@ -166,7 +191,11 @@ class _View:
             high = low + len(tokens)
             if window is not None:
                 first_key = max(0, low - window + 1)
-                end_key = high if self.is_causal else min(context, high + window - 1)
+                end_key = context
+                if self.is_causal:
+                    end_key = high
+                elif not self.sees_ahead:
+                    end_key = min(context, high + window - 1)
                 mask = self._window_mask(range(low, high), range(first_key, end_key), window)
                 yield self._call(tokens, blocks, first_key, end_key, mask=mask)
             elif self.is_causal:
@@ -180,9 +209,11 @@ class _View:
         distance = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(
             keys.start, keys.stop
         )
-        hidden = distance.abs() >= window
+        hidden = distance >= window
         if self.is_causal:
             hidden |= distance < 0
+        elif not self.sees_ahead:
+            hidden |= -distance >= window
         return torch.zeros(hidden.shape).masked_fill_(hidden, _NEVER)
 
     def _spans(self, tokens: torch.Tensor, blocks: Table, first: int, last: int) -> Iterator[_Call]:
@@ -291,7 +322,13 @@ class _LayerMemory:
         token_bytes = 2 * torch.float32.itemsize * spec.num_kv_heads * spec.head_dim
         has_cap = spec.soft_cap is not None
         self.view = _View(
-            self.group, self.block_size, spec.window, spec.causal, has_cap, token_bytes
+            self.group,
+            self.block_size,
+            spec.window,
+            spec.causal,
+            spec.sees_ahead,
+            has_cap,
+            token_bytes,
         )
 
     def attend(self, q: torch.Tensor, call: _Call) -> Part:
@@ -367,6 +404,8 @@ def _merged(out: torch.Tensor, lse: torch.Tensor, tokens: torch.Tensor, count: i
 
 class TorchPagedAttention(AttentionBackend):
     """Attention in torch. The batch must not change between `plan` and the step's last `run`."""
+
+    serves_sight_ahead = True
 
     def __init__(self) -> None:
         self._layers: tuple[_LayerMemory, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 
 
 class DType(IntEnum):
@@ -132,7 +132,7 @@ class AttentionLayer(ctypes.Structure):
         *fields(c_float, "scale", "soft_cap"),
         *fields(c_void_p, "sinks", "pages"),
         ("page_stride", c_int64),
-        *fields(c_int32, "value_dim", "kv_format", "v_head_dim", "reserved"),
+        *fields(c_int32, "value_dim", "kv_format", "v_head_dim", "sees_ahead"),
     )
 
 
@@ -162,7 +162,7 @@ class Step(ctypes.Structure):
         *fields(c_int32, "num_tokens", "num_sequences", "num_decodes", "num_groups"),
         *fields(c_int32, "num_shared_runs", "reserved"),
         *fields(c_void_p, "token_ids", "positions", "query_start", "context_lens", "rows"),
-        *fields(c_void_p, "groups", "shared_runs"),
+        *fields(c_void_p, "groups", "shared_runs", "visible_ends"),
     )
 
 

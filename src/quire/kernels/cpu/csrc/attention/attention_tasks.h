@@ -82,7 +82,8 @@ class Tasks {
     const int position = context - step_.query_start[s + 1] + token;
     const int window = layer_.window;
     Range seen{window ? larger(0, position - window + 1) : 0, context};
-    if (layer_.causal) seen.high = position + 1;
+    if (layer_.causal)
+      seen.high = layer_.sees_ahead && step_.visible_ends ? step_.visible_ends[token] : position + 1;
     else if (window) seen.high = smaller(context, position + window);
     return seen;
   }

@@ -84,7 +84,7 @@ struct AttentionLayer {
   int32_t value_dim;     // of a latent layer, whose V is a part of K; 0: V is stored
   int32_t kv_format;     // KVFormat of the pages
   int32_t v_head_dim;    // elements of a head of v and of the result, stored as D with zeros; 0: D
-  int32_t reserved;
+  int32_t sees_ahead;    // 1, in causal layers: keys end where Step::visible_ends says
 };
 
 inline int32_t output_dim(const AttentionLayer& layer) {
@@ -122,6 +122,8 @@ struct Step {
   const int64_t* rows;          // [S] rows of the block tables
   const KVGroupStep* groups;
   const SharedRun* shared_runs;
+  const int32_t* visible_ends;  // [T], ascending in a sequence: positions behind a query's last key
+                                // in layers that see ahead; null: behind its own token
 };
 
 // The rotation of q and k, and what precedes it.

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 19
+#define QUIRE_ABI_VERSION 20
 
 namespace quire {
 struct AdapterLinear;
