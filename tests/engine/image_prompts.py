@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.models.vision import internvl_files, lfm2_vl_files, pixtral_files, qwen3_vl_files
+from tests.models.vision import (
+    gemma3_files,
+    internvl_files,
+    lfm2_vl_files,
+    pixtral_files,
+    qwen3_vl_files,
+)
 from tests.models.vision.idefics3_files import (
     IMAGE_TOKEN,
     TILE_TOKENS,
@@ -97,6 +103,14 @@ IMAGE_FAMILIES = {
         arguments=lambda tiles, _: {"pixel_values": torch.stack(tiles)[None]},
     ),
     "mistral3": _pixtral(2, 3, other=_pixtral(3, 1)),
+    "gemma3": ImageFamily(
+        save=gemma3_files.save,
+        make=lambda seed: (gemma3_files.make_image(seed), (1, 1, 1)),
+        token_ids=gemma3_files.TOKEN_IDS,
+        arguments=gemma3_files.arguments,
+        num_around=1,
+        num_cramped_blocks=26,
+    ),
     "internvl": ImageFamily(
         save=internvl_files.save,
         make=lambda seed: (internvl_files.make_tile(seed), (1, 1, 1)),

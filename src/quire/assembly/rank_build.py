@@ -35,7 +35,12 @@ from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_mode
 from quire.assembly.model_kind import DraftSource, tokenizer_folder
 from quire.assembly.reports.model_work import model_work
 from quire.assembly.tier_identity import PageIdentity, answer_digest
-from quire.assembly.vision_build import make_contents, plan_vision
+from quire.assembly.vision_build import (
+    check_backend,
+    make_contents,
+    most_step_tokens,
+    plan_vision,
+)
 from quire.attention.interface import AttentionBackend
 from quire.attention.kv_registry import AUTO
 from quire.core.scheduling.model_drafts import ModelDrafts
@@ -444,6 +449,10 @@ class _Builder:
         digest = None if self.identity is None else self.identity.rounding
         compensate_rounding(model, model_len, reload, digest)
 
+    @property
+    def _most_step_tokens(self) -> int:
+        return most_step_tokens(self.options, self.tower, self.config)
+
     def _adapters(self, model: TextModel) -> ModelAdapters | None:
         kernels = self._adapter_kernels()
         return build_adapters(
@@ -465,8 +474,9 @@ class _Builder:
     ) -> ModelRunner:
         options, setup = self.options, self.setup
         if self.tower is not None:
-            self.tower.prepare(model, options.max_num_batched_tokens)
+            self.tower.prepare(model, self._most_step_tokens)
         backend = setup.new_backend()
+        check_backend(self.tower, self.config, backend)
         rows, sampler = self._rows(model, memory_plan, backend)
         # If Triton only computes attention, on the CPU, rows are on the host and nothing is
         # captured.
@@ -495,7 +505,7 @@ class _Builder:
             rows = RowBatch(
                 num_rows=options.max_num_seqs,
                 max_model_len=memory_plan.max_model_len,
-                max_num_tokens=options.max_num_batched_tokens,
+                max_num_tokens=self._most_step_tokens,
                 num_groups=len(self.layout.groups) - len(state_sizes),
                 block_size=options.block_size,
                 state_sizes=state_sizes,

@@ -4,11 +4,15 @@ A tower encodes images, on the CPU only. Of several ranks, rank 0 has it. Called
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from quire.assembly.device_setup import DeviceSetup, draft_methods
+from quire.attention.interface import AttentionBackend
 from quire.distributed.group import ProcessGroup
+from quire.errors import ConfigurationError
 from quire.layers.operator_module import use_operators
 from quire.models.checkpoints.loader import ONE_THREAD, Reading
+from quire.models.config import ModelConfig
 from quire.models.interface import CausalLM, TextModel
 from quire.models.vision.slices import use_kernels
 from quire.models.vision.towers import TowerSource
@@ -65,6 +69,33 @@ def content_bytes(options: EngineOptions, source: TowerSource, setup: DeviceSetu
     return source.max_content_values(options.max_model_len) * setup.dtype.itemsize
 
 
+def most_step_tokens(
+    options: EngineOptions, source: TowerSource | None, config: ModelConfig
+) -> int:
+    """Maximum number of tokens that one step computes.
+
+    If a content must be computed in one step, it is computed even if it exceeds what the step may
+    still take, which is at least one token.
+    """
+    most = options.max_num_batched_tokens
+    if source is None or not config.reads_contents_whole:
+        return most
+    return most + source.max_content_tokens(options.max_model_len) - 1
+
+
+def check_backend(
+    source: TowerSource | None, config: ModelConfig, backend: AttentionBackend
+) -> None:
+    """Raise ConfigurationError if the backend can't compute the model's images."""
+    if source is None or not config.reads_contents_whole or backend.serves_sight_ahead:
+        return
+    raise ConfigurationError(
+        f"{type(backend).__name__} can't compute images of {config.wrapper}, whose tokens attend to"
+        " each other in both directions; leave the option attention_backend out, or set"
+        " language_model_only"
+    )
+
+
 def make_contents(
     options: EngineOptions,
     source: TowerSource,
@@ -93,12 +124,17 @@ def make_contents(
 
     num_slots = max_slots(options.encoder_cache_bytes, content_bytes(options, source, setup))
     store: ContentStore | None = None
-    cache_bytes = options.encoder_cache_bytes
+    make = partial(
+        ContentStore,
+        num_slots=num_slots,
+        max_cache_bytes=options.encoder_cache_bytes,
+        in_one_step=any(spec.sees_ahead for spec in model.attention_specs),
+    )
     if reading is None:
         assert group is None, "ranks load the tower together"
-        store = ContentStore(source.outline(), num_slots, cache_bytes, load)
+        store = make(source.outline(), load=load)
     elif group is None or group.rank == 0:
-        store = ContentStore(finish(load(reading)), num_slots, cache_bytes)
+        store = make(finish(load(reading)))
     else:
         source.join_look_up(embed)
     if group is None:

@@ -5,6 +5,7 @@ lets the encoder work between steps. Used by `engine`.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Protocol
 
@@ -20,6 +21,9 @@ VALUE_BYTES = 4
 
 class StoredContents(ReadItems, Protocol):
     """The source of contents: `runtime.contents.content_store` encodes them."""
+
+    #: Whether the model computes all positions of a content in one step.
+    in_one_step: bool
 
     def check(self, content: Content) -> int:
         """Number of positions that the content takes in a prompt.
@@ -109,6 +113,14 @@ class ContentWork(ItemWork):
                     f" {grid} of this content",
                     "prompt",
                 )
+
+    def marked(self, request: Request) -> Request:
+        """The request, whose spans say whether the model computes each in one step."""
+        if self._store is None or not request.content_spans:
+            return request
+        whole = self._store.in_one_step
+        spans = tuple(span._replace(in_one_step=whole) for span in request.content_spans)
+        return replace(request, content_spans=spans)
 
     def open(self, request: Request) -> None:
         """Keep the contents of an accepted request, until `close`."""

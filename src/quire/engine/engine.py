@@ -178,6 +178,7 @@ class Engine:
         self.adapters.check(request)
         self.contents.check(request)
         # Then make the sequences, and add those that need not wait for a grammar.
+        request = self.contents.marked(request)
         now_s = self.clock()
         adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
         root = self.scheduler.memory.prefixes.start_chain(request.cache_domain, adapter)

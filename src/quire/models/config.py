@@ -92,6 +92,11 @@ class ModelConfig(ABC):
         return all(spec.causal for spec in self.attention_specs)
 
     @property
+    def reads_contents_whole(self) -> bool:
+        """Whether one step must compute all tokens of a content, such as an image."""
+        return any(spec.sees_ahead for spec in self.attention_specs)
+
+    @property
     def num_token_types(self) -> int:
         """See `core.sampling_params.ModelLimits`."""
         return 1
@@ -161,6 +166,8 @@ class DecoderConfig(ModelConfig):
     rope: Rope | None
     #: For each layer, the number of keys that a query attends to, including its own; None if all.
     windows: tuple[int | None, ...]
+    #: See `AttentionSpec`; the same for all layers.
+    sees_ahead: bool = False
     #: The kind of norms; "plain layer" is LayerNorm without weight and bias.
     norm: Literal["rms", "layer", "plain layer"] = "rms"
     #: Whether the MLP is gated; otherwise it is `layers.encoder.FeedForward`.
@@ -353,6 +360,7 @@ class DecoderConfig(ModelConfig):
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
             window=self.windows[layer],
+            sees_ahead=self.sees_ahead,
             soft_cap=self.attention_soft_cap,
             has_sinks=self.has_sinks,
         )

@@ -98,6 +98,7 @@ INTEGERS: Mapping[str, Bounds] = {
     "depth": Bounds(1, 4096),
     "downsample_factor": Bounds(1, 64),
     "image_size": Bounds(1, 1 << 14),
+    "mm_tokens_per_image": Bounds(1, 1 << 16),
     "image_token_id": Bounds(0, 1 << 24),
     "image_token_index": Bounds(0, 1 << 24),
     "num_heads": Bounds(1, 1 << 14),

@@ -269,7 +269,7 @@ class RowBatch:
         assert (computed <= self.num_tokens[rows]).all(), "a row computes beyond its tokens"
         spans = self._prompt_logprob_spans(rows, query_start, counts)
         first_positions = self.num_computed[rows]
-        pieces = _content_pieces(
+        pieces, whole = _content_pieces(
             self.content_spans, rows, first_positions, counts, query_start[:-1]
         )
         self.num_computed[rows] = computed
@@ -285,6 +285,7 @@ class RowBatch:
         attention = self._attention_batch(
             rows, query_start, counts, context_lens.astype(np.int32), num_decodes
         )
+        attention.visible_ends = _visible_ends(whole, first_positions, counts)
         states = state_batch(attention, self._state_tables)
         if drafts is not None:
             states.num_drafts_list = drafts.counts.tolist()
@@ -479,12 +480,14 @@ def _content_pieces(
     first_positions: Int64,
     counts: Int64,
     query_start: Int32,
-) -> Sequence[ContentPiece]:
-    """The parts of contents that the step's rows compute. `spans` are those of each row that has
-    any; the other arguments have an element for each of `rows`."""
+) -> tuple[Sequence[ContentPiece], Sequence[ContentPiece]]:
+    """The parts of contents that the step's rows compute, and those of them that are computed in
+    one step. `spans` are those of each row that has any; the other arguments have an element for
+    each of `rows`."""
     pieces: list[ContentPiece] = []
+    whole: list[ContentPiece] = []
     if not spans:
-        return pieces
+        return pieces, whole
     each_row = zip(
         *(each.tolist() for each in (rows, first_positions, counts, query_start)), strict=True
     )
@@ -494,7 +497,26 @@ def _content_pieces(
             num_tokens = min(first + count, span.end) - begin
             offset = begin - span.first_position
             pieces.append(ContentPiece(span.digest, offset, num_tokens, start + begin - first))
-    return pieces
+            if span.in_one_step:
+                assert num_tokens == span.num_tokens, f"row {row} computes a part of {span}"
+                whole.append(pieces[-1])
+    return pieces, whole
+
+
+def _visible_ends(
+    whole: Sequence[ContentPiece], first_positions: Int64, counts: Int64
+) -> torch.Tensor | None:
+    """`AttentionBatch.visible_ends` of a step with these contents, which see all of themselves.
+
+    Its rows compute `counts` tokens each, from first_positions on.
+    """
+    if not whole:
+        return None
+    spans = zip(first_positions.tolist(), counts.tolist(), strict=True)
+    ends = np.concatenate([np.arange(first, first + count) + 1 for first, count in spans])
+    for _, _, num_tokens, place in whole:
+        ends[place : place + num_tokens] = ends[place + num_tokens - 1]
+    return torch.from_numpy(ends.astype(np.int32))
 
 
 def state_batch(attention: AttentionBatch, tables: tuple[torch.Tensor, ...]) -> StateBatch:

@@ -28,10 +28,19 @@ from quire.models.checkpoints.loader import (
 from quire.models.checkpoints.readers import find_reader, open_checkpoint
 from quire.models.checkpoints.renamed import RenamedCheckpoint, with_words
 from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.transposed_weights import TransposedWeights
 from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
 from quire.models.model_entry import CHECKPOINT_PARTS
-from quire.models.vision import idefics3, internvl, lfm2_vl, pixtral, qwen3_vl, siglip
+from quire.models.vision import (
+    gemma3_tower,
+    idefics3,
+    internvl,
+    lfm2_vl,
+    pixtral,
+    qwen3_vl,
+    siglip,
+)
 from quire.models.vision.vision_tower import Slices, VisionConfig, VisionTower
 
 
@@ -45,10 +54,12 @@ class TowerEntry:
     prefixes: tuple[str, ...]
     #: Words of the names in the files, and the words of the tower's names that replace them.
     words: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    #: Prefixes of tensors that the tower doesn't read, after an optional "model.".
-    unused: tuple[str, ...] = ()
     #: The types that vision_config may have; None if all. quire has no tower for other types.
     model_types: tuple[str, ...] | None = None
+    #: Prefixes of the tower's names of tensors that it does not use.
+    unused: tuple[str, ...] = ()
+    #: The tower's names of matrices that the files have as [inputs, outputs].
+    transposed: tuple[str, ...] = ()
 
     def open(self, place: Path) -> CheckpointSource:
         """The tower's tensors under the tower's names. `place` is `TowerSource.place`. Raises
@@ -57,13 +68,22 @@ class TowerEntry:
 
         def rename(name: str) -> str | None:
             bare = name.removeprefix("model.")
-            is_read = bare.startswith(self.prefixes) and not bare.startswith(self.unused)
-            return replace(bare) if is_read else None
+            ours = replace(bare) if bare.startswith(self.prefixes) else None
+            return None if ours is None or ours.startswith(self.unused) else ours
 
         source = GGUFEncoderFile(place) if place.is_file() else open_checkpoint(place)
-        return RenamedCheckpoint(source, rename)
+        renamed = RenamedCheckpoint(source, rename)
+        return TransposedWeights(renamed, self.transposed) if self.transposed else renamed
 
 
+_GEMMA3 = TowerEntry(
+    gemma3_tower.Gemma3VisionConfig,
+    gemma3_tower.Gemma3Tower,
+    ("vision_tower.", "multi_modal_projector."),
+    gemma3_tower.WORDS,
+    unused=gemma3_tower.UNUSED,
+    transposed=gemma3_tower.TRANSPOSED,
+)
 _IDEFICS3 = TowerEntry(
     idefics3.Idefics3VisionConfig,
     idefics3.Idefics3Tower,
@@ -95,6 +115,7 @@ _QWEN3_VL = TowerEntry(
 )
 
 TOWERS: dict[str, TowerEntry] = {
+    "Gemma3ForConditionalGeneration": _GEMMA3,
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLForConditionalGeneration": _INTERNVL,
     "Lfm2VlForConditionalGeneration": _LFM2_VL,
@@ -118,12 +139,16 @@ class TowerSource:
     entry: TowerEntry
     config: VisionConfig
 
+    def max_content_tokens(self, max_model_len: int | None) -> int:
+        """Number of tokens of the longest content, in prompts of at most max_model_len tokens; None
+        if there is no such bound."""
+        most = self.outline().max_content_tokens
+        return most if max_model_len is None else min(most, max_model_len)
+
     def max_content_values(self, max_model_len: int | None) -> int:
-        """Number of values in the embeddings of the longest content, in prompts of at most
-        max_model_len tokens; None if there is no such bound."""
+        """Number of values in the embeddings of the longest content; see `max_content_tokens`."""
         tower = self.outline()
-        most = tower.max_content_tokens
-        num_tokens = most if max_model_len is None else min(most, max_model_len)
+        num_tokens = self.max_content_tokens(max_model_len)
         return num_tokens * tower.num_parts * self.config.output_size
 
     def embedding_width(self) -> int:

@@ -71,10 +71,13 @@ class ContentStore:
         num_slots: int,
         max_cache_bytes: int,
         load: Callable[[], Slices[VisionTower]] | None = None,
+        *,
+        in_one_step: bool = False,
     ) -> None:
         """`load` loads the tower when the first content is encoded, and `tower` is its outline;
         None if `tower` is loaded. `max_cache_bytes` bounds the bytes of embeddings beside those of
-        slots."""
+        slots. `in_one_step` says whether one step computes all positions of a content."""
+        self.in_one_step = in_one_step
         #: Number of contents that were encoded since the start.
         self.num_encoded = 0
         #: Number of contents that were found in the cache when they were asked for.

@@ -4,7 +4,9 @@ Source: arXiv:2503.19786. Its differences from Gemma 2:
 
 - heads of q and k are normalised; scores have no cap, and logits have none by default;
 - five layers with a window are followed by one layer without;
-- layers with a window have their own rotation; only the other layers' rotation is stretched.
+- layers with a window have their own rotation; only the other layers' rotation is stretched;
+- the tokens of an image attend to each other in both directions. A layer's window hides tokens
+  before it as always, and none behind.
 """
 
 from collections.abc import Mapping
@@ -50,6 +52,7 @@ class Gemma3Config(DecoderConfig):
             fields,
             **gemma_parts(fields),
             qk_norm="head",
+            sees_ahead=True,
             windows=read_windows(fields, kinds),
             **chosen_ropes(ropes, kinds),
         )
