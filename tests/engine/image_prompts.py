@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tests.models.vision import (
     gemma3_files,
+    gemma4_files,
     internvl_files,
     lfm2_vl_files,
     pixtral_files,
@@ -108,6 +109,14 @@ IMAGE_FAMILIES = {
         make=lambda seed: (gemma3_files.make_image(seed), (1, 1, 1)),
         token_ids=gemma3_files.TOKEN_IDS,
         arguments=gemma3_files.arguments,
+        num_around=1,
+        num_cramped_blocks=26,
+    ),
+    "gemma4": ImageFamily(
+        save=gemma4_files.save,
+        make=lambda seed: (gemma4_files.make_image(seed), (1, 1, 1)),
+        token_ids=gemma4_files.TOKEN_IDS,
+        arguments=gemma4_files.arguments,
         num_around=1,
         num_cramped_blocks=26,
     ),

@@ -510,6 +510,7 @@ class _Builder:
                 block_size=options.block_size,
                 state_sizes=state_sizes,
                 axes=model.axis_rotations,
+                content_token_id=model.content_token_id,
             )
         except MemoryError as error:
             raise InsufficientMemoryError(

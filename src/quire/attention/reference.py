@@ -23,14 +23,15 @@ def visible_keys(
     queries = torch.arange(num_keys - num_queries, num_keys)[:, None]
     keys = torch.arange(num_keys)[None, :]
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool)
-    sees_ahead = spec.sees_ahead and ends is not None
-    if sees_ahead:
+    if not spec.sees_ahead:
+        ends = None
+    if ends is not None:
         visible &= keys < ends[:, None]
     elif spec.causal:
         visible &= keys <= queries
     if spec.window is not None:
         visible &= queries - keys < spec.window
-        visible &= sees_ahead or (keys - queries < spec.window)
+        visible &= (keys - queries < spec.window) | (ends is not None)
     return visible
 
 

@@ -99,6 +99,8 @@ INTEGERS: Mapping[str, Bounds] = {
     "downsample_factor": Bounds(1, 64),
     "image_size": Bounds(1, 1 << 14),
     "mm_tokens_per_image": Bounds(1, 1 << 16),
+    "pooling_kernel_size": Bounds(1, 1 << 8),
+    "position_embedding_size": Bounds(1, 1 << 16),
     "image_token_id": Bounds(0, 1 << 24),
     "image_token_index": Bounds(0, 1 << 24),
     "num_heads": Bounds(1, 1 << 14),

@@ -62,6 +62,8 @@ class TextModel(OperatorModule, ABC):
     kept_inputs: KeptInputs | None = None
     #: The number of parts of hidden_size elements in the rows of `InputEmbeds`.
     num_embed_parts: int = 1
+    #: The token id that must stand where `InputEmbeds` replace an embedding; None if any may.
+    content_token_id: int | None = None
     #: Rotates tokens with positions on three axes; None if all positions have one axis.
     axis_rotations: AxisRotations | None = None
 
@@ -87,7 +89,8 @@ class TextModel(OperatorModule, ABC):
         """Run all layers over `token_ids` [T] int64 at absolute `positions` [T] int64. Returns the
         hidden states [T, hidden_size] after the final norm.
 
-        Where `input_embeds` replace an embedding, any token id of the vocabulary may stand.
+        Where `input_embeds` replace an embedding, any token id of the vocabulary may stand, or
+        `content_token_id` if the model names one.
         """
 
     def check_loaded(self) -> None:

@@ -121,10 +121,11 @@ class RowBatch:
         block_size: int,
         state_sizes: Sequence[int] = (),
         axes: AxisRotations | None = None,
+        content_token_id: int | None = None,
     ) -> None:
         """`num_groups` counts the KV groups of tokens. `state_sizes` has, for each group of states,
         the number of blocks of a state. Groups of states follow the groups of tokens. `axes` are
-        the model's `axis_rotations`."""
+        the model's `axis_rotations`, and `content_token_id` is its attribute of this name."""
         #: Maximum number of tokens that one step computes.
         self.max_num_tokens = max_num_tokens
         # One column more than max_model_len: the last sampled token is stored, never computed.
@@ -145,6 +146,7 @@ class RowBatch:
         self._token_tables = self.tables.views[:num_groups]
         self._state_tables = tuple(self.tables.views[num_groups:])
         self._axes = AxisPositions(axes, num_rows)
+        self._content_token_id = content_token_id
         self._block_size = block_size
         self._input_ids: Int64 = np.zeros(max_num_tokens, np.int64)
         self._positions: Int64 = np.zeros(max_num_tokens, np.int64)
@@ -272,6 +274,9 @@ class RowBatch:
         pieces, whole = _content_pieces(
             self.content_spans, rows, first_positions, counts, query_start[:-1]
         )
+        if self._content_token_id is not None:
+            for _, _, num, place in pieces:
+                self._input_ids[place : place + num] = self._content_token_id
         self.num_computed[rows] = computed
         closes = computed == self.num_tokens[rows]
         assert drafts is None or closes[drafts.counts > 0].all(), "drafts follow an open gap"

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from tests.images.pictures import random_picture
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor as TheirGemma4
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor as TheirIdefics3
@@ -16,6 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from quire.errors import InvalidRequestError
 from quire.images.processors.gemma3 import Gemma3Processor
+from quire.images.processors.gemma4 import Gemma4Processor
 from quire.images.processors.idefics3 import Idefics3Processor
 from quire.images.processors.internvl import InternVLProcessor
 from quire.images.processors.pixtral import PixtralProcessor
@@ -135,6 +138,29 @@ def test_gemma3(size: tuple[int, int]) -> None:
     np.testing.assert_allclose(numbers_of(found.items[0]), theirs["pixel_values"][0], atol=1e-5)
     marks = "<image_soft_token>" * 9
     assert found.text == f"\n\n<start_of_image>{marks}<end_of_image>\n\n"
+    check_layout(processor, size, found)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (2, 2000), (1680, 5)])
+def test_gemma4(size: tuple[int, int]) -> None:
+    fields, picture = {"max_soft_tokens": 70, "patch_size": 4}, random_picture(*size)
+    processor = Gemma4Processor({}, fields, {})
+    found = processor.process(picture)
+    theirs: Any = Gemma4ImageProcessorPil(**fields)([picture], return_tensors="np")
+    (num_tokens,) = theirs["num_soft_tokens_per_image"]
+    numbers = numbers_of(found.items[0])
+    _, height, width = numbers.shape
+    cut = numbers.reshape(3, height // 4, 4, width // 4, 4).transpose(1, 3, 2, 4, 0)
+    expected = theirs["pixel_values"][0, : 9 * num_tokens]
+    np.testing.assert_allclose(cut.reshape(9 * num_tokens, -1), expected, atol=1e-5)
+    assert theirs["image_position_ids"][0, : 9 * num_tokens].max(0).tolist() == [
+        width // 4 - 1,
+        height // 4 - 1,
+    ]
+    names: Any = SimpleNamespace(
+        boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>"
+    )
+    assert found.text == TheirGemma4.replace_image_token(names, theirs, 0)
     check_layout(processor, size, found)
 
 

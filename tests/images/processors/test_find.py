@@ -9,6 +9,7 @@ import pytest
 from quire.errors import CheckpointError
 from quire.images.processors.find import _PROCESSORS, find_processor
 from quire.images.processors.gemma3 import Gemma3Processor
+from quire.images.processors.gemma4 import Gemma4Processor
 from quire.images.processors.idefics3 import Idefics3Processor
 from quire.images.processors.internvl import InternVLProcessor
 from quire.images.processors.lfm2_vl import Lfm2VlProcessor
@@ -41,6 +42,7 @@ def folder_with(folder: Path, **files: Any) -> Path:
         ("qwen3_5", VISION, QwenProcessor),
         ("qwen3_5", None, None),
         ("gemma3", VISION, Gemma3Processor),
+        ("gemma4", VISION, Gemma4Processor),
         ("llama", None, None),
     ],
 )

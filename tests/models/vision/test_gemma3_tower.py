@@ -64,6 +64,17 @@ def test_images_have_one_size(tmp_path: Path) -> None:
             tower.num_tokens(shape, grid)
 
 
+def test_a_published_config_is_read() -> None:
+    vision = {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+        "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+        "patch_size": 14, "vision_use_head": False,
+    }  # fmt: skip
+    raw = {"model_type": "gemma3", "mm_tokens_per_image": 256, "vision_config": vision}
+    config = Gemma3VisionConfig.from_hf(raw, 2560)
+    assert (config.encoder.num_patches_per_side, config.pool_size) == (64, 4)
+
+
 @pytest.mark.parametrize(
     ("outer", "inner", "message"),
     [

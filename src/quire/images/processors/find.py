@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.hub.model_files import read_json_object
 from quire.images.processors.gemma3 import Gemma3Processor
+from quire.images.processors.gemma4 import Gemma4Processor
 from quire.images.processors.idefics3 import Idefics3Processor
 from quire.images.processors.internvl import InternVLProcessor
 from quire.images.processors.lfm2_vl import Lfm2VlProcessor
@@ -26,6 +27,7 @@ _PROCESSORS: Mapping[str, Callable[[_Fields, _Fields, _Fields], ImageProcessor]]
     "qwen3_5": QwenProcessor,
     "qwen3_5_moe": QwenProcessor,
     "gemma3": Gemma3Processor,
+    "gemma4": Gemma4Processor,
 }
 """Processors by the model_type of config.json."""
 

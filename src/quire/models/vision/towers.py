@@ -34,6 +34,7 @@ from quire.models.interface import TextModel
 from quire.models.model_entry import CHECKPOINT_PARTS
 from quire.models.vision import (
     gemma3_tower,
+    gemma4_tower,
     idefics3,
     internvl,
     lfm2_vl,
@@ -84,6 +85,9 @@ _GEMMA3 = TowerEntry(
     unused=gemma3_tower.UNUSED,
     transposed=gemma3_tower.TRANSPOSED,
 )
+_GEMMA4 = TowerEntry(
+    gemma4_tower.Gemma4VisionConfig, gemma4_tower.Gemma4Tower, ("vision_tower.", "embed_vision.")
+)
 _IDEFICS3 = TowerEntry(
     idefics3.Idefics3VisionConfig,
     idefics3.Idefics3Tower,
@@ -116,6 +120,7 @@ _QWEN3_VL = TowerEntry(
 
 TOWERS: dict[str, TowerEntry] = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLForConditionalGeneration": _INTERNVL,
     "Lfm2VlForConditionalGeneration": _LFM2_VL,

@@ -10,6 +10,8 @@ Source: the model cards of Gemma 4. Its differences from Gemma 3:
   kind that stores them, and may have MLPs of twice the size;
 - each layer may have its own embedding of the token, gated by a projection of the residual stream;
 - each layer multiplies the residual stream by its own factor;
+- in some models, the tokens of an image attend to each other in both directions in layers with a
+  window, and in others in no layer;
 - each layer may have a mixture of experts beside its MLP, with a norm in the router and a factor
   for each expert.
 
@@ -76,6 +78,8 @@ class Gemma4Config(DecoderConfig):
     per_layer_size: int
     #: Whether the MLPs of layers that store no keys have twice the intermediate size.
     is_double_wide: bool
+    #: The token whose own embedding of each layer the positions of contents have.
+    pad_token_id: int
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -94,12 +98,14 @@ class Gemma4Config(DecoderConfig):
             fields,
             **gemma_parts(fields) | {"norm_offset": 0.0, "attention_scale": 1.0},
             windows=read_windows(fields, kinds),
+            sees_ahead=raw.get("use_bidirectional_attention") == "vision",
             layer_types=kinds,
             global_head_dim=head_dim,
             num_global_kv_heads=num_kv_heads,
             keys_are_values=keys_are_values,
             num_shared_layers=_read_shared_layers(fields, kinds),
             per_layer_size=_read_per_layer_size(fields),
+            pad_token_id=_read_pad_token(raw, fields.integer("vocab_size")),
             is_double_wide=fields.flag("use_double_wide_mlp", False),
             mixtures=_read_mixtures(fields),
             **chosen_ropes(ropes, kinds),
@@ -132,7 +138,12 @@ class Gemma4Config(DecoderConfig):
         spec = DecoderConfig.attention_spec(self, layer)
         if self.layer_types[layer] == SLIDING:
             return spec
-        return replace(spec, head_dim=self.global_head_dim, num_kv_heads=self.num_global_kv_heads)
+        return replace(
+            spec,
+            head_dim=self.global_head_dim,
+            num_kv_heads=self.num_global_kv_heads,
+            sees_ahead=False,
+        )
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
@@ -170,6 +181,16 @@ def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("use_bidirectional_attention") == "vision":
         del found["use_bidirectional_attention"]
     return found
+
+
+def _read_pad_token(raw: Mapping[str, Any], vocab_size: int) -> int:
+    token_id = raw.get("pad_token_id", 0)
+    if type(token_id) is not int or not 0 <= token_id < vocab_size:
+        raise CheckpointError(
+            f"config.json: pad_token_id is {shown(token_id)}, but must be a token of the"
+            f" vocabulary, of {vocab_size}"
+        )
+    return token_id
 
 
 def _read_global_heads(

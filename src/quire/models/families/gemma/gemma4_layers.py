@@ -215,6 +215,7 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         self.per_layer_inputs: PerLayerInputs | None = None
         if config.per_layer_size:
             self.per_layer_inputs = PerLayerInputs(config, **storage)
+            self.content_token_id = config.pad_token_id
 
     def forward(
         self,
