@@ -9,7 +9,7 @@ DEFAULT_CACHE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class ContentOptions(Options):
-    """Whether the model's encoder of images is loaded, and how much of its results is kept."""
+    """Whether and when the encoder of images is loaded, and how much of its results is kept."""
 
     language_model_only: bool = option(
         False,

@@ -78,7 +78,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Gemma4ForConditionalGeneration": Wrapper(_EMBEDDED, is_tied=True),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLForConditionalGeneration": Wrapper(_PROJECTED, is_tied=True),
-    "Lfm2VlForConditionalGeneration": Wrapper(_PROJECTED, is_tied=True, unread=("tie_embedding",)),
+    "Lfm2VlForConditionalGeneration": Wrapper(_PROJECTED, is_tied=True),
     "LlavaForConditionalGeneration": Wrapper(_PROJECTED),
     "LlavaNextForConditionalGeneration": Wrapper((*_PROJECTED, "image_newline")),
     "LlavaOnevisionForConditionalGeneration": Wrapper((*_PROJECTED, "image_newline")),
