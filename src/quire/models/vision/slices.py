@@ -113,17 +113,25 @@ def native_attend(kernels: NativeKernels) -> Attend:
     return attend_natively
 
 
-class EncoderLayer(OperatorModule, ABC):
-    """A layer of a tower: attention and an MLP, each behind a norm and added to its input.
+class AttendingModule(OperatorModule):
+    """A part of a tower with attention. torch computes it until `use_kernels` is called."""
 
-    torch computes it until `use_kernels` is called.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend: Attend = attend
+
+    def use_kernels(self, kernels: NativeKernels, spare: SpareRows) -> None:
+        """Let native kernels compute it. `spare` is shared by the whole tower."""
+        self.attend = native_attend(kernels)
+
+
+class EncoderLayer(AttendingModule, ABC):
+    """A layer of a tower: attention and an MLP, each behind a norm and added to its input."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.num_heads = num_heads
-        self.attend: Attend = attend
         #: The native program of `project`; None if torch computes it. Likewise for `finish`.
         self.projecting: RowsProgram | None = None
         self.finishing: RowsProgram | None = None
@@ -147,8 +155,7 @@ class EncoderLayer(OperatorModule, ABC):
         return (yield from in_pieces(finishing, hidden, attended.flatten(1)))
 
     def use_kernels(self, kernels: NativeKernels, spare: SpareRows) -> None:
-        """Let native kernels compute the layer. `spare` is shared by all layers of the tower."""
-        self.attend = native_attend(kernels)
+        super().use_kernels(kernels, spare)
         self.projecting = self._record(kernels, self.project, 1, spare)
         self.finishing = self._record(kernels, self.finish, 2, spare)
 
@@ -167,8 +174,8 @@ class EncoderLayer(OperatorModule, ABC):
 
 
 def use_kernels(tower: nn.Module, kernels: NativeKernels | None) -> None:
-    """Let native kernels compute the layers of a loaded tower; None changes nothing."""
+    """Let native kernels compute a loaded tower; None changes nothing."""
     spare: SpareRows = {}
     for module in tower.modules():
-        if isinstance(module, EncoderLayer) and kernels is not None:
+        if isinstance(module, AttendingModule) and kernels is not None:
             module.use_kernels(kernels, spare)
