@@ -10,7 +10,6 @@ from tests.images.tiny_folders import write_smolvlm
 
 from quire.errors import ConfigurationError
 from quire.hub.model_folder import EMBEDDED_MODEL
-from quire.images.processors.idefics3 import Idefics3Processor
 from quire.observability.machine_memory import total_memory_bytes
 from quire.server.config import ServerConfig
 from quire.server.hosted_model import HostedModel
@@ -78,7 +77,7 @@ def test_memory_is_that_of_the_entry_or_weights_and_a_cache():
     assert prepared(entry(server={"replicas": 2}))[0] == 2 * (weights + LEAST_KV_BYTES)
 
 
-def test_memory_includes_the_embeddings_of_images(tmp_path, monkeypatch):
+def test_memory_includes_the_embeddings_of_images(tmp_path):
     folder = write_smolvlm(tmp_path / "tiny")
     save_file({"weight": np.zeros(8, np.float32)}, folder / "model.safetensors")
     weights = (folder / "model.safetensors").stat().st_size
@@ -86,8 +85,6 @@ def test_memory_includes_the_embeddings_of_images(tmp_path, monkeypatch):
     assert prepared(entry(**given))[0] == weights + 11 * MIB
     for options in ({"language_model_only": True}, {"model_impl": "transformers"}):
         assert prepared(entry(**given, **options))[0] == weights + 8 * MIB
-    monkeypatch.setattr(Idefics3Processor, "has_encoder", False)
-    assert prepared(entry(**given))[0] == weights + 8 * MIB
 
 
 def test_a_model_has_the_names_of_its_entry():

@@ -37,7 +37,7 @@ def make_reader(
 
     try:
         processor = find_processor(folder, options.mmproj)
-        if processor is None or not processor.has_encoder:
+        if processor is None:
             return None
         return ImageReader(processor, options, special_id, max_held_bytes=max_held_bytes)
     except (CheckpointError, ValueError) as error:

@@ -14,7 +14,6 @@ from quire.images.processors.idefics3 import Idefics3Processor
 from quire.images.processors.internvl import InternVLProcessor
 from quire.images.processors.lfm2_vl import Lfm2VlProcessor
 from quire.images.processors.pixtral import PixtralProcessor
-from quire.images.processors.processor import ImageProcessor
 from quire.images.processors.qwen_vl import QwenProcessor
 from quire.models.vision.towers import TOWERS
 
@@ -61,14 +60,12 @@ def test_the_config_names_the_processor(
     assert type(found) is (expected or type(None))
 
 
-def test_processors_with_an_encoder_are_those_of_towers() -> None:
+def test_each_processor_has_an_encoder() -> None:
     def plain(name: str) -> str:
         return name.removesuffix("ForConditionalGeneration").replace("_", "").lower()
 
     towers = set(map(plain, TOWERS))
-    for kind, processor in _PROCESSORS.items():
-        assert isinstance(processor, type) and issubclass(processor, ImageProcessor)
-        assert processor.has_encoder == (plain(kind) in towers), kind
+    assert set(map(plain, _PROCESSORS)) <= towers
 
 
 def test_the_settings_may_stand_in_one_file(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ class Gemma3Processor(ImageProcessor):
 
     placeholder = "<start_of_image>"
     span_tokens = ("<image_soft_token>",)
-    has_encoder = False
     _END = "<end_of_image>"
 
     def __init__(

@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.content_spans import Content
 
@@ -86,8 +86,6 @@ class ImageProcessor(ABC):
     span_tokens: tuple[str, ...]
     #: The ids that the model's encoder takes these tokens for; empty if it knows no ids.
     encoder_ids: tuple[int, ...] = ()
-    #: Whether quire has an encoder of the family (`models.vision.towers`).
-    has_encoder: ClassVar[bool] = True
 
     @property
     @abstractmethod
