@@ -5,7 +5,7 @@ from pathlib import Path
 from benchmarks.images.vllm_forms import EXAMPLES, FORMS, SERVED, outcomes
 
 REFUSALS = {
-    "uuids without images": "None for an image",
+    "uuids without images": "names 1 images, but multi_modal_data has 0",
     "image embeddings": "has the type dict",
     "video": "'video'",
     "audio": "'audio'",
@@ -14,7 +14,6 @@ REFUSALS = {
     "kwargs of a prompt": "mm_processor_kwargs is {'fps': 1}",
     "chat with https:": "scheme https",
     "embed": "takes text only",
-    "limit of videos": "1 for video",
     "limit with sizes": "limit_mm_per_prompt",
     "processor's settings": "mm_processor_kwargs",
     "processor's cache": "encoder_cache_memory",

@@ -252,9 +252,9 @@ def test_animations_are_videos(qwen: Service) -> None:
 
     found = prompt_of(qwen, chat(part("image/webp", animation("WEBP")), PART, TEXT))
     in_python = {"type": "video", "video": FRAMES, "fps": 5.0}
-    expected = ImagePrompts(qwen.images, qwen.tokenizer, LIMITS).render(
-        qwen.chat_template, [{"role": "user", "content": [in_python, PART, TEXT]}]
-    )
+    images = ImagePrompts(qwen.images, qwen.tokenizer, LIMITS)
+    messages = [{"role": "user", "content": [in_python, PART, TEXT]}]
+    expected = images.read(images.render(qwen.chat_template, messages))
     assert found.token_ids == expected.prompt
     assert found.images == [expected.images]
     assert len(found.images[0].spans) == 2 + 1, "two pairs of frames, and an image"
