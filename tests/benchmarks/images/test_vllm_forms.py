@@ -7,7 +7,7 @@ from benchmarks.images.vllm_forms import EXAMPLES, FORMS, SERVED, outcomes
 REFUSALS = {
     "uuids without images": "names 1 images, but multi_modal_data has 0",
     "image embeddings": "has the type dict",
-    "video": "'video'",
+    "video": "has a video, but this model takes images only",
     "audio": "'audio'",
     "vision chunk": "'vision_chunk'",
     "encoder prompt": "'decoder_prompt'",
