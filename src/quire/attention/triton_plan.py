@@ -62,8 +62,8 @@ class DeviceLimits:
     #: memory (sm_90). Otherwise operands take registers, which limit the tile sizes; the compiler
     #: spills larger tiles on sm_100, too.
     is_wide: bool
-    #: The number of warps of tiles of 64 rows, unless `is_wide`. From sm_100 on the compiler spills
-    #: registers of eight warps, but none of four.
+    #: The number of warps of tiles of 64 rows, unless `is_wide`. On sm_89 and from sm_100 on, the
+    #: compiler spills registers of eight warps, but none of four.
     num_narrow_warps: int = 8
 
     @staticmethod
@@ -77,7 +77,7 @@ class DeviceLimits:
             properties.shared_memory_per_multiprocessor,
             properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             is_wide=properties.major == 9,
-            num_narrow_warps=8 if properties.major < 10 else 4,
+            num_narrow_warps=8 if (properties.major, properties.minor) < (8, 9) else 4,
         )
 
 

@@ -24,7 +24,7 @@ LIMITS = {
     90: DeviceLimits(132, 228 << 10, 227 << 10, is_wide=True),
     80: DeviceLimits(108, 164 << 10, 163 << 10, is_wide=False),
     86: DeviceLimits(84, 100 << 10, 99 << 10, is_wide=False),
-    89: DeviceLimits(128, 100 << 10, 99 << 10, is_wide=False),
+    89: DeviceLimits(128, 100 << 10, 99 << 10, is_wide=False, num_narrow_warps=4),
     100: DeviceLimits(148, 228 << 10, 227 << 10, is_wide=False, num_narrow_warps=4),
     120: DeviceLimits(170, 100 << 10, 99 << 10, is_wide=False, num_narrow_warps=4),
 }
