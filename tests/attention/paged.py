@@ -165,6 +165,7 @@ class PagedStep:
         """[num_queries] int32, the position behind what each of the last queries sees."""
         positions = range(context - num_queries, context)
         stops = [next((c.stop for c in self.contents if p in c), p + 1) for p in positions]
+        assert max(stops) == context, "contents are computed whole"
         return torch.tensor(stops, dtype=torch.int32)
 
     def _group(self, group, query_lens, contexts, order):

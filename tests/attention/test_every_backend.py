@@ -77,8 +77,8 @@ def test_queries_of_contents_see_all_of_them(best, name, cap, window):
         if name == "torch"
         else (NativeStep, CpuPagedAttention(best))
     )
-    step = kind(backend, specs, [90, 340, 65], contents=contents, block_size=8)
-    step.fill([89, 65, 0])
+    step = kind(backend, specs, [341, 340, 65], contents=contents, block_size=8)
+    step.fill([340, 65, 0])
     query_lens = [1, 275, 65]
     for layer, out in enumerate(step.run_all(query_lens)):
         expected = step.expected(layer, query_lens)

@@ -88,6 +88,7 @@ def test_the_options_that_are_named_exist() -> None:
         "get_metrics",
         "get_default_sampling_params",
         "generation_config",
+        "preprocessor_config",
         "rope_parameters",
         "structured_outputs",
     }

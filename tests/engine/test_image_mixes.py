@@ -26,7 +26,7 @@ from quire.core.scheduling.growth_forecast import GrowthForecast
 from quire.engine.engine import Engine
 from quire.runtime.contents.content_store import ContentStore
 
-NUM_EXAMPLES = 10
+NUM_EXAMPLES = 6
 MAX_LEN = 72
 IMAGES = (1, 2, OTHER_SIZE)
 
