@@ -269,6 +269,7 @@ inline part min(part a, part b) { return a < b ? a : b; }
 
 typedef int32_t part_ints __attribute__((vector_size(kRegisterBytes)));
 inline part_ints greater(part a, part b) { return (part_ints)(a > b); }
+inline part_ints is_nan(part x) { return (part_ints)(x != x); }
 
 inline void store(float* p, part x) { std::memcpy(p, &x, sizeof x); }
 
@@ -298,28 +299,32 @@ template <> inline vf rounded<uint16_t>(vf x) { return widen(narrow(x)); }
 
 // e^x within 2 ulp: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial of degree 6 in r, times 2^n.
 // Below -87.3 the result is 0, above 88.7 infinity; NaN stays NaN.
-inline vf exp(vf x) {
-  const vf kLog2e = splat(1.44269504088896341f);
-  vf shifted = fma(min(max(x, splat(-104.0f)), splat(89.0f)), kLog2e, splat(12582912.0f));
-  vf n = shifted - splat(12582912.0f);
-  vf r = fma(n, splat(-0.693145751953125f), min(max(x, splat(-104.0f)), splat(89.0f)));
-  r = fma(n, splat(-1.42860682030941723e-6f), r);
-  vf p = splat(1.3981999e-3f);
-  p = fma(p, r, splat(8.3333454e-3f));
-  p = fma(p, r, splat(4.1665796e-2f));
-  p = fma(p, r, splat(1.6666666e-1f));
-  p = fma(p, r, splat(5.0000000e-1f));
-  p = fma(p, r, splat(1.0f));
-  p = fma(p, r, splat(1.0f));
-  vi power = (vi)shifted - (vi)splat(12582912.0f);
+// V: vf or part.
+template <typename V>
+inline V exp(V x) {
+  using I = decltype(greater(x, x));
+  const V bounded = min(max(x, filled<V>(-104.0f)), filled<V>(89.0f));
+  const V shifted = fma(bounded, filled<V>(1.44269504088896341f), filled<V>(12582912.0f));
+  const V n = shifted - filled<V>(12582912.0f);
+  V r = fma(n, filled<V>(-0.693145751953125f), bounded);
+  r = fma(n, filled<V>(-1.42860682030941723e-6f), r);
+  V p = filled<V>(1.3981999e-3f);
+  p = fma(p, r, filled<V>(8.3333454e-3f));
+  p = fma(p, r, filled<V>(4.1665796e-2f));
+  p = fma(p, r, filled<V>(1.6666666e-1f));
+  p = fma(p, r, filled<V>(5.0000000e-1f));
+  p = fma(p, r, filled<V>(1.0f));
+  p = fma(p, r, filled<V>(1.0f));
+  const I power = (I)shifted - (I)filled<V>(12582912.0f);
   // Twice 2^(n/2), so that neither factor leaves the normal range.
-  vi half = power >> 1;
-  vf scale = (vf)((half + 127) << 23), rest = (vf)((power - half + 127) << 23);
-  vf y = p * scale * rest;
-  vi low = greater(splat(-87.3f), x), high = greater(x, splat(88.7228f)), nan = is_nan(x);
-  vi bits = (vi)y & ~low;
-  bits = (high & (vi)splat(__builtin_inff())) | (~high & bits);
-  return (vf)((nan & (vi)x) | (~nan & bits));
+  const I half = power >> 1;
+  const V scale = (V)((half + 127) << 23), rest = (V)((power - half + 127) << 23);
+  const V y = p * scale * rest;
+  const I low = greater(filled<V>(-87.3f), x), high = greater(x, filled<V>(88.7228f));
+  const I nan = is_nan(x);
+  I bits = (I)y & ~low;
+  bits = (high & (I)filled<V>(__builtin_inff())) | (~high & bits);
+  return (V)((nan & (I)x) | (~nan & bits));
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -7,31 +7,32 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// f(T{}, act) with act the function on sixteen numbers that are stored as T.
+// f(T{}, act) with act the function on sixteen numbers, or on those of a register. They are stored
+// as T.
 template <typename F>
 inline void with_function(const Op& op, F&& f) {
   with_dtype(op.dtype, [&](auto zero) {
     switch (op.activation) {
       case kActSilu:
-        f(zero, [](vf x) { return silu(x); });
+        f(zero, [](auto x) { return silu(x); });
         break;
       case kActGelu:
-        f(zero, [](vf x) { return gelu(x); });
+        f(zero, [](auto x) { return gelu(x); });
         break;
       case kActGeluTanh:
-        f(zero, [](vf x) { return gelu_tanh(x); });
+        f(zero, [](auto x) { return gelu_tanh(x); });
         break;
       case kActRelu:
-        f(zero, [](vf x) { return relu(x); });
+        f(zero, [](auto x) { return relu(x); });
         break;
       case kActReluSquared:
-        f(zero, [](vf x) { return relu(x) * relu(x); });
+        f(zero, [](auto x) { return relu(x) * relu(x); });
         break;
       case kActSigmoid:
-        f(zero, [](vf x) { return sigmoid(x); });
+        f(zero, [](auto x) { return sigmoid(x); });
         break;
       case kActIdentity:
-        f(zero, [](vf x) { return x; });
+        f(zero, [](auto x) { return x; });
         break;
     }
   });
@@ -79,9 +80,12 @@ void activate(Pool& pool, const Op& op, int64_t M) {
     for_pieces(pool, op, M, [=](int64_t t, int64_t h, int64_t first, int64_t count) {
       const T* x = rows.at(t, h) + first;
       T* out = outs.at(t, h) + first;
-      for_lanes(count, [=](int64_t i, int64_t n) {
-        store_up_to(out + i, act(load_up_to(x + i, n)), n);
-      });
+      // GCC keeps values that are wider than a register in memory.
+      int64_t whole = 0;
+      for (; whole + kPartLanes <= count; whole += kPartLanes)
+        store(out + whole, act(load_part(x + whole)));
+      const int rest = int(count - whole);
+      if (rest > 0) store_n(out + whole, act(load_part_n(x + whole, rest)), rest);
     });
   });
 }
