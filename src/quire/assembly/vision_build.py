@@ -110,6 +110,7 @@ def make_contents(
     first content if `reading` is None; then `group` must be None. Of the ranks of a `group`, only
     rank 0 loads the tower and has a store. Raises CheckpointError.
     """
+    # First, say how the tower is loaded, and how its store is made.
     assert isinstance(model, CausalLM), "a tower is only found for models that generate"
     embed = model.embed
 
@@ -130,6 +131,7 @@ def make_contents(
         max_cache_bytes=options.encoder_cache_bytes,
         in_one_step=any(spec.sees_ahead for spec in model.attention_specs),
     )
+    # Then make the store, in rank 0 only, and share its results with the other ranks.
     if reading is None:
         assert group is None, "ranks load the tower together"
         store = make(source.outline(), load=load)

@@ -54,7 +54,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def excess_of_kernel(error: BaseException) -> str | None:
-    """What a Triton kernel needs beyond the GPU's limits, as a clause; None for other errors."""
+    """A clause that names the limit of the GPU which a Triton kernel exceeds; None for other
+    errors."""
     errors = sys.modules.get("triton.runtime.errors")  # loaded with the first kernel
     if errors is None or not isinstance(error, errors.OutOfResources):
         return None

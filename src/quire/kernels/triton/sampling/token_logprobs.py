@@ -77,13 +77,7 @@ def token_logprobs(
         "BLOCK_TILES": next_power_of_two(num_tiles),
     }
     sum_tiles_kernel[(num_tiles, num_entries)](
-        *of_line,
-        sums,
-        above,
-        **sizes,
-        TILE=TILE,
-        num_warps=4,
-        enable_fp_fusion=True,
+        *(*of_line, sums, above), **sizes, TILE=TILE, num_warps=4, enable_fp_fusion=True
     )
     num_groups = scan.group_largest.shape[1]
     pick_best_kernel[(num_entries,)](
