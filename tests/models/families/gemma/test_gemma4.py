@@ -1,5 +1,7 @@
 """Gemma 4's text against transformers: two kinds of heads, shared keys, inputs of each layer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -96,7 +98,11 @@ def test_the_form_of_published_configs_is_read(save_checkpoint, edit_config):
         num_global_key_value_heads=1,
         use_bidirectional_attention="vision",
     )
-    assert load_config(folder) == written
+    found = load_config(folder)
+    assert found == replace(written, sees_ahead=True)
+    assert [spec.sees_ahead for spec in found.attention_specs] == [
+        spec.window is not None for spec in found.attention_specs
+    ]
     assert written.attention_spec(2).num_kv_heads == 1
 
 
