@@ -27,7 +27,7 @@ import torch
 from quire.bench.machine import NoiseMeter, processor
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.block_quantized.kernel_formats import KernelBlockFormat
-from quire.kernels.cpu.block_quantized.quantized_linear import BlockQuantizedLinear
+from quire.kernels.cpu.block_quantized.quantized_linear import BlockQuantizedLinear, GivenLinear
 from quire.kernels.cpu.library import NativeKernels, load_library
 from quire.kernels.cpu.linear import PackedLinear, apply
 from quire.kernels.quantize import INT8_GROUP
@@ -37,6 +37,8 @@ ROUNDED_FORMATS = {
     "int8": (WeightLayout.INT8, INT8_GROUP),
     "int4": (WeightLayout.INT4, 32),
 }
+#: Inputs that share a scale; 0: all.
+FP8_GROUPS = {"fp8": 0, "fp8-128": 128}
 GIVEN_FORMATS = {
     "AWQ": KernelBlockFormat(4, 128, has_zeros=True),
     "Q4_0": KernelBlockFormat(4, 32, zero=8),
@@ -56,6 +58,13 @@ def make_linear(name: str, num_outputs: int, num_inputs: int) -> PackedLinear:
         linear.pack(torch.randn(num_outputs, num_inputs).mul_(0.02).bfloat16(), 0)
         linear.finish()
         return linear
+    if name in FP8_GROUPS:
+        group = FP8_GROUPS[name]
+        of_fp8 = GivenLinear(WeightLayout.FLOAT8, num_outputs, num_inputs, group_size=group)
+        rows = torch.randn(num_outputs, num_inputs).mul_(100).to(torch.float8_e4m3fn)
+        num_groups = num_inputs // (group or num_inputs)
+        of_fp8.pack_float8(rows.view(torch.uint8), torch.full((num_outputs, num_groups), 2e-4), 0)
+        return of_fp8
     form = GIVEN_FORMATS[name]
     given = BlockQuantizedLinear(form, num_outputs, num_inputs)
     codes = torch.randint(0, 2**form.width, (num_outputs, num_inputs), dtype=torch.uint8)

@@ -19,6 +19,7 @@ BLOCK_FORMATS = {
     "bytes, blocks, offsets": BlockFormat("Q5_K", 5, 32, has_offsets=True, block_size=256),
 }
 INT8 = BlockFormat("W8A8", 8, 0, zero=128, scale_dtype=torch.float32)
+FP8 = BlockFormat("fp8", 8, 128, is_float8=True, scale_dtype=torch.float32)
 
 
 def random_codes(block_format: BlockFormat, rows: int, inputs: int, seed: int = 0) -> UnpackedRows:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.formats.block_quantized_samples import BLOCK_FORMATS, INT8, random_codes
+from tests.formats.block_quantized_samples import BLOCK_FORMATS, FP8, INT8, random_codes
 from tests.models.checkpoints.quantized.writers import AWQ_ORDER, words
 from torch import nn
 
@@ -184,6 +184,27 @@ def test_int8_levels_are_taken_as_they_are(kernels: NativeKernels, dtype: torch.
         assert table is not None
         tables.append(table.unpack(wanted))
     assert torch.equal(*tables) and tables[0].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [0, 128])
+def test_fp8_is_taken_as_it_is(kernels: NativeKernels, dtype: torch.dtype, group_size: int) -> None:
+    block_format = replace(FP8, group_size=group_size)
+    codes, x = random_codes(block_format, 61, 256), _x(6, 256).to(dtype)
+    codes.codes[(codes.codes & 0x7F) == 0x7F] = 1  # would be NaN
+    method = _method(kernels, block_format)
+    result = method.apply(_linear(method, codes, (40, 21)), x, torch.float32)
+    expected = (x.double() @ codes.numbers().double().T).float() + torch.arange(61) * 0.1
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
+    linear = LinearModule(256, (61,), has_bias=False)
+    method.create(linear, False, dtype, CPU)
+    method.load_quantized(linear, 0, 0, codes)
+    table = method.tie(linear, torch.nn.Parameter(torch.empty(61, 256)))
+    wanted = torch.tensor([60, 0, 40])
+    assert table is not None
+    assert torch.equal(table.unpack(wanted), codes.numbers()[wanted].to(dtype))
+    assert method.num_bytes(61, 256, dtype) == packed(linear).num_bytes
+    assert BlockQuantizedMethods().of(block_format) is None  # torch has no layout
 
 
 def test_block_formats_without_a_layout_have_no_method(kernels: NativeKernels) -> None:

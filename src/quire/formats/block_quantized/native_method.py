@@ -2,7 +2,7 @@
 
 `kernels.cpu.block_quantized` describes the layouts and packs weights. If the processor has fused
 multiply-adds, products are bit-identical to those defined by `linear_methods`. Called by
-`linear_methods`.
+`linear_methods`. Weights of fp8 are multiplied as `csrc/linear/linear_float8.h` says.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from quire.kernels.cpu.block_quantized.kernel_formats import (
     code_format_struct,
     weights_struct,
 )
-from quire.kernels.cpu.block_quantized.quantized_linear import BlockQuantizedLinear, GivenInt8Linear
+from quire.kernels.cpu.block_quantized.quantized_linear import BlockQuantizedLinear, GivenLinear
 from quire.kernels.cpu.block_quantized.words import unpack_words
 from quire.kernels.cpu.library import NativeKernels
 
@@ -38,6 +38,8 @@ def native_block_quantized_method(
     """The method for `block_format`; None if no layout supports this block format."""
     if block_format.is_int8:
         return GivenInt8Method(kernels)
+    if block_format.is_float8:
+        return Float8Method(kernels, block_format)
     form = _form_of(block_format)
     return NativeBlockQuantizedMethod(kernels, block_format, form) if form.has_kernels else None
 
@@ -106,11 +108,8 @@ class NativeBlockQuantizedMethod(PackedMethod):
         return num_bytes
 
 
-class GivenInt8Method(PackedMethod):
-    """Keeps a checkpoint's int8 weights and scales, in a block format with `is_int8`."""
-
-    def __init__(self, kernels: NativeKernels) -> None:
-        super().__init__(kernels, WeightLayout.INT8)
+class GivenMethod(PackedMethod):
+    """Keeps a checkpoint's codes of a byte and their fp32 scales in a `GivenLinear`."""
 
     @property
     def is_exact(self) -> bool:
@@ -121,14 +120,23 @@ class GivenInt8Method(PackedMethod):
 
     def _make_packing(
         self, linear: LinearModule, has_bias: bool, dtype: torch.dtype
-    ) -> GivenInt8Linear:
-        return GivenInt8Linear(
+    ) -> GivenLinear:
+        return GivenLinear(
+            self._layout_for(dtype),
             linear.output_size,
             linear.input_size,
+            group_size=self._group_size,
             interleave=linear.part_sizes[0] if linear.gated else 0,
             has_bias=has_bias,
             dtype=dtype,
         )
+
+
+class GivenInt8Method(GivenMethod):
+    """Keeps int8 weights with a scale for each output, in a block format with `is_int8`."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        super().__init__(kernels, WeightLayout.INT8)
 
     def load_quantized(
         self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
@@ -136,6 +144,21 @@ class GivenInt8Method(PackedMethod):
         codes = rows.unpacked()
         levels = (codes.codes ^ 0x80).view(torch.int8)
         packed(linear).pack_int8(levels, codes.scales[:, 0], linear.part_start(index) + first_row)
+
+
+class Float8Method(GivenMethod):
+    """Keeps fp8 weights with a scale for each group of an output's inputs, in a block format with
+    `is_float8`."""
+
+    def __init__(self, kernels: NativeKernels, block_format: BlockFormat) -> None:
+        super().__init__(kernels, WeightLayout.FLOAT8, block_format.group_size)
+
+    def load_quantized(
+        self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
+    ) -> None:
+        codes, weights = rows.unpacked(), packed(linear)
+        assert isinstance(weights, GivenLinear)
+        weights.pack_float8(codes.codes, codes.scales, linear.part_start(index) + first_row)
 
 
 def _unpacked(words: CodeWords) -> torch.Tensor:

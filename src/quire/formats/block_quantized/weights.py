@@ -1,14 +1,15 @@
-"""Block-quantized weights of a checkpoint: integer codes with scales, and how they are dequantized.
+"""Block-quantized weights of a checkpoint: codes with scales, and how they are dequantized.
 
 A weight w of output n and input k, where k is in the group g of inputs, is one of
 
     scale[n, g] * (value(c[n, k]) - zero)             zero: one number, or zeros[n, g]
     scale[n, g] * value(c[n, k]) - offset[n, g]
 
-where c is a non-negative code, and value(c) is c itself or the entry of a table with 16 entries.
-Scales and offsets are either 16-bit floats, or integers that are multiplied by factors, which the
-groups of a block share ("super-blocks" in llama.cpp's k-quants). Readers in `models.checkpoints`
-create these weights from files, and `formats.block_quantized.linear_methods` multiplies them.
+where c is a non-negative code, and value(c) is c itself, the entry of a table with 16 entries, or
+the float of 8 bits (e4m3) that c encodes. Scales and offsets are either floats, or integers that
+are multiplied by factors, which the groups of a block share ("super-blocks" in llama.cpp's
+k-quants). Readers in `models.checkpoints` create these weights from files, and
+`formats.block_quantized.linear_methods` multiplies them.
 
 Shapes: R rows (outputs), I inputs, G groups, B blocks.
 """
@@ -61,6 +62,9 @@ class BlockFormat:
     #: The value of each code; None if a code is its own value.
     table: tuple[int, ...] | None = None
 
+    #: Whether each code is a float of 8 bits, float8_e4m3fn.
+    is_float8: bool = False
+
     #: Whether each group has its own `zero`.
     has_zeros: bool = False
 
@@ -79,7 +83,10 @@ class BlockFormat:
     def alignment(self) -> int:
         """A slice of columns must begin and end at multiples of this number; 0 if rows can't be
         sliced."""
-        return 0 if self.input_order is not None else self.block_size or self.group_size or 1
+        if self.input_order is not None:
+            return 0
+        # Kernels take four inputs at a time if codes are floats of 8 bits.
+        return self.block_size or self.group_size or (4 if self.is_float8 else 1)
 
     @property
     def is_int8(self) -> bool:
@@ -236,7 +243,9 @@ class UnpackedRows(BlockQuantizedRows):
         return torch.empty_like(numbers).index_copy_(1, inputs, numbers)
 
     def values(self) -> torch.Tensor:
-        """The values of the codes, [R, I] int16, before zeros are subtracted."""
+        """The values of the codes, [R, I] int16 or float8_e4m3fn, before zeros are subtracted."""
+        if self.block_format.is_float8:
+            return self.codes.view(torch.float8_e4m3fn)
         if self.block_format.table is None:
             return self.codes.short()
         table = torch.tensor(self.block_format.table, dtype=torch.int16, device=self.codes.device)

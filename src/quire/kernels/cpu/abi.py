@@ -40,6 +40,7 @@ class WeightLayout(IntEnum):
     INT8 = 2
     INT4 = 3
     BLOCK_QUANTIZED = 4
+    FLOAT8 = 5
 
 
 class Epilogue(IntEnum):

@@ -144,6 +144,8 @@ class PackedLinear:
     def _checked_rows(self, rows: torch.Tensor, first: int) -> torch.Tensor:
         """Check rows for outputs from `first` on, and return them with contiguous elements. Raises
         ValueError."""
+        if self.format is WeightLayout.FLOAT8:
+            raise ValueError(f"rows are {rows.dtype} numbers, but FLOAT8 takes only codes")
         if rows.dtype not in DTYPES or rows.ndim != 2 or rows.shape[1] != self.num_inputs:
             raise ValueError(
                 f"rows are {tuple(rows.shape)} {rows.dtype}, but must be [any, {self.num_inputs}] "

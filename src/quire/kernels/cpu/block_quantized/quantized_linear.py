@@ -22,29 +22,56 @@ from quire.kernels.cpu.block_quantized.kernel_formats import (
 from quire.kernels.cpu.linear import PackedLinear
 
 
-class GivenInt8Linear(PackedLinear):
-    """A linear for a checkpoint's int8 weights (`pack_int8`), whose rows can be dequantized."""
+class GivenLinear(PackedLinear):
+    """A linear for a checkpoint's int8 weights (`pack_int8`) or fp8 weights (`pack_float8`), whose
+    rows can be dequantized."""
 
     def __init__(
         self,
+        weight_format: WeightLayout,
         num_outputs: int,
         num_inputs: int,
         *,
+        group_size: int = 0,
         interleave: int = 0,
         has_bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """`dtype` is as in `PackedLinear`, and also the dtype of the rows that `unpack` returns."""
+        """`weight_format` is INT8 or FLOAT8. In FLOAT8, `group_size` inputs of an output share a
+        scale; 0 means all. `dtype` is as in `PackedLinear`, and also the dtype of the rows that
+        `unpack` returns.
+
+        Raises ValueError in FLOAT8 if a number of inputs is not a multiple of 4.
+        """
+        if weight_format is WeightLayout.FLOAT8 and (num_inputs % 4 or group_size % 4):
+            raise ValueError(
+                f"num_inputs is {num_inputs} and group_size {group_size}, but FLOAT8 needs"
+                " multiples of 4"
+            )
         super().__init__(
-            WeightLayout.INT8,
+            weight_format,
             num_outputs,
             num_inputs,
+            group_size=group_size,
             interleave=interleave,
             has_bias=has_bias,
             dtype=dtype,
         )
         self._code_format = abi.CodeFormat(row_dtype=DTYPES[dtype])
         self.struct.code_format = ctypes.addressof(self._code_format)
+
+    def pack_float8(self, codes: torch.Tensor, scales: torch.Tensor, first: int) -> None:
+        """Like `pack`, for FLOAT8: the weights are `codes` [R, K], the bytes of float8_e4m3fn
+        numbers, times `scales` [R, G] fp32. Raises ValueError."""
+        if self.format is not WeightLayout.FLOAT8:
+            raise ValueError(f"the format is {self.format.name}, but fp8 weights need FLOAT8")
+        groups = -(-self.num_inputs // (self.struct.group_size or self.num_inputs))
+        _check("codes", codes, (len(codes), self.num_inputs), torch.uint8)
+        _check("scales", scales, (len(codes), groups), torch.float32)
+        self._check_span(first, len(codes))
+        codes, scales = codes.contiguous(), scales.contiguous()
+        rows = abi.CodeRows(codes.data_ptr(), scales.data_ptr())
+        self._library.pack_codes(self.struct, ctypes.byref(rows), first, len(codes))
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
         """Rows [len(outputs), K] in the linear's dtype, for outputs [any] int64. Raises

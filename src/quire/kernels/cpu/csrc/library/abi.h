@@ -20,6 +20,7 @@ enum WeightLayout : int32_t {
   kInt8 = 2,
   kInt4 = 3,
   kBlockQuantized = 4,
+  kFloat8 = 5,
 };
 
 // What becomes of a linear's result before it is stored.
@@ -46,7 +47,7 @@ struct CodeFormat {
 // Rows of a checkpoint's codes, [R, K], to be packed; G groups and B blocks of 256 a row.
 struct CodeRows {
   const uint8_t* codes;
-  const void* scales;       // [R, G] of 16 bits; int8 where there are factors
+  const void* scales;       // [R, G] of 16 bits; int8 where there are factors; kFloat8: fp32
   const void* seconds;      // [R, G] zeros or offsets of 16 bits; uint8 offsets, or null
   const uint16_t* factors;  // [R, B, 2] fp16, of scales and of offsets, or null
 };
@@ -56,14 +57,15 @@ struct Weights {
   int32_t format;       // WeightLayout
   int32_t num_outputs;  // N, as packed: gate and up together for kSiluMul
   int32_t num_inputs;   // K
-  int32_t group_size;   // inputs that share a scale; kInt8: those of x, or 0
+  int32_t group_size;   // inputs that share a scale; kInt8: those of x, or 0; kFloat8: 0: all
   int32_t interleave;   // outputs of gate, then as many of up, alternate in the packing; 0: no
   int32_t num_wide;     // kInt4: inputs that have eight bits, a multiple of 4; else 0
   const void* weights;
-  const float* scales;   // kInt8: [N]; kInt4: as linear_int4.h says; else null
+  const float* scales;   // kInt8: [N]; kInt4, kFloat8: as linear_int4.h and linear_float8.h say
   const int32_t* wide_inputs;  // kInt4: [num_wide], in rising order; else null
   const float* bias;     // [N] in the packed order, or null
-  const CodeFormat* code_format;  // kBlockQuantized; kInt8 with unpacked rows: row_dtype alone
+  // kBlockQuantized; kFloat8, and kInt8 with unpacked rows: row_dtype alone.
+  const CodeFormat* code_format;
 };
 
 // One layer's attention: what it computes, and where its K and V lie.

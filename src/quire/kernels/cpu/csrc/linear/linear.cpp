@@ -20,6 +20,8 @@ void multiply_groups(Pool& pool, const LinearCall& call) {
       return linear_int4(pool, call);
     case kBlockQuantized:
       return linear_block_quantized(pool, call);
+    case kFloat8:
+      return linear_float8(pool, call);
   }
 }
 

@@ -10,7 +10,8 @@
 //
 //   kDenseF32    [N/32 panels][K][32]           fp32
 //   kDenseBF16   [N/32 panels][K/2][32][2]      bf16: inputs 2k, 2k+1 of an output are neighbours
-//   kInt8, kInt4, kBlockQuantized: linear_int8.h, linear_int4.h, block_quantized/layout.h
+//   kInt8, kInt4, kBlockQuantized, kFloat8: linear_int8.h, linear_int4.h,
+//                block_quantized/layout.h, linear_float8.h
 //
 // so a panel is one contiguous run of bytes, read once per group of rows, from first to last.
 //
@@ -96,6 +97,7 @@ void multiply_groups(Pool&, const LinearCall&);  // linear.cpp
 
 void linear_f32(Pool&, const LinearCall&);   // linear_dense.cpp
 void linear_bf16(Pool&, const LinearCall&);  // linear_dense.cpp
+void linear_float8(Pool&, const LinearCall&);  // linear_dense.cpp
 void linear_int8(Pool&, const LinearCall&);  // linear_int8.cpp
 void linear_int4(Pool&, const LinearCall&);  // linear_int4.cpp
 void linear_block_quantized(Pool&, const LinearCall&); // block_quantized/linear_block_quantized.cpp

@@ -30,8 +30,11 @@ typedef float Register __attribute__((vector_size(kRegisterLanes * 4)));
 typedef uint32_t RegisterBits __attribute__((vector_size(kRegisterLanes * 4)));
 // With AVX2 one or two rows take a whole panel at once, which gives them enough independent sums and
 // reads the panel from first to last. More rows have registers for half of it.
+template <typename Step>
+constexpr int kMaxPanelRows = 2;
+template <typename Step>
 constexpr int tile_registers(int num_rows) {
-  return kRegisterLanes == 8 && num_rows > 2 ? 2 : kTileRegisters;
+  return kRegisterLanes == 8 && num_rows > kMaxPanelRows<Step> ? 2 : kTileRegisters;
 }
 
 // One step of the loop: kInputs inputs of a row of x, read as X. Of these, kInputsAtOnce meet their
@@ -128,7 +131,7 @@ inline void add_steps(const uint8_t*& weights, const typename Step::X*& x, int64
                       int num_steps, Register (&sums)[R][N]) {
 #pragma GCC unroll 8
   for (int step = 0; step < num_steps; ++step)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int input = 0; input < Step::kInputs; input += Step::kInputsAtOnce) {
       const typename Step::template Weights<N> now(weights + step * kStepBytes, input);
 #pragma GCC unroll 16
@@ -182,7 +185,7 @@ inline void write_sums(const Register (&sums)[R][N], float* results) {
 template <typename Step, int R, bool kIsPacked = false>
 void multiply(const uint8_t* panel, int64_t num_steps, const typename Step::X* rows, int64_t ldx,
               Prefetch prefetch, bool is_first, float* results) {
-  constexpr int kRegisters = tile_registers(R), kTileLanes = kRegisterLanes * kRegisters;
+  constexpr int kRegisters = tile_registers<Step>(R), kTileLanes = kRegisterLanes * kRegisters;
   constexpr int kTilesPerPanel = int(kPanelOutputs) / kTileLanes;
   const int64_t num_groups = num_steps / kStepsPerGroup;
   prefetch.spread(num_groups * kTilesPerPanel);

@@ -110,12 +110,14 @@ int64_t packed_bytes(const Weights& linear) {
   if (linear.format == kInt8) return packed_bytes_int8(linear);
   if (linear.format == kInt4) return num_panels(linear) * 2 * int4_unit_bytes(linear);
   if (linear.format == kBlockQuantized) return packed_bytes_block_quantized(linear);
+  if (linear.format == kFloat8) return packed_bytes_float8(linear);
   return dense_bytes(linear);
 }
 
 int64_t num_scales(const Weights& linear) {
   if (linear.format == kInt8) return num_scales_int8(linear);
   if (linear.format == kInt4) return padded_outputs(linear) * (linear.num_wide > 0 ? 2 : 1);
+  if (linear.format == kFloat8) return num_scales_float8(linear);
   return 0;
 }
 
@@ -127,10 +129,16 @@ void pack_rows(const Weights& linear, const void* rows, DType rows_dtype, int64_
     pack_dense_from<float>(linear, rows, rows_dtype, ld, first, num_rows);
 }
 
+void pack_codes(const Weights& linear, const CodeRows& rows, int64_t first, int64_t num_rows) {
+  if (linear.format == kFloat8) return pack_codes_float8(linear, rows, first, num_rows);
+  pack_codes_block_quantized(linear, rows, first, num_rows);
+}
+
 void clear_padding(const Weights& linear) {
   if (linear.format == kInt8) return clear_padding_int8(linear);
   if (linear.format == kInt4) return clear_padding_int4(linear);
   if (linear.format == kBlockQuantized) return clear_padding_block_quantized(linear);
+  if (linear.format == kFloat8) return clear_padding_float8(linear);
   clear_dense(linear);
 }
 
@@ -139,6 +147,7 @@ void unpack_rows(const Weights& linear, const int64_t* outputs, int64_t num_rows
   if (linear.format == kBlockQuantized)
     return unpack_rows_block_quantized(linear, outputs, num_rows, rows, ld);
   if (linear.format == kInt8) return unpack_rows_int8(linear, outputs, num_rows, rows, ld);
+  if (linear.format == kFloat8) return unpack_rows_float8(linear, outputs, num_rows, rows, ld);
   if (linear.format == kDenseBF16)
     unpack_dense(linear, outputs, num_rows, static_cast<uint16_t*>(rows), ld);
   else

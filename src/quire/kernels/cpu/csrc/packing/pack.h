@@ -16,13 +16,13 @@ int64_t num_scales(const Weights&);
 // given as rows of K elements (fp32 or bf16), `ld` elements apart. Outputs count as in the
 // checkpoint: all of gate, then all of up, where the linear interleaves. Weights of padding are
 // zeroed by `clear_padding`, once. Calls for different rows may run at once. Of dense formats;
-// kInt8 and kInt4 are rounded by `Kernels::round_int8` and `round_int4`, and kBlockQuantized takes
-// no numbers.
+// kInt8 and kInt4 are rounded by `Kernels::round_int8` and `round_int4`, and kBlockQuantized and
+// kFloat8 take no numbers.
 void pack_rows(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                int64_t num_rows);
 void clear_padding(const Weights&);
 
-// Stores codes as they are, for kBlockQuantized; else as pack_rows.
+// Stores codes as they are, for kBlockQuantized and kFloat8; else as pack_rows.
 void pack_codes(const Weights&, const CodeRows& rows, int64_t first, int64_t num_rows);
 
 // The same from blocks of a GGUF file, whose numbers become codes without rounding. type: ggml's
@@ -43,8 +43,9 @@ void unpack_words(const uint32_t* words, int64_t ld, int64_t num_rows, int64_t n
 void pack_int8(const Weights&, const int8_t* rows, const float* scales, int64_t first,
                int64_t num_rows);
 
-// The inverse for dense formats, kBlockQuantized and kInt8 with a code_format: the given outputs as
-// rows in the packed dtype (fp32, bf16), or in CodeFormat::row_dtype; for embeddings and tests.
+// The inverse for dense formats, kBlockQuantized, kFloat8 and kInt8 with a code_format: the given
+// outputs as rows in the packed dtype (fp32, bf16), or in CodeFormat::row_dtype; for embeddings and
+// tests.
 void unpack_rows(const Weights&, const int64_t* outputs, int64_t num_rows, void* rows, int64_t ld);
 
 // The same by format; pack.cpp dispatches to them.
@@ -53,7 +54,15 @@ int64_t num_scales_int8(const Weights&);
 void clear_padding_int8(const Weights&);
 void unpack_rows_int8(const Weights&, const int64_t* outputs, int64_t num_rows, void* rows,
                       int64_t ld);
+int64_t packed_bytes_float8(const Weights&);  // pack_float8.cpp
+int64_t num_scales_float8(const Weights&);
+void clear_padding_float8(const Weights&);
+void pack_codes_float8(const Weights&, const CodeRows& rows, int64_t first, int64_t num_rows);
+void unpack_rows_float8(const Weights&, const int64_t* outputs, int64_t num_rows, void* rows,
+                        int64_t ld);
 int64_t packed_bytes_block_quantized(const Weights&);  // pack_block_quantized.cpp
+void pack_codes_block_quantized(const Weights&, const CodeRows& rows, int64_t first,
+                                int64_t num_rows);
 void clear_padding_block_quantized(const Weights&);
 void unpack_rows_block_quantized(const Weights&, const int64_t* outputs, int64_t num_rows,
                                  void* rows, int64_t ld);

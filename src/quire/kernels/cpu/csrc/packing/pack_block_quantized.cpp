@@ -202,7 +202,8 @@ void clear_padding_block_quantized(const Weights& linear) {
   std::memset(unit_at(linear, last), 0, 2 * quantized_unit_bytes(linear));
 }
 
-void pack_codes(const Weights& linear, const CodeRows& rows, int64_t first, int64_t num_rows) {
+void pack_codes_block_quantized(const Weights& linear, const CodeRows& rows, int64_t first,
+                                int64_t num_rows) {
   const CodeFormat& code_format = *linear.code_format;
   const int64_t K = linear.num_inputs, G = linear.group_size;
   const int64_t num_groups = divide_up(K, G), num_blocks = divide_up(K, kBlockInputs);
