@@ -138,7 +138,7 @@ def test_codes_that_nothing_keeps_become_numbers_and_a_line(
     with caplog.at_level(logging.WARNING):
         model = load(folder, LinearMethods(DenseMethod()))
     assert torch.equal(logits(model, run), logits(load(folder, None), run))
-    assert "its Q4_K weights are decoded to float32, as quire has no layout" in caplog.text
+    assert "its Q4_K weights are decoded to float32, as these kernels have no layout" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ class BlockFormats:
         """Log which weights are dequantized, and the memory that they take."""
         for name, count in self._numbers.items():
             _log.warning(
-                "%s: its %s weights are decoded to %s, as quire has no layout for their codes:"
-                " %.0f MiB in memory",
+                "%s: its %s weights are decoded to %s, as these kernels have no layout for their"
+                " codes: %.0f MiB in memory",
                 folder,
                 name,
                 str(dtype).removeprefix("torch."),

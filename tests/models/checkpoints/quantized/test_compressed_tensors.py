@@ -178,9 +178,10 @@ def test_groups_of_linears_and_plain_ones_are_mixed(save_checkpoint, assert_read
         ("channel", (1, 0), None),
         ("block", (128, 128), None),
         ("block", (48, 40), None),
+        ("block", (48, 32), None),
     ],
 )
-def test_fp8_weights_become_numbers(
+def test_fp8_weights_are_read(
     strategy, block, shape, save_checkpoint, assert_read, load, caplog
 ) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)
@@ -190,10 +191,11 @@ def test_fp8_weights_become_numbers(
     scheme = settings("float-quantized", weights, inputs)
     writer = fp8(block, "weight_scale", torch.bfloat16, shape)
     numbers = rewrite(folder, model, {"": writer}, scheme)
-    assert not assert_read(folder, model, numbers)
+    keeps = strategy != "block" or block[1] == 32
+    assert assert_read(folder, model, numbers).keys() == (numbers.keys() if keeps else set())
     with caplog.at_level(logging.WARNING):
         load(folder)
-    assert "its fp8 weights are decoded to float32, as quire has no layout" in caplog.text
+    assert "its fp8 weights are decoded to float32, as these kernels have no layout" in caplog.text
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:

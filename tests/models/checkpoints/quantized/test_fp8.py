@@ -19,22 +19,23 @@ def settings(**fields: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("writer", "fields"),
+    ("writer", "fields", "groups"),
     [
-        (fp8((128, 128)), {"weight_block_size": [128, 128]}),
-        (fp8((24, 40)), {"weight_block_size": [24, 40]}),  # the last ones are cut off
-        (fp8((24, 40), dtype=torch.bfloat16), {"weight_block_size": [24, 40]}),
+        (fp8((128, 128)), {"weight_block_size": [128, 128]}, None),  # larger than the weights
+        (fp8((24, 40)), {"weight_block_size": [24, 40]}, None),  # the last ones are cut off
+        (fp8((24, 40), dtype=torch.bfloat16), {"weight_block_size": [24, 40]}, None),
         (
-            fp8((32, 32), dtype=torch.float8_e8m0fnu),
-            {"weight_block_size": [32, 32], "scale_fmt": "ue8m0"},
+            fp8((24, 32), dtype=torch.float8_e8m0fnu),
+            {"weight_block_size": [24, 32], "scale_fmt": "ue8m0"},
+            32,
         ),
-        (fp8((0, 0), shape=[]), {"weight_block_size": None, "activation_scheme": "static"}),
-        (fp8((0, 0), "weight_scale", shape=[]), {}),
-        (fp8((1, 0), "weight_scale"), {"quant_method": "fbgemm_fp8", "fmt": None}),
+        (fp8((0, 0), shape=[]), {"weight_block_size": None, "activation_scheme": "static"}, 0),
+        (fp8((0, 0), "weight_scale", shape=[]), {}, 0),
+        (fp8((1, 0), "weight_scale"), {"quant_method": "fbgemm_fp8", "fmt": None}, 0),
     ],
 )
-def test_weights_become_numbers_with_a_line(
-    writer, fields, save_checkpoint, assert_read, load, caplog
+def test_scales_of_every_layout_are_read(
+    writer, fields, groups, save_checkpoint, assert_read, load, caplog
 ) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)
 
@@ -46,11 +47,12 @@ def test_weights_become_numbers_with_a_line(
     kept = ["lm_head", "up_proj"]
     fields = settings(**fields) | {"modules_to_not_convert": kept}
     numbers = rewrite(folder, model, {"self_attn": write, "down_proj": writer}, fields)
-    assert not assert_read(folder, model, numbers)
+    found = assert_read(folder, model, numbers)
+    assert {each.group_size for each in found.values()} == ({groups} - {None})
     assert all(open_checkpoint(folder).stored_as(name) == "fp8" for name in numbers)
     with caplog.at_level(logging.WARNING):
         load(folder)
-    assert "its fp8 weights are decoded to float32, as quire has no layout" in caplog.text
+    assert "its fp8 weights are decoded to float32, as these kernels have no layout" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
-"""fp8 weights (e4m3) in the layouts of DeepSeek, Qwen, Mistral and FBGEMM, dequantized on loading.
+"""fp8 weights (e4m3) in the layouts of DeepSeek, Qwen, Mistral and FBGEMM.
 
     X.weight            [O, I] float8_e4m3fn
     X.weight_scale_inv  [ceil(O / B), ceil(I / C)]    for blocks of B x C, usually 128 x 128
     X.weight_scale      [O, 1], [1] or []             for each output, or for the whole weight
 
-A weight is its stored number times its scale, although the name says "inv". quire has no fp8
-layout, so weights are dequantized to the model's dtype. Scales of activations are ignored, since
-activations are not rounded. (DeepSeek-V3, arXiv:2412.19437, section 3.3.2.)
+A weight is its stored number times its scale, although the name says "inv". Weights stay as they
+are stored where kernels have a layout for them, with scales repeated for each output of a block.
+Scales of activations are ignored, since activations are not rounded. (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2.)
 
-Shapes: O outputs, I inputs.
+Shapes: O outputs, I inputs, R rows (outputs), C blocks of inputs.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.errors import CheckpointError, shown
+from quire.formats.block_quantized.weights import BlockFormat, UnpackedRows
 from quire.models.checkpoints.quantized.quantized_files import FoundWeights
 from quire.models.checkpoints.quantized.settings import SettingFields
 from quire.models.checkpoints.quantized.stored_weight import SCALES, StoredWeight, Tensors
@@ -86,7 +88,6 @@ class Fp8Weight(StoredWeight):
     of its scales."""
 
     kind = NAME
-    block_format = None
 
     def __init__(self, tensors: Tensors, scale: str, blocks: Sequence[Block]) -> None:
         """`scale` is the suffix of the scales' name, such as weight_scale_inv. `blocks` are the
@@ -108,11 +109,27 @@ class Fp8Weight(StoredWeight):
         grid = (found[0], found[1]) if len(found) == 2 else ((*found, 1)[0], 1)
         self._block = grids[grid]
 
-    def numbers(self, span: range) -> torch.Tensor:
-        rows, columns = self._block
+    @property
+    def block_format(self) -> BlockFormat | None:
+        num_inputs, columns = self.shape[1], self._block[1]
+        if num_inputs % columns or columns % 4:
+            return None
+        size = 0 if columns == num_inputs else columns
+        return BlockFormat(self.kind, 8, size, is_float8=True, scale_dtype=torch.float32)
+
+    def codes(self, span: range) -> UnpackedRows:
+        assert self.block_format is not None
+        codes = self._tensors.copy_rows("weight", span).view(torch.uint8)
+        return UnpackedRows(self.block_format, codes, self._scales(span))
+
+    def _scales(self, span: range) -> torch.Tensor:
+        """The scales of some rows, [R, C] fp32."""
         scales = self._tensors.copy(self._scale).float()
         scales = scales.view(-1, scales.shape[-1] if scales.dim() == 2 else 1)
-        of_rows = scales[torch.arange(span.start, span.stop) // rows]
+        return scales[torch.arange(span.start, span.stop) // self._block[0]]
+
+    def numbers(self, span: range) -> torch.Tensor:
+        columns, of_rows = self._block[1], self._scales(span)
         with self._tensors.rows("weight", span) as codes:
             numbers = codes.float()
         for start in range(0, self.shape[1], columns):

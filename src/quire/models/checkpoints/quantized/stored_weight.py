@@ -88,6 +88,11 @@ class Tensors:
         """Yields the whole tensor."""
         return self.rows(part, range((self.files.shape(self.name(part)) or (1,))[0]))
 
+    def copy_rows(self, part: str, span: range) -> torch.Tensor:
+        """A copy of some rows."""
+        with self.rows(part, span) as lent:
+            return lent.clone()
+
     def copy(self, part: str) -> torch.Tensor:
         """A copy of a small tensor."""
         with self.whole(part) as lent:
