@@ -207,6 +207,33 @@ def test_fp8_is_taken_as_it_is(kernels: NativeKernels, dtype: torch.dtype, group
     assert BlockQuantizedMethods().of(block_format) is None  # torch has no layout
 
 
+def test_experts_of_fp8_are_multiplied(kernels: NativeKernels) -> None:
+    parts = {True: [], False: []}
+    method, outputs = _method(kernels, FP8), []
+    for seed in range(4):
+        codes = random_codes(FP8, 256, 128, seed)
+        codes.codes[(codes.codes & 0x7F) == 0x7F] = 1  # would be NaN
+        codes.scales.div_(256)
+        parts[True].append(_linear(method, codes, (128, 128), gated=True))
+        parts[False].append(_linear(method, codes.rows(0, 128), (128,)))
+    layer = ExpertLinears(tuple(parts[True]), tuple(parts[False]), Gating())
+    x, ids = _x(40, 128), torch.arange(80).view(40, 2) % 3  # expert 3 gets no token
+    routing = Routing(ids, torch.full((40, 2), 0.5))
+    found = method.experts(layer, x, routing)
+    for row, experts in zip(x, ids, strict=True):
+        each = [
+            method.apply(layer.down[expert], method.silu_mul(layer.gate_up[expert], row[None]))
+            for expert in experts.tolist()
+        ]
+        outputs.append((each[0] + each[1]) / 2)
+    torch.testing.assert_close(found, torch.cat(outputs), rtol=1e-5, atol=1e-5)
+    alone = [
+        method.experts(layer, x[i : i + 1], Routing(ids[i : i + 1], routing.weights[:1]))
+        for i in (0, 21, 39)
+    ]
+    assert torch.equal(torch.cat(alone), found[[0, 21, 39]])
+
+
 def test_block_formats_without_a_layout_have_no_method(kernels: NativeKernels) -> None:
     for block_format in (
         BlockFormat("flat", 6, 32),
