@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         " failing them",
     )
     parser.addoption(
-        "--rotate", action="store_true", help="run only a third of the long tests (rotation.py)"
+        "--rotate", action="store_true", help="run only a quarter of the long tests (rotation.py)"
     )
     parser.addoption(
         "--write-rotated", action="store_true", help="list the long tests of this run anew"

@@ -1,8 +1,8 @@
-"""Long test functions take turns: a run with `--rotate` leaves out two thirds of their cases.
+"""Long test functions take turns: a run with `--rotate` leaves out most of their cases.
 
 `rotated_tests.txt` lists the functions whose cases together take `LEAST_S` seconds or more. Which
-third of the cases runs depends on the hash of the commit, so it is the same wherever a commit is
-tested, and another commit is likely to run another third. `--write-rotated`, in a run of all
+quarter of the cases runs depends on the hash of the commit, so it is the same wherever a commit is
+tested, and another commit is likely to run another quarter. `--write-rotated`, in a run of all
 tests, writes the list anew.
 """
 
@@ -16,8 +16,8 @@ import pytest
 
 LIST = Path(__file__).parent / "rotated_tests.txt"
 ROOT = LIST.parent.parent
-NUM_PARTS = 3
-LEAST_S = 1.5
+NUM_PARTS = 4
+LEAST_S = 1.0
 
 
 def function_of(nodeid: str) -> str:

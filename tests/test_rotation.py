@@ -1,4 +1,4 @@
-"""Long tests take turns: each case runs at one commit of three, and all others at each."""
+"""Long tests take turns: each case runs at one commit of four, and all others at each."""
 
 import re
 import subprocess
@@ -10,11 +10,11 @@ from tests.rotation import NUM_PARTS, current_commit, function_of, left_out, lis
 
 
 def test_each_long_case_runs_in_one_turn_and_all_other_cases_in_each() -> None:
-    nodeids = [f"tests/a.py::test_long[{number}]" for number in range(90)]
+    nodeids = [f"tests/a.py::test_long[{number}]" for number in range(120)]
     nodeids += ["tests/a.py::TestClass::test_long", "tests/a.py::test_short[0]"]
     functions = ("a.py::test_long", "a.py::TestClass::test_long")
     turns = [left_out(nodeids, functions, f"{turn:08x}ffff") for turn in range(NUM_PARTS)]
-    assert turns == [left_out(nodeids, functions, f"{turn + 3:08x}0000") for turn in range(3)]
+    assert turns == [left_out(nodeids, functions, f"{turn + 4:08x}0000") for turn in range(4)]
     for nodeid in nodeids:
         is_long = function_of(nodeid) in functions
         assert sum(nodeid in turn for turn in turns) == (NUM_PARTS - 1 if is_long else 0), nodeid
@@ -30,9 +30,9 @@ def test_the_list_names_functions_that_are_there() -> None:
 
 def test_the_list_has_long_functions_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation, "LIST", tmp_path / "list.txt")
-    rotation.write_list({"a.py::test_b": 1.49, "a.py::test_c": 1.5, "d.py::E::test_f": 20.04})
-    assert rotation.LIST.read_text() == "  20.0 d.py::E::test_f\n   1.5 a.py::test_c\n"
-    assert listed_functions() == {"d.py::E::test_f": 20.0, "a.py::test_c": 1.5}
+    rotation.write_list({"a.py::test_b": 0.99, "a.py::test_c": 1.0, "d.py::E::test_f": 20.04})
+    assert rotation.LIST.read_text() == "  20.0 d.py::E::test_f\n   1.0 a.py::test_c\n"
+    assert listed_functions() == {"d.py::E::test_f": 20.0, "a.py::test_c": 1.0}
 
 
 def test_the_commit_is_that_of_the_repository_if_there_is_one(tmp_path: Path) -> None:
