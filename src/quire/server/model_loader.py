@@ -15,7 +15,6 @@ from quire.core.memory.memory_report import format_bytes
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.fleet_sleep import SleepMode
 from quire.errors import ConfigurationError
-from quire.hub.gguf.image_encoder import find_image_encoder
 from quire.hub.model_folder import EMBEDDED_MODEL_NAME
 from quire.observability.gpu_presence import lacks_gpu
 from quire.observability.log import get_logger
@@ -286,6 +285,9 @@ def _computed_bytes(plan: ModelPlan) -> int:
     if plan.files.images is not None and _may_encode(options):
         # The engine's slots hold a half of the cache's size beside it, unless images are very long.
         image_bytes = options.encoder_cache_bytes * 3 // 2
+        # Imported here because it imports numpy, which a server for text never loads.
+        from quire.hub.gguf.image_encoder import find_image_encoder
+
         encoder = find_image_encoder(folder, options.mmproj)
         image_bytes += 0 if encoder is None else _num_weight_bytes(encoder.path)
     kv_bytes = options.kv_cache_bytes
