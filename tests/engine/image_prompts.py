@@ -58,6 +58,8 @@ class ImageFamily:
     num_around: int = 0
     #: Whether layers have states, which are kept at the last whole block of a prompt only.
     has_states: bool = False
+    #: Whether some layers have windows, in KV groups of their own.
+    has_windows: bool = False
     #: The family with images of another size, those of seeds from OTHER_SIZE on; None if all images
     #: of the family have one size.
     other: "ImageFamily | None" = None
@@ -111,6 +113,7 @@ IMAGE_FAMILIES = {
         arguments=gemma3_files.arguments,
         num_around=1,
         num_cramped_blocks=26,
+        has_windows=True,
     ),
     "gemma4": ImageFamily(
         save=gemma4_files.save,
@@ -119,6 +122,7 @@ IMAGE_FAMILIES = {
         arguments=gemma4_files.arguments,
         num_around=1,
         num_cramped_blocks=26,
+        has_windows=True,
     ),
     "internvl": ImageFamily(
         save=internvl_files.save,

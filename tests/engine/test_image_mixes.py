@@ -28,6 +28,8 @@ from quire.runtime.contents.content_store import ContentStore
 
 NUM_EXAMPLES = 6
 MAX_LEN = 72
+WINDOWED_BLOCKS = {8: 26, 16: 21, 32: 15}
+"""Blocks that hold one request of a family with windows, by block size."""
 IMAGES = (1, 2, OTHER_SIZE)
 
 parts = st.lists(
@@ -174,6 +176,8 @@ def test_random_mixes_get_the_tokens_of_requests_alone(
         mix: list[Life], options: dict[str, Any], num_spare: int, num_slots: int, cache_bytes: int
     ) -> None:
         num_blocks = 17 if family.has_states else -(-MAX_LEN // options["block_size"])
+        if family.has_windows:
+            num_blocks = WINDOWED_BLOCKS[options["block_size"]]
         llm = alone.llm(num_blocks=num_blocks + num_spare, **options)
         preempt_much(llm)
         engine, contents = llm.engine, llm.engine.scheduler.contents
