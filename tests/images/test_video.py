@@ -67,6 +67,15 @@ def test_frames_of_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             read(given, "a")
 
 
+def test_a_frame_does_not_enlarge_the_canvas() -> None:
+    """Pillow would enlarge it for all further frames, beyond the pixels that were counted."""
+    data = bytearray(animation("GIF"))
+    at = data.rindex(np.array([0, 0, 20, 10], "<u2").tobytes())  # of the last frame
+    data[at + 4 : at + 8] = np.array([2000, 1000], "<u2").tobytes()
+    with pytest.raises(InvalidRequestError, match="has a frame that is larger than its canvas"):
+        decode_video(bytes(data), "a")
+
+
 def test_frames_of_a_caller_are_taken() -> None:
     array = np.stack([np.asarray(frame) for frame in FRAMES])
     for given in (FRAMES, array, list(array), (FRAMES, {"fps": None})):

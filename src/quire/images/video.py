@@ -52,6 +52,8 @@ def decode_video(data: bytes, where: str) -> Video:
                 opened.seek(first + len(frames))
             except EOFError:
                 break
+            if opened.size != (width, height):  # Pillow enlarges the canvas of a GIF file
+                raise _wrong(where, "has a frame that is larger than its canvas; save it anew")
             if (len(frames) + 1) * width * height > MAX_FILE_FRAME_PIXELS:
                 raise _wrong(
                     where,
