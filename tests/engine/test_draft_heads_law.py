@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.engine.crowding import preempt_much
+from tests.engine.image_prompts import IMAGE_FAMILIES, answers_of, requests_of
 from tests.engine.test_law import make_crowd
 from tests.engine.test_speculation_law import seen
 from tests.models.heads.head_files import (
@@ -98,6 +99,21 @@ def test_heads_with_other_options(tmp_path: Path) -> None:
         assert seen(llm.generate(prompts, params, use_tqdm=False)) == before[kv]
         assert llm.engine.stats().drafts["by_proposer"]["mtp"]["verified"][0] > 10
         llm.engine.tier_work.close()
+
+
+@pytest.mark.usefixtures("native_engine")
+def test_an_image_longer_than_the_budget_leaves_room_for_what_a_head_reads(tmp_path: Path) -> None:
+    """Its step computes more tokens than `max_num_batched_tokens`, and the head reads all."""
+    family = IMAGE_FAMILIES["gemma3"]
+    family.save(tmp_path)
+    save_eagle3(
+        tmp_path / "head", size=48, vocab_size=1013, eagle_aux_hidden_state_layer_ids=[0, 1, 2]
+    )
+    options = OPTIONS | {"model": str(tmp_path), "max_num_batched_tokens": 4, "max_num_seqs": 4}
+    assert family.num_placeholders > 4
+    plain = answers_of(LLM(**options, speculation="off").engine, requests_of(family))
+    llm = LLM(**options, speculative_model=str(tmp_path / "head"))
+    assert answers_of(llm.engine, requests_of(family)) == plain
 
 
 @pytest.mark.usefixtures("native_engine")

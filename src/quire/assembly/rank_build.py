@@ -337,7 +337,7 @@ class _Builder:
         with nullcontext() if binding is None else binding.memory_of_part():
             model = self._load(memory_plan.max_model_len)
             adapters = self._adapters(model)
-            prepare_target(model, self.draft, self.options.max_num_batched_tokens)
+            prepare_target(model, self.draft, self._most_step_tokens)
             runner = self._runner(model, adapters, memory_plan)
             model_drafts = self._add_drafter(runner, memory_plan.max_model_len)
             contents, runner.contents = self._contents(model)
