@@ -69,7 +69,7 @@ def opened_image(
     # Pillow warns of odd but readable files, which a client must not write into the log.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
-        opened = Image.open(BytesIO(data), formats=formats)
+        opened = _open(data, formats)
         _check_size(opened.size, where)
         # Then decode it.
         yield opened
@@ -86,6 +86,20 @@ def opened_image(
             reason = " ".join(str(error).split()) or type(error).__name__
             failure = _wrong(where, f"can't be decoded ({reason:.100})")
     raise failure
+
+
+def _open(data: bytes, formats: tuple[str, ...]) -> "Image":
+    """The file, whose pixels are not decoded yet. Raises Pillow's errors."""
+    from PIL import Image, UnidentifiedImageError  # a server for text never loads it
+
+    if "GIF" not in formats or not data.startswith((b"GIF87a", b"GIF89a")):
+        return Image.open(BytesIO(data), formats=formats)
+    from quire.images.gif_file import BoundedGif  # brings Pillow
+
+    try:
+        return BoundedGif(BytesIO(data), MAX_PIXELS)
+    except SyntaxError:
+        raise UnidentifiedImageError from None
 
 
 def check_image(image: Any, where: str) -> "Image":
