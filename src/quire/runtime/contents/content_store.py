@@ -198,7 +198,9 @@ class ContentStore:
         except (RuntimeError, ValueError, MemoryError, OSError) as error:
             logger.exception("a content can't be encoded")
             self._encoding = None
-            self._failed[running.digest] = f"an image of the prompt can't be encoded: {error}"
+            is_loaded = self._load is None  # errors of loading name files of the server
+            reason = error if is_loaded else "its encoder can't be loaded, as the server's log says"
+            self._failed[running.digest] = f"an image of the prompt can't be encoded: {reason}"
             return False
         running.encode_s += time.perf_counter() - begin_s
         return True
