@@ -164,9 +164,10 @@ class Bench:
 
     def _measure_roofline(self, index: int) -> None:
         out = self.folder / f"roofline.{index}.json"
-        words = [str(HERE / "roofline.py"), "--threads", str(self.args.threads)]
-        command = [*self.prefix, sys.executable, *words, "--out", str(out)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        words = ["-m", "benchmarks.cpu.roofline", "--threads", str(self.args.threads)]
+        command = [*self.prefix, sys.executable, *words, "--out", str(out.resolve())]
+        # A module is found from the repository's root only.
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parents[1])
         self.results.rooflines.append(json.loads(out.read_text()))
         self._save()
 

@@ -1,10 +1,11 @@
 """The benchmark of whole engines: the set-up file, turns, noise, the table."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,28 @@ def run(cpu: ModuleType, setup: Path, tmp_path: Path, *more: str) -> tuple[dict[
     words = ["--setup", str(setup), "--out", str(out), "--markdown", str(markdown)]
     cpu.main([*words, "--parts", "decode1", "--quiet-wait", "0", *more])
     return json.loads(out.read_text()), markdown.read_text()
+
+
+def test_the_roofline_is_measured_from_any_folder(
+    cpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.run
+
+    def ask_for_help(command: list[str], **options: Any) -> None:
+        start([*command, "--help"], **options)  # raises an error if the script can't be loaded
+        (tmp_path / "roofline.0.json").write_text("{}")
+
+    monkeypatch.setattr(subprocess, "run", ask_for_help)
+    monkeypatch.chdir(tmp_path)
+    bench = SimpleNamespace(
+        folder=Path(),
+        prefix=[],
+        args=SimpleNamespace(threads=1),
+        results=SimpleNamespace(rooflines=[]),
+        _save=lambda: None,
+    )
+    cpu.Bench._measure_roofline(bench, 0)
+    assert bench.results.rooflines == [{}]
 
 
 @pytest.mark.usefixtures("no_roofline")
