@@ -177,7 +177,7 @@ def _measure(
         if not (isinstance(error, InsufficientMemoryError) or is_out_of_memory(error)):
             raise
         return None
-    except Exception as error:
+    except Exception as error:  # Triton's; all others are raised again
         excess = excess_of_kernel(error)
         if excess is None:
             raise

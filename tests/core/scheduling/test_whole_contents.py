@@ -110,7 +110,7 @@ def test_a_preempted_sequence_keeps_no_part_of_a_content(num_wanted: int):
     sequence = add(harness, "r", (5, 4, A), (9, 11, B))
     prefill(harness, sequence)
     harness.scheduler.running_set.preempt(sequence, num_wanted)
-    # Of 6 blocks of 4 tokens, the second to the fifth split contents.
+    # The sequence has 6 blocks of 4 tokens. The ends of the second to the fifth split contents.
     assert sequence.num_computed_tokens == {1: 20}.get(num_wanted, 4 * (num_wanted < 6))
     harness.run()
 

@@ -129,7 +129,7 @@ def test_refusals(tmp_path: Path) -> None:
         found = find_tower(text, config)
         assert found is not None
         load_found(found, model)
-    # Of two encoders, none is chosen.
+    # If there are two encoders, the model is served for text.
     write_mmproj(model, tmp_path / "mmproj-other.gguf")
     assert find_tower(text, config) is None
     with pytest.raises(CheckpointError, match="is no model in GGUF format"):
