@@ -46,8 +46,7 @@ def find_image_encoder(model: Path, named: str | None = None) -> ImageEncoder | 
     if first is None:
         if named is not None:
             raise CheckpointError(
-                f"mmproj is {shown(named)}, but {model} is no model in GGUF format; leave it out:"
-                " the folder itself holds the encoder of images"
+                f"{model} is no model in GGUF format, so it has no use for mmproj={shown(named)}"
             )
         return None
     path = _beside(first) if named is None else Path(named).expanduser()
