@@ -17,7 +17,7 @@ import pytest
 LIST = Path(__file__).parent / "rotated_tests.txt"
 ROOT = LIST.parent.parent
 NUM_PARTS = 4
-LEAST_S = 1.0
+LEAST_S = 1.5
 
 
 def function_of(nodeid: str) -> str:

@@ -30,9 +30,9 @@ def test_the_list_names_functions_that_are_there() -> None:
 
 def test_the_list_has_long_functions_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation, "LIST", tmp_path / "list.txt")
-    rotation.write_list({"a.py::test_b": 0.99, "a.py::test_c": 1.0, "d.py::E::test_f": 20.04})
-    assert rotation.LIST.read_text() == "  20.0 d.py::E::test_f\n   1.0 a.py::test_c\n"
-    assert listed_functions() == {"d.py::E::test_f": 20.0, "a.py::test_c": 1.0}
+    rotation.write_list({"a.py::test_b": 1.49, "a.py::test_c": 1.5, "d.py::E::test_f": 20.04})
+    assert rotation.LIST.read_text() == "  20.0 d.py::E::test_f\n   1.5 a.py::test_c\n"
+    assert listed_functions() == {"d.py::E::test_f": 20.0, "a.py::test_c": 1.5}
 
 
 def test_the_commit_is_that_of_the_repository_if_there_is_one(tmp_path: Path) -> None:
