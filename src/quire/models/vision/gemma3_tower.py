@@ -15,7 +15,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import nn
 
-from quire.errors import CheckpointError, InvalidRequestError, shown
+from quire.errors import CheckpointError, InvalidRequestError
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import RMSNorm
 from quire.layers.storage import Storage
@@ -23,7 +23,13 @@ from quire.models.config_fields import ConfigFields
 from quire.models.vision.patches import IMAGE_GRID, NUM_CHANNELS, stack_squares
 from quire.models.vision.siglip import OTHER_NAMES, SiglipConfig, SiglipEncoder
 from quire.models.vision.slices import WIDE_PIECE_ROWS, in_pieces
-from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
+from quire.models.vision.vision_tower import (
+    Grid,
+    Slices,
+    VisionConfig,
+    VisionTower,
+    vision_config_of,
+)
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {
@@ -58,12 +64,7 @@ class Gemma3VisionConfig(VisionConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], output_size: int) -> Self:
-        outer, inner = ConfigFields(raw), raw.get("vision_config")
-        if not isinstance(inner, dict):
-            raise CheckpointError(
-                f"config.json has the vision_config {shown(inner)}, but it must be an object, which"
-                " describes the encoder of images"
-            )
+        outer, inner = ConfigFields(raw), vision_config_of(raw)
         fields = outer.inner(inner)
         fields.value("vision_use_head")  # the projector reads the patches, not the pooled vector
         encoder = SiglipConfig.read(fields, _DEFAULTS)

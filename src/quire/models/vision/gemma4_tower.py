@@ -33,7 +33,13 @@ from quire.layers.storage import Storage
 from quire.models.config_fields import ConfigFields
 from quire.models.vision.patches import IMAGE_GRID, NUM_CHANNELS
 from quire.models.vision.slices import WIDE_PIECE_ROWS, AttendingModule, in_pieces
-from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
+from quire.models.vision.vision_tower import (
+    Grid,
+    Slices,
+    VisionConfig,
+    VisionTower,
+    vision_config_of,
+)
 
 # transformers' values for fields that a vision_config leaves out.
 _DEFAULTS = {
@@ -87,12 +93,7 @@ class Gemma4VisionConfig(VisionConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], output_size: int) -> Self:
         # First, read the fields that may have one value only.
-        outer, inner = ConfigFields(raw), raw.get("vision_config")
-        if not isinstance(inner, dict):
-            raise CheckpointError(
-                f"config.json has the vision_config {shown(inner)}, but it must be an object, which"
-                " describes the encoder of images"
-            )
+        outer, inner = ConfigFields(raw), vision_config_of(raw)
         fields = outer.inner({**_DEFAULTS, **inner})
         fields.plain("attention_bias", False)
         for name in _IGNORED:

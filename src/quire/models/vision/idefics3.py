@@ -15,14 +15,20 @@ from typing import Any, Self, Unpack
 import torch
 from torch import nn
 
-from quire.errors import CheckpointError, InvalidRequestError, shown
+from quire.errors import InvalidRequestError
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.storage import Storage
 from quire.models.config_fields import ConfigFields
 from quire.models.vision.patches import stack_squares
 from quire.models.vision.siglip import SiglipConfig, SiglipEncoder
 from quire.models.vision.slices import in_pieces
-from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
+from quire.models.vision.vision_tower import (
+    Grid,
+    Slices,
+    VisionConfig,
+    VisionTower,
+    vision_config_of,
+)
 
 # transformers' values for fields that a vision_config leaves out.
 _DEFAULTS = {
@@ -47,12 +53,7 @@ class Idefics3VisionConfig(VisionConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], output_size: int) -> Self:
-        outer, inner = ConfigFields(raw), raw.get("vision_config")
-        if not isinstance(inner, dict):
-            raise CheckpointError(
-                f"config.json has the vision_config {shown(inner)}, but it must be an object, which"
-                " describes the encoder of images"
-            )
+        outer, inner = ConfigFields(raw), vision_config_of(raw)
         fields = outer.inner(inner)
         for name in _IGNORED:
             fields.value(name)

@@ -21,7 +21,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import nn
 
-from quire.errors import CheckpointError, InvalidRequestError, shown
+from quire.errors import CheckpointError, InvalidRequestError
 from quire.formats.weight_format import empty_parameter
 from quire.kernels.activations import HF_ACTIVATIONS, ActivationFunction
 from quire.layers.encoder import FeedForward
@@ -39,7 +39,13 @@ from quire.models.vision.patches import (
     to_patches,
 )
 from quire.models.vision.slices import WIDE_PIECE_ROWS, EncoderLayer, in_pieces
-from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
+from quire.models.vision.vision_tower import (
+    Grid,
+    Slices,
+    VisionConfig,
+    VisionTower,
+    vision_config_of,
+)
 
 _QK_EPS = 1e-6
 """The eps of the norms of q and k, which is not in configs."""
@@ -89,12 +95,7 @@ class InternVLConfig(VisionConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], output_size: int) -> Self:
         # First, read the connector's fields.
-        connector, vision = ConfigFields(raw), raw.get("vision_config")
-        if not isinstance(vision, dict):
-            raise CheckpointError(
-                f"config.json has the vision_config {shown(vision)}, but it must be an object,"
-                " which describes the encoder of images"
-            )
+        connector, vision = ConfigFields(raw), vision_config_of(raw)
         connector.choice("projector_hidden_act", "gelu", ("gelu",))
         connector.plain("vision_feature_layer", -1)
         connector.plain("vision_feature_select_strategy", "default")

@@ -19,7 +19,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch.nn import functional
 
-from quire.errors import CheckpointError, InvalidRequestError, shown
+from quire.errors import CheckpointError, InvalidRequestError
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.operator_module import OperatorModule
@@ -29,7 +29,13 @@ from quire.models.vision.connectors import SquareConnector
 from quire.models.vision.patches import NUM_CHANNELS, stack_squares
 from quire.models.vision.siglip import OTHER_NAMES, SiglipConfig, SiglipStack
 from quire.models.vision.slices import WIDE_PIECE_ROWS, in_pieces
-from quire.models.vision.vision_tower import Grid, Slices, VisionConfig, VisionTower
+from quire.models.vision.vision_tower import (
+    Grid,
+    Slices,
+    VisionConfig,
+    VisionTower,
+    vision_config_of,
+)
 
 WORDS = {**OTHER_NAMES, "vision_model": ""}
 """Words of names in the checkpoint, and the words that replace them. Old files have one more."""
@@ -67,12 +73,7 @@ class Lfm2VlVisionConfig(VisionConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], output_size: int) -> Self:
-        connector, vision = ConfigFields(raw), raw.get("vision_config")
-        if not isinstance(vision, dict):
-            raise CheckpointError(
-                f"config.json has the vision_config {shown(vision)}, but it must be an object,"
-                " which describes the encoder of images"
-            )
+        connector, vision = ConfigFields(raw), vision_config_of(raw)
         connector.choice("projector_hidden_act", "gelu", ("gelu",))
         connector.plain("vision_feature_layer", -1)
         fields = connector.inner(vision)

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import torch
 
+from quire.errors import CheckpointError, shown
 from quire.layers.operator_module import OperatorModule
 from quire.layers.storage import Storage
 
@@ -48,6 +49,17 @@ class VisionConfig(ABC):
         Ignores the fields of the language model. Raises UnsupportedModelError for an unsupported
         field or value, and CheckpointError for a missing or malformed one.
         """
+
+
+def vision_config_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The `vision_config` in the contents of config.json. Raises CheckpointError without one."""
+    found = raw.get("vision_config")
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"config.json has the vision_config {shown(found)}, but it must be an object, which"
+            " describes the encoder of images"
+        )
+    return found
 
 
 class VisionTower(OperatorModule, ABC):
