@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from quire.option_fields import Flag, OneOf, Options, Whole, option
 
 NATIVE_KERNELS = (
-    *("avx512_bf16", "avx512", "avx_vnni", "avx2"),
+    *("avx512_bf16", "avx512_amx", "avx512", "avx_vnni", "avx2"),
     *("neon_bf16", "neon_i8mm", "neon_dotprod", "neon"),
     "portable",
 )
-"""Instruction sets for which the native library is built, the best first: those of x86-64, those of
-ARM64, and the one of other processors and of every x86-64."""
+"""Instruction sets for which the native library is built, in the order in which "auto" chooses:
+those of x86-64, those of ARM64, and the one of other processors and of every x86-64."""
 
 KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
 MAX_NUM_THREADS = 1024
@@ -31,7 +31,9 @@ class KernelOptions(Options):
         help=f"{', '.join(NATIVE_KERNELS)}; triton on a GPU; or torch",
         doc='on the CPU, "auto" takes the native kernels for the best instruction set of this'
         " processor, or torch if they were not built or don't support the dtype (the log says so)."
-        ' "' + '", "'.join(NATIVE_KERNELS) + '" and "torch" take exactly these. On a GPU,'
+        ' "' + '", "'.join(NATIVE_KERNELS) + '" and "torch" take exactly these. "avx512_amx"'
+        " multiplies int8 weights with many rows by the matrix unit (AMX) of Intel's processors. It"
+        ' has run in an emulator only, so "auto" does not take it. On a GPU,'
         ' "auto" and "triton" are the Triton kernels. "triton" on the CPU runs them in Triton\'s'
         " interpreter (TRITON_INTERPRET=1), thousands of times slower, as a check.",
     )

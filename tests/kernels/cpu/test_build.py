@@ -163,6 +163,10 @@ def test_headers_are_precompiled_once_where_many_files_include_them(workshop: Wo
             "fma avx2 avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16",
             "avx512_bf16",
         ),
+        (
+            "fma avx2 avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 amx_tile amx_int8",
+            "avx512_bf16",
+        ),
     ],
 )
 def test_the_own_instruction_set_is_the_best_that_the_system_lists(
@@ -323,7 +327,7 @@ def test_the_command_says_why_it_failed(tmp_path: Path) -> None:
 
 def test_each_processor_family_gets_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     x86, arm = build.isa_flags("x86_64"), build.isa_flags("aarch64")
-    assert tuple(x86) == ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
+    assert tuple(x86) == ("portable", "avx2", "avx_vnni", "avx512", "avx512_amx", "avx512_bf16")
     assert tuple(arm) == ("neon", "neon_dotprod", "neon_i8mm", "neon_bf16")
     assert sorted(NATIVE_KERNELS) == sorted(x86 | arm)
     for name, expected in [("AMD64", x86), ("arm64", arm), ("riscv64", {"portable": ()})]:

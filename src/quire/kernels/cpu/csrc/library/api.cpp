@@ -8,6 +8,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "library/context.h"
 #include "library/kernels.h"
@@ -43,6 +47,21 @@ bool has_avx_vnni() {
   return __get_cpuid_count(7, 0, &last_subleaf, &ebx, &ecx, &edx) && last_subleaf >= 1 &&
          __get_cpuid_count(7, 1, &features, &ebx, &ecx, &edx) && (features & 1u << 4);
 }
+
+// Whether the processor has AMX's tiles and products of bytes (bits 24 and 25 of EDX of cpuid's
+// leaf 7), and the system lets this process use them. Linux saves the 8 KiB of tiles for processes
+// that asked for it (arch_prctl(2), ARCH_REQ_XCOMP_PERM).
+bool may_use_amx() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  constexpr unsigned kFeatures = 3u << 24;
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kFeatures) == kFeatures &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 bool is_supported(std::string_view isa) {
@@ -55,6 +74,7 @@ bool is_supported(std::string_view isa) {
   const bool dots = avx512 && __builtin_cpu_supports("avx512vnni") &&
                     __builtin_cpu_supports("avx512bf16");
   if (isa == "avx512_bf16") return dots;
+  if (isa == "avx512_amx") return dots && may_use_amx();
   if (isa == "avx512") return avx512;
   if (isa == "avx_vnni") return avx2 && has_avx_vnni();
   if (isa == "avx2") return avx2;

@@ -11,6 +11,7 @@
 
 #include <utility>
 
+#include "linear/amx_tiles.h"
 #include "linear/dot.h"
 #include "linear/epilogue.h"
 #include "linear/quantize_rows.h"
@@ -92,28 +93,92 @@ Multiply choose(int64_t num_rows) {
   return choose_among(num_rows, std::make_integer_sequence<int, kMaxTileRows>{});
 }
 
+#if defined(__AMX_INT8__)
+
+// results [R, 32] += the sums of a group, times its scales of x.
+inline void add_tile_sums(const int32_t* sums, int64_t num_rows, const QuantizedRows& rows,
+                          int64_t group, float* results) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const DotInts start = DotInts{} + rows.sums[r * rows.num_sums + group];
+    const DotFloats scale = DotFloats{} + rows.scales[r * rows.num_scales + group];
+#pragma GCC unroll 2
+    for (int64_t n = r * kPanelOutputs; n < (r + 1) * kPanelOutputs; n += kIntLanes) {
+      const DotFloats before = group == 0 ? DotFloats{} : load_as<DotFloats>(results + n);
+      const DotFloats after = fma(to_floats(load_as<DotInts>(sums + n) + start), scale, before);
+      std::memcpy(results + n, &after, sizeof after);
+    }
+  }
+}
+
+// As `multiply` for up to kMaxAmxRows rows. The quads of a group are a multiple of kAmxQuads.
+inline void multiply_tiles(const AmxTiles& tiles, const uint8_t* panel, int64_t num_quads,
+                           int64_t group_quads, int64_t num_rows, const QuantizedRows& rows,
+                           Prefetch& prefetch, float* results) {
+  alignas(64) int32_t sums[kMaxAmxRows * kPanelOutputs];
+  prefetch.spread(divide_up(num_quads, group_quads));
+  for (int64_t first = 0, group = 0; first < num_quads; first += group_quads, ++group) {
+    const int64_t left = num_quads - first;
+    prefetch.step();
+    tiles.multiply(panel + first * kQuadBytes, left < group_quads ? left : group_quads,
+                   rows.data + first * 4, rows.ld, sums);
+    add_tile_sums(sums, num_rows, rows, group, results);
+  }
+}
+
+#endif
+
 struct Int8Task {
   const Weights& linear;
   Output output;
   QuantizedRows x;
 
   void run(Range rows, int64_t panel) const {
+#if defined(__AMX_INT8__)
+    const bool is_tiled = int8_quads(linear) % kAmxQuads == 0 && group_quads() % kAmxQuads == 0;
+    if (is_tiled && rows.size() > kMaxTileRows) return run_tiles(rows, panel);
+#endif
     const int64_t num_bytes = int8_panel_bytes(linear);
     const uint8_t* weights = static_cast<const uint8_t*>(linear.weights) + panel * num_bytes;
     const int64_t num_blocks = divide_up(rows.size(), kMaxTileRows);
     const int64_t ahead = num_blocks == 1 ? kAheadBytes : num_bytes;
     const int64_t num_lines = rows.size() < kMinFetchedRows ? 0 : num_bytes / kLineBytes;
-    const int64_t num_quads = int8_quads(linear);
-    const int64_t group_quads = linear.group_size > 0 ? linear.group_size / 4 : num_quads;
     alignas(64) float results[kMaxTileRows * kPanelOutputs];
     for (int64_t i = 0; i < num_blocks; ++i) {
       const Range block = rows.part(i, num_blocks);
       const Range lines = Range{0, num_lines}.part(i, num_blocks);
       const Prefetch prefetch(weights + ahead + lines.first * kLineBytes, lines.size());
-      choose(block.size())(weights, num_quads, group_quads, x.from(block.first), prefetch, results);
-      for (int64_t m = block.first; m < block.end; ++m)
-        finish(m, panel, results + (m - block.first) * kPanelOutputs);
+      choose(block.size())(weights, int8_quads(linear), group_quads(), x.from(block.first), prefetch,
+                           results);
+      finish(block, panel, results);
     }
+  }
+
+ private:
+  int64_t group_quads() const {
+    return linear.group_size > 0 ? linear.group_size / 4 : int8_quads(linear);
+  }
+
+#if defined(__AMX_INT8__)
+  void run_tiles(Range rows, int64_t panel) const {
+    const int64_t num_bytes = int8_panel_bytes(linear);
+    const uint8_t* weights = static_cast<const uint8_t*>(linear.weights) + panel * num_bytes;
+    const int64_t num_blocks = divide_up(rows.size(), kMaxAmxRows);
+    alignas(64) float results[kMaxAmxRows * kPanelOutputs];
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      const Range block = rows.part(i, num_blocks);
+      const Range lines = Range{0, num_bytes / kLineBytes}.part(i, num_blocks);
+      Prefetch prefetch(weights + num_bytes + lines.first * kLineBytes, lines.size());
+      const AmxTiles tiles(block.size());
+      multiply_tiles(tiles, weights, int8_quads(linear), group_quads(), block.size(),
+                     x.from(block.first), prefetch, results);
+      finish(block, panel, results);
+    }
+  }
+#endif
+
+  void finish(Range block, int64_t panel, const float* results) const {
+    for (int64_t m = block.first; m < block.end; ++m)
+      finish(m, panel, results + (m - block.first) * kPanelOutputs);
   }
 
   void finish(int64_t m, int64_t panel, const float* results) const {
