@@ -1,11 +1,13 @@
-"""Runs kernel tests of the instruction set AVX-VNNI by AVX2 instructions.
+"""Runs kernel tests of the instruction sets AVX-VNNI and AMX by AVX2 instructions.
 
-    python -m tools.emulated_vnni [--objects FOLDER] [arguments of pytest]
+    python -m tools.emulated_vnni [--amx] [--objects FOLDER] [arguments of pytest]
 
 For a processor that has AVX2 and lacks AVX-VNNI. Builds a library whose set `avx_vnni` has the same
 sources as always, compiled with `tests/kernels/cpu/emulated_vnni.h` instead of the compiler's
-option, and the set `avx2` to compare with; runs pytest with them in this process. With `--objects`,
-object files are kept in that folder and used again. By default the tests of linears run.
+option, and the set `avx2` to compare with; runs pytest with them in this process. With `--amx`, the
+set `avx_vnni` also has the products of AMX (`tests/kernels/cpu/emulated_amx.h`), which
+`avx512_amx` combines with AVX-512. With `--objects`, object files are kept in that folder and used
+again. By default the tests of linears run.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from quire.kernels.cpu import build
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_TESTS = ROOT / "tests" / "kernels" / "cpu"
-HEADER = KERNEL_TESTS / "emulated_vnni.h"
+HEADERS = (KERNEL_TESTS / "emulated_vnni.h", KERNEL_TESTS / "emulated_amx.h")
 DEFAULT_TESTS = (
     *("test_linear.py", "test_quantized_linear.py", "test_mixture.py", "test_rotation.py"),
     "block_quantized",
@@ -31,13 +33,15 @@ SET = "avx_vnni"
 def main(words: Sequence[str] | None = None) -> int:
     """Build, and return pytest's exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--amx", action="store_true", help="with the products of AMX, too")
     parser.add_argument("--objects", type=Path, help="keep object files here, to use them again")
     args, tests = parser.parse_known_args(words)
     with tempfile.TemporaryDirectory() as scratch:
         # The module is changed before the loader of the library, whose default is its LIBRARY, is
         # imported, and the digest of the library is that of the changed flags.
         build.LIBRARY = Path(scratch) / "_native.so"
-        build._X86_ISAS[SET] = (*build._AVX2, "-include", str(HEADER))
+        included = [word for path in HEADERS[: 1 + args.amx] for word in ("-include", str(path))]
+        build._X86_ISAS[SET] = (*build._AVX2, *included)
         # Neither is optimized fully, which would take longer to compile.
         sets = ("avx2", SET)
         build.build(build.LIBRARY, args.objects, isas=sets, optimized=())
