@@ -147,6 +147,9 @@ class PagedStep:
         context_list = [contexts[i] for i in order]
         groups = [self._group(g, query_lens, contexts, order) for g in range(len(self.tables))]
         rows = groups[0][0]
+        ends = None
+        if self.contents:
+            ends = torch.cat([self.ends(query_lens[i], contexts[i]) for i in order])
         return AttentionBatch(
             query_start=starts,
             context_lens=torch.tensor(context_list, dtype=torch.int32),
@@ -156,9 +159,8 @@ class PagedStep:
             rows_list=rows,
             num_decodes=num_decodes,
             groups=tuple(group for _, group in groups),
-            visible_ends=torch.cat([self.ends(query_lens[i], contexts[i]) for i in order])
-            if self.contents
-            else None,
+            visible_ends=ends,
+            visible_ends_list=None if ends is None else ends.tolist(),
         )
 
     def ends(self, num_queries, context):

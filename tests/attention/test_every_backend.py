@@ -85,6 +85,51 @@ def test_queries_of_contents_see_all_of_them(best, name, cap, window):
         torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("cap", "window"), [(None, None), (4.0, 7), (None, 40)])
+def test_queries_of_contents_see_all_of_them_in_triton(cap, window, batch_invariant, monkeypatch):
+    pytest.importorskip("triton")
+    from tests.attention.triton_step import TritonStep, torch_write
+
+    from quire.attention import triton_paged
+
+    monkeypatch.setattr(triton_paged, "rotate_and_write", torch_write)
+    specs = tuple(
+        make_spec(4, 2, 24, window=window, soft_cap=cap, sees_ahead=x) for x in (True, False)
+    )
+    contents = (range(3, 4), range(10, 30), range(40, 90), range(91, 93))
+    backend = triton_paged.TritonPagedAttention(batch_invariant=batch_invariant)
+    step = TritonStep(backend, specs, [96, 93, 30], contents=contents, block_size=8)
+    step.fill([95, 40, 10])
+    query_lens = [1, 53, 20]
+    for layer, out in enumerate(step.run_all(query_lens)):
+        expected = step.expected(layer, query_lens)
+        torch.testing.assert_close(out.double(), expected, atol=5e-6, rtol=5e-6)
+
+
+def test_triton_attends_a_content_to_the_bit_in_any_step(monkeypatch):
+    """Alone, and beside others whose tiles it shares no key with, batch-invariant. The content is
+    longer than all parts of a window's keys may be."""
+    pytest.importorskip("triton")
+    from tests.attention.triton_step import TritonStep, torch_write
+
+    from quire.attention import triton_paged, triton_plan
+
+    monkeypatch.setattr(triton_paged, "rotate_and_write", torch_write)
+    monkeypatch.setattr(triton_plan, "MIN_UNIFORM_CHUNK_TOKENS", 16)
+    spec = make_spec(2, 1, 16, window=9, sees_ahead=True)
+    backend = triton_paged.TritonPagedAttention(batch_invariant=True)
+    step = TritonStep(backend, (spec,), [3, 80], contents=(range(20, 79),), block_size=8)
+    step.fill([2, 20])
+    found = []
+    for order in ((0, 1), (1,)):
+        step.backend.plan(step.batch([1, 60], order=order))
+        found.append(step.backend.run(0, step.inputs(0, [1, 60], order=order))[-60:])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    expected = step.expected(0, [1, 60])[-60:]
+    torch.testing.assert_close(found[0].double(), expected, atol=5e-6, rtol=5e-6)
+
+
 @pytest.mark.parametrize(
     ("combination", "batch_invariant"),
     [(combination, index % 2 == 1) for index, combination in enumerate(COMBINATIONS[1::5])],

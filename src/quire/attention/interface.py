@@ -117,6 +117,8 @@ class AttentionBatch:
     #: in layers that see ahead. None if each sees the keys up to its own token, as in other layers.
     #: Only backends with `serves_sight_ahead` get it.
     visible_ends: torch.Tensor | None = None
+    #: `visible_ends` on the host.
+    visible_ends_list: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ class _BoundLayer:
             (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim),
             spec.window,
             spec.causal,
+            spec.sees_ahead,
             self.pages.numbers.dtype,
         )
 
@@ -93,6 +94,7 @@ class _WorkKey:
     heads: tuple[int, int, int, int | None]
     window: int | None
     causal: bool
+    sees_ahead: bool
     dtype: torch.dtype
 
 
@@ -111,6 +113,7 @@ class TritonPagedAttention(AttentionBackend):
     """Attention by Triton. The batch must not change between `plan` and the step's last `run`."""
 
     serves_graphs = True
+    serves_sight_ahead = True
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         #: Whether the uniform kernel attends all rows.
@@ -183,7 +186,7 @@ class TritonPagedAttention(AttentionBackend):
         wanted = max(batch.query_lens_list) * group_size
         shape = next((s for s in bound.mixed if s.rows >= wanted), bound.mixed[-1])
         rule = chunk_rule(shape, self._max_context(bound, batch))
-        host = host_work(batch, shape, rule)
+        host = host_work(batch, shape, rule, sees_ahead=bound.spec.sees_ahead)
         items, merges = self._link.upload(host.items), self._link.upload(host.merges)
         num_items = items.shape[0]
         count = torch.full((1,), num_items, dtype=torch.int32, device=items.device)
@@ -240,7 +243,8 @@ class TritonPagedAttention(AttentionBackend):
         if is_latent:
             latent_attention(q, pages.numbers, group.block_tables, work, sinks, out, shape)
         else:
-            paged_attention(q, pages, group.block_tables, work, sinks, out, None, shape)
+            ends = batch.visible_ends if bound.spec.sees_ahead else None
+            paged_attention(q, pages, group.block_tables, work, sinks, out, None, shape, ends)
         if step.merges is not None:
             parts, scales = _by_head(work.parts, shape), _by_head(work.scales, shape)
             merge_parts(step.merges, parts, scales, sinks, out, None)

@@ -316,8 +316,10 @@ class HostWork:
     num_parts: int
 
 
-def host_work(batch: AttentionBatch, shape: AttendShape, rule: ChunkRule) -> HostWork:
-    """The work list of any step.
+def host_work(
+    batch: AttentionBatch, shape: AttendShape, rule: ChunkRule, *, sees_ahead: bool = False
+) -> HostWork:
+    """The work list of any step. With `sees_ahead`, it is for layers that see ahead.
 
     Decoding sequences and short chunks of prompts, which fit one tile of queries, may have their
     keys split into several items.
@@ -333,11 +335,14 @@ def host_work(batch: AttentionBatch, shape: AttendShape, rule: ChunkRule) -> Hos
     num_tokens = np.minimum(query_lens[sequence] - offset, shape.queries)
     position = (context - query_lens)[sequence] + offset
     low, end = _seen_keys(shape, position, num_tokens, context[sequence])
+    if sees_ahead and batch.visible_ends_list is not None:
+        end = np.array(batch.visible_ends_list, np.int64)[first_token + num_tokens - 1]
 
     # Then split the keys of long tiles, until the buffer of parts is full.
     chunk = _chunk_tokens(rule, end - low)
     count = -(-end // chunk) - low // chunk
-    may_split = (num_tiles[sequence] == 1) & (count > 1)
+    # A content behind a window may have more chunks than the tokens of other tiles.
+    may_split = (num_tiles[sequence] == 1) & (count > 1) & (count <= rule.parts_per_token)
     if not rule.chunk_tokens:
         may_split &= end - low > chunk
     room = MAX_PART_BYTES // (shape.num_heads * (shape.output_dim + 2) * 4 * rule.parts_per_token)

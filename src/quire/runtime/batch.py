@@ -146,7 +146,7 @@ class RowBatch:
         self._token_tables = self.tables.views[:num_groups]
         self._state_tables = tuple(self.tables.views[num_groups:])
         self._axes = AxisPositions(axes, num_rows)
-        self._content_token_id = content_token_id
+        self.content_token_id = content_token_id
         self._block_size = block_size
         self._input_ids: Int64 = np.zeros(max_num_tokens, np.int64)
         self._positions: Int64 = np.zeros(max_num_tokens, np.int64)
@@ -274,9 +274,9 @@ class RowBatch:
         pieces, whole = _content_pieces(
             self.content_spans, rows, first_positions, counts, query_start[:-1]
         )
-        if self._content_token_id is not None:
+        if self.content_token_id is not None:
             for _, _, num, place in pieces:
-                self._input_ids[place : place + num] = self._content_token_id
+                self._input_ids[place : place + num] = self.content_token_id
         self.num_computed[rows] = computed
         closes = computed == self.num_tokens[rows]
         assert drafts is None or closes[drafts.counts > 0].all(), "drafts follow an open gap"
@@ -290,7 +290,10 @@ class RowBatch:
         attention = self._attention_batch(
             rows, query_start, counts, context_lens.astype(np.int32), num_decodes
         )
-        attention.visible_ends = _visible_ends(whole, first_positions, counts)
+        if whole:
+            ends = _visible_ends(whole, first_positions, counts)
+            attention.visible_ends = torch.from_numpy(ends)
+            attention.visible_ends_list = ends.tolist()
         states = state_batch(attention, self._state_tables)
         if drafts is not None:
             states.num_drafts_list = drafts.counts.tolist()
@@ -508,20 +511,16 @@ def _content_pieces(
     return pieces, whole
 
 
-def _visible_ends(
-    whole: Sequence[ContentPiece], first_positions: Int64, counts: Int64
-) -> torch.Tensor | None:
+def _visible_ends(whole: Sequence[ContentPiece], first_positions: Int64, counts: Int64) -> Int32:
     """`AttentionBatch.visible_ends` of a step with these contents, which see all of themselves.
 
     Its rows compute `counts` tokens each, from first_positions on.
     """
-    if not whole:
-        return None
     spans = zip(first_positions.tolist(), counts.tolist(), strict=True)
     ends = np.concatenate([np.arange(first, first + count) + 1 for first, count in spans])
     for _, _, num_tokens, place in whole:
         ends[place : place + num_tokens] = ends[place + num_tokens - 1]
-    return torch.from_numpy(ends.astype(np.int32))
+    return ends.astype(np.int32)
 
 
 def state_batch(attention: AttentionBatch, tables: tuple[torch.Tensor, ...]) -> StateBatch:

@@ -32,9 +32,9 @@ TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 CODES = {torch.int8: "*i8", torch.float8_e4m3fn: "*u8"}
 
 
-def attend(shape, dtype, target, *, codes=None, with_all=False):
+def attend(shape, dtype, target, *, codes=None, with_all=False, sees_ahead=False):
     """dtype: of queries and outputs; over codes, queries of fp32 come in bf16. codes: of the pages,
-    where they are of codes. with_all: sinks and log-sum-exps too."""
+    where they are of codes. with_all: sinks and log-sum-exps too. sees_ahead: with visible_ends."""
     kind = TYPES[dtype]
     pages = kind if codes is None else CODES[codes]
     arguments = {
@@ -54,8 +54,10 @@ def attend(shape, dtype, target, *, codes=None, with_all=False):
     }
     scales = {"kv_scales_ptr": "*i32", "kv_scale_stride": "i32:16"}
     others = {"sinks_ptr": kind, "lse_ptr": "*fp32"}
+    ends = {"visible_ends_ptr": "*i32"}
     given = (scales if codes is not None else {}) | (others if with_all else {})
-    missing = dict.fromkeys(set(others) - set(given))
+    given |= ends if sees_ahead else {}
+    missing = dict.fromkeys({*others, *ends} - set(given))
     if codes is None:
         missing |= {"kv_scales_ptr": None}
         arguments |= {"kv_scale_stride": "i32:16"}
@@ -64,7 +66,7 @@ def attend(shape, dtype, target, *, codes=None, with_all=False):
     return KernelSpec(
         paged_attention_kernel,
         f"{name} {kinds} {shape.rows}x{shape.tile} D{shape.head_dim} B{shape.block_size} "
-        f"G{shape.group} W{shape.window}{' all' if with_all else ''}",
+        f"G{shape.group} W{shape.window}{' all' * with_all}{' ahead' * sees_ahead}",
         arguments=arguments | given,
         constants={"S": shape} | missing,
         num_warps=shape.num_warps,
@@ -153,6 +155,7 @@ def shapes(spec, block_size, dtype, target):
 LLAMA = make_spec(32, 8, 128)
 _GROUP_64 = make_spec(64, 1, 128)
 _WIDE = make_spec(8, 4, 256, window=1024, soft_cap=50.0)
+_GEMMA = make_spec(8, 4, 256, window=1024, sees_ahead=True)
 _BF16, _E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SPECS = [
     early(attend(decode_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90)),
@@ -163,6 +166,10 @@ SPECS = [
     attend(uniform_shape(_GROUP_64, 16, torch.int8, LIMITS[80]), _BF16, 80, codes=torch.int8),
     attend(decode_shape(_GROUP_64, 16, _E4M3, LIMITS[80]), torch.float16, 80, codes=_E4M3),
     attend(mixed_shapes(_WIDE, 16, _E4M3, LIMITS[90])[-1], torch.float32, 90, codes=_E4M3),
+    *(
+        attend(mixed_shapes(_GEMMA, 16, _BF16, LIMITS[x])[-1], _BF16, x, sees_ahead=True)
+        for x in (80, 90)
+    ),
     latent(16, _BF16, 90, max_stack_bytes=16),
     latent(128, _BF16, 80),
     latent(16, _BF16, 86),
@@ -200,8 +207,16 @@ QUANTIZED = [
     for spec, block_size in _QUANTIZED_MODELS
     for shape in shapes(spec, block_size, codes, target)
 ]
+AHEAD = [
+    attend(shape, dtype, target, codes=codes, sees_ahead=True)
+    for target in LIMITS
+    for dtype in TYPES
+    for codes in (None, *CODES)
+    for shape in shapes(_GEMMA, 16, codes or dtype, target)
+]
 MORE = (
     QUANTIZED
+    + AHEAD
     + [
         attend(shape, dtype, target, with_all=spec.has_sinks)
         for target in LIMITS

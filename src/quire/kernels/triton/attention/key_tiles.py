@@ -36,12 +36,13 @@ def cap_scores(scores, S: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def hide_unseen(scores, keys, is_seen, positions, S: tl.constexpr):  # type: ignore[no-untyped-def]
+def hide_unseen(scores, keys, is_seen, positions, lasts, S: tl.constexpr):  # type: ignore[no-untyped-def]
     """scores [rows, tile] with -inf for each key that a row doesn't see from its position.
-    `is_seen` [tile] is false for keys that no row sees."""
+    `is_seen` [tile] is false for keys that no row sees. `lasts` [rows] are the positions of the
+    last keys that the rows of a causal layer see."""
     visible = is_seen[None, :]
     if S.causal:
-        visible = visible & (keys[None, :] <= positions[:, None])
+        visible = visible & (keys[None, :] <= lasts[:, None])
     if S.window is not None:
         visible = visible & (keys[None, :] > positions[:, None] - S.window)
         if not S.causal:

@@ -204,7 +204,7 @@ def _attend_chunk(q, item, chunk_first, chunk_tokens, memory, S: tl.constexpr): 
             scores = tl.fma(rest_scores, tl.full(scores.shape, 1.0, tl.float32), scores)
         scores = cap_scores(scores, S)
         if (start < full[0]) | (start + TILE > full[1]):
-            scores = hide_unseen(scores, keys, is_seen, positions, S)
+            scores = hide_unseen(scores, keys, is_seen, positions, positions, S)
         new_m = tl.maximum(m, tl.max(scores, axis=1) * S.to_log2)
         base = finite_or_zero(new_m)
         probs = tl.exp2(scores * S.to_log2 - base[:, None])

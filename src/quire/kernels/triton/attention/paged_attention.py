@@ -26,6 +26,10 @@ function. A tile or chunk that a row doesn't see changes none of its bits.
 
 Keys that no query of the tile sees are not read, nor are table entries of blocks without seen keys.
 
+In a layer that sees ahead, `visible_ends` says where the keys of each query end: behind its own
+token, or behind the content that its token belongs to. Tiles without a mask end at the first
+query's token in any case.
+
 If a KV head has more query heads than a tile has rows, they are divided among several tiles, each
 with heads of one query only.
 
@@ -182,12 +186,14 @@ def paged_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     shape: AttendShape,
+    visible_ends: torch.Tensor | None = None,
 ) -> None:
     """Write `out` and `lse` of the items' tokens, or their parts.
 
     out is [T, Hq, D], and lse is [T, Hq] fp32 or None; both are contiguous. q is [T, Hq, D] of
     any token stride, and bf16 or fp16 if the pages have codes. `tables` is [R, most blocks] int32;
-    `sinks` is [Hq], or None.
+    `sinks` is [Hq], or None. `visible_ends` [T] int32 are those of `AttentionBatch`, in causal
+    layers that see ahead; None in others.
     """
     # First, check the tensors.
     heads = (shape.num_heads, shape.head_dim)
@@ -206,6 +212,8 @@ def paged_attention(
     check_scales(numbers, kv_scales)
     if kv_scales is not None and q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"q is {q.dtype}, but over codes must be torch.bfloat16 or torch.float16")
+    if visible_ends is not None and not shape.causal:
+        raise ValueError("visible_ends are given, but the layer is not causal")
     # Then launch; programs take items in turn until the list ends.
     paged_attention_kernel[(work.num_programs,)](
         q,
@@ -215,6 +223,7 @@ def paged_attention(
         work.items,
         work.count,
         sinks,
+        visible_ends,
         out,
         lse,
         work.parts,
@@ -244,7 +253,7 @@ def most_registers(shape: AttendShape, *, over_codes: bool) -> int | None:
 def _attend_tiles(  # type: ignore[no-untyped-def]
     part,  # (m, sums, acc) so far
     q,  # [rows, D]
-    positions,  # [rows]
+    sights,  # (positions, positions of the last keys that they see), [rows] each
     memory,  # (pages at the KV head, elements from page to page, the sequence's row of the table,
     # scales or None, the KV head, scales from page to page)
     keys_range,  # (first key, end) of this loop
@@ -254,6 +263,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
 ):
     """Returns `part` after folding in the keys of a range, tile by tile."""
     m, sums, acc = part
+    positions, lasts = sights
     pages, page_stride, table, scales, kv_head, scale_stride = memory
     TILE: tl.constexpr = S.tile
     columns = tl.arange(0, TILE)
@@ -294,7 +304,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
             scores = scores * k_scales[None, :]
         scores = cap_scores(scores, S)
         if MASKED:
-            scores = hide_unseen(scores, keys, is_seen, positions, S)
+            scores = hide_unseen(scores, keys, is_seen, positions, lasts, S)
         # Last, fold the tile into the online softmax.
         new_m = tl.maximum(m, tl.max(scores, axis=1) * S.to_log2)
         base = new_m
@@ -330,7 +340,7 @@ def _load_pairs(places, is_seen, MASKED: tl.constexpr, S: tl.constexpr):  # type
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend_keys(q, positions, memory, first, end, seen, tokens, S: tl.constexpr):  # type: ignore[no-untyped-def]
+def _attend_keys(q, sights, memory, first, end, seen, tokens, S: tl.constexpr):  # type: ignore[no-untyped-def]
     """The part over keys [first, end).
 
     `tokens` are the positions of the first and the last token. The tiles without a mask lie between
@@ -354,14 +364,14 @@ def _attend_keys(q, positions, memory, first, end, seen, tokens, S: tl.constexpr
     if S.uniform:
         full_begin, full_end = first, first
     if S.window is not None and not S.uniform:
-        part = _attend_tiles(part, q, positions, memory, (first, full_begin), seen, True, S)
+        part = _attend_tiles(part, q, sights, memory, (first, full_begin), seen, True, S)
     if not S.uniform:
-        part = _attend_tiles(part, q, positions, memory, (full_begin, full_end), seen, False, S)
-    return _attend_tiles(part, q, positions, memory, (full_end, end), seen, True, S)
+        part = _attend_tiles(part, q, sights, memory, (full_begin, full_end), seen, False, S)
+    return _attend_tiles(part, q, sights, memory, (full_end, end), seen, True, S)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend_chunks(q, positions, memory, keys, seen, tokens, chunk_tokens, S: tl.constexpr):  # type: ignore[no-untyped-def]
+def _attend_chunks(q, sights, memory, keys, seen, tokens, chunk_tokens, S: tl.constexpr):  # type: ignore[no-untyped-def]
     """The part over keys [keys[0], keys[1]); a uniform shape folds it chunk by chunk."""
     if S.uniform:
         m = tl.full([S.rows], float("-inf"), tl.float32)
@@ -370,10 +380,10 @@ def _attend_chunks(q, positions, memory, keys, seen, tokens, chunk_tokens, S: tl
         for chunk in range(keys[0] // chunk_tokens, tl.cdiv(keys[1], chunk_tokens)):
             first = tl.maximum(chunk * chunk_tokens, keys[0])
             end = tl.minimum((chunk + 1) * chunk_tokens, keys[1])
-            part = _attend_keys(q, positions, memory, first, end, seen, tokens, S)
+            part = _attend_keys(q, sights, memory, first, end, seen, tokens, S)
             m, sums, acc = fold(m, sums, acc, part[0], part[1], part[2])
     else:
-        m, sums, acc = _attend_keys(q, positions, memory, keys[0], keys[1], seen, tokens, S)
+        m, sums, acc = _attend_keys(q, sights, memory, keys[0], keys[1], seen, tokens, S)
     return m, sums, acc
 
 
@@ -429,6 +439,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     items_ptr,  # [items, ITEM_FIELDS] int32
     num_items_ptr,  # [1] int32
     sinks_ptr,  # [Hq], or None
+    visible_ends_ptr,  # [T] int32, or None: the position behind the last key that each token sees
     out_ptr,  # [T, Hq, D], contiguous
     lse_ptr,  # [T, Hq] fp32, or None
     parts_ptr,  # [parts, Hq, D] fp32
@@ -461,7 +472,9 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         seen_first, seen_end = 0, context
         if S.window is not None:
             seen_first = tl.maximum(position + 1 - S.window, 0)
-        if S.causal:
+        if visible_ends_ptr is not None:
+            seen_end = tl.load(visible_ends_ptr + token + num_tokens - 1)
+        elif S.causal:
             seen_end = last + 1
         elif S.window is not None:
             seen_end = tl.minimum(context, last + S.window)
@@ -480,7 +493,11 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         # argument.
         memory = (pages, page_stride, table, kv_scales_ptr, kv_head, kv_scale_stride)
         seen, ends = (seen_first, seen_end), (position, last)
+        positions = position + offsets
+        lasts = positions
+        if visible_ends_ptr is not None:
+            lasts = tl.load(visible_ends_ptr + tokens, is_row, other=0) - 1
         m, sums, acc = _attend_chunks(
-            q, position + offsets, memory, (first, end), seen, ends, chunk_tokens, S
+            q, (positions, lasts), memory, (first, end), seen, ends, chunk_tokens, S
         )
         _store(item, first_head, (m, sums, acc), sinks_ptr, outputs, part_outputs, S)
