@@ -3,6 +3,7 @@
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from quire.assembly.device_memory_plan import (
     plan_on_device,
 )
 from quire.assembly.host_memory_plan import MemoryPlan
+from quire.assembly.vision_build import VisionMemory
 from quire.attention.interface import AttentionSpec
 from quire.attention.kv_format import KVFormat
 from quire.attention.torch_paged import TorchPagedAttention
@@ -141,6 +143,26 @@ def test_the_pool_is_what_the_share_leaves() -> None:
     assert sized.ledger.total_bytes == device.total_bytes
     assert sized.runner.num_steps == 3, "the final runner was not proven"
     assert device.held_bytes() == 400 * MIB + 315 * MIB + FakeRunner.ROWS
+
+
+def test_images_have_a_part_of_the_memory() -> None:
+    """The encoder's weights are among those that the device holds; it works between steps."""
+    device = Device()
+    vision = VisionMemory(weight_bytes=30 * MIB, cache_bytes=20 * MIB, slot_bytes=8 * MIB)
+    for encoding_bytes, worst in ((WORST - 1, WORST), (WORST + 40 * MIB, WORST + 40 * MIB)):
+        wanted = replace(needs(), vision=vision.of_rank(0, 2), encoding_bytes=encoding_bytes)
+        ledger = plan_on_device(wanted, device, maker(device)).ledger
+        assert ledger.activation_bytes == worst
+        assert ledger.kv_cache_bytes == 900 * MIB - (400 + 24 + 55) * MIB - worst
+        assert (ledger.weight_bytes, ledger.vision_weight_bytes) == (370 * MIB, 30 * MIB)
+        assert ledger.encoder_cache_bytes == 24 * MIB and ledger.total_bytes == device.total_bytes
+    assert vision.of_rank(1, 2) == VisionMemory(0, 0, 4 * MIB)
+
+
+def test_a_step_with_an_image_is_measured() -> None:
+    device = Device()
+    ledger = plan_on_device(replace(needs(), num_extra_tokens=40), device, maker(device)).ledger
+    assert ledger.activation_bytes == WORST + 40 * FakeRunner.TOKEN
 
 
 def test_a_share_and_a_size_are_obeyed() -> None:

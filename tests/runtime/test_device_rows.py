@@ -10,6 +10,7 @@ from tests.runtime.device_path import LINK
 from tests.runtime.slow_rows import BLOCK_SIZE, NUM_ROWS, SlowRows, admit, fork, slots
 
 from quire.attention.interface import GroupBatch
+from quire.core.content_spans import ContentSpan
 from quire.core.step import HOLE_BLOCK, Chunk, EditKind, StepPlan, TableEdit, TokenEdit
 from quire.runtime.batch import RowBatch, StepBatch
 from quire.runtime.device_rows import DeviceRows
@@ -124,6 +125,29 @@ def test_a_fork_has_the_tokens_that_only_the_device_knows() -> None:
     expected = [[1, 2], [1, 2], [1, 5]]
     assert step.attention.groups[0].block_tables[step.attention.rows, :2].tolist() == expected
     assert step.attention.groups[1].block_tables[4, :2].tolist() == [11, 12]
+
+
+def test_a_step_with_a_content_is_not_static() -> None:
+    """Its content may have a single token, and its id is the model's."""
+    host = RowBatch(
+        num_rows=NUM_ROWS,
+        max_model_len=64,
+        max_num_tokens=64,
+        num_groups=1,
+        block_size=BLOCK_SIZE,
+        content_token_id=3,
+    )
+    rows = DeviceRows(host, LINK, (1, 2))
+    span = ContentSpan(1, 1, "a", in_one_step=True)
+    new = admit(0, [5, 6, 7], (1,), content_spans=(span,))
+    first = step_of(rows, StepPlan(0, 1, 1, admit=(new,), chunks=(Chunk(0, 1),)))
+    assert first.static_size == 1 and first.attention.visible_ends is None
+    second = step_of(rows, StepPlan(1, 1, 1, chunks=(Chunk(0, 1),)))
+    assert second.static_size == 0 and second.content_pieces == [("a", 0, 1, 0)]
+    assert second.token_ids.tolist() == [3]
+    assert second.attention.visible_ends.tolist() == [2] == second.attention.visible_ends_list
+    third = step_of(rows, StepPlan(2, 1, 1, chunks=(Chunk(0, 1),)))
+    assert third.static_size == 1 and third.token_ids.tolist() == [7]
 
 
 def test_a_row_admitted_and_forked_in_one_plan_is_copied_before_its_edit() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from quire.assembly.host_memory_plan import MemoryPlan, blocks_for, fitting_tokens
+from quire.assembly.vision_build import NO_VISION, VisionMemory
 from quire.core.memory.memory_report import format_bytes
 from quire.core.step import Runner
 from quire.engine_client.device_ledger import DeviceLedger
@@ -63,6 +64,12 @@ class DeviceNeeds:
     generates: bool = True
     #: Bytes of the adapter slots, which are allocated together with the weights.
     adapter_bytes: int = 0
+    #: The memory of the encoder of images, whose weights are allocated together with the model's.
+    vision: VisionMemory = NO_VISION
+    #: Bytes that the largest image takes while it is encoded, between steps.
+    encoding_bytes: int = 0
+    #: Number of tokens by which a step with an image may exceed max_num_batched_tokens.
+    num_extra_tokens: int = 0
 
     def profile_run(
         self, memory_plan: MemoryPlan, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
@@ -71,6 +78,7 @@ class DeviceNeeds:
         rows of a step are divided by the divisors."""
         num_rows = max(1, self.options.max_num_seqs // num_rows_divisor)
         num_tokens = max(num_rows, self.options.max_num_batched_tokens // num_tokens_divisor)
+        num_tokens += self.num_extra_tokens
         shape = RunnerShape(
             num_rows=num_rows,
             max_num_tokens=num_tokens,
@@ -101,7 +109,7 @@ class _Measured:
     total: int
     #: Memory held before a runner was made: weights and adapter slots.
     weights: int
-    #: Memory that the largest steps took in addition to the pool.
+    #: Memory that the largest steps, or the encoder between them, took in addition to the pool.
     worst: int
     #: Memory that is neither free nor held by this process's tensors.
     other: int
@@ -186,7 +194,7 @@ def _measure(
             " dtype or quantization, or device='cpu'"
         ) from error
     pool = probe.num_blocks * needs.layout.bytes_per_block
-    worst = max(0, memory.peak_bytes() - weights - pool)
+    worst = max(needs.encoding_bytes, memory.peak_bytes() - weights - pool)
     other = memory.total_bytes - memory.free_bytes() - memory.held_bytes()
     return _Measured(memory.total_bytes, weights, worst, max(0, other))
 
@@ -236,6 +244,7 @@ def _num_blocks(needs: DeviceNeeds, measured: _Measured) -> int:
     """
     options, page = needs.options, needs.layout.bytes_per_block
     taken = measured.weights + measured.worst + measured.other + needs.graph_bytes
+    taken += needs.vision.embedding_bytes
     if options.num_blocks is not None:
         num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
     elif options.kv_cache_bytes is not None:
@@ -341,13 +350,16 @@ def _shares(needs: DeviceNeeds, measured: _Measured) -> str:
         f"weights take {format_bytes(measured.weights)}, the largest step"
         f" {format_bytes(measured.worst)} (max_num_batched_tokens="
         f"{options.max_num_batched_tokens}, max_num_seqs={options.max_num_seqs}), CUDA graphs"
-        f" {format_bytes(needs.graph_bytes)} and others {format_bytes(measured.other)}"
+        f" {format_bytes(needs.graph_bytes)}, embeddings of images"
+        f" {format_bytes(needs.vision.embedding_bytes)} and others {format_bytes(measured.other)}"
     )
 
 
 def _ledger(needs: DeviceNeeds, measured: _Measured, memory_plan: MemoryPlan) -> DeviceLedger:
     parts = {
-        "weight_bytes": measured.weights - needs.adapter_bytes,
+        "weight_bytes": measured.weights - needs.adapter_bytes - needs.vision.weight_bytes,
+        "vision_weight_bytes": needs.vision.weight_bytes,
+        "encoder_cache_bytes": needs.vision.embedding_bytes,
         "adapter_bytes": needs.adapter_bytes,
         "activation_bytes": measured.worst,
         "graph_bytes": needs.graph_bytes,

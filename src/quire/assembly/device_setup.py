@@ -6,7 +6,7 @@
 Options that the device can't obey are refused before a model is read. Called by `rank_build`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -202,17 +202,12 @@ def choose_setup(
     )
 
 
-def draft_methods(setup: DeviceSetup) -> LinearMethods:
-    """The methods of the weights of a model that drafts beside the setup's own: dense ones, and
-    those of quantized checkpoints. On the CPU only."""
-    assert not setup.is_triton, "a model drafts on the CPU only"
-    dense = load_weight_format(None)
-    return LinearMethods(
-        dense.method(setup.kernels, None),
-        dense=dense.method(setup.kernels, None),
-        head=dense.head_method(setup.kernels, None),
-        block_quantized=BlockQuantizedMethods(setup.kernels, None),
-    )
+def dense_methods(setup: DeviceSetup) -> LinearMethods:
+    """The methods of the weights of a model beside the setup's own, which drafts or encodes images:
+    dense ones, and those of quantized checkpoints. One rank has the whole model."""
+    dense = setup.methods.dense
+    assert dense is not None, "a setup has a method for dense weights"
+    return replace(setup.methods, method=dense, head=None, sharding=None)
 
 
 def _check_triton(options: EngineOptions, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from quire.assembly.device_setup import TRITON, DeviceSetup, choose_device, draft_methods
+from quire.assembly.device_setup import TRITON, DeviceSetup, choose_device, dense_methods
 from quire.assembly.draft_head_build import find_mtp, head_drafter, is_eagle3, read_eagle3
 from quire.assembly.draft_vocabularies import Vocabulary, has_same_ids, pair_tokens
 from quire.assembly.model_kind import DraftSource, ModelKind, tokenizer_folder
@@ -58,7 +58,7 @@ def draft_weight_bytes(source: DraftSource | None, setup: DeviceSetup) -> int:
     """The bytes of the loaded weights of the model that drafts."""
     if source is None:
         return 0
-    return weight_bytes(source.folder, source.config, setup.dtype, draft_methods(setup))
+    return weight_bytes(source.folder, source.config, setup.dtype, dense_methods(setup))
 
 
 def with_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> ModelKind:
@@ -184,7 +184,7 @@ def add_draft_model(
         dtype=setup.dtype,
         device=setup.device,
         max_model_len=most,
-        methods=draft_methods(setup),
+        methods=dense_methods(setup),
         reading=reading,
     )
     use_operators(model, setup.operators)

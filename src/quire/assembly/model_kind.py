@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from quire.assembly.config_overrides import move_overrides_to_options
-from quire.assembly.device_setup import TRITON, choose_device
 from quire.assembly.reports.block_size import with_block_size
 from quire.core.pooling import Activation, ModelPooling, PairForm
 from quire.errors import ConfigurationError
@@ -136,10 +135,6 @@ def why_text_only(options: EngineOptions, config: ModelConfig) -> str | None:
         return "language_model_only is set"
     if isinstance(config, FallbackConfig):
         return "a class of transformers computes its language model"
-    if choose_device(options.device).type != "cpu":
-        return "images are encoded on the CPU only, in this version"
-    if options.kernels == TRITON:
-        return f"kernels is {options.kernels!r}, which encodes no images"
     return None
 
 

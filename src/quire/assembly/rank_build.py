@@ -123,7 +123,7 @@ def build_rank(
     """Build one rank. All ranks must call this at the same time.
 
     `group` is None without tensor parallelism. `binding` is the result of `bind_threads`. `draft`
-    is the model that drafts; None without one. `tower` encodes images on the CPU; None without one.
+    is the model that drafts; None without one. `tower` encodes images; None without one.
     Raises ConfigurationError and its subclasses, and the device's error if it runs out of memory.
     """
     setup = _choose_setup(options, config, group, binding)
@@ -355,9 +355,14 @@ class _Builder:
         options, device = self.options, self.setup.device
         memory = CudaMemory(device)
         model_len = wanted_model_len(self.options, self.config)
-        check_weights_fit(-(-num_weight_bytes // self.num_ranks), memory, options.quantization)
+        rank = 0 if self.group is None else self.group.rank
+        vision = plan_vision(options, self.tower, self.setup).of_rank(rank, self.num_ranks)
+        num_own_bytes = -(-num_weight_bytes // self.num_ranks) + vision.weight_bytes
+        check_weights_fit(num_own_bytes, memory, options.quantization)
         model = self._load(model_len)
         adapters = self._adapters(model)
+        contents, step_contents = self._contents(model)
+        encoding_bytes = 0 if contents is None else _encoding_bytes(contents, model_len, memory)
         needs = DeviceNeeds(
             self.options,
             self.layout,
@@ -368,11 +373,16 @@ class _Builder:
             options.quantization,
             isinstance(model, CausalLM),
             0 if adapters is None else adapters.slots.num_bytes,
+            vision,
+            encoding_bytes,
+            self._most_step_tokens - options.max_num_batched_tokens,
         )
         agree = {} if self.group is None else {"agree": self.group.least}
         sized = plan_on_device(needs, memory, partial(self._runner, model, adapters), **agree)
+        runner, work = sized.runner, self._work(model)
+        runner.contents = step_contents
         facts: Facts = {"device_name": torch.cuda.get_device_name(device), **sized.ledger.facts()}
-        return _Built(sized.runner, sized.memory_plan, facts, adapters, self._work(model))
+        return _Built(runner, sized.memory_plan, facts, adapters, work, contents=contents)
 
     def _work(self, model: TextModel) -> StepWork:
         return model_work(model, self.setup.dtype, self.layout)
@@ -409,6 +419,8 @@ class _Builder:
             check_weights(model, checked, rounding, model_len)
         if self.identity is not None:
             self.identity.record_model(model, model_len)
+        if self.tower is not None:
+            self.tower.prepare(model, self._most_step_tokens)
         return model
 
     def _add_drafter(self, runner: ModelRunner, max_model_len: int) -> ModelDrafts | None:
@@ -430,9 +442,11 @@ class _Builder:
             self.identity.tower, digest = self.tower.config, self.identity.weights
         on_progress = partial(self.on_progress, "loading the encoder of images")
         num_threads = 1 if self.setup.kernels is None else self.setup.num_threads
-        # The digest of the weights must include the tower's, and all ranks load it together.
+        # The digest of the weights must include the tower's, all ranks load it together, and on a
+        # GPU the memory that it takes is measured.
         is_alone = self.identity is None and self.group is None
-        loads_now = self.options.load_encoder_at_start or not is_alone
+        may_wait = is_alone and self.setup.device.type == "cpu"
+        loads_now = self.options.load_encoder_at_start or not may_wait
         reading = Reading(num_threads, on_progress, digest) if loads_now else None
         return make_contents(self.options, self.tower, self.setup, model, reading, self.group)
 
@@ -473,8 +487,6 @@ class _Builder:
         self, model: TextModel, adapters: ModelAdapters | None, memory_plan: MemoryPlan
     ) -> ModelRunner:
         options, setup = self.options, self.setup
-        if self.tower is not None:
-            self.tower.prepare(model, self._most_step_tokens)
         backend = setup.new_backend()
         check_backend(self.tower, self.config, backend)
         rows, sampler = self._rows(model, memory_plan, backend)
@@ -540,6 +552,15 @@ class _Builder:
         if self.setup.device.type == "cuda":
             return CudaGraphCapture(self.setup.device)
         return RepeatedCalls()
+
+
+def _encoding_bytes(contents: ContentStore, model_len: int, memory: CudaMemory) -> int:
+    """The memory that the largest content of a prompt takes while it is encoded."""
+    memory.release_and_reset_peak()
+    contents.encode_largest(model_len)
+    peak = memory.peak_bytes()
+    memory.release_and_reset_peak()
+    return max(0, peak - memory.held_bytes())
 
 
 def _serves_graphs(model: TextModel, backend: AttentionBackend) -> bool:

@@ -1,12 +1,15 @@
 """Plans the memory of a model's tower, and makes the store of contents, which loads it.
 
-A tower encodes images, on the CPU only. Of several ranks, rank 0 has it. Called by `rank_build`.
+A tower encodes images on the model's device. Of several ranks, rank 0 has it. Called by
+`rank_build`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from quire.assembly.device_setup import DeviceSetup, draft_methods
+import torch
+
+from quire.assembly.device_setup import DeviceSetup, dense_methods
 from quire.attention.interface import AttentionBackend
 from quire.distributed.group import ProcessGroup
 from quire.errors import ConfigurationError
@@ -20,7 +23,7 @@ from quire.models.vision.vision_tower import Slices, VisionTower, finish
 from quire.options.engine_options import EngineOptions
 from quire.runtime.contents.content_slots import StepContents
 from quire.runtime.contents.content_store import ContentStore, max_slots
-from quire.runtime.contents.ranked_contents import RankedContents
+from quire.runtime.contents.ranked_contents import EmbeddingShape, RankedContents
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,20 @@ class VisionMemory:
     slot_bytes: int
 
     @property
+    def embedding_bytes(self) -> int:
+        """Maximum bytes of all embeddings."""
+        return self.cache_bytes + self.slot_bytes
+
+    @property
     def total_bytes(self) -> int:
         """All of it, apart from the inputs of the requests that run."""
-        return self.weight_bytes + self.cache_bytes + self.slot_bytes
+        return self.weight_bytes + self.embedding_bytes
+
+    def of_rank(self, rank: int, num_ranks: int) -> "VisionMemory":
+        """The part of one rank, on a device of its own."""
+        if rank:
+            return VisionMemory(0, 0, self.slot_bytes // num_ranks)
+        return replace(self, slot_bytes=self.slot_bytes // num_ranks)
 
     def facts(self) -> dict[str, int | str | None]:
         """The facts that the engine reports; none without a tower."""
@@ -44,8 +58,12 @@ class VisionMemory:
             return {}
         return {
             "vision_weight_bytes": self.weight_bytes,
-            "encoder_cache_bytes": self.cache_bytes + self.slot_bytes,
+            "encoder_cache_bytes": self.embedding_bytes,
         }
+
+
+NO_VISION = VisionMemory(0, 0, 0)
+"""Without a tower."""
 
 
 def plan_vision(
@@ -54,11 +72,11 @@ def plan_vision(
     """The memory of the tower and of embeddings; nothing without a tower. Raises
     CheckpointError."""
     if source is None:
-        return VisionMemory(0, 0, 0)
+        return NO_VISION
     num_bytes = content_bytes(options, source, setup)
     num_slots = max_slots(options.encoder_cache_bytes, num_bytes)
     return VisionMemory(
-        source.weight_bytes(setup.dtype, draft_methods(setup)),
+        source.weight_bytes(setup.dtype, dense_methods(setup)),
         options.encoder_cache_bytes,
         num_slots * num_bytes * options.tensor_parallel_size,
     )
@@ -112,11 +130,14 @@ def make_contents(
     """
     # First, say how the tower is loaded, and how its store is made.
     assert isinstance(model, CausalLM), "a tower is only found for models that generate"
-    embed = model.embed
+    look_up = model.embed
+
+    def embed(token_ids: torch.Tensor) -> torch.Tensor:
+        return look_up(token_ids.to(setup.device))
 
     def load(how: Reading = ONE_THREAD) -> Slices[VisionTower]:
         tower = yield from source.load(
-            dtype=setup.dtype, device=setup.device, methods=draft_methods(setup), reading=how
+            dtype=setup.dtype, device=setup.device, methods=dense_methods(setup), reading=how
         )
         use_operators(tower, setup.operators)
         use_kernels(tower, setup.kernels)
@@ -130,6 +151,7 @@ def make_contents(
         num_slots=num_slots,
         max_cache_bytes=options.encoder_cache_bytes,
         in_one_step=any(spec.sees_ahead for spec in model.attention_specs),
+        device=setup.device,
     )
     # Then make the store, in rank 0 only, and share its results with the other ranks.
     if reading is None:
@@ -143,4 +165,5 @@ def make_contents(
         assert store is not None
         return store, store
     width = source.embedding_width()
-    return store, RankedContents(group, store, num_slots=num_slots, width=width, dtype=setup.dtype)
+    shape = EmbeddingShape(width, setup.dtype, setup.device)
+    return store, RankedContents(group, store, num_slots, shape)

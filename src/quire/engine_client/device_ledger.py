@@ -38,16 +38,24 @@ class DeviceLedger:
     unused_bytes: int
     #: Bytes of the slots for adapters.
     adapter_bytes: int = 0
+    #: Bytes of the weights of the encoder of images.
+    vision_weight_bytes: int = 0
+    #: Bytes reserved for the embeddings of images.
+    encoder_cache_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         return sum(asdict(self).values())
 
     def facts(self) -> dict[str, int]:
-        """The parts by name, for `Engine.facts`, without adapters if there are none."""
-        parts = asdict(self)
-        if not self.adapter_bytes:
-            del parts["adapter_bytes"]
+        """The parts by name, for `Engine.facts`, without those of adapters and images if there are
+        none."""
+        optional = ("adapter_bytes", "vision_weight_bytes", "encoder_cache_bytes")
+        parts = {
+            name: num_bytes
+            for name, num_bytes in asdict(self).items()
+            if num_bytes or name not in optional
+        }
         return {"device_memory_bytes": self.total_bytes, **parts}
 
 

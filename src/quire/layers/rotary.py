@@ -328,7 +328,8 @@ class AxisRotations:
     def compose(self, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         """Write the rows of a step's `tokens` [N] int64 at `positions` [3, N] int64."""
         for embedding, axes in zip(self._embeddings, self._axes, strict=True):
-            table, pairs = embedding.table, torch.arange(len(axes))
-            places = positions[axes].T
+            table = embedding.table
+            pairs, tokens = torch.arange(len(axes), device=table.device), tokens.to(table.device)
+            places = positions[axes].T.to(table.device)
             cosines, sines = table[places, pairs], table[places, pairs + len(axes)]
             table[self.first_row + tokens] = torch.cat((cosines, sines), dim=1)

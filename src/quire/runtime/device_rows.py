@@ -216,14 +216,18 @@ class DeviceRows:
             places = step.drafts.places(self._host.num_tokens, length)
             self._write(self._token_ids, places, self._host.token_ids)
         num_tokens, num_seqs = len(step.positions), len(step.rows)
-        size = self._static_size(num_seqs) if num_tokens == num_seqs else 0
+        # A captured step reads embeddings of token ids alone.
+        may_be_static = num_tokens == num_seqs and not step.content_pieces
+        size = self._static_size(num_seqs) if may_be_static else 0
         place = self._static_place(size) if size else self._make_place(num_tokens, num_seqs)
         words = np.zeros(place.layout.num_words, np.int64)
         numbers = place.layout.open(words, np.int32)
         lengths = step.num_new_tokens
         numbers.positions[:num_tokens] = step.positions.numpy()
-        numbers.token_index[:num_tokens] = np.repeat(step.rows * length, lengths)
-        numbers.token_index[:num_tokens] += numbers.positions[:num_tokens]
+        # Rotary positions may differ from the indices of tokens in their rows.
+        ends, starts = step.attention.context_lens.numpy(), step.attention.query_start.numpy()[:-1]
+        first_index = step.rows * length + ends - lengths - starts
+        numbers.token_index[:num_tokens] = np.repeat(first_index, lengths) + np.arange(num_tokens)
         for slots, group in zip(numbers.slots, step.attention.groups, strict=True):
             slots[:num_tokens] = group.slot_mapping.numpy()
             slots[num_tokens:] = NO_SLOT
@@ -235,6 +239,7 @@ class DeviceRows:
         self._link.upload_into(place.buffer, words)
         if not size:
             self._gather(place)
+            self._replace_content_ids(place, step)
         return self._step_batch(place, step, size)
 
     def build_padding(self, size: int) -> StepBatch:
@@ -285,6 +290,13 @@ class DeviceRows:
     def _gather(self, place: _Place) -> None:
         place.token_ids.copy_(self._token_ids.index_select(0, place.numbers.token_index))
 
+    def _replace_content_ids(self, place: _Place, step: StepBatch) -> None:
+        """Put the model's `content_token_id` where embeddings of contents are read."""
+        token_id = self._host.content_token_id
+        if token_id is not None and step.content_pieces:
+            spans = [(first, count) for _, _, count, first in step.content_pieces]
+            place.token_ids.index_fill_(0, self._link.upload(_ranges(spans)), token_id)
+
     def _step_batch(self, place: _Place, step: StepBatch, size: int) -> StepBatch:
         """A copy of the host's `step` that has the tensors of `place` instead of the host's."""
         host, numbers = step.attention, place.numbers
@@ -298,6 +310,9 @@ class DeviceRows:
         if drafts is not None:
             drafts = replace(drafts, index=self._link.upload(drafts.index.numpy()))
         attention = _attention_batch(place, lists, num_decodes)
+        if host.visible_ends is not None:
+            attention.visible_ends = self._link.upload(host.visible_ends.numpy())
+            attention.visible_ends_list = host.visible_ends_list
         states = state_batch(attention, self._state_tables)
         if drafts is not None and self._state_tables:
             states.num_drafts_list = step.states.num_drafts_list
@@ -315,6 +330,7 @@ class DeviceRows:
             prompt_logprob_spans=step.prompt_logprob_spans,
             static_size=size,
             gather=partial(self._gather, place) if size else None,
+            content_pieces=step.content_pieces,
             drafts=drafts,
         )
 

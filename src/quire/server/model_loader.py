@@ -298,8 +298,7 @@ def _computed_bytes(plan: ModelPlan) -> int:
 
 def _may_encode(options: EngineOptions) -> bool:
     """Whether the options allow an encoder of images; see `assembly.model_kind.why_text_only`."""
-    is_own_model = not options.language_model_only and options.model_impl != "transformers"
-    return is_own_model and not _may_use_gpu(options)
+    return not options.language_model_only and options.model_impl != "transformers"
 
 
 def _num_weight_bytes(path: Path) -> int:

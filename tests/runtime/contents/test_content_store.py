@@ -29,6 +29,9 @@ class TwoRows(VisionTower):
             raise InvalidRequestError("the shape is wrong", "prompt")
         return 2
 
+    def largest_content(self, max_tokens: int) -> tuple[tuple[int, ...], Grid]:
+        return (max_tokens,), (1, 1, 1)
+
     def encode(self, values: torch.Tensor, grid: Grid) -> Slices[torch.Tensor]:
         for _ in range(3):
             self.num_slices += 1
@@ -153,6 +156,11 @@ def test_a_failed_content_is_named_once(store: ContentStore) -> None:
     assert not store.begin(bad.digest), "it is not tried again until it was reported"
     assert list(store.pop_failed()) == [bad.digest] and not store.pop_failed()
     encode(store, A)
+
+
+def test_the_largest_content_leaves_nothing(store: ContentStore) -> None:
+    store.encode_largest(5)
+    assert store.num_encoded == 0 == store.counts()["cache_bytes"]
 
 
 def test_a_content_without_requests_is_dropped_from_the_queue(store: ContentStore) -> None:

@@ -120,6 +120,10 @@ class Gemma3Tower(VisionTower):
             )
         return self.max_content_tokens
 
+    def largest_content(self, max_tokens: int) -> tuple[tuple[int, ...], Grid]:
+        side = self.config.encoder.image_size
+        return (NUM_CHANNELS, side, side), IMAGE_GRID
+
     def encode(self, values: torch.Tensor, grid: Grid) -> Slices[torch.Tensor]:
         side = self.config.encoder.num_patches_per_side
         position_ids = torch.arange(side * side, device=values.device)

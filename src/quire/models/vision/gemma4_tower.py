@@ -351,6 +351,12 @@ class Gemma4Tower(VisionTower):
             )
         return shape[1] * shape[2] // unit**2
 
+    def largest_content(self, max_tokens: int) -> tuple[tuple[int, ...], Grid]:
+        config = self.config
+        most = config.max_side // config.pool_size
+        side = min(self.most_square_side(max_tokens), most) * config.patch_size * config.pool_size
+        return (NUM_CHANNELS, side, side), IMAGE_GRID
+
     def encode(self, values: torch.Tensor, grid: Grid) -> Slices[torch.Tensor]:
         config, size, tower = self.config, self.config.patch_size, self.vision_tower
         # First, cut the image into patches, whose elements are ordered by pixel and channel.
@@ -359,7 +365,8 @@ class Gemma4Tower(VisionTower):
         y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         places = torch.stack((x.flatten(), y.flatten()), dim=1)
         exponents = torch.arange(0, config.head_dim // 2, 2) / (config.head_dim // 2)
-        angles = places[..., None] / config.rope_theta**exponents
+        angles = (places[..., None] / config.rope_theta**exponents).to(values.device)
+        places = places.to(values.device)
         # Then encode them.
         hidden = yield from in_pieces(
             tower.patch_embedder.embed, cut.reshape(rows * columns, -1), places

@@ -19,7 +19,7 @@ from quire.errors import InvalidRequestError
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.storage import Storage
 from quire.models.config_fields import ConfigFields
-from quire.models.vision.patches import stack_squares
+from quire.models.vision.patches import IMAGE_GRID, NUM_CHANNELS, stack_squares
 from quire.models.vision.siglip import SiglipConfig, SiglipEncoder
 from quire.models.vision.slices import in_pieces
 from quire.models.vision.vision_tower import (
@@ -102,6 +102,11 @@ class Idefics3Tower(VisionTower):
                 "prompt",
             )
         return (rows // factor) ** 2
+
+    def largest_content(self, max_tokens: int) -> tuple[tuple[int, ...], Grid]:
+        factor = self.config.scale_factor
+        side = self._num_sides // factor * factor * self.config.encoder.patch_size
+        return (NUM_CHANNELS, side, side), IMAGE_GRID
 
     def encode(self, values: torch.Tensor, grid: Grid) -> Slices[torch.Tensor]:
         side, most = values.shape[1] // self.config.encoder.patch_size, self._num_sides

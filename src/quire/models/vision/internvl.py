@@ -293,6 +293,10 @@ class InternVLTower(VisionTower):
             )
         return self.max_content_tokens
 
+    def largest_content(self, max_tokens: int) -> tuple[tuple[int, ...], Grid]:
+        side = self._config.image_size
+        return (NUM_CHANNELS, side, side), IMAGE_GRID
+
     def encode(self, values: torch.Tensor, grid: Grid) -> Slices[torch.Tensor]:
         hidden = yield from self.vision_tower.encode(values)
         squares = stack_squares(hidden, self._side, self._config.merge_size)

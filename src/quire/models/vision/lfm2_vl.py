@@ -174,6 +174,11 @@ class Lfm2VlTower(VisionTower):
             )
         return count
 
+    def largest_content(self, max_tokens: int) -> tuple[tuple[int, ...], Grid]:
+        side = self.most_square_side(max_tokens) * self._config.factor
+        width = NUM_CHANNELS * self._config.encoder.patch_size**2
+        return (side * side, width), (1, side, side)
+
     def encode(self, values: torch.Tensor, grid: Grid) -> Slices[torch.Tensor]:
         hidden = yield from self.vision_tower.encode(values, grid)
         squares = stack_squares(hidden, grid[2], self._config.factor)

@@ -294,6 +294,12 @@ class PixtralTower(VisionTower):
             )
         return shape[1] // unit * (shape[2] // unit + 1)
 
+    def largest_content(self, max_tokens: int) -> tuple[tuple[int, ...], Grid]:
+        config = self._config
+        side = min(self.most_square_side(max_tokens), config.max_side)
+        side *= config.patch_size * config.merge_size
+        return (NUM_CHANNELS, side, side), IMAGE_GRID
+
     def encode(self, values: torch.Tensor, grid: Grid) -> Slices[torch.Tensor]:
         encoder, size = self.vision_tower, self._config.patch_size
         rows, columns = values.shape[1] // size, values.shape[2] // size

@@ -295,6 +295,11 @@ class Qwen3VLTower(VisionTower):
             )
         return count
 
+    def largest_content(self, max_tokens: int) -> tuple[tuple[int, ...], Grid]:
+        side = self.most_square_side(max_tokens) * self._config.merge_size
+        width = NUM_CHANNELS * self._config.num_frames * self._config.patch_size**2
+        return (side * side, width), (1, side, side)
+
     def span_grid(self, grid: Grid) -> Grid | None:
         (frames, rows, columns), size = grid, self._config.merge_size
         return frames, rows // size, columns // size

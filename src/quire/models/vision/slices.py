@@ -42,6 +42,9 @@ about 1.1 GFLOP."""
 NATIVE_PIECE_QUERIES = 32
 """Queries of a piece of native attention are a multiple of this number."""
 
+GPU_PIECES = 16
+"""Pieces that a slice computes at once on a GPU, where one would take less time than its launch."""
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Slices[torch.Tensor]]
 """Attention of all queries to all keys: q, k, v [P, N, D] and the factor of q·k -> [P, N, D]."""
 
@@ -62,6 +65,7 @@ def in_pieces(
     The layer may overwrite the inputs that the caller no longer needs.
     """
     num_patches = len(inputs[0])
+    num_rows *= _num_at_once(inputs[0])
     parts = [slice(first, first + num_rows) for first in range(0, num_patches, num_rows)]
     if isinstance(layer, RowsProgram):
         out = layer.empty(num_patches)
@@ -76,6 +80,11 @@ def in_pieces(
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
+def _num_at_once(x: torch.Tensor) -> int:
+    """Number of pieces that a slice computes on the device of x."""
+    return GPU_PIECES if x.is_cuda else 1
+
+
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Slices[torch.Tensor]:
     """Attention of all queries to all keys, in both directions.
 
@@ -83,7 +92,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> S
     """
     heads_q, heads_k, heads_v = (each.float().transpose(0, 1) for each in (q, k, v))
     out = torch.empty(heads_q.shape, dtype=torch.float32, device=q.device)
-    num_queries = max(PIECE_QUERIES, PIECE_SCORES // len(k) // PIECE_QUERIES * PIECE_QUERIES)
+    num_scores = PIECE_SCORES * _num_at_once(q)
+    num_queries = max(PIECE_QUERIES, num_scores // len(k) // PIECE_QUERIES * PIECE_QUERIES)
     for head in range(q.shape[1]):
         keys, values = heads_k[head].contiguous(), heads_v[head].contiguous()
         for first in range(0, len(q), num_queries):

@@ -12,6 +12,7 @@ Legend: T embeddings of the content, P patches of the content, H hidden size of 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any, Self, TypeVar, Unpack
 
 import torch
@@ -95,6 +96,14 @@ class VisionTower(OperatorModule, ABC):
 
         Raises InvalidRequestError for a shape or grid that the tower can't encode.
         """
+
+    @abstractmethod
+    def largest_content(self, max_tokens: int) -> tuple[tuple[int, ...], Grid]:
+        """The shape and grid of about the largest content in a prompt of `max_tokens`."""
+
+    def most_square_side(self, max_tokens: int) -> int:
+        """The largest side of a square of embeddings in a prompt of `max_tokens`."""
+        return isqrt(max(1, min(self.max_content_tokens, max_tokens)))
 
     def span_grid(self, grid: Grid) -> Grid | None:
         """Frames, rows and columns of the embeddings of a content of this grid.

@@ -51,8 +51,9 @@ class ContentSlots:
         places, rows = [], []
         for digest, first, num_tokens, place in pieces:
             assert digest in self._loaded, f"content {digest} is read, but was not loaded"
-            places.append(torch.arange(place, place + num_tokens))
-            rows.append(self._loaded[digest][first : first + num_tokens])
+            loaded = self._loaded[digest]
+            places.append(torch.arange(place, place + num_tokens, device=loaded.device))
+            rows.append(loaded[first : first + num_tokens])
         return InputEmbeds(torch.cat(places), torch.cat(rows))
 
     def clear(self) -> None:

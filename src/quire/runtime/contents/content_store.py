@@ -10,7 +10,7 @@ way it loads the tower, before the first content is encoded. If the
 embeddings of a content are forgotten while a request still needs them, they are encoded again from
 its inputs, to the same bits.
 
-On the CPU a slot refers to embeddings, without a copy. So the cache may forget embeddings whose
+A slot refers to embeddings, without a copy. So the cache may forget embeddings whose
 bytes a slot still holds; `max_slots` bounds these bytes.
 """
 
@@ -24,8 +24,9 @@ import torch
 from quire.core.content_spans import Content
 from quire.core.step import ItemLoad
 from quire.errors import InvalidRequestError
+from quire.kernels.transfers import DeviceLink
 from quire.models.interface import InputEmbeds
-from quire.models.vision.vision_tower import Slices, VisionTower
+from quire.models.vision.vision_tower import Slices, VisionTower, finish
 from quire.observability.log import get_logger
 from quire.runtime.batch import ContentPiece
 from quire.runtime.contents.content_slots import ContentSlots
@@ -34,6 +35,8 @@ from quire.runtime.contents.embedding_cache import EmbeddingCache
 WAIT_S = 0.01
 """Maximum seconds of encoding, beyond one slice, while the engine is idle, since messages may
 arrive."""
+
+CPU = torch.device("cpu")
 
 MOST_SLOTS = 64
 """More contents than one step usually reads."""
@@ -73,10 +76,12 @@ class ContentStore:
         load: Callable[[], Slices[VisionTower]] | None = None,
         *,
         in_one_step: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         """`load` loads the tower when the first content is encoded, and `tower` is its outline;
         None if `tower` is loaded. `max_cache_bytes` bounds the bytes of embeddings beside those of
-        slots. `in_one_step` says whether one step computes all positions of a content."""
+        slots. `in_one_step` says whether one step computes all positions of a content. `device`
+        is the tower's."""
         self.in_one_step = in_one_step
         #: Number of contents that were encoded since the start.
         self.num_encoded = 0
@@ -96,11 +101,19 @@ class ContentStore:
         self._failed: dict[str, str] = {}
         self._cache = EmbeddingCache(max_cache_bytes)
         self._slots = ContentSlots(num_slots)
+        self._link = DeviceLink(device)
 
     @property
     def max_content_tokens(self) -> int:
         """Maximum number of embeddings of one content."""
         return self._tower.max_content_tokens
+
+    @torch.inference_mode()
+    def encode_largest(self, max_tokens: int) -> None:
+        """Encode about the largest content of a prompt of `max_tokens`, and forget its embeddings,
+        so that the memory which this takes can be measured. The tower is loaded."""
+        shape, grid = self._tower.largest_content(max_tokens)
+        finish(self._tower.encode(torch.zeros(shape, device=self._link.device), grid))
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -187,6 +200,7 @@ class ContentStore:
         begin_s = time.perf_counter()
         try:
             next(running.slices)
+            self._link.synchronize()  # a slice ends when the device has computed it
         except StopIteration as end:
             self._encoding = None
             running.encode_s += time.perf_counter() - begin_s
@@ -228,7 +242,8 @@ class ContentStore:
             assert self._encoding is not None
             self._encoding.encode_s = 0.0  # encoding this content again needs no load
         values = torch.frombuffer(bytearray(content.values), dtype=torch.float32)
-        return (yield from self._tower.encode(values.view(content.shape), content.grid))
+        values = values.view(content.shape).to(self._link.device)
+        return (yield from self._tower.encode(values, content.grid))
 
     # ---- the runner's slots -----------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Called by `model_runner`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,17 @@ from quire.runtime.contents.content_slots import ContentSlots
 from quire.runtime.contents.content_store import ContentStore
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingShape:
+    """The form of a tower's embeddings, by which ranks without the tower receive them."""
+
+    #: Number of values of an embedding.
+    width: int
+    dtype: torch.dtype
+    #: The rank's device.
+    device: torch.device
+
+
 class RankedContents:
     """The contents of one of several ranks."""
 
@@ -24,30 +36,29 @@ class RankedContents:
         self,
         group: ProcessGroup,
         store: ContentStore | None,
-        *,
         num_slots: int,
-        width: int,
-        dtype: torch.dtype,
+        shape: EmbeddingShape,
     ) -> None:
-        """`store` is rank 0's; None in other ranks. `width` is the number of values of an
-        embedding."""
+        """`store` is rank 0's; None in other ranks."""
         assert (store is not None) == (group.rank == 0), "rank 0 encodes"
         self._group = group
         self._store = store
         self._slots = ContentSlots(num_slots)
-        self._width = width
-        self._dtype = dtype
+        self._shape = shape
 
     def load(self, loads: Sequence[ItemLoad]) -> None:
         """See `content_slots.StepContents`. The ranks must call it with equal loads."""
         # First, tell the number of embeddings of each content.
         taken = [] if self._store is None else self._store.take(loads)
         found = [each.contiguous() for each in taken]
-        lengths = torch.tensor([len(each) for each in found] or [0] * len(loads))
+        shape = self._shape
+        counts = [len(each) for each in found] or [0] * len(loads)
+        lengths = torch.tensor(counts, device=shape.device)
         self._group.broadcast(lengths)
         # Then send the embeddings.
         for num_tokens in lengths.tolist()[len(found) :]:
-            found.append(torch.empty(num_tokens, self._width, dtype=self._dtype))
+            size = num_tokens, shape.width
+            found.append(torch.empty(size, dtype=shape.dtype, device=shape.device))
         for embeddings in found:
             self._group.broadcast(embeddings)
         self._slots.fill(loads, found)
