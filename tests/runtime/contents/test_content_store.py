@@ -9,7 +9,7 @@ from quire.core.step import ItemLoad
 from quire.errors import InvalidRequestError
 from quire.models.vision.vision_tower import Grid, Slices, VisionTower
 from quire.runtime.batch import ContentPiece
-from quire.runtime.contents.content_store import MOST_SLOTS, ContentStore, max_slots
+from quire.runtime.contents.content_store import MOST_LOADS, MOST_SLOTS, ContentStore, max_slots
 
 WIDTH = 4
 ITEM_BYTES = 2 * WIDTH * 4
@@ -156,6 +156,28 @@ def test_a_failed_content_is_named_once(store: ContentStore) -> None:
     assert not store.begin(bad.digest), "it is not tried again until it was reported"
     assert list(store.pop_failed()) == [bad.digest] and not store.pop_failed()
     encode(store, A)
+
+
+def test_a_tower_that_cannot_be_loaded_is_not_tried_for_ever() -> None:
+    num_tried = 0
+
+    def load() -> Slices[VisionTower]:
+        nonlocal num_tried
+        num_tried += 1
+        yield
+        raise OSError("the disk is gone")
+
+    store = ContentStore(TwoRows(), num_slots=2, max_cache_bytes=0, load=load)
+    reasons = []
+    for name in range(MOST_LOADS + 2):
+        store.open([content(name)])
+        assert not store.begin(content(name).digest)
+        store.wait()
+        reasons += store.pop_failed().values()
+    assert num_tried == MOST_LOADS
+    refused = ["encoder can't be loaded" in reason for reason in reasons]
+    assert refused == [True] * MOST_LOADS + [False] * 2
+    assert "until the server is restarted" in reasons[-1] and "disk" not in " ".join(reasons)
 
 
 def test_the_largest_content_leaves_nothing(store: ContentStore) -> None:

@@ -38,6 +38,9 @@ arrive."""
 
 CPU = torch.device("cpu")
 
+MOST_LOADS = 3
+"""Times that the tower's loading is tried. Each load delays steps, even if it fails."""
+
 MOST_SLOTS = 64
 """More contents than one step usually reads."""
 
@@ -95,6 +98,7 @@ class ContentStore:
         self._load = load
         #: Inputs by digest, and the number of uses that `open` began.
         self._inputs: dict[str, tuple[Content, int]] = {}
+        self._num_failed_loads = 0
         self._waiting: deque[str] = deque()
         self._encoding: _Encoding | None = None
         self._ready: dict[str, torch.Tensor] = {}
@@ -213,6 +217,7 @@ class ContentStore:
             logger.exception("a content can't be encoded")
             self._encoding = None
             is_loaded = self._load is None  # errors of loading name files of the server
+            self._num_failed_loads += not is_loaded
             reason = error if is_loaded else "its encoder can't be loaded, as the server's log says"
             self._failed[running.digest] = f"an image of the prompt can't be encoded: {reason}"
             return False
@@ -226,6 +231,12 @@ class ContentStore:
             known = self._inputs.get(digest)
             if known is None:  # all requests with it have ended
                 self._failed[digest] = "no request has this content any more"
+                continue
+            if self._num_failed_loads == MOST_LOADS:
+                self._failed[digest] = (
+                    "images are refused until the server is restarted: loading their encoder has"
+                    f" failed {MOST_LOADS} times, as the server's log says"
+                )
                 continue
             content, _ = known
             self._encoding = _Encoding(digest, self._encode(content))
