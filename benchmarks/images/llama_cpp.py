@@ -24,7 +24,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from tests.models.vision import internvl_files, pixtral_files, qwen3_vl_files
+from tests.models.vision import (
+    gemma3_files,
+    internvl_files,
+    lfm2_vl_files,
+    pixtral_files,
+    qwen3_vl_files,
+)
 from tests.models.vision.gguf_pairs import write_mmproj, write_text
 from tests.models.vision.idefics3_files import save_smolvlm
 from tests.models.vision.towers import load_found
@@ -39,6 +45,8 @@ from quire.models.vision.vision_tower import finish
 SHIM = Path(__file__).with_name("clip_shim.cpp")
 MODELS = {
     "SmolVLM": (save_smolvlm, 96, 48),
+    "Gemma 3": (gemma3_files.save, 24, 24),
+    "LFM2-VL": (lambda folder: lfm2_vl_files.save(folder, 16), 256, 256),
     "InternVL": (internvl_files.save, 24, 24),
     "Mistral 3": (lambda folder: pixtral_files.save("mistral3", folder), 64, 64),
     "Qwen3-VL": (lambda folder: qwen3_vl_files.save("qwen3_vl", folder), 48, 48),

@@ -1,6 +1,7 @@
 """Writes models of transformers as pairs of GGUF files, as llama.cpp's converters do."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,25 @@ _TEXTS = {
     "mistral": _LLAMA,
     "qwen2": CONVERSIONS["qwen2"],
     "qwen3": CONVERSIONS["qwen3"],
+    "gemma3_text": replace(
+        CONVERSIONS["gemma3"],
+        fields=lambda config: {
+            "attention.sliding_window": config.sliding_window,
+            "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        },
+    ),
+    "lfm2": replace(
+        CONVERSIONS["lfm2"],
+        fields=lambda config: {
+            **CONVERSIONS["lfm2"].fields(config),
+            # Of the shapes that config.json says, two thirds in whole blocks.
+            "feed_forward_length": 2 * config.intermediate_size // 3,
+            "attention.head_count_kv": [
+                config.num_key_value_heads * (kind == "full_attention")
+                for kind in config.layer_types
+            ],
+        },
+    ),
     "qwen3_vl_text": Conversion(
         "qwen3",
         "qwen3vl",
@@ -87,6 +107,7 @@ def write_mmproj(
     vision: Any = model.config.vision_config
     family = str(model.config.model_type)
     write = {"smolvlm": _idefics3, "internvl": _internvl, "mistral3": _pixtral, "llava": _pixtral}
+    write |= {"gemma3": _gemma3, "lfm2_vl": _lfm2_vl}
     fields, tensors = write.get(family, _qwen)(model)
     sizes = {
         "embedding_length": vision.hidden_size,
@@ -164,6 +185,47 @@ def _idefics3(model: PreTrainedModel) -> Written:
     }
     prefixes = ("vision_model.", "connector.")
     return fields, {new: tensor for _, new, tensor in _named(model, prefixes)}
+
+
+_SIGLIP_NAMES = {"model.multi": "multi", "model.vision_tower.": "vision_tower.vision_model."}
+
+
+def _gemma3(model: PreTrainedModel) -> Written:
+    vision: Any = model.config.vision_config
+    side = vision.image_size // vision.patch_size
+    fields = {
+        "clip.projector_type": "gemma3",
+        "clip.use_gelu": True,
+        "projector.scale_factor": side // int(model.config.mm_tokens_per_image**0.5),
+        "attention.layer_norm_epsilon": vision.layer_norm_eps,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    parts = ("embeddings", "encoder", "post_layernorm")  # the head is left out
+    prefixes = (*(f"vision_tower.{part}" for part in parts), "multi_modal_projector.")
+    names = {**_SIGLIP_NAMES, "input_projection_weight": "input_projection.weight"}
+    named = _named(model, prefixes, names)
+    return fields, {new: tensor + ("soft_emb_norm" in new) for _, new, tensor in named}
+
+
+def _lfm2_vl(model: PreTrainedModel) -> Written:
+    vision: Any = model.config.vision_config
+    fields = {
+        "clip.projector_type": "lfm2",
+        "clip.use_gelu": True,
+        "projector.scale_factor": model.config.downsample_factor,
+        "image_size": 256,
+        "attention.layer_norm_epsilon": vision.layer_norm_eps,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    prefixes, size = ("vision_tower.", "multi_modal_projector."), vision.patch_size
+    tensors = {}
+    for _, new, tensor in _named(model, prefixes, _SIGLIP_NAMES):
+        is_patches = new == "v.patch_embd.weight"
+        kernel = tensor.view(-1, size, size, 3).permute(0, 3, 1, 2) if is_patches else tensor
+        tensors[new] = kernel.contiguous()
+    return fields, tensors
 
 
 def _internvl(model: PreTrainedModel) -> Written:

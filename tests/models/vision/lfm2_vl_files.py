@@ -44,16 +44,17 @@ VISION = {
 }
 
 
-def reference(**connector: Any) -> PreTrainedModel:
-    """A model. connector: further fields of its config."""
+def reference(patch: int = PATCH, **connector: Any) -> PreTrainedModel:
+    """A model with patches of this side. connector: further fields of its config."""
     fields = {"projector_hidden_size": 48, "image_token_id": IMAGE} | connector
-    config = Lfm2VlConfig(vision_config=VISION, text_config=TEXT, **fields)
+    vision = VISION | {"patch_size": patch}
+    config = Lfm2VlConfig(vision_config=vision, text_config=TEXT, **fields)
     return randomize(Lfm2VlForConditionalGeneration(config))
 
 
-def save(folder: Path) -> PreTrainedModel:
+def save(folder: Path, patch: int = PATCH) -> PreTrainedModel:
     """Write a model to the folder, and return it."""
-    return save_model(reference(), folder)
+    return save_model(reference(patch), folder)
 
 
 def make_patches(grid: Grid, seed: int = 0) -> torch.Tensor:

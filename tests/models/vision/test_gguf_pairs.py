@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.image_prompts import IMAGE_FAMILIES, answers_of, requests_of
-from tests.models.vision import internvl_files, pixtral_files, qwen3_vl_files
+from tests.models.vision import (
+    gemma3_files,
+    internvl_files,
+    lfm2_vl_files,
+    pixtral_files,
+    qwen3_vl_files,
+)
 from tests.models.vision.gguf_pairs import round_matrices, write_mmproj, write_text
 from tests.models.vision.idefics3_files import make_tile, save_smolvlm
 from tests.models.vision.towers import encoded, load_found, save_model
@@ -30,6 +36,8 @@ def save(name: str, folder: Path) -> PreTrainedModel:
         return save_model(internvl_files.reference(family), folder)
     if name in ("mistral3", "llava"):
         return pixtral_files.save(name, folder)
+    if name in ("gemma3", "lfm2_vl"):
+        return {"gemma3": gemma3_files, "lfm2_vl": lfm2_vl_files}[name].save(folder)
     return qwen3_vl_files.save(name, folder)
 
 
@@ -37,6 +45,10 @@ def values_of(name: str) -> tuple[torch.Tensor, tuple[int, int, int]]:
     """An encoder's input, and its grid."""
     if name.startswith("qwen"):
         return qwen3_vl_files.make_patches((1, 4, 6)), (1, 4, 6)
+    if name == "lfm2_vl":
+        return lfm2_vl_files.make_patches((1, 4, 6)), (1, 4, 6)
+    if name == "gemma3":
+        return gemma3_files.make_image(), IMAGE
     if name in ("mistral3", "llava"):
         return pixtral_files.make_image(4, 6), IMAGE
     return internvl_files.make_tile() if name.startswith("internvl") else make_tile(1), IMAGE
@@ -52,6 +64,7 @@ def encode(
 
 
 CASES = ["smolvlm", "internvl", "internvl large", "mistral3", "llava", "qwen3_vl", "qwen3_5"]
+CASES += ["gemma3", "lfm2_vl"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -77,11 +90,15 @@ def test_exchanged_linears_of_old_files(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "mistral3", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name", ["smolvlm", "mistral3", "qwen3_vl", "qwen3_5", "gemma3", "lfm2_vl"]
+)
 def test_tokens_equal_those_of_the_folder(name: str, tmp_path: Path) -> None:
     """The pair lies in a folder of its own, so the encoder is found beside the language model."""
     family = IMAGE_FAMILIES[name]
     model = family.save(tmp_path)
+    if name == "gemma3":  # files say a pattern of layers, of which this model has the beginning
+        model.config.text_config.layer_types = ["sliding_attention"] * 3
     round_matrices(model)
     save_model(model, tmp_path)
     pair = tmp_path / "pair"

@@ -180,6 +180,56 @@ def _idefics3(fields: EncoderFields) -> EncoderSettings:
     )
 
 
+def _gemma3(fields: EncoderFields) -> EncoderSettings:
+    vision = _vision(fields) | {
+        "layer_norm_eps": fields.number("vision.attention.layer_norm_epsilon"),
+        "hidden_act": _activation(fields, "gelu_pytorch_tanh"),
+    }
+    side = vision["image_size"]
+    # Published models average 4 by 4 patches, and their files have no factor.
+    factor = fields.integer("vision.projector.scale_factor", 4)
+    num_tokens = (side // vision["patch_size"] // factor) ** 2
+    return EncoderSettings(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "model_type": "gemma3",
+            "vision_config": vision,
+            "mm_tokens_per_image": num_tokens,
+        },
+        {"size": {"height": side, "width": side}, **_normalization(fields)},
+        {"image_seq_length": num_tokens},
+    )
+
+
+def _lfm2(fields: EncoderFields) -> EncoderSettings:
+    """The settings of LFM2-VL. The sizes and numbers of tiles are transformers' constants, which
+    all published models have."""
+    vision = _vision(fields) | {
+        "model_type": "siglip2_vision_model",
+        "layer_norm_eps": fields.number("vision.attention.layer_norm_epsilon"),
+        "hidden_act": _activation(fields, "gelu_pytorch_tanh"),
+        "num_patches": fields.rows_of("v.position_embd.weight"),
+    }
+    del vision["image_size"]  # a constant of the converter, which the encoder has no use for
+    factor = fields.integer("vision.projector.scale_factor", 2)
+    return EncoderSettings(
+        {
+            "architectures": ["Lfm2VlForConditionalGeneration"],
+            "model_type": "lfm2_vl",
+            "vision_config": vision,
+            "downsample_factor": factor,
+            "projector_hidden_size": fields.rows_of("mm.1.weight"),
+            "projector_use_layernorm": "mm.input_norm.weight" in fields.tensors,
+            "projector_bias": "mm.1.bias" in fields.tensors,
+        },
+        {
+            "encoder_patch_size": vision["patch_size"],
+            "downsample_factor": factor,
+            **_normalization(fields),
+        },
+    )
+
+
 def _internvl(fields: EncoderFields) -> EncoderSettings:
     vision = _vision(fields) | {
         "layer_norm_eps": fields.number("vision.attention.layer_norm_epsilon"),
@@ -291,8 +341,10 @@ class Projector:
 _QWEN3_VL = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})
 
 PROJECTORS: Mapping[str, Projector] = {
+    "gemma3": Projector(_gemma3, frozenset({"gemma3"})),
     "idefics3": Projector(_idefics3, frozenset({"llama"})),
     "internvl": Projector(_internvl, frozenset({"llama", "qwen2", "qwen3"})),
+    "lfm2": Projector(_lfm2, frozenset({"lfm2", "lfm2moe"})),
     "pixtral": Projector(_pixtral, frozenset({"llama", "mistral3"})),
     "qwen3vl_merger": Projector(_qwen3vl, _QWEN3_VL),
 }

@@ -3,14 +3,14 @@
 `hub.gguf.projectors` translates their metadata. Called by `gguf.encoder_file`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from quire.models.checkpoints.gguf.families.architecture import of_pairs
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 from quire.models.checkpoints.gguf.tensor_locations import CombinedStacks, TensorLocation
-from quire.models.checkpoints.gguf.tensor_map import TensorRules, misshapen
+from quire.models.checkpoints.gguf.tensor_map import Change, TensorRules, misshapen
 
 PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 """The projections of a patch of the first and of the second frame, in Qwen's encoder."""
@@ -18,8 +18,11 @@ PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 _QKV = {f"attn_{part}": f"{part}_proj" for part in "qkv"}
 
 
-def _idefics3_rules(model: GGUFModel) -> TensorRules:
-    """The rules for SigLIP. Old files have exchanged names of the two linears of MLPs."""
+def _siglip_rules(
+    model: GGUFModel, tower: str, connector: dict[str, str], changes: Mapping[str, Change]
+) -> TensorRules:
+    """The rules for SigLIP, whose tensors have the prefix `tower`. Old files have exchanged names
+    of the two linears of MLPs."""
     up, down = "ffn_up", "ffn_down"
     hidden_size = model.integer("vision.embedding_length")
     if model.shape("v.blk.0.ffn_down.weight")[-1] == hidden_size:
@@ -27,13 +30,42 @@ def _idefics3_rules(model: GGUFModel) -> TensorRules:
     layer = {name: f"self_attn.{linear}" for name, linear in _QKV.items()}
     layer |= {"attn_out": "self_attn.out_proj", "ln1": "layer_norm1", "ln2": "layer_norm2"}
     layer |= {up: "mlp.fc1", down: "mlp.fc2"}
-    top = {
-        "v.patch_embd": "vision_model.embeddings.patch_embedding",
-        "v.position_embd": "vision_model.embeddings.position_embedding",
-        "v.post_ln": "vision_model.post_layernorm",
-        "mm.model.fc": "connector.modality_projection.proj",
+    top = connector | {
+        "v.patch_embd": f"{tower}embeddings.patch_embedding",
+        "v.position_embd": f"{tower}embeddings.position_embedding",
+        "v.post_ln": f"{tower}post_layernorm",
     }
-    return TensorRules({**layer}, top, prefix="vision_model.encoder.layers.")
+    return TensorRules({**layer}, top, changes=changes, prefix=f"{tower}encoder.layers.")
+
+
+def _idefics3_rules(model: GGUFModel) -> TensorRules:
+    connector = {"mm.model.fc": "connector.modality_projection.proj"}
+    return _siglip_rules(model, "vision_model.", connector, {})
+
+
+def _gemma3_rules(model: GGUFModel) -> TensorRules:
+    """The rules for Gemma 3. The file's norm has 1 + the weight of the checkpoint."""
+    norm, linear = "mm.soft_emb_norm.weight", "mm.input_projection.weight"
+    connector = {
+        norm: "multi_modal_projector.mm_soft_emb_norm.weight",
+        linear: "multi_modal_projector.mm_input_projection_weight",
+    }
+    changes: dict[str, Change] = {norm: lambda weight: weight - 1}
+    return _siglip_rules(model, "vision_tower.vision_model.", connector, changes)
+
+
+def _lfm2_rules(model: GGUFModel) -> TensorRules:
+    """The rules for LFM2-VL. The checkpoint's patches have each pixel's channels side by side; the
+    file's have the channels one after the other."""
+    connector = {
+        "mm.input_norm": "multi_modal_projector.layer_norm",
+        "mm.1": "multi_modal_projector.linear_1",
+        "mm.2": "multi_modal_projector.linear_2",
+    }
+    changes: dict[str, Change] = {
+        PATCHES[0]: lambda kernel: kernel.permute(0, 2, 3, 1).flatten(1),
+    }
+    return _siglip_rules(model, "vision_tower.", connector, changes)
 
 
 def _internvl_rules(model: GGUFModel) -> TensorRules:
@@ -120,8 +152,10 @@ def joined_patches(model: GGUFModel) -> dict[str, TensorLocation]:
 
 
 ENCODER_RULES: dict[str, Callable[[GGUFModel], TensorRules]] = {
+    "gemma3": _gemma3_rules,
     "idefics3": _idefics3_rules,
     "internvl": _internvl_rules,
+    "lfm2": _lfm2_rules,
     "pixtral": _pixtral_rules,
     "qwen3vl_merger": _qwen3vl_rules,
 }
