@@ -199,6 +199,13 @@ def gifs() -> Iterator[File]:
     outside[at + 1 : at + 9] = b"\xff" * 8
     yield "gif with a frame outside of it", bytes(outside)
     yield "gif of 65535 x 65535", b"GIF89a\xff\xff\xff\xff" + saved(picture(), "GIF")[10:]
+    start = b"GIF89a" + struct.pack("<HH", 8, 8) + b"\x80\0\0" + bytes(6)
+    frame, large = (
+        b"," + struct.pack("<HHHHB", 0, 0, side, side, 0) + b"\x02\x02\x4c\x01\0"
+        for side in (8, 26000)
+    )
+    yield "gif whose only frame enlarges its canvas", start + large + b";"
+    yield "gif whose last frame enlarges its canvas", start + frame + large + b";"
     yield "gif of garbage", b"GIF89a" + random.Random(1).randbytes(5000)
     yield "gif without frames", b"GIF89a\x08\0\x08\0\0\0\0;"
     yield "gif of comments", b"GIF89a\x08\0\x08\0\0\0\0" + b"!\xfe\x01a\0" * 20000 + b";"

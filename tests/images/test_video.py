@@ -51,8 +51,9 @@ def test_the_picture_for_viewers_without_animations_is_no_frame() -> None:
 )
 def test_other_files_are_refused(data: bytes, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason) as refused:
-        decode_video(data, "messages[0]")
+        decode_video(data, "video messages[0]")
     assert refused.value.param == "messages"
+    assert str(refused.value).startswith("the video messages[0] ")
 
 
 def test_frames_of_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import InvalidRequestError
+from quire.images.wrong_media import wrong_media
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,10 +62,10 @@ def opened_image(
 
     # First, refuse what is too large before any pixel is decoded.
     if len(data) > MAX_FILE_BYTES:
-        raise _wrong(where, f"has {len(data)} bytes, above the bound of {MAX_FILE_BYTES}")
+        raise wrong_media(where, f"has {len(data)} bytes, above the bound of {MAX_FILE_BYTES}")
     _check_size(_webp_size(data), where)
     if _has_many_scans(data):
-        raise _wrong(where, f"is a JPEG file of more than {MAX_SCANS} scans; save it anew")
+        raise wrong_media(where, f"is a JPEG file of more than {MAX_SCANS} scans; save it anew")
     failure: Exception
     # Pillow warns of odd but readable files, which a client must not write into the log.
     warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -78,13 +79,13 @@ def opened_image(
         raise
     except UnidentifiedImageError:
         also = f"; {advice}" if advice else ""
-        failure = _wrong(where, f"is no image of the formats {', '.join(formats)}{also}")
+        failure = wrong_media(where, f"is no image of the formats {', '.join(formats)}{also}")
     except Exception as error:  # a hostile file makes Pillow raise errors of many classes
         if isinstance(error, Image.DecompressionBombError):
-            failure = _wrong(where, f"has too many pixels; the bound is {MAX_PIXELS}")
+            failure = wrong_media(where, f"has too many pixels; the bound is {MAX_PIXELS}")
         else:
             reason = " ".join(str(error).split()) or type(error).__name__
-            failure = _wrong(where, f"can't be decoded ({reason:.100})")
+            failure = wrong_media(where, f"can't be decoded ({reason:.100})")
     raise failure
 
 
@@ -114,20 +115,22 @@ def check_image(image: Any, where: str) -> "Image":
     if isinstance(image, np.ndarray):
         is_picture = image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (1, 3, 4))
         if image.dtype != np.uint8 or not is_picture or not image.size:
-            raise _wrong(
+            raise wrong_media(
                 where,
                 f"is an array of {image.dtype} with the shape {list(image.shape)}, but must be"
                 " uint8 with [height, width] or [height, width, channels]",
             )
         image = Image.fromarray(image[:, :, 0] if image.shape[2:] == (1,) else image)
     if not isinstance(image, Image.Image):
-        raise _wrong(where, f"has the type {type(image).__name__}, but must be a URL or a picture")
+        raise wrong_media(
+            where, f"has the type {type(image).__name__}, but must be a URL or a picture"
+        )
     _check_size(image.size, where)
     try:
         image.load()  # since a file may only have been opened
         return to_rgb(_upright(image))
     except (OSError, SyntaxError, ValueError) as error:
-        raise _wrong(where, f"can't be read as RGB ({error!s:.100})") from None
+        raise wrong_media(where, f"can't be read as RGB ({error!s:.100})") from None
 
 
 def to_rgb(image: "Image") -> "Image":
@@ -223,13 +226,9 @@ def _has_many_scans(data: bytes) -> bool:
 def _check_size(size: tuple[int, int], where: str) -> None:
     width, height = size
     if width * height > MAX_PIXELS:
-        raise _wrong(
+        raise wrong_media(
             where,
             f"has {width} x {height} pixels, above the bound of {MAX_PIXELS}; make it smaller",
         )
     if width < 1 or height < 1:
-        raise _wrong(where, "has no pixels")
-
-
-def _wrong(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the image {where} {what}", where.partition("[")[0])
+        raise wrong_media(where, "has no pixels")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from quire.errors import InvalidRequestError, shown
+from quire.images.wrong_media import wrong_media
 
 MAX_REDIRECTS = 3
 TIMEOUT_S = 10.0
@@ -66,7 +67,7 @@ class HttpsFetcher:
                     if isinstance(found, bytes):
                         return found
                     url = urljoin(url, found)
-                failure = _wrong(where, f"has more than {MAX_REDIRECTS} redirects")
+                failure = wrong_media(where, f"has more than {MAX_REDIRECTS} redirects")
             except InvalidRequestError:
                 raise
             except (OSError, http.client.HTTPException, ValueError) as error:
@@ -74,7 +75,7 @@ class HttpsFetcher:
                 late = f"was not fetched within {self._timeout_s:g} s"
                 reason = type(error).__name__
                 is_late = deadline.has_passed or isinstance(error, TimeoutError)
-                failure = _wrong(where, late if is_late else f"can't be fetched ({reason})")
+                failure = wrong_media(where, late if is_late else f"can't be fetched ({reason})")
         raise failure
 
     def _checked(self, url: str, where: str) -> SplitResult:
@@ -84,15 +85,15 @@ class HttpsFetcher:
             host, port = parts.hostname or "", parts.port
             plain = _plain_host(host)
         except ValueError:
-            raise _wrong(where, f"has the malformed URL {shown(url)}") from None
+            raise wrong_media(where, f"has the malformed URL {shown(url)}") from None
         if parts.scheme != "https":
-            raise _wrong(
+            raise wrong_media(
                 where, f"has a URL of the scheme {shown(parts.scheme)}, but https is needed"
             )
         if parts.username is not None or parts.password is not None or port not in (None, 443):
-            raise _wrong(where, "has a URL with a user, a password or a port; leave them out")
+            raise wrong_media(where, "has a URL with a user, a password or a port; leave them out")
         if not plain or plain not in self._domains:
-            raise _wrong(
+            raise wrong_media(
                 where,
                 f"is on the host {shown(host)}, from which this server fetches nothing; send the"
                 " image as a data: URL",
@@ -119,9 +120,9 @@ class HttpsFetcher:
     def _open(self, host: str, where: str) -> socket.socket:
         addresses = list(dict.fromkeys(self._resolve(host, 443)))
         if not addresses:
-            raise _wrong(where, "can't be fetched: its host has no address")
+            raise wrong_media(where, "can't be fetched: its host has no address")
         if not all(map(is_public, addresses)):
-            raise _wrong(where, "can't be fetched: its host has an address that is not public")
+            raise wrong_media(where, "can't be fetched: its host has an address that is not public")
         failure: OSError | None = None
         for address in addresses[:2]:
             try:
@@ -152,16 +153,16 @@ def _read(answer: http.client.HTTPResponse, where: str, max_bytes: int) -> bytes
     if answer.status in _REDIRECTS and place:
         return place
     if answer.status != 200:
-        raise _wrong(where, f"can't be fetched: its host answers {answer.status}")
+        raise wrong_media(where, f"can't be fetched: its host answers {answer.status}")
     if answer.getheader("Content-Encoding", "identity").lower() != "identity":
-        raise _wrong(where, "can't be fetched: its host compresses the answer")
+        raise wrong_media(where, "can't be fetched: its host compresses the answer")
     if (answer.length or 0) > max_bytes:
-        raise _wrong(where, f"has {answer.length} bytes, above the bound of {max_bytes}")
+        raise wrong_media(where, f"has {answer.length} bytes, above the bound of {max_bytes}")
     body = answer.read(max_bytes + 1)
     if len(body) > max_bytes:
-        raise _wrong(where, f"has more than {max_bytes} bytes")
+        raise wrong_media(where, f"has more than {max_bytes} bytes")
     if answer.length:
-        raise _wrong(where, "can't be fetched: its host ended the answer early")
+        raise wrong_media(where, "can't be fetched: its host ended the answer early")
     return body
 
 
@@ -216,7 +217,3 @@ def _connect(address: str, port: int, host: str, timeout_s: float) -> socket.soc
     except BaseException:
         plain.close()
         raise
-
-
-def _wrong(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the image {where} {what}", where.partition("[")[0])

@@ -19,6 +19,7 @@ from quire.images.placing import Placeholder, PromptImages, place_images
 from quire.images.processors.processor import ImageProcessor, Layout, ProcessedImage
 from quire.images.sources import ImageSources, is_remote
 from quire.images.video import check_video, decode_video
+from quire.images.wrong_media import VIDEO
 
 MAX_PROMPT_BYTES = 192 << 20
 """Bytes of the encoder's inputs of one prompt: 64 tiles of 512 x 512 pixels. A message to an engine
@@ -39,6 +40,11 @@ class GivenImage(NamedTuple):
     #: A URL, or a picture of Pillow or an array in the offline API; for a video, frames of these.
     source: Any
     is_video: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its place, with `wrong_media.VIDEO` before that of a video."""
+        return VIDEO + self.where if self.is_video else self.where
 
 
 class ImageReader:
@@ -150,13 +156,13 @@ class ImageCall:
         return [(placeholders[image.is_video].text, image.text) for image in images]
 
     def _fetch(self, image: GivenImage) -> ProcessedImage:
-        data = self._reader._sources.read(image.source, image.where)
+        data = self._reader._sources.read(image.source, image.name)
         return self._reader._decoding.submit(self._process, image, data).result()
 
     def _process(self, image: GivenImage, source: Any) -> ProcessedImage:
         """Decode and process an image. source: a URL that needs no waiting, bytes, or a picture."""
         if isinstance(source, str):
-            source = self._reader._sources.read(source, image.where)
+            source = self._reader._sources.read(source, image.name)
         param = image.where.partition("[")[0]
         try:
             if image.is_video:
@@ -175,7 +181,7 @@ class ImageCall:
         processor = self._reader.processor.video
         assert processor is not None, "check_count has refused it"
         is_file = isinstance(source, bytes)
-        video = (decode_video if is_file else check_video)(source, image.where)
+        video = (decode_video if is_file else check_video)(source, image.name)
         places = processor.sample(len(video.frames), video.fps)
         frames = [video.frames[place] for place in places]
         self._reserve(processor.layout(len(frames), *frames[0].size), image)

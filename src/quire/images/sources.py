@@ -6,10 +6,11 @@ import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from quire.errors import InvalidRequestError, shown
+from quire.errors import shown
 from quire.images.decode import MAX_FILE_BYTES
 from quire.images.https_fetch import HttpsFetcher
 from quire.images.image_options import ImageOptions
+from quire.images.wrong_media import wrong_media
 
 _MAX_HEAD = 200
 """Characters of a data: URL before its comma."""
@@ -41,10 +42,10 @@ class ImageSources:
             return _read_file(url, self._folder, where)
         if scheme in ("https", "file", "http"):
             taken = "https" if scheme == "http" and self._fetches else "data"
-            raise _wrong(
+            raise wrong_media(
                 where, f"has a URL of the scheme {scheme}, which is not allowed here; use {taken}:"
             )
-        raise _wrong(where, f"is {shown(url)}, which is no URL of an image; {_ADVICE}")
+        raise wrong_media(where, f"is {shown(url)}, which is no URL of an image; {_ADVICE}")
 
 
 def is_remote(url: str) -> bool:
@@ -56,20 +57,22 @@ def _read_data(url: str, where: str) -> bytes:
     """The bytes in a data: URL (RFC 2397) in base64."""
     head, comma, _ = url[5 : _MAX_HEAD + 5].partition(",")
     if not comma:
-        raise _wrong(where, f"is a data: URL without a comma in its first {_MAX_HEAD} characters")
+        raise wrong_media(
+            where, f"is a data: URL without a comma in its first {_MAX_HEAD} characters"
+        )
     kind, *others = head.split(";")
     # The decoder says which formats of videos it reads.
     if kind and not kind.strip().lower().startswith(("image/", "video/")):
-        raise _wrong(where, f"is a data: URL of the type {shown(kind)}, but must be an image")
+        raise wrong_media(where, f"is a data: URL of the type {shown(kind)}, but must be an image")
     if not others or others[-1].strip().lower() != "base64":
-        raise _wrong(where, "is a data: URL without base64; encode the image as base64")
+        raise wrong_media(where, "is a data: URL without base64; encode the image as base64")
     return decode_base64(url[5 + len(head) + 1 :], where)
 
 
 def decode_base64(data: str, where: str) -> bytes:
     """The bytes of an image in base64. Raises InvalidRequestError."""
     if len(data) // 4 * 3 > MAX_FILE_BYTES + 3:
-        raise _wrong(where, f"has more than {MAX_FILE_BYTES} bytes")
+        raise wrong_media(where, f"has more than {MAX_FILE_BYTES} bytes")
     if "%" in data:
         data = unquote(data)
     if any(space in data for space in " \t\r\n"):
@@ -82,7 +85,7 @@ def decode_base64(data: str, where: str) -> bytes:
         pieces = (data[at : at + _PIECE] for at in range(0, len(data), _PIECE))
         return b"".join(binascii.a2b_base64(piece, strict_mode=True) for piece in pieces)
     except (binascii.Error, ValueError):
-        raise _wrong(where, "is not valid base64") from None
+        raise wrong_media(where, "is not valid base64") from None
 
 
 def _read_file(url: str, folder: Path, where: str) -> bytes:
@@ -91,7 +94,7 @@ def _read_file(url: str, folder: Path, where: str) -> bytes:
     A missing file and a file outside of the folder get one answer, so that nobody learns which
     files exist.
     """
-    missing = _wrong(where, "is no file in the folder of images that this server may read")
+    missing = wrong_media(where, "is no file in the folder of images that this server may read")
     try:
         parts = urlsplit(url)
         path = Path(unquote(parts.path, errors="strict")).resolve(strict=True)
@@ -111,9 +114,5 @@ def _read_file(url: str, folder: Path, where: str) -> bytes:
     with open(descriptor, "rb") as file:
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
-        raise _wrong(where, f"has more than {MAX_FILE_BYTES} bytes")
+        raise wrong_media(where, f"has more than {MAX_FILE_BYTES} bytes")
     return data
-
-
-def _wrong(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the image {where} {what}", where.partition("[")[0])

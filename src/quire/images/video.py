@@ -6,8 +6,8 @@ Files of other formats, such as MP4, are refused. Called by `reader`.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.errors import InvalidRequestError
 from quire.images.decode import MAX_PIXELS, check_image, opened_image, to_rgb
+from quire.images.wrong_media import wrong_media
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,9 +53,9 @@ def decode_video(data: bytes, where: str) -> Video:
             except EOFError:
                 break
             if opened.size != (width, height):  # Pillow enlarges the canvas of a GIF file
-                raise _wrong(where, "has a frame that is larger than its canvas; save it anew")
+                raise wrong_media(where, "has a frame that is larger than its canvas; save it anew")
             if (len(frames) + 1) * width * height > MAX_FILE_FRAME_PIXELS:
-                raise _wrong(
+                raise wrong_media(
                     where,
                     f"has more than {MAX_FILE_FRAME_PIXELS} pixels in all its frames; send fewer"
                     " or smaller ones",
@@ -65,7 +65,7 @@ def decode_video(data: bytes, where: str) -> Video:
             length_ms += opened.info.get("duration") or _FRAME_MS
             frames.append(to_rgb(opened.copy()))
     if len(frames) < 2:
-        raise _wrong(where, "is a picture that stands still; send it as an image")
+        raise wrong_media(where, "is a picture that stands still; send it as an image")
     return Video(frames, 1000.0 * len(frames) / length_ms)
 
 
@@ -79,27 +79,25 @@ def check_video(given: Any, where: str) -> Video:
         given, fields = given
         unknown = [name for name in fields if name != "fps" and fields[name] is not None]
         if unknown:
-            raise _wrong(where, f"has {unknown[0]!r:.80}, but of its fields only fps is read")
+            raise wrong_media(where, f"has {unknown[0]!r:.80}, but of its fields only fps is read")
         fps = DEFAULT_FPS if fields.get("fps") is None else fields["fps"]
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1e-3 <= fps <= 1e3:
-        raise _wrong(where, f"has the fps {fps!r:.80}, but must have 0.001 to 1000 frames a second")
+        raise wrong_media(
+            where, f"has the fps {fps!r:.80}, but must have 0.001 to 1000 frames a second"
+        )
     # Then check the frames.
     is_list = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
     if not is_list or not len(given):
-        raise _wrong(
+        raise wrong_media(
             where, "must be a list of pictures, an array with four axes, or the URL of an animation"
         )
     _check_count(len(given), where)
     frames = [check_image(frame, f"{where}[{at}]") for at, frame in enumerate(given)]
     if len({frame.size for frame in frames}) > 1:
-        raise _wrong(where, "has frames of several sizes; give all one size")
+        raise wrong_media(where, "has frames of several sizes; give all one size")
     return Video(frames, float(fps))
 
 
 def _check_count(num_frames: int, where: str) -> None:
     if num_frames > MAX_FRAMES:
-        raise _wrong(where, f"has more than {MAX_FRAMES} frames; send fewer")
-
-
-def _wrong(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the video {where} {what}", where.partition("[")[0])
+        raise wrong_media(where, f"has more than {MAX_FRAMES} frames; send fewer")
