@@ -253,7 +253,7 @@ def most_registers(shape: AttendShape, *, over_codes: bool) -> int | None:
 def _attend_tiles(  # type: ignore[no-untyped-def]
     part,  # (m, sums, acc) so far
     q,  # [rows, D]
-    sights,  # (positions, positions of the last keys that they see), [rows] each
+    sights,  # (positions [rows], visible_ends or None, first token - its position, last position)
     memory,  # (pages at the KV head, elements from page to page, the sequence's row of the table,
     # scales or None, the KV head, scales from page to page)
     keys_range,  # (first key, end) of this loop
@@ -263,7 +263,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
 ):
     """Returns `part` after folding in the keys of a range, tile by tile."""
     m, sums, acc = part
-    positions, lasts = sights
+    positions, visible_ends_ptr, shift, last_position = sights
     pages, page_stride, table, scales, kv_head, scale_stride = memory
     TILE: tl.constexpr = S.tile
     columns = tl.arange(0, TILE)
@@ -304,6 +304,11 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
             scores = scores * k_scales[None, :]
         scores = cap_scores(scores, S)
         if MASKED:
+            lasts = positions
+            if visible_ends_ptr is not None:
+                # Loaded for each tile, since keeping them would take registers from other tiles.
+                places_of_ends = visible_ends_ptr + shift + positions
+                lasts = tl.load(places_of_ends, positions <= last_position, other=0) - 1
             scores = hide_unseen(scores, keys, is_seen, positions, lasts, S)
         # Last, fold the tile into the online softmax.
         new_m = tl.maximum(m, tl.max(scores, axis=1) * S.to_log2)
@@ -493,11 +498,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         # argument.
         memory = (pages, page_stride, table, kv_scales_ptr, kv_head, kv_scale_stride)
         seen, ends = (seen_first, seen_end), (position, last)
-        positions = position + offsets
-        lasts = positions
-        if visible_ends_ptr is not None:
-            lasts = tl.load(visible_ends_ptr + tokens, is_row, other=0) - 1
-        m, sums, acc = _attend_chunks(
-            q, (positions, lasts), memory, (first, end), seen, ends, chunk_tokens, S
-        )
+        sights = (position + offsets, visible_ends_ptr, token - position, last)
+        m, sums, acc = _attend_chunks(q, sights, memory, (first, end), seen, ends, chunk_tokens, S)
         _store(item, first_head, (m, sums, acc), sinks_ptr, outputs, part_outputs, S)
