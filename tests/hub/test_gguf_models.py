@@ -3,7 +3,9 @@
 import errno
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -12,10 +14,12 @@ from tests.hub.conftest import model_files
 from tests.hub.hub_server import COMMIT, FakeHub
 
 from quire.errors import CheckpointError, ConfigurationError, UnsupportedModelError
+from quire.hub import fetching
 from quire.hub.found_model import FoundModel
 from quire.hub.gguf import remote_headers
 from quire.hub.gguf.choice import choose_gguf
 from quire.hub.gguf.header import read_gguf
+from quire.hub.gguf.image_encoder import find_image_encoder
 from quire.hub.gguf.naming import gguf_paths
 from quire.hub.model_folder import find_model, resolve_model_folder, resolve_text_folder
 
@@ -26,14 +30,20 @@ PARTS = tuple(f"tiny-BF16-{part:05}-of-00002.gguf" for part in (1, 2))
 def gguf_files() -> dict[str, bytes]:
     """As publishers of GGUF have them: quantizations, one of them in two files, and no models."""
     names = ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", *(f"BF16/{part}" for part in PARTS))
-    others = ("mmproj-F16.gguf", "imatrix.gguf", "README.md", "config.json")
+    others = ("imatrix.gguf", "README.md", "config.json")
     models = {name: model_file(name) for name in names}
-    return models | {name: START + name.encode() for name in others}
+    return models | {name: START + name.encode() for name in others} | encoder_files()
 
 
-def model_file(name: str) -> bytes:
+def encoder_files(names: tuple[str, ...] = ("mmproj-F16.gguf",), kind: str = "x") -> dict:
+    """Files with encoders whose projector is of this kind."""
+    return {name: model_file(name, {"clip.projector_type": kind}) for name in names}
+
+
+def model_file(name: str, more: Mapping[str, Any] | None = None) -> bytes:
     """A header of 30,000 bytes, and twice as many of weights."""
-    fields = [text("general.name") + value(name), text("notes") + value("x" * 30_000)]
+    given = {"general.name": name, "notes": "x" * 30_000, **(more or {})}
+    fields = [text(key) + value(found) for key, found in given.items()]
     start = header(fields, [tensor_info("a", (15_000,), 0, 0)])
     return start + bytes(-len(start) % 32) + os.urandom(60_000)
 
@@ -45,7 +55,9 @@ def gguf_hub(start_hub) -> FakeHub:
 
 
 def ggufs(hub: FakeHub) -> list[str]:
-    return sorted(name for name in hub.fetched() if name.endswith(".gguf"))
+    """The models whose content was asked for."""
+    names = [name for name in hub.fetched() if name.endswith(".gguf")]
+    return sorted(name for name in names if "mmproj" not in name)
 
 
 def test_a_file_and_a_folder_with_one_are_the_file(hub, tmp_path):
@@ -107,7 +119,7 @@ def test_only_the_chosen_files_of_a_repository_are_fetched(gguf_hub, cache, choi
         path = resolve_model_folder("org/tiny-GGUF" + choice, needs_tokenizer=True)
     snapshot = cache / "models--org--tiny-GGUF" / "snapshots" / COMMIT
     assert path == snapshot / files[0]
-    assert ggufs(gguf_hub) == files
+    assert {*ggufs(gguf_hub)} == {*files}, "of the first file, the header may come first"
     assert path.read_bytes() == gguf_hub.files[files[0]]
     said = [each.getMessage() for each in caplog.records if "is served in" in each.getMessage()]
     assert said == ([] if choice else [said[0]])
@@ -116,6 +128,84 @@ def test_only_the_chosen_files_of_a_repository_are_fetched(gguf_hub, cache, choi
     assert find_model("org/tiny-GGUF" + choice) == FoundModel(path, True, COMMIT)
     assert resolve_text_folder("org/tiny-GGUF" + choice) == path
     assert not ggufs(gguf_hub)
+
+
+FITTING = {
+    "general.architecture": "llama",
+    "llama.embedding_length": 64,
+}
+IDEFICS = {
+    "clip.projector_type": "idefics3",
+    "clip.use_gelu": True,
+    **{
+        f"clip.vision.{name}": count
+        for name, count in {
+            "projection_dim": 64,
+            "embedding_length": 32,
+            "feed_forward_length": 48,
+            "block_count": 1,
+            "attention.head_count": 2,
+            "image_size": 16,
+            "patch_size": 8,
+            "projector.scale_factor": 1,
+            "attention.layer_norm_epsilon": 1e-6,
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+        }.items()
+    },
+}
+"""The metadata of a model, and of an encoder that fits it."""
+
+
+def test_the_encoder_beside_a_model_is_fetched_with_it(start_hub, cache, monkeypatch):
+    """One of several: the first of the preferred types."""
+    remote_headers._folder.cache_clear()
+    encoders = ("mmproj-F32.gguf", "mmproj-BF16.gguf", "mmproj-Q8_0.gguf", "in/mmproj-F16.gguf")
+    files = {name: model_file(name, IDEFICS) for name in encoders}
+    hub = start_hub(FakeHub(files | {"a-Q8_0.gguf": model_file("a", FITTING)}, "org/a-GGUF"))
+    text_only = resolve_model_folder("org/a-GGUF:Q8_0", takes_images=False)
+    assert hub.fetched() == ["a-Q8_0.gguf"]
+    found = find_model("org/a-GGUF:Q8_0")
+    assert not found.has_weights and found.folder != text_only
+    encoder = find_image_encoder(found.folder)
+    assert encoder is not None and encoder.path.name == "mmproj-BF16.gguf"
+    path = resolve_model_folder("org/a-GGUF:Q8_0")
+    assert path == text_only
+    fetched = path.with_name("mmproj-BF16.gguf")
+    assert fetched.read_bytes() == hub.files["mmproj-BF16.gguf"]
+    assert {*hub.fetched()} == {"a-Q8_0.gguf", "mmproj-BF16.gguf"}
+    hub.requests.clear()
+    assert find_model("org/a-GGUF:Q8_0") == FoundModel(path, True, COMMIT)
+    assert not hub.fetched()
+    encoder = find_image_encoder(path)
+    assert encoder is not None and encoder.path == fetched
+    # Another one that is in the cache is taken.
+    fetched.rename(path.with_name("mmproj-F32.gguf"))
+    assert resolve_model_folder("org/a-GGUF:Q8_0") == path
+    assert not hub.fetched()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"clip.projector_type": "x"}, "projector_type is x"),
+        ({**IDEFICS, "clip.new": 1}, "clip.new"),
+    ],
+)
+def test_an_encoder_that_is_not_read_is_not_fetched(start_hub, metadata, said, caplog):
+    remote_headers._folder.cache_clear()
+    fetching._warn_once.cache_clear()
+    files = {"a-Q8_0.gguf": model_file("a", FITTING), "mmproj-F16.gguf": model_file("m", metadata)}
+    start_hub(FakeHub(files, "org/a-GGUF"))
+    for _ in range(2):
+        found = find_model("org/a-GGUF:Q8_0")
+        assert not found.has_weights and find_image_encoder(found.folder) is None
+    path = resolve_model_folder("org/a-GGUF:Q8_0")
+    assert [each.name for each in path.parent.iterdir() if each.name.endswith("gguf")] == [
+        path.name
+    ]
+    (message,) = [each.getMessage() for each in caplog.records if "images" in each.getMessage()]
+    assert said in message
 
 
 def test_a_header_that_finds_no_room_names_its_folder(gguf_hub, monkeypatch):

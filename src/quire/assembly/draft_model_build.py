@@ -78,7 +78,9 @@ def with_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> ModelKi
     def check(folder: Path) -> object:
         return is_eagle3(folder) or read(folder)
 
-    folder = resolve_model_folder(name, None, check=check, on_progress=on_progress)
+    folder = resolve_model_folder(
+        name, None, check=check, takes_images=False, on_progress=on_progress
+    )
     if is_eagle3(folder):
         if DRAFT_MODEL in methods:
             raise _refusal(name, "it is a head for EAGLE-3; set speculation to 'eagle3'")

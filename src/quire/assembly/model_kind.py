@@ -97,6 +97,7 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
         options.revision,
         check=read,
         needs_tokenizer=options.tokenizer is None and not options.skip_tokenizer_init,
+        takes_images=options.fetches_encoder,
         on_progress=on_progress,
     )
     said = read_pooling(folder)

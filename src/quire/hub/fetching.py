@@ -20,12 +20,15 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
+from quire.errors import QuireError
 from quire.hub.download import fetch_files, missing_files
 from quire.hub.failures import CLIENT_ERRORS, named_failures
 from quire.hub.found_model import Check, FoundModel, OnProgress
-from quire.hub.gguf.choice import choose_gguf, label_of, split_choice
+from quire.hub.gguf.choice import choose_encoder, choose_gguf, label_of, split_choice
+from quire.hub.gguf.header import read_gguf
+from quire.hub.gguf.image_encoder import read_encoder
 from quire.hub.gguf.naming import gguf_paths, models_of
-from quire.hub.gguf.remote_headers import fetch_headers
+from quire.hub.gguf.remote_headers import LATER_BYTES, fetch_headers
 from quire.hub.model_files import shown_text
 from quire.hub.packaged_models import packaged_model
 from quire.hub.repository import TOKENIZER_FILE, Repository, list_repository
@@ -44,6 +47,7 @@ def fetch_model(
     *,
     check: Check | None,
     needs_tokenizer: bool,
+    takes_images: bool,
     on_progress: OnProgress | None,
 ) -> Path:
     """Implements `model_folder.resolve_model_folder` for hub ids."""
@@ -52,7 +56,7 @@ def fetch_model(
         repository = _list(name, revision)
         if isinstance(repository, Exception):
             return _cached_model(name, choice, revision, repository)
-        gguf_files = _chosen(repository, choice)
+        gguf_files = _chosen(repository, choice, takes_images=takes_images)
         if gguf_files:
             if check is not None:
                 check(_gguf_or_header(repository, gguf_files)[0])
@@ -66,14 +70,16 @@ def fetch_model(
     return folder
 
 
-def find_fetched(name: str, revision: str | None, *, needs_tokenizer: bool) -> FoundModel:
+def find_fetched(
+    name: str, revision: str | None, *, needs_tokenizer: bool, takes_images: bool
+) -> FoundModel:
     """Implements `model_folder.find_model` for hub ids."""
     name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
         if isinstance(repository, Exception):
             return FoundModel(_cached_model(name, choice, revision, repository))
-        gguf_files = _chosen(repository, choice)
+        gguf_files = _chosen(repository, choice, takes_images=takes_images)
         if gguf_files:
             path, is_whole = _gguf_or_header(repository, gguf_files)
             return FoundModel(path, is_whole, repository.commit)
@@ -110,15 +116,48 @@ def _list(name: str, revision: str | None) -> Repository | Exception:
         return error
 
 
-def _chosen(repository: Repository, choice: str | None) -> Sequence[str]:
-    """The files of the chosen GGUF model; empty if the repository's model in Hugging Face's format
-    is used instead. If `choice` is None, logs which GGUF model is used."""
+def _chosen(repository: Repository, choice: str | None, *, takes_images: bool) -> Sequence[str]:
+    """The files of the chosen GGUF model, with its encoder of images if `takes_images` and the
+    encoder fits; empty if the repository's model in Hugging Face's format is used instead. If
+    `choice` is None, logs which GGUF model is used."""
     files = repository.gguf_files(choice)
     if files and choice is None:
         labels = [label_of(first) for first in models_of(repository.sizes)]
         others = f"; {repository.name}:{labels[-1]} would name another" if len(labels) > 1 else ""
         logger.warning("%s is served in GGUF format, from %s%s", repository.name, files[0], others)
-    return files
+    if not files or not takes_images:
+        return files
+    # An encoder that is in the cache goes first: of two in one folder, none would be taken.
+    snapshot = repository.snapshot()
+    here = [name for name in repository.sizes if (snapshot / name).exists()]
+    if encoder := choose_encoder(here, files[0]):
+        return *files, encoder
+    encoder = choose_encoder(repository.sizes, files[0])
+    return (*files, encoder) if encoder and _fits(repository, files, encoder) else files
+
+
+def _fits(repository: Repository, files: Sequence[str], encoder: str) -> bool:
+    """Whether a GGUF model, which is in `files`, can read images by the encoder in another file.
+    Fetches the encoder's header."""
+    size = repository.sizes[encoder]
+    if not size:
+        return False
+    model, _ = _gguf_or_header(repository, files)
+    header: Path | None = None
+    try:
+        header = fetch_headers(
+            repository.name, repository.commit, {encoder: size}, first_bytes=LATER_BYTES
+        )
+        found = read_encoder(header, read_gguf(model).metadata)
+        reason = found if isinstance(found, str) else None
+    except QuireError as error:
+        reason = str(error)
+    if reason is None:
+        return True
+    if header is not None:  # else it would be found beside the model's header
+        header.unlink()
+    _warn_once(f"{repository.name}: {encoder} is not fetched, and no images are taken: {reason}")
+    return False
 
 
 def _fetch_gguf(

@@ -30,6 +30,7 @@ def resolve_model_folder(
     *,
     check: Check | None = None,
     needs_tokenizer: bool = False,
+    takes_images: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Path:
     """The local folder, or GGUF file, of model `name`, fetched first if it is a hub id. Waits for
@@ -42,6 +43,7 @@ def resolve_model_folder(
     `check`: called before the weights are fetched, to refuse unsupported models; see `Check`.
     `needs_tokenizer`: whether a hub repository of safetensors must have tokenizer.json.
     A local folder or GGUF file is checked for neither.
+    `takes_images`: whether the encoder of images of a hub's GGUF model is fetched, too.
     `on_progress`: if None, a progress bar is drawn on stderr.
     Raises CheckpointError if `name` is none of these or can't be fetched.
     """
@@ -54,12 +56,21 @@ def resolve_model_folder(
 
     name = hub_id_of(name) or name
     return fetch_model(
-        name, revision, check=check, needs_tokenizer=needs_tokenizer, on_progress=on_progress
+        name,
+        revision,
+        check=check,
+        needs_tokenizer=needs_tokenizer,
+        takes_images=takes_images,
+        on_progress=on_progress,
     )
 
 
 def find_model(
-    name: str | None, revision: str | None = None, *, needs_tokenizer: bool = False
+    name: str | None,
+    revision: str | None = None,
+    *,
+    needs_tokenizer: bool = False,
+    takes_images: bool = True,
 ) -> FoundModel:
     """Find a model without fetching its weights. The result has all other files, or a copy of its
     GGUF file's header; or the whole model if it is already on this machine. Arguments and errors
@@ -70,7 +81,12 @@ def find_model(
     assert name is not None
     from quire.hub.fetching import find_fetched  # imported here for the same reason
 
-    return find_fetched(hub_id_of(name) or name, revision, needs_tokenizer=needs_tokenizer)
+    return find_fetched(
+        hub_id_of(name) or name,
+        revision,
+        needs_tokenizer=needs_tokenizer,
+        takes_images=takes_images,
+    )
 
 
 def resolve_text_folder(name: str | None, revision: str | None = None) -> Path:

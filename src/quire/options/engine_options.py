@@ -322,6 +322,11 @@ class EngineOptions(
         " other's requests. A fleet sets it.",
     )
 
+    @property
+    def fetches_encoder(self) -> bool:
+        """Whether the encoder of images of a hub's GGUF model is fetched with the model."""
+        return not self.language_model_only and self.mmproj is None
+
     def _check_together(self) -> None:
         super()._check_together()
         for name, value in self.given_tiers.items():

@@ -115,7 +115,12 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Mod
 
 def _load_files(options: EngineOptions, server: ServerConfig) -> ModelFiles:
     own = options.tokenizer is None
-    model = find_model(options.model, options.revision, needs_tokenizer=own)
+    model = find_model(
+        options.model,
+        options.revision,
+        needs_tokenizer=own,
+        takes_images=options.fetches_encoder,
+    )
     check_before_start(options, model)
     text_folder = model.folder if own else resolve_text_folder(options.tokenizer)
     tokenizer = Tokenizer.from_folder(text_folder, remembers_words=False)

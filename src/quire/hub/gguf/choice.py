@@ -11,11 +11,14 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePosixPath
 
 from quire.errors import CheckpointError, shown
-from quire.hub.gguf.naming import SUFFIX, model_stem, models_of, quant_label
+from quire.hub.gguf.naming import SUFFIX, is_encoder_name, model_stem, models_of, quant_label
 from quire.hub.model_files import shown_name
 
 USUAL = "Q4_K_M"
 """The quantization served if none is chosen; most publishers recommend it."""
+
+_ENCODER_LABELS = ("F16", "FP16", "BF16", "F32", "FP32", "Q8_0")
+"""Types of the numbers of encoders, the preferred one first."""
 
 _MAX_NAMES_SHOWN = 24
 
@@ -61,6 +64,25 @@ def choose_gguf(
     raise CheckpointError(
         f"{what} has no model {shown(choice)} in GGUF format{where}, but {listed}; {advice}"
     )
+
+
+def choose_encoder(names: Collection[str], model: str) -> str | None:
+    """The file with an encoder of images in the folder of a model's file; None if there is none.
+
+    Of several, the smallest that has all bits of most published encoders: numbers of 16 bits.
+    """
+    folder = PurePosixPath(model).parent
+    found = [
+        name
+        for name in sorted(names)
+        if is_encoder_name(PurePosixPath(name).name) and PurePosixPath(name).parent == folder
+    ]
+
+    def rank(name: str) -> int:
+        label = quant_label(PurePosixPath(name).name)
+        return _ENCODER_LABELS.index(label) if label in _ENCODER_LABELS else len(_ENCODER_LABELS)
+
+    return min(found, key=rank, default=None)
 
 
 def label_of(first: str) -> str:

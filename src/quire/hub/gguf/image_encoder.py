@@ -52,15 +52,23 @@ def find_image_encoder(model: Path, named: str | None = None) -> ImageEncoder | 
     path = _beside(first) if named is None else Path(named).expanduser()
     if path is None:
         return None
-    text = read_gguf(first).metadata
-    file = read_gguf(path)
-    reason = _why_unfit(file, text)
-    if reason is None:
-        return ImageEncoder(path, _settings(file, text))
+    found = read_encoder(path, read_gguf(first).metadata)
+    if isinstance(found, ImageEncoder):
+        return found
     if named is not None:
-        raise UnsupportedModelError(f"mmproj is {shown(named)}, but {reason}")
-    _warn_once(f"{path.name} beside {first.name} is left out, and no images are taken: {reason}")
+        raise UnsupportedModelError(f"mmproj is {shown(named)}, but {found}")
+    _warn_once(f"{path.name} beside {first.name} is left out, and no images are taken: {found}")
     return None
+
+
+def read_encoder(path: Path, text: Mapping[str, Any]) -> ImageEncoder | str:
+    """The encoder in a file, for the model with the metadata `text`; or a clause that says why the
+    model can't have it.
+
+    Raises CheckpointError and UnsupportedModelError for a file whose metadata are wrong.
+    """
+    file = read_gguf(path)
+    return _why_unfit(file, text) or ImageEncoder(path, _settings(file, text))
 
 
 def projector_of(metadata: Mapping[str, Any]) -> str:

@@ -33,10 +33,13 @@ MOST_BYTES = 256 << 20
 _GROWTH = 4
 
 
-def fetch_headers(repo: str, commit: str, files: Mapping[str, int]) -> Path:
+def fetch_headers(
+    repo: str, commit: str, files: Mapping[str, int], *, first_bytes: int | None = None
+) -> Path:
     """Fetch the headers of all `files`. Returns the path of the sparse copy of the first file.
 
-    `files` maps the names of one model's files to their sizes in bytes.
+    `files` maps the names of one model's files to their sizes in bytes. `first_bytes` are requested
+    first of the first file; None means FIRST_BYTES.
 
     Raises CheckpointError for a file that is not GGUF and for a full disk, errors of the hub's
     client, and OSError.
@@ -48,7 +51,7 @@ def fetch_headers(repo: str, commit: str, files: Mapping[str, int]) -> Path:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             url = hf_hub_url(repo, name, revision=commit)
-            num_bytes = FIRST_BYTES if path == first else LATER_BYTES
+            num_bytes = (first_bytes or FIRST_BYTES) if path == first else LATER_BYTES
             try:
                 _fetch_header(url, size, num_bytes, path)
             except OSError as error:
