@@ -5,6 +5,7 @@ import random
 import pytest
 from tests.core.memory.tiers.slow_tiers import SlowTiers
 
+from quire.core.content_spans import ContentSpan
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.growth import Growth
 from quire.core.memory.hash_chain import hash_tail
@@ -166,6 +167,22 @@ def test_blocks_in_the_pool_are_not_looked_up_in_the_tier() -> None:
     assert (found.num_tokens, found.there) == (12, ())
     assert [each.name for each in found.missing] == prefix.chains[0][3:6]
     assert finder.longest(of._replace(held=0)).num_tokens == 0
+
+
+def test_a_prefix_splits_no_content_that_is_computed_in_one_step() -> None:
+    """What the blocks before the content need is named, and nothing behind them."""
+    prefix = Prefix("window, full", random.Random(0))
+    prefix.tiers.clear()
+    chain = prefix.chains[0]
+    prefix.tiers.kept = {(group, digest) for group in (0, 1) for digest in chain[:6]}
+    finder = TierFinder(PrefixCache(2, SIZE, b"secret"), prefix.tiers, prefix.growth)
+    span = ContentSpan(5, 9, "0" * 32)
+    of = TierPrefix(prefix.token_ids, prefix.chain_tokens, prefix.chains, prefix.roots, 0, (span,))
+    found = finder.longest(of)
+    assert (found.num_tokens, found.missing[0].name) == (12, chain[4])
+    found = finder.longest(of._replace(spans=(span._replace(in_one_step=True),)))
+    assert found.num_tokens == 4
+    assert [each.name for each in found.missing] == chain[:2] * 2
 
 
 @pytest.mark.parametrize("kinds", GROUPS)

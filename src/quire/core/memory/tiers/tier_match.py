@@ -9,6 +9,7 @@ from collections.abc import Sequence as Ids
 from functools import partial
 from typing import NamedTuple
 
+from quire.core.content_spans import last_cut
 from quire.core.memory.group_match import Chains
 from quire.core.memory.growth import Growth, GrowthRule
 from quire.core.memory.packed_tokens import Spans, num_packed, pack
@@ -69,9 +70,19 @@ class TierFinder:
         self._looked_up: dict[tuple[int, bytes], bool] = {}
 
     def longest(self, prefix: TierPrefix) -> TierMatch:
-        """The longest prefix that leaves a token to compute."""
+        """The longest prefix that leaves a token to compute, and splits no content that is computed
+        in one step."""
         self._looked_up.clear()
-        known = self._full_end(prefix)
+        most = len(prefix.token_ids) - 1
+        while True:
+            found = self._longest(prefix, most)
+            most = last_cut(prefix.spans, found.num_tokens)
+            if most == found.num_tokens:
+                return found
+
+    def _longest(self, prefix: TierPrefix, most: int) -> TierMatch:
+        """The longest prefix of at most `most` tokens."""
+        known = self._full_end(prefix, most)
         end = known
         before = -1
         while end != before:
@@ -82,14 +93,15 @@ class TierFinder:
         if end > prefix.held:
             best = self._collect(prefix, end, end * self._growth.block_size, None)
         for index in dict.fromkeys((known, end)):
-            tailed = self._with_tail(prefix, index)
+            tailed = self._with_tail(prefix, index, most)
             if tailed is not None and tailed.num_tokens > best.num_tokens:
                 best = tailed
         return best
 
-    def _full_end(self, prefix: TierPrefix) -> int:
-        """Number of leading full blocks in the groups that keep all tokens."""
-        end, longest = prefix.held, (len(prefix.token_ids) - 1) // self._growth.block_size
+    def _full_end(self, prefix: TierPrefix, most: int) -> int:
+        """Number of leading full blocks, of at most `most` tokens, in the groups that keep all
+        tokens."""
+        end, longest = prefix.held, most // self._growth.block_size
         groups = [rule.group for rule in self._growth.unbounded]
         if not groups:
             return longest
@@ -97,11 +109,12 @@ class TierFinder:
             end += 1
         return end
 
-    def _with_tail(self, prefix: TierPrefix, index: int) -> TierMatch | None:
-        """The longest prefix that ends in a stored, partly filled block after block `index`."""
+    def _with_tail(self, prefix: TierPrefix, index: int, most: int) -> TierMatch | None:
+        """The longest prefix of at most `most` tokens that ends in a stored, partly filled block
+        after block `index`."""
         size, best = self._growth.block_size, None
         rest = pack(prefix.token_ids, index * size, (index + 1) * size, prefix.spans)
-        num_left = len(prefix.token_ids) - 1 - index * size
+        num_left = most - index * size
         for chain, root in zip(prefix.chains, prefix.roots, strict=True):
             if index > len(chain):
                 continue
