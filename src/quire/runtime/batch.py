@@ -290,10 +290,7 @@ class RowBatch:
         attention = self._attention_batch(
             rows, query_start, counts, context_lens.astype(np.int32), num_decodes
         )
-        if whole:
-            ends = _visible_ends(whole, first_positions, counts)
-            attention.visible_ends = torch.from_numpy(ends)
-            attention.visible_ends_list = ends.tolist()
+        _show_whole(attention, whole, first_positions, counts)
         states = state_batch(attention, self._state_tables)
         if drafts is not None:
             states.num_drafts_list = drafts.counts.tolist()
@@ -511,16 +508,21 @@ def _content_pieces(
     return pieces, whole
 
 
-def _visible_ends(whole: Sequence[ContentPiece], first_positions: Int64, counts: Int64) -> Int32:
-    """`AttentionBatch.visible_ends` of a step with these contents, which see all of themselves.
+def _show_whole(
+    attention: AttentionBatch, whole: Sequence[ContentPiece], first_positions: Int64, counts: Int64
+) -> None:
+    """Set the `visible_ends` of a step with these contents, which see all of themselves.
 
     Its rows compute `counts` tokens each, from first_positions on.
     """
+    if not whole:
+        return
     spans = zip(first_positions.tolist(), counts.tolist(), strict=True)
     ends = np.concatenate([np.arange(first, first + count) + 1 for first, count in spans])
     for _, _, num_tokens, place in whole:
         ends[place : place + num_tokens] = ends[place + num_tokens - 1]
-    return ends.astype(np.int32)
+    attention.visible_ends = torch.from_numpy(ends.astype(np.int32))
+    attention.visible_ends_list = ends.tolist()
 
 
 def state_batch(attention: AttentionBatch, tables: tuple[torch.Tensor, ...]) -> StateBatch:

@@ -263,7 +263,6 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
 ):
     """Returns `part` after folding in the keys of a range, tile by tile."""
     m, sums, acc = part
-    positions, visible_ends_ptr, shift, last_position = sights
     pages, page_stride, table, scales, kv_head, scale_stride = memory
     TILE: tl.constexpr = S.tile
     columns = tl.arange(0, TILE)
@@ -304,12 +303,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
             scores = scores * k_scales[None, :]
         scores = cap_scores(scores, S)
         if MASKED:
-            lasts = positions
-            if visible_ends_ptr is not None:
-                # Loaded for each tile, since keeping them would take registers from other tiles.
-                places_of_ends = visible_ends_ptr + shift + positions
-                lasts = tl.load(places_of_ends, positions <= last_position, other=0) - 1
-            scores = hide_unseen(scores, keys, is_seen, positions, lasts, S)
+            scores = hide_unseen(scores, keys, is_seen, sights[0], _last_keys(sights), S)
         # Last, fold the tile into the online softmax.
         new_m = tl.maximum(m, tl.max(scores, axis=1) * S.to_log2)
         base = new_m
@@ -324,6 +318,18 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
         m = new_m
     return m, sums, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _last_keys(sights):  # type: ignore[no-untyped-def]
+    """The position of the last key that each row of a causal layer sees, [rows]. It is loaded for
+    each tile, since keeping it would take registers from the tiles without a mask."""
+    positions, visible_ends_ptr, shift, last_position = sights
+    lasts = positions
+    if visible_ends_ptr is not None:
+        # Rows behind the tile's last token have its end; they are not stored.
+        lasts = tl.load(visible_ends_ptr + shift + tl.minimum(positions, last_position)) - 1
+    return lasts
 
 
 @triton.jit  # type: ignore[untyped-decorator]
