@@ -47,8 +47,8 @@ def fetch_model(
     *,
     check: Check | None,
     needs_tokenizer: bool,
-    takes_images: bool,
     on_progress: OnProgress | None,
+    takes_images: bool = True,
 ) -> Path:
     """Implements `model_folder.resolve_model_folder` for hub ids."""
     name, choice = split_choice(name)
