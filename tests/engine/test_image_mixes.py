@@ -19,13 +19,19 @@ from tests.engine.image_prompts import (
     make_request,
     text,
 )
+from tests.models.heads.head_files import save_eagle3
 
 from quire import LLM
 from quire.core.request import SequenceOutput
 from quire.core.scheduling.growth_forecast import GrowthForecast
+from quire.core.scheduling.pacing import ConstantPacer
 from quire.engine.engine import Engine
+from quire.models.registry import load_config
 from quire.runtime.contents.content_store import ContentStore
 
+HEAD = "eagle3"
+HEADED = ("gemma3", "lfm2_vl", "qwen3_vl", "qwen3_5")
+"""Families whose tiny models have three layers or more, whose inputs a head reads."""
 NUM_EXAMPLES = 6
 MAX_LEN = 72
 WINDOWED_BLOCKS = {8: 26, 16: 21, 32: 15}
@@ -77,7 +83,7 @@ options = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(12, 40),
         "enable_prefix_caching": st.booleans(),
         "max_num_seqs": st.sampled_from([2, 5, 12]),
-        "speculation": st.sampled_from(["off", "ngram"]),
+        "speculation": st.sampled_from(["off", "ngram", HEAD, HEAD]),
     }
 )
 
@@ -85,15 +91,31 @@ options = st.fixed_dictionaries(
 class Alone:
     """A family's engine that computes one request at a time, from its first token."""
 
-    def __init__(self, family: ImageFamily, folder: Path) -> None:
-        self.family, self.folder = family, folder
-        family.save(folder)
+    def __init__(self, name: str, folder: Path) -> None:
+        self.family, self.folder = IMAGE_FAMILIES[name], folder
+        self.family.save(folder)
+        self.head: str | None = None
+        if name in HEADED:
+            config = load_config(folder)
+            layers = [0, 1, config.num_layers - 1]
+            self.head = str(folder / "head")
+            save_eagle3(
+                folder / "head",
+                size=config.hidden_size,
+                vocab_size=config.vocab_size,
+                eagle_aux_hidden_state_layer_ids=layers,
+            )
         self._llm = self.llm(enable_prefix_caching=False, speculation="off")
         self._known: dict[str, dict[int, list[int]]] = {}
 
     def llm(self, **options: Any) -> LLM:
         usual = {"dtype": "bfloat16", "max_model_len": MAX_LEN, "skip_tokenizer_init": True}
-        return LLM(str(self.folder), **usual, **options)
+        if options["speculation"] != HEAD:
+            return LLM(str(self.folder), **usual, **options)
+        del options["speculation"]
+        llm = LLM(str(self.folder), **usual, **options, speculative_model=self.head)
+        llm.engine.scheduler.pacer = ConstantPacer()  # drafts are made whatever they cost
+        return llm
 
     def tokens(self, life: Life) -> dict[int, list[int]]:
         """The tokens of each branch."""
@@ -110,7 +132,7 @@ class Alone:
 @pytest.fixture(scope="module", params=IMAGE_FAMILIES)
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     torch.set_num_threads(1)
-    return Alone(IMAGE_FAMILIES[request.param], tmp_path_factory.mktemp(request.param))
+    return Alone(request.param, tmp_path_factory.mktemp(request.param))
 
 
 class Mix:
@@ -175,7 +197,11 @@ def test_random_mixes_get_the_tokens_of_requests_alone(
     def check(
         mix: list[Life], options: dict[str, Any], num_spare: int, num_slots: int, cache_bytes: int
     ) -> None:
+        if options["speculation"] == HEAD and alone.head is None:
+            options = options | {"speculation": "ngram"}
         num_blocks = 17 if family.has_states else -(-MAX_LEN // options["block_size"])
+        if family.has_states and options["speculation"] == HEAD:
+            num_blocks = 40  # the head's layer has K and V beside the model's
         if family.has_windows:
             num_blocks = WINDOWED_BLOCKS[options["block_size"]]
         llm = alone.llm(num_blocks=num_blocks + num_spare, **options)
@@ -197,5 +223,8 @@ def test_random_mixes_get_the_tokens_of_requests_alone(
         assert engine.stats().num_held_blocks == 0 and not store._inputs
         contents.check(Counter())
         event(f"preempts: {engine.stats().num_preemptions > 0}")
+        drafts = engine.stats().drafts.get("by_proposer", {}).get(HEAD, {"verified": []})
+        num_verified = sum(drafts["verified"])
+        event(f"verifies drafts of a head: {num_verified > 0}")
 
     check()
