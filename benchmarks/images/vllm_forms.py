@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from tests.images.tiny_model import save_tiny
+from tests.models.vision.idefics3_files import SIDE
 
 from quire import LLM, SamplingParams
 from quire.errors import QuireError
@@ -68,7 +69,7 @@ FORMS: dict[str, Callable[[Make], object]] = {
     "limit": _option(limit_mm_per_prompt={"image": 1}),
     "limit of videos": _option(limit_mm_per_prompt={"image": 1, "video": 1}),
     "limit with sizes": _option(limit_mm_per_prompt={"image": {"count": 1, "width": 64}}),
-    "processor's settings": _option(mm_processor_kwargs={"max_image_size": {"longest_edge": 64}}),
+    "processor's settings": _option(mm_processor_kwargs={"size": {"longest_edge": SIDE}}),
     "processor's cache": _option(mm_processor_cache_gb=4),
     "no processor's cache": _option(mm_processor_cache_gb=0),
     "graphs of the encoder": _option(compilation_config={"cudagraph_mm_encoder": True}),

@@ -14,6 +14,8 @@ def test_the_number_of_images() -> None:
     assert ImageOptions(limit_mm_per_prompt={"audio": 0}).max_images == MAX_IMAGES
     assert ImageOptions(limit_mm_per_prompt={"video": 2}).max_videos == 2
     assert ImageOptions(limit_mm_per_prompt={"image": 1}).max_videos == MAX_VIDEOS
+    described = ImageOptions(limit_mm_per_prompt={"image": {"count": 3, "width": 9}, "video": {}})
+    assert (described.max_images, described.max_videos) == (3, MAX_VIDEOS)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,9 @@ def test_the_number_of_images() -> None:
         {"limit_mm_per_prompt": {"video": -1}},
         {"limit_mm_per_prompt": {"audio": 1}},
         {"limit_mm_per_prompt": {"images": 1}},
+        {"limit_mm_per_prompt": {"image": {"count": -1}}},
+        {"limit_mm_per_prompt": {"image": {"number": 1}}},
+        {"limit_mm_per_prompt": {"audio": {"count": 0}}},
         {"allowed_local_media_path": "/no/such/folder"},
     ],
 )

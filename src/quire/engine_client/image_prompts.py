@@ -29,22 +29,32 @@ def make_reader(
     """The reader of images for the model in a folder; None if it takes text only.
 
     max_held_bytes: see `ImageReader`. A processor whose settings can't be obeyed is logged, and the
-    model is then served for text. Raises ConfigurationError if the option mmproj asks for images.
+    model is then served for text. Raises ConfigurationError if an option asks for images.
     """
+    asked = [
+        f"{name} is {value!r:.200}"
+        for name, value in (
+            ("mmproj", options.mmproj),
+            ("mm_processor_kwargs", options.mm_processor_kwargs or None),
+        )
+        if value is not None
+    ]
 
     def special_id(text: str) -> int | None:
         return next(iter(tokenizer.special_ids_of([text])), None)
 
     try:
-        processor = find_processor(folder, options.mmproj)
+        processor = find_processor(folder, options.mmproj, options.mm_processor_kwargs)
+        if processor is None and options.mm_processor_kwargs:
+            raise CheckpointError("the model takes text only")
         if processor is None:
             return None
         return ImageReader(processor, options, special_id, max_held_bytes=max_held_bytes)
     except (CheckpointError, ValueError) as error:
-        if options.mmproj is not None:
+        if asked:
             raise ConfigurationError(
-                f"mmproj is {options.mmproj!r:.200}, but no images can be taken: {error}; leave it"
-                " out to serve the model for text"
+                f"{' and '.join(asked)}, but no images can be taken: {error}; leave it out to serve"
+                " the model without it"
             ) from error
         logger.warning("no images are taken: %s", error)
         return None

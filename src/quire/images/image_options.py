@@ -11,6 +11,9 @@ from quire.option_fields import Flag, JsonObject, Options, Text, Texts, option
 MAX_IMAGES, MAX_VIDEOS = 16, 4
 """Images and videos of one prompt, unless limit_mm_per_prompt sets other numbers."""
 
+_DESCRIPTION = {"count", "width", "height", "num_frames"}
+"""The keys of vLLM's descriptions of images and videos in limit_mm_per_prompt."""
+
 
 @dataclass(frozen=True)
 class ImageOptions(Options):
@@ -22,8 +25,20 @@ class ImageOptions(Options):
         group="images",
         help='images and videos of one prompt, as {"image": 4, "video": 1}; 0: none are taken',
         doc='the most images and videos of one prompt, as {"image": 4, "video": 1}; without an'
-        f' entry: {MAX_IMAGES} and {MAX_VIDEOS}. Sound is never taken, so "audio" may only be 0.',
+        f' entry: {MAX_IMAGES} and {MAX_VIDEOS}. Sound is never taken, so "audio" may only be 0.'
+        ' An entry may be {"count": 4, "width": 512, "height": 512}, too, in which the sizes change'
+        " nothing.",
         flag=Flag(shown=f"{MAX_IMAGES} images, {MAX_VIDEOS} videos"),
+    )
+    mm_processor_kwargs: Mapping[str, Any] | None = option(
+        None,
+        JsonObject(),
+        group="images",
+        help='settings of the image processor that replace the model\'s, as {"max_pixels": 500000}',
+        doc="settings of the image processor, and of that of videos, that replace those of the"
+        ' model\'s files, as {"max_pixels": 500000}. A setting that the processor does not read is'
+        " refused.",
+        flag=Flag(shown="the model's"),
     )
     allowed_media_domains: tuple[str, ...] = option(
         (),
@@ -58,13 +73,16 @@ class ImageOptions(Options):
     @property
     def max_images(self) -> int:
         """The most images of one prompt."""
-        number: int = (self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
-        return number
+        return self._most("image", MAX_IMAGES)
 
     @property
     def max_videos(self) -> int:
         """The most videos of one prompt."""
-        number: int = (self.limit_mm_per_prompt or {}).get("video", MAX_VIDEOS)
+        return self._most("video", MAX_VIDEOS)
+
+    def _most(self, name: str, default: int) -> int:
+        given = (self.limit_mm_per_prompt or {}).get(name, default)
+        number: int = given.get("count", default) if isinstance(given, Mapping) else given
         return number
 
     def _check_together(self) -> None:
@@ -75,7 +93,11 @@ class ImageOptions(Options):
                     f"limit_mm_per_prompt has {name!r:.80}, but its names are image, video and"
                     " audio"
                 )
-            if type(number) is not int or number < 0 or (number and name == "audio"):
+            # vLLM measures memory by pictures of the sizes beside the count.
+            is_described = isinstance(number, Mapping) and set(number) <= _DESCRIPTION
+            numbers = [*number.values()] if is_described else [number]
+            is_bound = all(type(each) is int and each >= 0 for each in numbers)
+            if not is_bound or (name == "audio" and (is_described or number)):
                 bound = "0: no audio is taken" if name == "audio" else "a whole number from 0"
                 raise ConfigurationError(
                     f"limit_mm_per_prompt has {number!r:.80} for {name}, but must have {bound}"

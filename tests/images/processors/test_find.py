@@ -14,6 +14,7 @@ from quire.images.processors.idefics3 import Idefics3Processor
 from quire.images.processors.internvl import InternVLProcessor
 from quire.images.processors.lfm2_vl import Lfm2VlProcessor
 from quire.images.processors.pixtral import PixtralProcessor
+from quire.images.processors.qwen_video import QwenVideoProcessor
 from quire.images.processors.qwen_vl import QwenProcessor
 from quire.models.vision.towers import TOWERS
 
@@ -77,6 +78,27 @@ def test_the_settings_may_stand_in_one_file(tmp_path: Path) -> None:
     assert isinstance(found, Idefics3Processor) and found.tokens_of_tile == 4
     with pytest.raises(CheckpointError, match="image_seq_len is 5, but a tile of 64 pixels gets 4"):
         find_processor(folder_with(tmp_path, processor_config={**around, "image_seq_len": 5}))
+
+
+def test_changes_replace_the_settings_of_the_files(tmp_path: Path) -> None:
+    """Those of images, of videos, or of both."""
+    folder = folder_with(
+        tmp_path,
+        config={"model_type": "qwen3_vl", "vision_config": VISION},
+        preprocessor_config={"min_pixels": 5000, "max_pixels": 90000},
+        video_preprocessor_config={"fps": 2.0},
+    )
+    mean = [0.1, 0.2, 0.3]
+    found = find_processor(folder, None, {"max_pixels": 70000, "fps": 4.0, "image_mean": mean})
+    assert isinstance(found, QwenProcessor) and isinstance(found.video, QwenVideoProcessor)
+    assert (found.least_pixels, found.most_pixels, found.video._fps) == (5000, 70000, 4.0)
+    assert found._normalize.mean == found.video._normalize.mean == tuple(mean)
+    plain = find_processor(folder, None, {})
+    assert plain is not None and plain.identity != found.identity
+    with pytest.raises(CheckpointError, match=r"max_pixles is no setting of .* QwenProcessor"):
+        find_processor(folder, None, {"max_pixles": 70000})
+    with pytest.raises(CheckpointError, match="max_pixels of the image processor is 'x'"):
+        find_processor(folder, None, {"max_pixels": "x"})
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """Finds the image processor of a model by the files in its folder."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.errors import CheckpointError
 from quire.hub.model_files import read_json_object
 from quire.images.processors.gemma3 import Gemma3Processor
 from quire.images.processors.gemma4 import Gemma4Processor
@@ -32,14 +33,18 @@ _PROCESSORS: Mapping[str, Callable[[_Fields, _Fields, _Fields], ImageProcessor]]
 """Processors by the model_type of config.json."""
 
 
-def find_processor(folder: Path, mmproj: str | None = None) -> ImageProcessor | None:
+def find_processor(
+    folder: Path, mmproj: str | None = None, changes: Mapping[str, Any] | None = None
+) -> ImageProcessor | None:
     """The image processor of the model in a folder or GGUF file; None for models that take text
     only, which includes families without a processor here, and folders without an image processor's
     settings.
 
-    `mmproj` is that of `find_image_encoder`. Raises CheckpointError for settings that are not
-    obeyed, or a file that can't be read, and UnsupportedModelError for other encoders.
+    `mmproj` is that of `find_image_encoder`. `changes` are settings that replace those of the
+    files. Raises CheckpointError for settings that are not obeyed, or a file that can't be read,
+    and UnsupportedModelError for other encoders.
     """
+    changes = changes or {}
     if folder.is_file() or mmproj is not None:
         # Imported here because it imports numpy, which a server for text never loads.
         from quire.hub.gguf.image_encoder import find_image_encoder
@@ -48,8 +53,7 @@ def find_processor(folder: Path, mmproj: str | None = None) -> ImageProcessor | 
         if encoder is None:
             return None
         found = encoder.settings
-        kind = _kind(found.config)
-        return _PROCESSORS[kind](found.config, found.image_fields, found.processor_fields)
+        return _make(found.config, found.image_fields, found.processor_fields, changes)
     path = folder / "config.json"
     if not path.is_file():
         return None
@@ -66,7 +70,44 @@ def find_processor(folder: Path, mmproj: str | None = None) -> ImageProcessor | 
     video_fields = _read(folder / "video_preprocessor_config.json")
     if video_fields:
         around["video_processor"] = video_fields
-    return _PROCESSORS[kind](config, image_fields, around) if image_fields else None
+    return _make(config, image_fields, around, changes) if image_fields else None
+
+
+class _NotedFields(Mapping[str, Any]):
+    """Fields, and the names that were looked up in them."""
+
+    def __init__(self, fields: _Fields) -> None:
+        self.read: set[str] = set()
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+def _make(
+    config: _Fields, image_fields: _Fields, fields: _Fields, changes: _Fields
+) -> ImageProcessor:
+    """The processor with these settings, of which `changes` replace those of images and videos.
+
+    Raises CheckpointError, also for a change that the processor doesn't read.
+    """
+    images = _NotedFields({**image_fields, **changes})
+    videos = _NotedFields({**(fields.get("video_processor") or {}), **changes})
+    if fields.get("video_processor"):
+        fields = {**fields, "video_processor": videos}
+    processor = _PROCESSORS[_kind(config)](config, images, fields)
+    if unread := sorted(changes.keys() - images.read - videos.read):
+        raise CheckpointError(
+            f"{unread[0]} is no setting of the model's image processor, {type(processor).__name__}"
+        )
+    return processor
 
 
 def _kind(config: Mapping[str, Any]) -> str:
