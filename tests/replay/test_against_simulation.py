@@ -13,6 +13,7 @@ from quire.planning.step_costs import MeasuredBounds
 from quire.planning.virtual_run import run_virtually
 from quire.replay.against_simulation import replay_in_simulation
 from quire.replay.figures import ReplayFigures
+from quire.simulation.planned_work import PlannedWork
 from quire.simulation.virtual_disk import DiskShape, DiskSpeeds
 from quire.simulation.virtual_engine import FIRST_NEW_TOKEN
 from quire.tiers.disk.load_rate import LoadSpeed
@@ -115,6 +116,27 @@ def test_adapters_have_slots_and_prefixes_of_their_own() -> None:
     turns, beside = (replayed(*together, max_loras=slots).replies for slots in (1, 2))
     assert turns[1].first_s == pytest.approx(turns[0].end_s, abs=0.1)
     assert beside[1].first_s is not None and beside[1].first_s < beside[0].end_s
+
+
+def test_one_step_computes_a_whole_content_if_the_model_does() -> None:
+    """And an equal content is found in the prefix cache."""
+    call = replace(CALL, num_prompt_tokens=200, prefix_ids=(0, 1, 2, 3, 4), contents=((10, 150),))
+    chunks: dict[bool, list[int]] = {}
+
+    class Noting(KnownCosts):
+        def predict_s(self, work: PlannedWork) -> float:
+            if work.load.num_chunk_tokens:
+                seen.append(work.load.num_chunk_tokens)
+            return super().predict_s(work)
+
+    for is_whole in (False, True):
+        seen = chunks[is_whole] = []
+        shape = small_shape(max_num_batched_tokens=64, reads_contents_whole=is_whole)
+        trace = Trace(32, (call, replace(call, at_s=9.0)))
+        figures = replay_in_simulation(trace, shape, Noting(), max_queued_requests=9)
+        assert [reply.num_cached_tokens for reply in figures.replies] == [0, 160]
+    assert chunks[False] == [64, 64, 64, 8, 40]
+    assert chunks[True] == [10, 150, 40, 40]
 
 
 def test_a_grammar_waits_for_its_last_token() -> None:

@@ -48,6 +48,7 @@ TURN = RecordedRequest(
     adapter=2,
     parent=0,
     think_ms=200,
+    contents=((3, 60), (70, 1)),
 )
 SUMMARY = RecordingSummary(2, 1, 0, 0.5, 17, 0.9)
 
@@ -73,6 +74,7 @@ def test_a_recording_is_read(tmp_path: Path) -> None:
     assert turn == TraceRequest(
         *(0.73, 210, 0, (0, 1, 2), (), 1, 0, 0.2, "disconnect", None, 0.02),
         TraceOptions(max_tokens=8, is_greedy=False, has_grammar=True, adapter=2),
+        ((3, 60), (70, 1)),
     )
     first_line = path.read_bytes().splitlines()[0]
     assert msgspec.json.decode(first_line, type=RecordingHeader) == HEADER

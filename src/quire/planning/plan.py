@@ -326,6 +326,7 @@ def engine_shape(options: EngineOptions, fit: MemoryFit) -> EngineShape:
         scheduling_policy=options.scheduling_policy,
         eviction=options.eviction,
         max_loras=options.num_lora_slots,
+        reads_contents_whole=fit.reads_contents_whole,
         overlap=_overlaps(options, fit),
     )
 

@@ -8,10 +8,13 @@ server is not simulated, so the figures do not include its time for HTTP and tok
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.core.adapters import AdapterRef
+from quire.core.content_spans import ContentSpan
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
@@ -145,6 +148,7 @@ class _SimulatedReplay:
             ),
             num_choices,
             tenant=f"tenant-{traced.tenant}",
+            content_spans=self._spans(traced.contents, prompt),
             adapter=AdapterRef(adapter, "", adapter) if adapter else None,
         )
         reply = Reply(due.number, due.at_s, due.at_s)
@@ -163,6 +167,20 @@ class _SimulatedReplay:
             if not traced.num_output_tokens:
                 opened.leaves_s = due.at_s + (traced.took_s or 0.0)
         self._open[request.request_id] = opened
+
+    def _spans(
+        self, contents: Sequence[tuple[int, int]], prompt: Sequence[int]
+    ) -> tuple[ContentSpan, ...]:
+        """The contents that one step computes whole; none for models whose contents are computed
+        like text. Equal tokens of the replayed prompts stand for equal contents."""
+        if not self._shape.reads_contents_whole:
+            return ()
+        found = []
+        for first, count in contents:
+            tokens = repr(prompt[first : first + count]).encode()
+            digest = hashlib.blake2b(tokens, digest_size=16).hexdigest()
+            found.append(ContentSpan(first, count, digest, in_one_step=True))
+        return tuple(found)
 
     def _note(self, options: TraceOptions, has_grammar: bool) -> None:
         """Count what the recording or the measured costs do not say of a request."""

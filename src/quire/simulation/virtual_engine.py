@@ -29,11 +29,13 @@ from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.engine.adapter_work import AdapterWork
+from quire.engine.content_work import ContentWork
 from quire.engine.engine import Engine
 from quire.engine.grammar_work import GrammarWork
 from quire.engine.tier_work import WAIT_S
 from quire.simulation.fakes.fake_adapters import FakeAdapters
 from quire.simulation.fakes.fake_grammar import InlineExecutor
+from quire.simulation.fakes.fake_source import FakeSource
 from quire.simulation.planned_work import PlannedWork, PlannedWorkCounter
 from quire.simulation.virtual_disk import DiskShape, VirtualDisk
 
@@ -46,6 +48,10 @@ VOCABULARY = 1 << 31
 FIRST_NEW_TOKEN = 1 << 30
 #: A grammar that allows all tokens; the text of its requests' params.
 ANY_TEXT = "any"
+#: Slots for contents of prompts, as many as a real engine has at most.
+NUM_CONTENT_SLOTS = 64
+#: Begins no digest, so that all contents can be read.
+_NO_DIGEST = "-"
 
 
 class VirtualClock:
@@ -123,6 +129,8 @@ class EngineShape:
     eviction: str = DEFAULT_ORDER
     #: Number of slots for adapters; 0 if the engine serves none.
     max_loras: int = 0
+    #: Whether the engine computes all positions of a content, such as an image, in one step.
+    reads_contents_whole: bool = False
     #: Whether a step is planned while the previous one runs.
     overlap: bool = False
     #: The disk tier behind the KV cache; None if there is none.
@@ -274,6 +282,9 @@ class VirtualEngine(Generic[T]):
         adapters = None
         if shape.max_loras:  # all are in the host's memory
             adapters = FakeAdapters(random.Random(0), self.clock, wait_until, max_read_s=0.0)
+        # Contents of prompts are ready at once: no encoder is simulated.
+        chance = random.Random(0)
+        contents = FakeSource(chance, self.clock, wait_until, _NO_DIGEST, max_read_s=0.0)
         self.scheduler = _TimedScheduler(
             SchedulerConfig(
                 shape.max_num_seqs, shape.max_num_batched_tokens, shape.num_lookahead_blocks
@@ -281,13 +292,14 @@ class VirtualEngine(Generic[T]):
             self.memory,
             POLICIES.make(shape.scheduling_policy),
             adapters=None if adapters is None else Residency(shape.max_loras, adapters),
+            contents=Residency(NUM_CONTENT_SLOTS, contents),
         )
         self.scheduler.pass_time = self._end_sequences
         tokens = count(FIRST_NEW_TOKEN) if tokens is None else tokens
         self.engine = Engine(
             self.scheduler,
             CountingRunner(shape.block_size, self.clock, costs.step_s, tokens),
-            ModelLimits(VOCABULARY, shape.max_model_len),
+            ModelLimits(VOCABULARY, shape.max_model_len, max_content_tokens=shape.max_model_len),
             clock=self.clock,
             overlap=shape.overlap,
         )
@@ -300,6 +312,7 @@ class VirtualEngine(Generic[T]):
             AnyText(), (), threads=InlineExecutor(), clock=self.clock
         )
         self.engine.adapters = AdapterWork(self.scheduler, adapters)
+        self.engine.contents = ContentWork(self.scheduler, simulated=contents)
         self._costs = costs
         self._lengths: dict[str, int] = {}
         self._coming: list[tuple[float, int, T]] = []

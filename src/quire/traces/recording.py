@@ -84,6 +84,7 @@ class RecordedRequest(
     parent: int | None = None
     #: Milliseconds from the parent's end to this request's arrival.
     think_ms: int = 0
+    contents: tuple[tuple[int, int], ...] = ()
 
 
 class RecordedRefusal(
@@ -241,6 +242,7 @@ def _request(part: RecordedRequest) -> TraceRequest:
             part.grammar,
             part.adapter,
         ),
+        part.contents,
     )
 
 

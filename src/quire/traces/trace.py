@@ -73,6 +73,9 @@ class TraceRequest:
     #: Measured seconds from arrival to the end; None if the trace has no times.
     took_s: float | None = None
     options: TraceOptions = PLAIN
+    #: The first position and the number of positions of each content of the prompt, such as an
+    #: image, in ascending order.
+    contents: tuple[tuple[int, int], ...] = ()
 
     def check(self, block_tokens: int) -> None:
         """Raise ValueError with the field and the reason if a field has an impossible value."""
@@ -99,6 +102,14 @@ class TraceRequest:
         if ids and not 0 <= min(ids) <= max(ids) <= MAX_PREFIX_ID:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(f"prefix id {wrong} must be between 0 and {MAX_PREFIX_ID}")
+        end = 0
+        for first, count in self.contents:
+            if first < end or count < 1 or first + count >= self.num_prompt_tokens:
+                raise ValueError(
+                    f"a content of {count} positions is at {first}, but must begin at {end} or"
+                    f" later and end before the last of {self.num_prompt_tokens} prompt tokens"
+                )
+            end = first + count
         if self.end not in ENDS:
             raise ValueError(f"its end is {self.end!r}; it must be one of {', '.join(ENDS)}")
 

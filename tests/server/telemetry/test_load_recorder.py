@@ -13,6 +13,7 @@ import pytest
 from tests.server.launching import launched
 
 from quire.core.adapters import AdapterRef
+from quire.core.content_spans import ContentSpan
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.errors import ConfigurationError
@@ -102,6 +103,16 @@ def test_a_request_s_line_has_its_lengths_blocks_and_times(tmp_path):
     assert refusal["status"] == 429 and refusal["kind"] == "overloaded"
     assert summary == {"line": "summary", "requests": 3, "refusals": 1, "lost": 0}
     assert [each.end for each in read_trace(load.path).requests].count("refused") == 1
+
+
+def test_a_line_has_the_places_of_contents(tmp_path):
+    load = Load(tmp_path / "load")
+    spans = (ContentSpan(3, 70, "0" * 32), ContentSpan(80, 1, "1" * 32))
+    load.call(tokens(1, 150), [5], content_spans=spans)
+    load.call(tokens(1, 150), [5])
+    _, first, second, _ = load.end()
+    assert first["contents"] == [[3, 70], [80, 1]] and "contents" not in second
+    assert first["blocks"] != second["blocks"]
 
 
 def test_two_recordings_of_one_prompt_share_nothing(tmp_path):

@@ -41,6 +41,8 @@ class MemoryFit:
     device_type: str
     #: The device's name, as `device_name` returns it.
     device: str
+    #: Whether the model takes images, and one step computes all tokens of an image.
+    reads_contents_whole: bool = False
 
     @property
     def kv_bytes(self) -> int:
@@ -83,7 +85,7 @@ def fit_memory(options: EngineOptions, kind: ModelKind) -> MemoryFit:
     most_bytes = None if binding is None else binding.free_bytes
     num_taken_bytes = num_bytes + plan_vision(options, kind.tower, setup).total_bytes
     plan = plan_memory(options, config, layout, num_taken_bytes, most_bytes=most_bytes)
-    return _fit(options, setup, layout, num_bytes, (plan.num_blocks, plan.max_model_len))
+    return _fit(options, kind, setup, layout, num_bytes, (plan.num_blocks, plan.max_model_len))
 
 
 def _on_device(
@@ -105,7 +107,7 @@ def _on_device(
             " there; give kv_cache_memory, or the num_blocks that an engine logged at its start"
         )
     model_len = wanted_model_len(options, kind.config)
-    return _fit(options, setup, layout, num_bytes, (num_blocks, model_len))
+    return _fit(options, kind, setup, layout, num_bytes, (num_blocks, model_len))
 
 
 def _layout(options: EngineOptions, kind: ModelKind, setup: DeviceSetup) -> KVCacheLayout:
@@ -121,6 +123,7 @@ def _layout(options: EngineOptions, kind: ModelKind, setup: DeviceSetup) -> KVCa
 
 def _fit(
     options: EngineOptions,
+    kind: ModelKind,
     setup: DeviceSetup,
     layout: KVCacheLayout,
     num_bytes: int,
@@ -139,4 +142,5 @@ def _fit(
         num_threads=setup.num_threads,
         device_type=setup.device.type,
         device=device_name(setup.device),
+        reads_contents_whole=kind.tower is not None and kind.config.reads_contents_whole,
     )

@@ -290,6 +290,7 @@ class LoadRecorder:
         self, ended: _EndedRequest, numbers: BlockNumbers, adapter: int
     ) -> RecordedRequest:
         request, params = ended.request, ended.request.params
+        spans = request.content_spans
         at_ms, end_ms = self._at_ms(ended.began_s), self._at_ms(ended.ended_s)
         parent, think_ms = numbers.parent, 0
         if parent is not None:
@@ -314,6 +315,7 @@ class LoadRecorder:
             adapter=adapter,
             parent=parent,
             think_ms=think_ms,
+            contents=tuple((span.first_position, span.num_tokens) for span in spans),
         )
 
     def _adapter_number(self, digest: str) -> int:
