@@ -236,6 +236,7 @@ OTHER_USES = {
     *("--api-key", "--served-model-name"),  # of the server that `quire replay` asks
     *("--replicas", "kv_cache_dtype"),  # of `quire plan`
     *("revision", "tokenizer"),  # refused beside a file of several models
+    "mm_processor_kwargs",  # of a call, as in vLLM
     "enable_prefix_caching",  # settled by the allocator that an LLM is compared with
 }
 """Names of options in the files below."""

@@ -177,7 +177,14 @@ class TritonPagedAttention(AttentionBackend):
         num_programs = min(most, num_resident(shape, bound.pages.numbers.dtype, self._limits))
         parts, scales = self._parts(bound, items.shape[0], num_programs)
         work = AttendWork(
-            items, count, num_programs, parts, scales, rule.parts_per_token, rule.chunk_tokens
+            items,
+            count,
+            num_programs,
+            parts,
+            scales,
+            rule.parts_per_token,
+            rule.chunk_tokens,
+            batch.visible_ends if bound.spec.sees_ahead else None,
         )
         return _StepWork(None, work, merges)
 
@@ -196,7 +203,14 @@ class TritonPagedAttention(AttentionBackend):
             num_programs = min(num_programs, most)
         parts, scales = self._parts(bound, host.num_parts, num_programs)
         work = AttendWork(
-            items, count, num_programs, parts, scales, rule.parts_per_token, rule.chunk_tokens
+            items,
+            count,
+            num_programs,
+            parts,
+            scales,
+            rule.parts_per_token,
+            rule.chunk_tokens,
+            batch.visible_ends if bound.spec.sees_ahead else None,
         )
         return _StepWork(shape.rows, work, merges if len(host.merges) else None)
 
@@ -243,8 +257,7 @@ class TritonPagedAttention(AttentionBackend):
         if is_latent:
             latent_attention(q, pages.numbers, group.block_tables, work, sinks, out, shape)
         else:
-            ends = batch.visible_ends if bound.spec.sees_ahead else None
-            paged_attention(q, pages, group.block_tables, work, sinks, out, None, shape, ends)
+            paged_attention(q, pages, group.block_tables, work, sinks, out, None, shape)
         if step.merges is not None:
             parts, scales = _by_head(work.parts, shape), _by_head(work.scales, shape)
             merge_parts(step.merges, parts, scales, sinks, out, None)

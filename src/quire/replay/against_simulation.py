@@ -138,14 +138,11 @@ class _SimulatedReplay:
         has_grammar = options.has_grammar and not options.beam_width  # a beam search obeys none
         adapter = str(options.adapter) if options.adapter and self._shape.max_loras else ""
         self._note(options, has_grammar)
+        grammar = ANY_TEXT if has_grammar else None
         request = Request(
             str(due.number),
             prompt,
-            DecodingParams(
-                max_tokens=num_output,
-                beam_width=options.beam_width,
-                grammar=ANY_TEXT if has_grammar else None,
-            ),
+            DecodingParams(num_output, beam_width=options.beam_width, grammar=grammar),
             num_choices,
             tenant=f"tenant-{traced.tenant}",
             content_spans=self._spans(traced.contents, prompt),

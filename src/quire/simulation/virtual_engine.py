@@ -50,7 +50,7 @@ FIRST_NEW_TOKEN = 1 << 30
 ANY_TEXT = "any"
 #: Slots for contents of prompts, as many as a real engine has at most.
 NUM_CONTENT_SLOTS = 64
-#: Begins no digest, so that all contents can be read.
+#: The prefix of digests of broken contents, with which no digest begins.
 _NO_DIGEST = "-"
 
 

@@ -175,6 +175,8 @@ class AttendWork:
     parts_per_token: int
     #: The number of tokens in each chunk of a uniform shape, a multiple of the tile.
     chunk_tokens: int
+    #: `AttentionBatch.visible_ends`, in causal layers that see ahead; None in others.
+    visible_ends: torch.Tensor | None = None
 
 
 def paged_attention(
@@ -186,14 +188,12 @@ def paged_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     shape: AttendShape,
-    visible_ends: torch.Tensor | None = None,
 ) -> None:
     """Write `out` and `lse` of the items' tokens, or their parts.
 
     out is [T, Hq, D], and lse is [T, Hq] fp32 or None; both are contiguous. q is [T, Hq, D] of
     any token stride, and bf16 or fp16 if the pages have codes. `tables` is [R, most blocks] int32;
-    `sinks` is [Hq], or None. `visible_ends` [T] int32 are those of `AttentionBatch`, in causal
-    layers that see ahead; None in others.
+    `sinks` is [Hq], or None.
     """
     # First, check the tensors.
     heads = (shape.num_heads, shape.head_dim)
@@ -212,7 +212,7 @@ def paged_attention(
     check_scales(numbers, kv_scales)
     if kv_scales is not None and q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"q is {q.dtype}, but over codes must be torch.bfloat16 or torch.float16")
-    if visible_ends is not None and not shape.causal:
+    if work.visible_ends is not None and not shape.causal:
         raise ValueError("visible_ends are given, but the layer is not causal")
     # Then launch; programs take items in turn until the list ends.
     paged_attention_kernel[(work.num_programs,)](
@@ -223,7 +223,7 @@ def paged_attention(
         work.items,
         work.count,
         sinks,
-        visible_ends,
+        work.visible_ends,
         out,
         lse,
         work.parts,
