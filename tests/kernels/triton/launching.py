@@ -105,7 +105,7 @@ def compile_then_interpret(launches: Launches) -> None:
     from triton.runtime import interpreter, jit
 
     import quire.kernels.triton
-    from quire.kernels.triton.attention import quantized_kv
+    from quire.kernels.triton import widening
 
     assert not knobs.runtime.interpret, "run this without TRITON_INTERPRET"
     set_driver(launches.target)
@@ -118,9 +118,9 @@ def compile_then_interpret(launches: Launches) -> None:
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = bind(self, *arguments, grid=None, warmup=True, **options)
         launches.add(self.fn.__name__, kernel, grid)
-        quantized_kv.IS_INTERPRETED = language.constexpr(True)
+        widening.IS_INTERPRETED = language.constexpr(True)
         interpret(self).run(*arguments, grid=grid, warmup=False, **options)
-        quantized_kv.IS_INTERPRETED = language.constexpr(False)
+        widening.IS_INTERPRETED = language.constexpr(False)
 
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         return interpret(self)(*arguments, **options)

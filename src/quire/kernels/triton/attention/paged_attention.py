@@ -64,9 +64,10 @@ import triton.language as tl
 
 from quire.kernels.triton.attention.key_tiles import cap_scores, hide_unseen, load_blocks
 from quire.kernels.triton.attention.online_softmax import finish, finite_or_zero, fold
-from quire.kernels.triton.attention.quantized_kv import KVPages, check_scales, unpack_scales, widen
+from quire.kernels.triton.attention.quantized_kv import KVPages, check_scales, unpack_scales
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import next_power_of_two
+from quire.kernels.triton.widening import widen
 
 #: Number of int32 fields of an item. First come those of its tokens: row of the block tables, first
 #: token in q, number of tokens, position of the first token. Then those of its keys: first key (a
