@@ -1,5 +1,5 @@
-"""Checkpoints of fp8 weights, which native kernels keep: tokens of the numbers' model in fp32, the
-law to the bit, and the bytes in memory."""
+"""Checkpoints of fp8 weights, which native and Triton kernels keep: the tokens of their numbers in
+fp32, the law to the bit, and the bytes in memory."""
 
 import random
 from pathlib import Path
@@ -48,13 +48,14 @@ def make_llm(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), **(OPTIONS | options))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_are_those_of_the_numbers_in_fp32(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "kernels"), [*((layout, "auto") for layout in LAYOUTS), ("block", "triton")]
+)
+def test_tokens_are_those_of_the_numbers_in_fp32(layout: str, kernels: str, tmp_path: Path) -> None:
     save(tmp_path, *LAYOUTS[layout])
-    found, expected = (
-        answers(make_llm(tmp_path / name, dtype="float32"), prompts())
-        for name in ("quantized", "numbers")
-    )
+    given = prompts()[: 2 if kernels == "triton" else None]  # interpreted, which takes long
+    found = answers(make_llm(tmp_path / "quantized", dtype="float32", kernels=kernels), given)
+    expected = answers(make_llm(tmp_path / "numbers", dtype="float32"), given)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from tests.formats.block_quantized_samples import BLOCK_FORMATS, INT8, random_codes
 
-from quire.formats.block_quantized import triton_method
+from quire.formats.block_quantized import triton_kept
 from quire.formats.block_quantized.kept_weight import KeptWeight
 from quire.formats.block_quantized.linear_methods import (
     BlockQuantizedMethods,
@@ -120,8 +120,8 @@ def test_the_last_stretch_may_be_short_and_rows_short_numbers(name: str) -> None
 def test_many_rows_are_multiplied_by_numbers(
     has_bias: bool, out_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_method, "_MOST_ROWS", 4)
-    monkeypatch.setattr(triton_method, "_PIECE_BYTES", 12 * 512)
+    monkeypatch.setattr(triton_kept.TritonKeptMethod, "most_rows", 4)
+    monkeypatch.setattr(triton_kept, "_PIECE_BYTES", 12 * 512)
     block_format = BLOCK_FORMATS["blocks, offsets"]
     codes = random_codes(block_format, 20, 256)
     method = FAST.of(block_format)

@@ -20,8 +20,9 @@ def surrounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def padded(weight: torch.Tensor) -> torch.Tensor:
-    """A contiguous weight with NaN before and behind it in memory."""
-    around = torch.full((weight.numel() + 512,), torch.nan, dtype=weight.dtype)
+    """A contiguous weight with NaN, or large codes, before and behind it in memory."""
+    beside = torch.nan if weight.is_floating_point() else 0x7E
+    around = torch.full((weight.numel() + 512,), beside, dtype=weight.dtype)
     inside = around[256:-256].view(weight.shape)
     inside.copy_(weight)
     return inside

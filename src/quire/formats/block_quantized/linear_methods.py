@@ -18,8 +18,8 @@ multiplied by them, which is exact.
 
 If the codes' columns are in another order than the inputs, x is reordered first. Checkpoints with
 int8 weights, one scale for each output and int8 activations (W8A8) use `GivenInt8TorchMethod`, with
-one scale of x for each token. Codes that are floats of 8 bits (fp8) have a native method only; x is
-not rounded for them.
+one scale of x for each token. Codes that are floats of 8 bits (fp8) have native and Triton methods;
+x is not rounded for them.
 
 Shapes: ... any leading dimensions, M rows of x, I input size, O output size, G groups, B blocks.
 """
@@ -74,10 +74,10 @@ class BlockQuantizedMethods:
     def _make(self, block_format: BlockFormat) -> LinearMethod | None:
         if self._native is not None:
             return native_block_quantized_method(self._native, block_format)
-        if block_format.is_float8:
-            return None
         if self._triton is not None:
             return triton_block_quantized_method(block_format, self._triton)
+        if block_format.is_float8:
+            return None
         if block_format.is_int8:
             return GivenInt8TorchMethod()
         is_served = block_format.block_size or (

@@ -2,8 +2,7 @@
 
     up to 128 rows   `block_quantized_matmul`: int8 activations, and the sums that
                      `linear_methods` defines, so a row has the same bits in any batch
-    more rows        some MiB of the weight at a time are dequantized to the model's dtype, and
-                     torch (cuBLAS) multiplies them; activations are not rounded
+    more rows        by dequantized pieces of the weight, as in `triton_kept`
     invariant        `block_quantized_matmul` for any number of rows
     experts          all experts of a layer at once, by `grouped_block_quantized_matmul`
 
@@ -17,29 +16,17 @@ from typing import Any
 
 import torch
 
-from quire.formats.block_quantized.kept_weight import KeptWeightMethod, kept_weight
+from quire.formats.block_quantized.float8_method import triton_float8_method
+from quire.formats.block_quantized.kept_weight import kept_weight
+from quire.formats.block_quantized.triton_kept import TritonKeptMethod
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows, UnpackedRows
 from quire.formats.grouped import GroupedExperts
 from quire.formats.int8 import GivenInt8TorchMethod, TritonInt8Method
-from quire.formats.weight_format import (
-    ExpertLinears,
-    LinearMethod,
-    LinearModule,
-    TritonLinears,
-)
-from quire.kernels.activations import Gating
-from quire.kernels.routing import Routing
-
-_MOST_ROWS = 128
-"""Maximum number of rows of x that are multiplied by codes. For more rows, it is probably faster to
-dequantize the weight first; this was not measured."""
+from quire.formats.weight_format import LinearMethod, LinearModule, TritonLinears
 
 _WHOLE_ROW_GROUP = 128
 """The group size for formats with one scale per row: a row is stored as groups with equal
 scales."""
-
-_PIECE_BYTES = 32 << 20
-"""Size of the part of a weight that is dequantized at a time, which should fit in the L2 cache."""
 
 
 def triton_block_quantized_method(
@@ -48,6 +35,8 @@ def triton_block_quantized_method(
     """The method for `block_format`; None if no layout supports this block format."""
     if block_format.is_int8:
         return TritonGivenInt8Method(linears.operators, fuses_gates=not linears.batch_invariant)
+    if block_format.is_float8:
+        return triton_float8_method(block_format, linears)
     layout = layout_of(block_format)
     return None if layout is None else TritonBlockQuantizedMethod(block_format, layout, linears)
 
@@ -127,12 +116,12 @@ class TritonGivenInt8Method(GivenInt8TorchMethod, TritonInt8Method):
     is_rotated = False
 
 
-class TritonBlockQuantizedMethod(KeptWeightMethod):
+class TritonBlockQuantizedMethod(TritonKeptMethod):
     """Multiplies weights of one block format by Triton kernels. `layout` is the format's
     `BlockQuantizedLayout`. A kept weight is a `BlockQuantizedWeight` without the bias."""
 
     def __init__(self, block_format: BlockFormat, layout: Any, linears: TritonLinears) -> None:
-        super().__init__(block_format)
+        super().__init__(block_format, linears)
         # Triton may be missing, and takes a while to load.
         from quire.kernels.triton.linear import grouped_block_quantized_matmul as grouped
         from quire.kernels.triton.linear.block_quantized_layout import BlockQuantizedWeight
@@ -140,8 +129,6 @@ class TritonBlockQuantizedMethod(KeptWeightMethod):
         from quire.kernels.triton.linear.block_quantized_rows import unpack_rows
 
         self._layout = layout
-        self._operators = linears.operators
-        self._is_invariant = linears.batch_invariant
         self._make_weight = BlockQuantizedWeight
         self._multiply, self._unpack = block_quantized_matmul, unpack_rows
 
@@ -150,7 +137,7 @@ class TritonBlockQuantizedMethod(KeptWeightMethod):
                 [self._weight(linear) for linear in linears]
             )
 
-        self._experts = GroupedExperts(
+        self.grouped = GroupedExperts(
             group, grouped.grouped_block_quantized_matmul, linears.operators
         )
 
@@ -172,76 +159,18 @@ class TritonBlockQuantizedMethod(KeptWeightMethod):
         weight.levels[:, start : start + len(rows)] = levels
         weight.words[:, :, start : start + len(rows)] = words
 
-    def apply(
-        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    def multiply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None
     ) -> torch.Tensor:
-        kept = kept_weight(linear)
-        if kept.inputs is not None:
-            x = x[..., kept.inputs]
-        is_many = x.numel() > _MOST_ROWS * linear.input_size
-        if is_many and not self._is_invariant and x.dtype == kept.dtype != torch.float32:
-            return self.multiply_numbers(linear, x, out_dtype or x.dtype)
         output: torch.Tensor = self._multiply(x, self._weight(linear), out_dtype)
         return output
 
-    def multiply_numbers(
-        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype
+    def numbers(
+        self, weight: Any, rows: torch.Tensor | range, num_inputs: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Multiply many rows of x by dequantized pieces of the weight. x has the codes' column
-        order."""
-        rows, weight = x.reshape(-1, linear.input_size), kept_weight(linear).weight
-        out = torch.empty(len(rows), linear.output_size, dtype=out_dtype, device=x.device)
-        count = max(1, _PIECE_BYTES // (linear.input_size * x.element_size()))
-        for start in range(0, linear.output_size, count):
-            span = range(start, min(start + count, linear.output_size))
-            piece = out[:, span.start : span.stop]
-            numbers = self._unpack(weight, span, linear.input_size, x.dtype)
-            bias = None if linear.bias is None else linear.bias[span.start : span.stop]
-            _multiply_into(piece, rows, numbers, bias)
-        return out.view(*x.shape[:-1], linear.output_size)
-
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._operators.gated(gate_up, Gating())
-
-    @property
-    def groups_experts(self) -> bool:
-        """False if the block format has an input order, since experts may have different ones."""
-        return self._block_format.input_order is None
-
-    def takes_experts_with(self, down: LinearMethod) -> bool:
-        return down is self or (
-            isinstance(down, TritonBlockQuantizedMethod)
-            and self.groups_experts
-            and down.groups_experts
-        )
-
-    def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        if not self.groups_experts:
-            return super().experts(layer, x, routing)
-        return self._experts.mix(layer, x, routing)
+        numbers: torch.Tensor = self._unpack(weight, rows, num_inputs, dtype)
+        return numbers
 
     def _weight(self, linear: LinearModule) -> Any:
         weight = kept_weight(linear).weight
         return self._make_weight(weight.layout, weight.levels, weight.words, linear.bias)
-
-    def unpack(self, linear: LinearModule, outputs: torch.Tensor) -> torch.Tensor:
-        kept = kept_weight(linear)
-        numbers: torch.Tensor = self._unpack(kept.weight, outputs, linear.input_size, kept.dtype)
-        if kept.inputs is None:
-            return numbers
-        return torch.empty_like(numbers).index_copy_(1, kept.inputs, numbers)
-
-
-def _multiply_into(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """Set out [M, N] = x [M, I] weight [N, I]^T + bias [N]. Rows of out need not be adjacent in
-    memory."""
-    if out.dtype != x.dtype:
-        is_wide = x.device.type == "cuda"
-        wide = torch.mm(x, weight.T, out_dtype=out.dtype) if is_wide else x @ weight.T
-        out.copy_(wide if bias is None else wide + bias)
-    elif bias is None:
-        torch.mm(x, weight.T, out=out)
-    else:
-        torch.addmm(bias, x, weight.T, out=out)

@@ -68,24 +68,27 @@ E4M3_TO_FP16 = tl.constexpr("""{
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def widen(  # type: ignore[no-untyped-def]
+    codes, dtype: tl.constexpr, IS_MOVABLE: tl.constexpr = False
+):
     """Codes converted to `dtype`, exactly. Numbers that are not codes are returned unchanged.
 
-    The inline instructions are declared impure (`False`). Otherwise Triton would move them after
-    the change of layout for the tensor core, and read V, which is transposed there, byte by byte.
+    If IS_MOVABLE, the inline instructions are declared pure, so that Triton may move them after the
+    change of layout for the tensor core. It would then read V, which is transposed there, byte by
+    byte. But impure instructions can't be in a pipelined loop on sm_100.
     """
     if codes.dtype != tl.uint8 and codes.dtype != tl.int8:
         wide = codes
     elif dtype == tl.float32:
-        wide = widen(codes, tl.bfloat16).to(tl.float32)
+        wide = widen(codes, tl.bfloat16, IS_MOVABLE).to(tl.float32)
     elif IS_INTERPRETED:
         wide = _widen_each(codes, dtype)
     elif dtype == tl.float16:
         to_fp16: tl.constexpr = E4M3_TO_FP16 if codes.dtype == tl.uint8 else INT8_TO_FP16
-        wide = tl.inline_asm_elementwise(to_fp16, "=r,=r,r", [codes], tl.float16, False, 4)
+        wide = tl.inline_asm_elementwise(to_fp16, "=r,=r,r", [codes], tl.float16, IS_MOVABLE, 4)
     else:
         to_bf16: tl.constexpr = E4M3_TO_BF16 if codes.dtype == tl.uint8 else INT8_TO_BF16
-        wide = tl.inline_asm_elementwise(to_bf16, "=r,=r,r", [codes], tl.bfloat16, False, 4)
+        wide = tl.inline_asm_elementwise(to_bf16, "=r,=r,r", [codes], tl.bfloat16, IS_MOVABLE, 4)
     return wide
 
 

@@ -87,7 +87,7 @@ def test_slices_make_programs_enough_for_a_device(num_outputs, num_inputs, expec
         ({"weight": torch.zeros(32, 20).T}, "weight is .* but must be .* contiguous"),
         ({"weight": torch.zeros(32)}, r"weight is \(32,\), but must be \[N, K\]"),
         ({"bias": torch.zeros(21)}, r"bias is \(21,\), but must be \[20\]"),
-        ({"bias": torch.zeros(20).double()}, "bias is torch.float64 .* but must be as weight"),
+        ({"bias": torch.zeros(20).double()}, "bias is torch.float64 .* but must be as x"),
     ],
 )
 def test_wrong_operands_are_named(change, message):

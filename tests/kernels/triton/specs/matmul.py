@@ -1,14 +1,29 @@
 """How matrix products are launched."""
 
+from dataclasses import replace
+
 from tests.kernels.triton.compiling import KernelSpec, early
 
 from quire.kernels.triton.linear.adapter_matmul import (
     inner_adapter_kernel,
     outer_adapter_kernel,
 )
+from quire.kernels.triton.linear.float8_rows import float8_rows_kernel
 from quire.kernels.triton.linear.grouped_matmul import add_experts_kernel, grouped_matmul_kernel
 from quire.kernels.triton.linear.matmul import matmul_kernel, merge_slices_kernel
 from quire.kernels.triton.linear.skinny_matmul import num_stages, skinny_matmul_kernel
+
+#: The arguments of kernels whose weights may be codes, for weights that are numbers.
+NUMBERS = {"scales_ptr": None, "GROUP": 0}
+GPUS = (80, 86, 89, 90, 100, 120)
+
+
+def _codes(spec: KernelSpec, group: int) -> KernelSpec:
+    """The same launch for a weight of codes, with a scale for `group` inputs; 0: for all."""
+    arguments = {**spec.arguments, "weight_ptr": "*u8", "scales_ptr": "*fp32"}
+    constants = {name: value for name, value in spec.constants.items() if name != "scales_ptr"}
+    label = f"{spec.label}, codes, {f'groups of {group}' if group else 'rows'}"
+    return replace(spec, label=label, arguments=arguments, constants={**constants, "GROUP": group})
 
 
 def _matmul(
@@ -36,7 +51,9 @@ def _matmul(
             "BLOCK_N": 128,
             "BLOCK_K": tile[1],
             "GROUP_M": 8,
-        },
+            "NUM_STAGES": num_stages,
+        }
+        | NUMBERS,
         num_warps=num_warps,
         num_stages=num_stages,
         targets=targets,
@@ -53,7 +70,9 @@ def _skinny(
     bias: bool = False,
     out: str = "bf16",
     targets: tuple[int, ...] = (90,),
+    inputs: int = 0,
 ) -> KernelSpec:
+    block_inputs = inputs or (128 if outputs == 32 else 256)
     strides = {"num_rows": "i32", "num_outputs": "i32:16", "num_inputs": "i32:16"}
     return KernelSpec(
         skinny_matmul_kernel,
@@ -62,10 +81,12 @@ def _skinny(
         | ({"bias_ptr": "*bf16"} if bias else {})
         | strides,
         {"IS_GATED": gated, "IS_EVEN": even, "BLOCK_M": rows, "BLOCK_N": outputs}
-        | {"BLOCK_K": 128 if outputs == 32 else 256, "NUM_LINES": 256 // outputs}
-        | ({} if bias else {"bias_ptr": None}),
+        | {"BLOCK_K": block_inputs, "NUM_LINES": 256 // outputs}
+        | {"NUM_STAGES": num_stages(rows, block_inputs)}
+        | ({} if bias else {"bias_ptr": None})
+        | NUMBERS,
         num_warps=2,
-        num_stages=num_stages(rows, 128 if outputs == 32 else 256),
+        num_stages=num_stages(rows, block_inputs),
         targets=targets,
     )
 
@@ -78,19 +99,23 @@ def _grouped(
     even: bool = True,
     top_k: int = 8,
     bias: bool = False,
+    codes: int | None = None,
     targets: tuple[int, ...] = (90,),
 ) -> KernelSpec:
+    """codes: the inputs that share a scale of a weight of codes; 0: all; None: it has none."""
     pointers = ["tiles_ptr"] + ["order_ptr"] * (top_k > 1)
     constants = {"PAIRS_PER_ROW": top_k, "IS_EVEN": even, "BLOCK_M": 16, "BLOCK_N": 64}
     return KernelSpec(
         grouped_matmul_kernel,
         f"{dtype} {label}",
         {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "addresses_ptr": "*i64"}
+        | ({} if codes is None else {"scale_addresses_ptr": "*i64"})
         | dict.fromkeys(pointers, "*i32")
         | ({"biases_ptr": f"*{dtype}"} if bias else {})
         | {"num_outputs": "i32:16", "num_inputs": "i32:16", "x_stride": "i32:16"},
         constants
-        | {"BLOCK_K": block_inputs}
+        | {"BLOCK_K": block_inputs, "GROUP": codes or 0, "NUM_STAGES": 3}
+        | ({"scale_addresses_ptr": None} if codes is None else {})
         | ({} if bias else {"biases_ptr": None})
         | ({} if top_k > 1 else {"order_ptr": None}),
         num_warps=4,
@@ -169,12 +194,33 @@ SPECS = [
             "num_outputs": "i32:16",
             "num_slices": "i32",
         },
-        {"BLOCK": 1024},
+        {"BLOCK": 1024, "scales_ptr": None},
     ),
     _skinny("8 rows", 8, 32),
     early(_skinny("8 rows, narrow", 8, 16)),
     early(_skinny("8 rows, narrow, gated", 8, 16, gated=True)),
     _skinny("8 rows, gated", 8, 32, gated=True, targets=(80, 90)),
+    KernelSpec(
+        float8_rows_kernel,
+        "bf16",
+        {"codes_ptr": "*u8", "scales_ptr": "*fp32", "out_ptr": "*bf16", "first": "i32"}
+        | dict.fromkeys(("num_outputs", "num_inputs", "group_size"), "i32:16"),
+        {"rows_ptr": None, "BLOCK": 1024},
+        options={"enable_fp_fusion": False},
+    ),
+    _codes(_skinny("16 rows", 16, 32), 128),
+    _codes(_matmul("64 rows", "bf16", (64, 64), 8, 4, slices=4), 128),
+]
+#: Launches for weights of codes, and the inputs that share a scale.
+CODES = [
+    (_skinny("8 rows", 8, 32, targets=GPUS), (0, 128)),
+    (_skinny("16 rows, narrow", 16, 16, targets=GPUS), (0, 256)),
+    (_skinny("16 rows, narrow, gated", 16, 16, gated=True, targets=GPUS, inputs=128), (128,)),
+    (_skinny("16 rows, gated, bias", 16, 32, gated=True, bias=True, targets=GPUS), (0, 128)),
+    (_matmul("64 rows", "bf16", (64, 64), 4, 4, slices=4, targets=GPUS), (0,)),
+    (_matmul("64 rows, 8 warps", "bf16", (64, 64), 8, 4, slices=4, targets=GPUS), (128,)),
+    (_matmul("128 rows", "bf16", (128, 64), 8, 3, slices=4, targets=GPUS), (0,)),
+    (_matmul("64 rows", "fp32", (64, 16), 8, 2, slices=4, targets=GPUS), (0, 128)),
 ]
 MORE = [
     _inner_adapter("all slices, odd K", "bf16", 128, slices=8, even=False),
@@ -191,4 +237,7 @@ MORE = [
     _skinny("16 rows, narrow, odd K", 16, 16, even=False, out="fp32"),
     _skinny("16 rows, gated, bias", 16, 16, gated=True, bias=True),
     _skinny("8 rows, narrow", 8, 16, targets=(80, 90)),
+    _grouped("of pairs, codes, rows", "bf16", 128, codes=0, targets=GPUS),
+    _grouped("of tokens, codes, groups", "bf16", 128, codes=128, targets=GPUS),
+    *(_codes(spec, group) for spec, groups in CODES for group in groups),
 ]

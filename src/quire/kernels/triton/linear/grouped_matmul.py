@@ -10,11 +10,13 @@ An output element is summed in the same order and with the same instruction in e
 tiles have one size. Tiles are small, since a decode step gives most experts a token or two. A
 prompt of thousands of tokens reads each weight from L2 once for every `_BLOCK_ROWS` tokens.
 
+Weights may be codes with scales, as in `matmul.py`.
+
 `add_experts` is the weighted sum of each token's results, in ascending order of experts, with the
 roundings of `kernels.experts`, which is the reference of the whole layer.
 
 Shapes: T tokens, K experts of a token, P = T K pairs, E experts, I inputs, N outputs. dtypes: bf16,
-fp16, fp32. Called by `formats.dense`.
+fp16, fp32. Called by `formats.dense` and `formats.block_quantized.float8_method`.
 """
 
 from collections.abc import Sequence
@@ -25,11 +27,21 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.linear.matmul import load_rows, load_weight, store_transposed
+from quire.kernels.triton.linear.matmul import (
+    add_product,
+    check_scales,
+    inputs_of_scale,
+    inputs_of_tile,
+    load_rows,
+    load_weight,
+    scale_and_add,
+    store_transposed,
+)
 from quire.kernels.triton.support import as_rows, next_power_of_two
 
 _BLOCK_ROWS = 16
 _BLOCK_OUTPUTS = 64
+_NUM_STAGES = 3
 #: The number of a token's outputs that one program of `add_experts` adds.
 _ADDED_OUTPUTS = 1024
 #: Addresses of weights are multiples of this number of bytes, so that the kernel loads vectors.
@@ -42,10 +54,15 @@ class GroupedWeights:
 
     #: The address of each expert's contiguous weight [N, I]: [E] int64 on the device.
     addresses: torch.Tensor
+    #: The address of each expert's contiguous scales [G, N], if weights are codes; otherwise None.
+    scale_addresses: torch.Tensor | None
     #: The biases, [E, N]; None adds nothing.
     biases: torch.Tensor | None
     num_outputs: int
     num_inputs: int
+    #: The number of inputs that share a scale; 0 if all do, or if there are no scales.
+    group_size: int
+    #: The weights' dtype, uint8 for codes.
     dtype: torch.dtype
     #: Keeps the tensors at the addresses alive.
     kept: object
@@ -67,10 +84,13 @@ class GroupPlan:
 
 
 def group_weights(
-    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None,
+    scales: Sequence[torch.Tensor] | None = None,
 ) -> GroupedWeights:
-    """Group the experts' weights. Raises ValueError if they differ in shape or dtype, are not
-    contiguous, or have addresses that don't allow vector loads."""
+    """Group the experts' weights. `scales` are those of codes, [G, N] fp32 for each expert. Raises
+    ValueError if weights differ in shape or dtype, are not contiguous, or have addresses that don't
+    allow vector loads."""
     first = weights[0]
     for weight in weights:
         if (weight.shape, weight.dtype) != (first.shape, first.dtype) or not weight.is_contiguous():
@@ -78,13 +98,24 @@ def group_weights(
                 f"a weight is {tuple(weight.shape)} {weight.dtype}, but all must be "
                 f"{tuple(first.shape)} {first.dtype} and contiguous"
             )
+    group_size, scale_addresses = 0, None
+    if scales is not None:
+        for codes, of_groups in zip(weights, scales, strict=True):
+            check_scales(codes, of_groups)
+        counts = {len(of_groups) for of_groups in scales}
+        if len(counts) > 1:
+            raise ValueError(f"experts have {sorted(counts)} groups, but must have equally many")
+        group_size = inputs_of_scale(first.shape[1], scales[0])
+        scale_addresses = addresses_of(scales)
     return GroupedWeights(
         addresses_of(weights),
+        scale_addresses,
         None if biases is None else torch.stack(tuple(biases)),
         first.shape[0],
         first.shape[1],
+        group_size,
         first.dtype,
-        tuple(weights),
+        (tuple(weights), scales),
     )
 
 
@@ -129,25 +160,28 @@ def grouped_matmul(
     is [P, I] in the plan's order and pairs_per_row is 0. Raises ValueError for other shapes or
     dtypes."""
     rows = as_rows(x)
-    if rows.dtype != weights.dtype or rows.shape[1] != weights.num_inputs:
+    is_same = rows.dtype == weights.dtype or weights.scale_addresses is not None
+    if not is_same or rows.shape[1] != weights.num_inputs:
         raise ValueError(
             f"x is {tuple(x.shape)} {x.dtype}, but must be [any, {weights.num_inputs}] "
             f"{weights.dtype}"
         )
-    block_inputs = 32 if x.dtype == torch.float32 else 128
+    block_inputs = inputs_of_tile(32 if x.dtype == torch.float32 else 128, weights.group_size)
     out = torch.empty(len(plan.order), weights.num_outputs, dtype=x.dtype, device=x.device)
     return multiply_tiles(
         grouped_matmul_kernel,
         out,
         plan,
         pairs_per_row,
-        (rows, weights.addresses, weights.biases),
+        (rows, weights.addresses, weights.scale_addresses, weights.biases),
         (weights.num_inputs, rows.stride(0)),
+        GROUP=weights.group_size,
+        NUM_STAGES=_NUM_STAGES,
         IS_EVEN=weights.num_inputs % block_inputs == 0,
         BLOCK_N=_BLOCK_OUTPUTS,
         BLOCK_K=block_inputs,
         num_warps=4,
-        num_stages=3,
+        num_stages=_NUM_STAGES,
         enable_fp_fusion=True,
     )
 
@@ -210,12 +244,15 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
     tiles_ptr,  # [tiles, 3]: expert, first place, end
     x_ptr,  # rows of I elements, x_stride apart
-    addresses_ptr,  # [E] int64, of weights [N, I]
+    addresses_ptr,  # [E] int64, of weights [N, I], of x's dtype or of codes
+    scale_addresses_ptr,  # [E] int64, of scales [G, N] of codes, or None
     biases_ptr,  # [E, N], or None
     out_ptr,  # [P, N]
     num_outputs,
     num_inputs,
     x_stride,
+    GROUP: tl.constexpr,  # inputs that share a scale, a multiple of BLOCK_K; 0: all, or no scales
+    NUM_STAGES: tl.constexpr,  # as of the launch; with it, scales are fetched ahead, too
     PAIRS_PER_ROW: tl.constexpr,
     IS_EVEN: tl.constexpr,  # I is a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
@@ -229,20 +266,31 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
     outputs, near = outputs_of_program(num_outputs, BLOCK_N)
     inputs = tl.arange(0, BLOCK_K)
-    weight_ptr = pointer_at(addresses_ptr + expert, x_ptr.dtype.element_ty)
+    scales_ptrs = None
+    if scale_addresses_ptr is None:
+        weight_ptr = pointer_at(addresses_ptr + expert, x_ptr.dtype.element_ty)
+    else:
+        weight_ptr = pointer_at(addresses_ptr + expert, tl.uint8)
+        scales_ptrs = pointer_at(scale_addresses_ptr + expert, tl.float32) + near
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     weight_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
 
     # Then sum over the inputs.
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for k in range(0, num_inputs, BLOCK_K):
+    for k in tl.range(0, num_inputs, BLOCK_K, num_stages=NUM_STAGES):
         x = load_rows(x_ptrs + k, is_there[:, None], inputs, num_inputs - k, IS_EVEN)
         weight = load_weight(weight_ptrs + k, inputs, num_inputs - k, IS_EVEN)
-        sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+        sums = add_product(
+            sums, weight, tl.trans(x), scales_ptrs, k, num_inputs, num_outputs, GROUP
+        )
 
+    IS_SCALED: tl.constexpr = scale_addresses_ptr is not None and GROUP == 0
+    scales = tl.load(scales_ptrs)[:, None] if IS_SCALED else None
+    bias = None
     if biases_ptr is not None:
         bias = tl.load(biases_ptr + expert.to(tl.int64) * num_outputs + near)
-        sums += bias[:, None].to(tl.float32)
+        bias = bias[:, None].to(tl.float32)
+    sums = scale_and_add(sums, scales, bias)
     store_transposed(out_ptr, sums, places, is_there, outputs, num_outputs)
 
 

@@ -24,9 +24,12 @@ bytes. For more rows torch's (cuBLAS) product is used.
 
 A row is summed in another order than in `matmul.py`, but in the same order for all M <= 16.
 
+W may be codes with scales, as in `matmul.py`. Those of groups multiply the sums over their inputs
+in the order of the groups; a scale of all inputs multiplies their sum.
+
 Shapes: M rows of x, K inputs, N outputs (of which a gated linear returns half). dtypes: bf16, fp16;
-x and W alike. Called by `formats.dense`. Reference: `torch.nn.functional.linear`, then
-`kernels.activations`.
+x and W alike. Called by `formats.dense` and `formats.block_quantized.float8_method`. Reference:
+`torch.nn.functional.linear`, then `kernels.activations`.
 """
 
 import torch
@@ -39,7 +42,15 @@ from quire.kernels.triton.dependent_launch import (
     launch_options,
     prefetch,
 )
-from quire.kernels.triton.linear.matmul import check_operands, load_rows, load_weight
+from quire.kernels.triton.linear.matmul import (
+    add_product,
+    check_operands,
+    inputs_of_scale,
+    inputs_of_tile,
+    load_rows,
+    load_weight,
+    scale_and_add,
+)
 from quire.kernels.triton.support import as_rows
 
 MAX_ROWS = 16
@@ -61,14 +72,16 @@ def skinny_matmul(
     *,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [..., K] of at most MAX_ROWS rows, weight [N, K], bias [N] -> [..., N].
 
-    If gated, the first half of the outputs are gates, and silu(gate) * up, [..., N/2], is returned
-    with the roundings of `kernels.activations.gated`. `out_dtype` is x's dtype (None), or fp32,
-    where sums are not rounded.
+    `scales` [G, N] are those of a weight of codes. If gated, the first half of the outputs are
+    gates, and silu(gate) * up, [..., N/2], is returned with the roundings of
+    `kernels.activations.gated`. `out_dtype` is x's dtype (None), or fp32, where sums are not
+    rounded.
     """
-    check_operands(x, weight, bias)
+    check_operands(x, weight, bias, scales)
     if x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}, but must be one of {DTYPES}")
     num_outputs = weight.shape[0]
@@ -80,44 +93,51 @@ def skinny_matmul(
     width = num_outputs // 2 if gated else num_outputs
     out = torch.empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype, device=x.device)
     if out.numel():
-        _launch(as_rows(x), weight, bias, out.view(-1, width), gated)
+        _launch(as_rows(x), weight, scales, bias, out.view(-1, width), gated)
     return out
 
 
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
+    scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     gated: bool,
 ) -> None:
     """x is [M, K] with any stride of rows; `out` is [M, N], or [M, N/2] if gated, contiguous."""
+    # First, choose the tile.
     num_rows, num_inputs = x.shape
     if num_rows > MAX_ROWS:
         raise ValueError(f"x has {num_rows} rows, but must have at most {MAX_ROWS}")
     width = out.shape[1]
     is_narrow = triton.cdiv(width, _ROWS_PER_PROGRAM) < _ENOUGH_PROGRAMS
     rows_per_program = _ROWS_PER_PROGRAM // 2 if is_narrow else _ROWS_PER_PROGRAM
-    block_k = _NARROW_BLOCK_K if is_narrow else _BLOCK_K
+    group = inputs_of_scale(num_inputs, scales)
+    block_k = inputs_of_tile(_NARROW_BLOCK_K if is_narrow else _BLOCK_K, group)
     stretch = block_k if gated else 2 * block_k
     block_m = 8 if num_rows <= 8 else 16
+    # Then see how much each program prefetches, and launch.
     num_programs = triton.cdiv(width, rows_per_program)
     num_lines = _PREFETCHED_BYTES // (LINE_BYTES.value * rows_per_program * (2 if gated else 1))
     skinny_matmul_kernel[(num_programs,)](
         x,
         weight,
+        scales,
         bias,
         out,
         num_rows,
         width,
         num_inputs,
         x.stride(0),
+        GROUP=group,
         IS_GATED=gated,
         IS_EVEN=num_inputs % stretch == 0,
         NUM_LINES=num_lines if num_programs <= _MOST_PREFETCHING else 0,
         BLOCK_M=block_m,
         BLOCK_N=rows_per_program,
         BLOCK_K=block_k,
+        NUM_STAGES=num_stages(block_m, block_k),
         num_warps=2,
         num_stages=num_stages(block_m, block_k),
         **launch_options(x.device),
@@ -133,18 +153,21 @@ def num_stages(block_m: int, block_k: int) -> int:
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def skinny_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [M, K], rows x_stride apart
-    weight_ptr,  # [N, K], or [2 N, K] if gated: gates, then ups
+    weight_ptr,  # [N, K], or [2 N, K] if gated: gates, then ups; of x's dtype or of codes
+    scales_ptr,  # [G, N] or [G, 2 N] of codes, or None
     bias_ptr,  # [N] or [2 N], or None
     out_ptr,  # [M, N]
     num_rows,
     num_outputs,
     num_inputs,
     x_stride,
+    GROUP: tl.constexpr,  # inputs that share a scale, a multiple of BLOCK_K; 0: all, or no scales
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,  # K is a multiple of STRETCH, which an iteration reads
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,  # as of the launch; with it, scales are fetched ahead, too
     NUM_LINES: tl.constexpr = 0,  # cache lines to prefetch of each row of W
     IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
@@ -156,48 +179,67 @@ def skinny_matmul_kernel(  # type: ignore[no-untyped-def]
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     first_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
-    if IS_GATED:
-        second_ptrs = weight_ptr + (near + num_outputs)[:, None] * num_inputs + inputs[None, :]
-    else:
-        second_ptrs = first_ptrs + BLOCK_K
+    second_near = near + num_outputs if IS_GATED else near
+    second_ptrs = weight_ptr + second_near[:, None] * num_inputs + inputs[None, :]
+    width = 2 * num_outputs if IS_GATED else num_outputs
     # First, prefetch W while the previous kernel still runs.
     if IS_EARLY and NUM_LINES:
-        line: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        firsts = tl.minimum(tl.arange(0, NUM_LINES) * line, num_inputs - 1)
-        prefetch(weight_ptr + near[:, None] * num_inputs + firsts[None, :])
+        _prefetch_lines(weight_ptr, near, num_inputs, NUM_LINES)
         if IS_GATED:
-            prefetch(weight_ptr + (near + num_outputs)[:, None] * num_inputs + firsts[None, :])
+            _prefetch_lines(weight_ptr, second_near, num_inputs, NUM_LINES)
     await_inputs(IS_EARLY)
 
     # Then sum over K.
+    first_scales = None if scales_ptr is None else scales_ptr + near
+    second_scales = None if scales_ptr is None else scales_ptr + second_near
     first_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for k in range(0, num_inputs, STRETCH):
-        num_left = num_inputs - k
+    for k in tl.range(0, num_inputs, STRETCH, num_stages=NUM_STAGES):
+        at, num_left = k, num_inputs - k
         x = tl.trans(load_rows(x_ptrs + k, row_mask, inputs, num_left, IS_EVEN))
         first = load_weight(first_ptrs + k, inputs, num_left, IS_EVEN)
-        first_sums = tl.dot(first, x, first_sums)
+        first_sums = add_product(first_sums, first, x, first_scales, k, num_inputs, width, GROUP)
         if IS_GATED:
             second = load_weight(second_ptrs + k, inputs, num_left, IS_EVEN)
         else:
-            num_left -= BLOCK_K
-            x = tl.trans(load_rows(x_ptrs + k + BLOCK_K, row_mask, inputs, num_left, IS_EVEN))
-            second = load_weight(second_ptrs + k, inputs, num_left, IS_EVEN)
-        second_sums = tl.dot(second, x, second_sums)
+            at, num_left = k + BLOCK_K, num_left - BLOCK_K
+            x = tl.trans(load_rows(x_ptrs + at, row_mask, inputs, num_left, IS_EVEN))
+            second = load_weight(first_ptrs + at, inputs, num_left, IS_EVEN)
+        second_sums = add_product(
+            second_sums, second, x, second_scales, at, num_inputs, width, GROUP
+        )
 
-    # Last, add the bias, and join both sums.
+    # Last, multiply by scales of all inputs, add the bias, and join both sums.
     dtype = out_ptr.dtype.element_ty
     if IS_GATED:
-        if bias_ptr is not None:
-            first_sums += tl.load(bias_ptr + near)[:, None].to(tl.float32)
-            second_sums += tl.load(bias_ptr + num_outputs + near)[:, None].to(tl.float32)
-        gate = first_sums.to(dtype).to(tl.float32)
-        up = second_sums.to(dtype).to(tl.float32)
+        gate = _finish(first_sums, first_scales, bias_ptr, near, GROUP)
+        up = _finish(second_sums, second_scales, bias_ptr, second_near, GROUP)
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
     else:
-        result = first_sums + second_sums
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + near)[:, None].to(tl.float32)
+        result = _finish(first_sums + second_sums, first_scales, bias_ptr, near, GROUP)
     out_ptrs = out_ptr + rows[None, :] * num_outputs + outputs[:, None]
     out_mask = (rows[None, :] < num_rows) & (outputs[:, None] < num_outputs)
     tl.store(out_ptrs, result.to(dtype), out_mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prefetch_lines(  # type: ignore[no-untyped-def]
+    weight_ptr, near, num_inputs, NUM_LINES: tl.constexpr
+):
+    """Prefetch the first cache lines of these rows of W."""
+    line: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+    firsts = tl.minimum(tl.arange(0, NUM_LINES) * line, num_inputs - 1)
+    prefetch(weight_ptr + near[:, None] * num_inputs + firsts[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(  # type: ignore[no-untyped-def]
+    sums, scales_ptrs, bias_ptr, near, GROUP: tl.constexpr
+):
+    """Sums [outputs, rows] times the scales of all inputs, if GROUP is 0 and there are scales, plus
+    the bias, if any."""
+    IS_SCALED: tl.constexpr = scales_ptrs is not None and GROUP == 0
+    scales = tl.load(scales_ptrs)[:, None] if IS_SCALED else None
+    bias = None if bias_ptr is None else tl.load(bias_ptr + near)[:, None].to(tl.float32)
+    return scale_and_add(sums, scales, bias)
