@@ -52,6 +52,8 @@ def make_llm(folder: Path, **options: Any) -> LLM:
     ("layout", "kernels"), [*((layout, "auto") for layout in LAYOUTS), ("block", "triton")]
 )
 def test_tokens_are_those_of_the_numbers_in_fp32(layout: str, kernels: str, tmp_path: Path) -> None:
+    if kernels == "triton":
+        pytest.importorskip("triton")
     save(tmp_path, *LAYOUTS[layout])
     given = prompts()[: 2 if kernels == "triton" else None]  # interpreted, which takes long
     found = answers(make_llm(tmp_path / "quantized", dtype="float32", kernels=kernels), given)

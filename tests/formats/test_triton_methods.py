@@ -10,9 +10,12 @@ from quire.formats.dense import Dense, DenseMethod, InvariantDenseMethod, Triton
 from quire.formats.format_registry import load_weight_format
 from quire.formats.int4 import Int4, Int4TorchMethod, TritonInt4Method
 from quire.formats.int8 import Int8, Int8TorchMethod, TritonInt8Method
-from quire.formats.weight_format import TritonLinears
+from quire.formats.weight_format import ExpertLinears, TritonLinears
+from quire.kernels.activations import Gating
 from quire.kernels.compensation import compensate_int8, error_feedback
 from quire.kernels.operators import TORCH_OPERATORS
+from quire.kernels.routing import Routing
+from quire.kernels.triton.linear import group_plan
 from quire.kernels.triton.linear import skinny_matmul as skinny_kernel
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import Linear, LinearKind
@@ -206,6 +209,36 @@ def test_logits_are_fp32(method, num_rows):
     expected = functional.linear(hidden.float(), numbers.float())
     limits = (0.1, 2**-7) if is_rounded else (1e-4, 1e-5)
     torch.testing.assert_close(logits, expected, atol=limits[0], rtol=limits[1])
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "expected"),
+    [
+        (FAST, torch.bfloat16, [16, 64]),
+        (FAST, torch.float32, [16]),
+        (INVARIANT, torch.float16, [16]),
+    ],
+)
+def test_experts_with_many_tokens_have_wide_tiles(family, dtype, expected, monkeypatch):
+    used, plan_groups = set(), group_plan.plan_groups
+
+    def observed(ids, num_experts, block_rows):
+        used.add(block_rows)
+        return plan_groups(ids, num_experts, block_rows)
+
+    monkeypatch.setattr(group_plan, "plan_groups", observed)
+    method = Dense().method(None, family)
+    gate_up = [_linear(method, (30, 30), dtype, gated=True) for _ in range(2)]
+    down = [Linear(30, (100,), LinearKind.ROW, bias=False, dtype=dtype, device=CPU)] * 2
+    down[0].use(method, dtype, CPU)
+    down[0].slots()["weight", 0].load(0, _numbers(100, 30) * 0.2)
+    layer = ExpertLinears(tuple(gate_up), tuple(down), Gating())
+    x, ids = _numbers(70, 100).to(dtype), (_numbers(70, 1) > 0).long()
+    routing = Routing(ids, torch.ones(70, 1))
+    found = method.experts(layer, x, routing)
+    few = method.experts(layer, x[:3], Routing(ids[:3], routing.weights[:3]))
+    assert sorted(used) == expected
+    _close(few, found[:3])
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,10 @@ class DenseMethod(LinearMethod):
 
 
 class GroupedDenseMethod(DenseMethod):
-    """Multiplies experts by `grouped_matmul`, whose results are the same in any batch."""
+    """Multiplies experts by `grouped_matmul`. Without `has_wide_tiles`, results are the same in any
+    batch."""
 
-    def __init__(self, operators: Operators) -> None:
+    def __init__(self, operators: Operators, *, has_wide_tiles: bool) -> None:
         super().__init__(operators)
         # Triton may be missing, and takes a while to load.
         from quire.kernels.triton.linear import grouped_matmul
@@ -98,7 +99,9 @@ class GroupedDenseMethod(DenseMethod):
             weights = [linear.weight for linear in linears]
             return grouped_matmul.group_weights(weights, biases_of(linears))
 
-        self._experts = GroupedExperts(group, grouped_matmul.grouped_matmul, operators)
+        self._experts = GroupedExperts(
+            group, grouped_matmul.grouped_matmul, operators, has_wide_tiles=has_wide_tiles
+        )
 
     @property
     def groups_experts(self) -> bool:
@@ -112,7 +115,7 @@ class TritonDenseMethod(GroupedDenseMethod):
     """Multiplies up to 16 rows by `skinny_matmul`, and more by torch."""
 
     def __init__(self, operators: Operators) -> None:
-        super().__init__(operators)
+        super().__init__(operators, has_wide_tiles=True)
         # Triton may be missing, and takes a while to load.
         from quire.kernels.triton.linear import skinny_matmul
 
@@ -147,7 +150,7 @@ class InvariantDenseMethod(GroupedDenseMethod):
     """Multiplies any number of rows by `matmul`, with the same bits in any batch."""
 
     def __init__(self, operators: Operators) -> None:
-        super().__init__(operators)
+        super().__init__(operators, has_wide_tiles=False)
         # Triton may be missing, and takes a while to load.
         from quire.kernels.triton.linear.matmul import matmul
 

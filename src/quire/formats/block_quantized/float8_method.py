@@ -61,7 +61,12 @@ class TritonFloat8Method(TritonKeptMethod):
                 [each.scales for each in weights],
             )
 
-        self.grouped = GroupedExperts(group, grouped_matmul.grouped_matmul, linears.operators)
+        self.grouped = GroupedExperts(
+            group,
+            grouped_matmul.grouped_matmul,
+            linears.operators,
+            has_wide_tiles=not linears.batch_invariant,
+        )
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         return num_outputs * (num_inputs + 4 * self._num_groups(num_inputs))

@@ -11,7 +11,8 @@ from tests.kernels.triton.products import assert_close, exact, numbers, padded, 
 from quire.kernels.activations import Gating, gated
 from quire.kernels.triton.linear import matmul as module
 from quire.kernels.triton.linear.float8_rows import unpack_float8_rows
-from quire.kernels.triton.linear.grouped_matmul import group_weights, grouped_matmul, plan_groups
+from quire.kernels.triton.linear.group_plan import plan_groups
+from quire.kernels.triton.linear.grouped_matmul import group_weights, grouped_matmul
 from quire.kernels.triton.linear.matmul import matmul
 from quire.kernels.triton.linear.skinny_matmul import skinny_matmul
 

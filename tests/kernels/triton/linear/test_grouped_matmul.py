@@ -11,6 +11,7 @@ from tests.kernels.triton.products import DTYPES, assert_close, numbers
 from quire.kernels.experts import mix_experts
 from quire.kernels.quantize import quantize_int4, quantize_int8, quantize_int8_weight
 from quire.kernels.routing import Routing
+from quire.kernels.triton.linear.group_plan import plan_groups
 from quire.kernels.triton.linear.grouped_int4_matmul import (
     group_int4_weights,
     grouped_int4_matmul,
@@ -23,7 +24,6 @@ from quire.kernels.triton.linear.grouped_matmul import (
     add_experts,
     group_weights,
     grouped_matmul,
-    plan_groups,
 )
 from quire.kernels.triton.linear.int4_matmul import (
     Int4Weight,
@@ -51,24 +51,6 @@ def _weights(num_experts, num_outputs, num_inputs, dtype):
     ]
 
 
-@pytest.mark.parametrize("top_k", [1, 3])
-@pytest.mark.parametrize("num_tokens", [1, 2, 50])
-def test_every_pair_is_in_one_tile_of_its_expert(num_tokens, top_k):
-    ids = _routing(num_tokens, 7, top_k).ids
-    if num_tokens == 50:
-        ids[:, 0] = torch.where((ids[:, 1:] == 4).any(1), ids[:, 0], 4)  # more than a tile
-    plan = plan_groups(ids, 7)
-    pairs = []
-    for expert, first, end in plan.tiles:
-        for place in range(first, min(end, first + 16)):
-            pair = int(plan.order[place])
-            assert ids.view(-1)[pair] == expert
-            pairs.append(pair)
-    assert sorted(pairs) == list(range(num_tokens * top_k))
-    by_place = ids.view(-1)[plan.order.long()][plan.places.long()]
-    assert torch.equal(by_place, ids.sort(dim=1).values)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 5, 3), (20, 70, 130), (37, 64, 128)])
 def test_products_equal_torchs(shape, dtype):
@@ -86,6 +68,17 @@ def test_products_equal_torchs(shape, dtype):
         assert_close(found[place], exact)
     again = grouped_matmul(rows, group_weights(weights, biases), plan, pairs_per_row=0)
     assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("block_rows", [64, 128])
+def test_products_in_wide_tiles_equal_torchs(block_rows):
+    x, ids = numbers(150, 100).bfloat16(), _routing(150, 3, 2).ids
+    weights = _weights(3, 150, 100, torch.bfloat16)
+    plan = plan_groups(ids, 3, block_rows)
+    found = grouped_matmul(x, group_weights(weights, None), plan, pairs_per_row=2)
+    for place, pair in enumerate(plan.order.tolist()):
+        weight = weights[int(ids.view(-1)[pair])]
+        assert_close(found[place], x[pair // 2].double() @ weight.double().T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,8 +9,9 @@ from quire.kernels.triton.linear.adapter_matmul import (
     outer_adapter_kernel,
 )
 from quire.kernels.triton.linear.float8_rows import float8_rows_kernel
+from quire.kernels.triton.linear.group_plan import plan_groups_kernel
 from quire.kernels.triton.linear.grouped_matmul import add_experts_kernel, grouped_matmul_kernel
-from quire.kernels.triton.linear.matmul import matmul_kernel, merge_slices_kernel
+from quire.kernels.triton.linear.matmul import inputs_of_tile, matmul_kernel, merge_slices_kernel
 from quire.kernels.triton.linear.skinny_matmul import num_stages, skinny_matmul_kernel
 
 #: The arguments of kernels whose weights may be codes, for weights that are numbers.
@@ -22,8 +23,16 @@ def _codes(spec: KernelSpec, group: int) -> KernelSpec:
     """The same launch for a weight of codes, with a scale for `group` inputs; 0: for all."""
     arguments = {**spec.arguments, "weight_ptr": "*u8", "scales_ptr": "*fp32"}
     constants = {name: value for name, value in spec.constants.items() if name != "scales_ptr"}
-    label = f"{spec.label}, codes, {f'groups of {group}' if group else 'rows'}"
-    return replace(spec, label=label, arguments=arguments, constants={**constants, "GROUP": group})
+    inputs, stages = inputs_of_tile(constants["BLOCK_K"], group), spec.num_stages
+    if spec.kernel is skinny_matmul_kernel:
+        stages = num_stages(constants["BLOCK_M"], inputs)
+    return replace(
+        spec,
+        label=f"{spec.label}, codes, {f'groups of {group}' if group else 'rows'}",
+        arguments=arguments,
+        constants={**constants, "GROUP": group, "BLOCK_K": inputs, "NUM_STAGES": stages},
+        num_stages=stages,
+    )
 
 
 def _matmul(
@@ -70,9 +79,8 @@ def _skinny(
     bias: bool = False,
     out: str = "bf16",
     targets: tuple[int, ...] = (90,),
-    inputs: int = 0,
 ) -> KernelSpec:
-    block_inputs = inputs or (128 if outputs == 32 else 256)
+    block_inputs = 128 if outputs == 32 else 256
     strides = {"num_rows": "i32", "num_outputs": "i32:16", "num_inputs": "i32:16"}
     return KernelSpec(
         skinny_matmul_kernel,
@@ -94,17 +102,20 @@ def _skinny(
 def _grouped(
     label: str,
     dtype: str,
-    block_inputs: int,
     *,
     even: bool = True,
     top_k: int = 8,
     bias: bool = False,
     codes: int | None = None,
+    rows: int = 16,
     targets: tuple[int, ...] = (90,),
 ) -> KernelSpec:
     """codes: the inputs that share a scale of a weight of codes; 0: all; None: it has none."""
+    wide = rows > 16
+    block_inputs = 32 if dtype == "fp32" else 64 if wide else 128
+    stages = 4 if rows == 64 else 3
     pointers = ["tiles_ptr"] + ["order_ptr"] * (top_k > 1)
-    constants = {"PAIRS_PER_ROW": top_k, "IS_EVEN": even, "BLOCK_M": 16, "BLOCK_N": 64}
+    constants = {"PAIRS_PER_ROW": top_k, "IS_EVEN": even, "BLOCK_M": rows}
     return KernelSpec(
         grouped_matmul_kernel,
         f"{dtype} {label}",
@@ -114,13 +125,27 @@ def _grouped(
         | ({"biases_ptr": f"*{dtype}"} if bias else {})
         | {"num_outputs": "i32:16", "num_inputs": "i32:16", "x_stride": "i32:16"},
         constants
-        | {"BLOCK_K": block_inputs, "GROUP": codes or 0, "NUM_STAGES": 3}
+        | {"BLOCK_N": 128 if wide else 64, "BLOCK_K": block_inputs}
+        | {"GROUP": codes or 0, "NUM_STAGES": stages}
         | ({"scale_addresses_ptr": None} if codes is None else {})
         | ({} if bias else {"biases_ptr": None})
         | ({} if top_k > 1 else {"order_ptr": None}),
-        num_warps=4,
-        num_stages=3,
+        num_warps=8 if rows == 128 else 4,
+        num_stages=stages,
         targets=targets,
+    )
+
+
+def _plan(block: int, targets: tuple[int, ...]) -> KernelSpec:
+    return KernelSpec(
+        plan_groups_kernel,
+        f"{block} pairs",
+        {"ids_ptr": "*i64", "num_pairs": "i32", "num_tiles": "i32"}
+        | dict.fromkeys(("order_ptr", "places_ptr", "tiles_ptr"), "*i32"),
+        {"TOP_K": 8, "BINS": 128, "BLOCK": block, "BLOCK_M": 16},
+        num_warps=8 if block > 1024 else 4,
+        targets=targets,
+        options={"enable_fp_fusion": False},
     )
 
 
@@ -164,8 +189,10 @@ def _outer_adapter(dtype: str, out: str, slices: int) -> KernelSpec:
 SPECS = [
     _inner_adapter("a slice", "bf16", 128),
     _outer_adapter("bf16", "bf16", 8),
-    _grouped("of tokens", "bf16", 128, targets=(80, 90)),
-    _grouped("of pairs", "bf16", 128, top_k=1),
+    _grouped("of tokens", "bf16", targets=(80, 90)),
+    _grouped("of pairs", "bf16", top_k=1),
+    _grouped("of tokens, 128 rows", "bf16", rows=128, targets=(80, 90)),
+    _plan(256, (80, 90)),
     KernelSpec(
         add_experts_kernel,
         "bf16",
@@ -215,7 +242,7 @@ SPECS = [
 CODES = [
     (_skinny("8 rows", 8, 32, targets=GPUS), (0, 128)),
     (_skinny("16 rows, narrow", 16, 16, targets=GPUS), (0, 256)),
-    (_skinny("16 rows, narrow, gated", 16, 16, gated=True, targets=GPUS, inputs=128), (128,)),
+    (_skinny("16 rows, narrow, gated", 16, 16, gated=True, targets=GPUS), (128,)),
     (_skinny("16 rows, gated, bias", 16, 32, gated=True, bias=True, targets=GPUS), (0, 128)),
     (_matmul("64 rows", "bf16", (64, 64), 4, 4, slices=4, targets=GPUS), (0,)),
     (_matmul("64 rows, 8 warps", "bf16", (64, 64), 8, 4, slices=4, targets=GPUS), (128,)),
@@ -227,8 +254,8 @@ MORE = [
     _inner_adapter("all slices", "fp32", 32, slices=8),
     _outer_adapter("fp32", "fp32", 1),
     _outer_adapter("bf16", "fp32", 1),
-    _grouped("odd I, bias", "bf16", 128, even=False, bias=True),
-    _grouped("of pairs", "fp32", 32, top_k=1, even=False),
+    _grouped("odd I, bias", "bf16", even=False, bias=True),
+    _grouped("of pairs", "fp32", top_k=1, even=False),
     _matmul("64 rows, odd K", "bf16", (64, 64), 4, 4, even=False),
     _matmul("128 rows, odd K", "fp16", (128, 64), 8, 3, even=False),
     _matmul("64 rows", "fp32", (64, 16), 8, 2, slices=4),
@@ -237,7 +264,14 @@ MORE = [
     _skinny("16 rows, narrow, odd K", 16, 16, even=False, out="fp32"),
     _skinny("16 rows, gated, bias", 16, 16, gated=True, bias=True),
     _skinny("8 rows, narrow", 8, 16, targets=(80, 90)),
-    _grouped("of pairs, codes, rows", "bf16", 128, codes=0, targets=GPUS),
-    _grouped("of tokens, codes, groups", "bf16", 128, codes=128, targets=GPUS),
+    *(_plan(block, GPUS) for block in (16, 4096)),
+    *(
+        _grouped(f"of tokens, {rows} rows{label}", "bf16", rows=rows, codes=codes, targets=GPUS)
+        for rows in (64, 128)
+        for label, codes in {"": None, ", codes, rows": 0, ", codes, groups": 128}.items()
+    ),
+    _grouped("of pairs, codes, rows", "bf16", codes=0, targets=GPUS),
+    _grouped("of tokens, codes, groups", "bf16", codes=128, targets=GPUS),
     *(_codes(spec, group) for spec, groups in CODES for group in groups),
+    early(_codes(_skinny("8 rows", 8, 32), 128)),
 ]

@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.linear.grouped_matmul import tile_at
+from quire.kernels.triton.linear.group_plan import tile_at
 from quire.kernels.triton.linear.matmul import load_rows, load_weight
 from quire.kernels.triton.support import as_rows
 

@@ -1,6 +1,6 @@
 """Triton products of all experts of a layer, with block-quantized weights and int8 activations.
 
-The tiles follow from the plan of `grouped_matmul.py`. Weights are laid out, and products summed, as
+The tiles follow from the plan of `group_plan.py`. Weights are laid out, and products summed, as
 in `block_quantized_matmul.py`, so a row is bit-identical to that product, in any batch. All experts
 have the same block format.
 
@@ -23,14 +23,12 @@ from quire.kernels.triton.linear.block_quantized_layout import (
     num_stretches,
 )
 from quire.kernels.triton.linear.block_quantized_matmul import multiply_stretches
+from quire.kernels.triton.linear.group_plan import GroupPlan, places_of_tile, tile_at
 from quire.kernels.triton.linear.grouped_matmul import (
-    GroupPlan,
     addresses_of,
     multiply_tiles,
     outputs_of_program,
-    places_of_tile,
     pointer_at,
-    tile_at,
 )
 from quire.kernels.triton.linear.matmul import store_transposed
 from quire.kernels.triton.linear.quantize_groups import quantize_groups

@@ -1,6 +1,6 @@
 """Triton products of all experts of a layer, with int4 weights and int8 activations.
 
-The tiles follow from the plan of `grouped_matmul.py`. Weights are packed, and products summed, as
+The tiles follow from the plan of `group_plan.py`. Weights are packed, and products summed, as
 in `int4_matmul.py`. So in any batch a row has the same bits as from `int4_matmul.py` and from the
 reference, `formats.int4`.
 
@@ -14,14 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.linear.group_plan import GroupPlan, places_of_tile, tile_at
 from quire.kernels.triton.linear.grouped_matmul import (
-    GroupPlan,
     addresses_of,
     multiply_tiles,
     outputs_of_program,
-    places_of_tile,
     pointer_at,
-    tile_at,
 )
 from quire.kernels.triton.linear.int4_matmul import (
     STRETCH,

@@ -1,6 +1,6 @@
 """Triton products of all experts of a layer, with int8 weights and int8 activations.
 
-The tiles follow from the plan of `grouped_matmul.py`. Rows are scaled and summed as in
+The tiles follow from the plan of `group_plan.py`. Rows are scaled and summed as in
 `int8_matmul.py`. So a row is bit-identical to that product and to the reference, `formats.int8`, in
 any batch. Each row of x is quantized once for all experts that read it.
 
@@ -15,15 +15,13 @@ import triton
 import triton.language as tl
 
 from quire.kernels.quantize import INT8_GROUP
+from quire.kernels.triton.linear.group_plan import GroupPlan, places_of_tile, tile_at
 from quire.kernels.triton.linear.grouped_matmul import (
     GroupedWeights,
-    GroupPlan,
     group_weights,
     multiply_tiles,
     outputs_of_program,
-    places_of_tile,
     pointer_at,
-    tile_at,
 )
 from quire.kernels.triton.linear.int8_matmul import (
     add_group,

@@ -1,14 +1,15 @@
 """Triton products of all experts of a layer: y[p] = x[row(p)] W[e(p)]^T + b[e(p)].
 
 Pairs p of a token and one of its experts e are sorted by expert, and cut into tiles of one expert
-each. A program computes a block of outputs for one tile. `plan_groups` makes the tiles on the
+each (`group_plan.py`). A program computes a block of outputs for one tile. The plan is made on the
 device, and the grid has programs for the largest possible number of tiles; programs without a tile
 end at once. So the host never waits for the device, and a CUDA graph can capture the step. Weights
 may lie anywhere, since the kernel takes their addresses.
 
-An output element is summed in the same order and with the same instruction in every batch, because
-tiles have one size. Tiles are small, since a decode step gives most experts a token or two. A
-prompt of thousands of tokens reads each weight from L2 once for every `_BLOCK_ROWS` tokens.
+An output element is summed in the same order and with the same instruction in every batch, as long
+as tiles have 16 rows. They are small, since a decode step gives most experts a token or two. In
+tiles of 64 and 128 rows, a prompt reads each weight from L2 a quarter or an eighth as often; tensor
+cores then use other instructions, so bits depend on the batch.
 
 Weights may be codes with scales, as in `matmul.py`.
 
@@ -27,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.linear.group_plan import GroupPlan, places_of_tile, tile_at
 from quire.kernels.triton.linear.matmul import (
     add_product,
     check_scales,
@@ -39,13 +41,29 @@ from quire.kernels.triton.linear.matmul import (
 )
 from quire.kernels.triton.support import as_rows, next_power_of_two
 
-_BLOCK_ROWS = 16
-_BLOCK_OUTPUTS = 64
-_NUM_STAGES = 3
 #: The number of a token's outputs that one program of `add_experts` adds.
 _ADDED_OUTPUTS = 1024
 #: Addresses of weights are multiples of this number of bytes, so that the kernel loads vectors.
 _ADDRESS_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertTile:
+    """The tile of a program, beside its rows."""
+
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+#: The tiles of bf16 and fp16 by the rows of the plan's tiles.
+_TILES = {
+    16: _ExpertTile(64, 128, 4, 3),
+    64: _ExpertTile(128, 64, 4, 4),
+    128: _ExpertTile(128, 64, 8, 3),
+}
+_FP32_TILE = _ExpertTile(64, 32, 4, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +84,6 @@ class GroupedWeights:
     dtype: torch.dtype
     #: Keeps the tensors at the addresses alive.
     kept: object
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """Pairs sorted by expert, and their tiles. A place is an index into the sorted pairs.
-
-    All tensors are int32 on the device.
-    """
-
-    #: The pair at each place, numbered t K + k for token t, [P].
-    order: torch.Tensor
-    #: The places of each token's pairs, ascending, so in ascending order of experts, [T, K].
-    places: torch.Tensor
-    #: The expert, first place and end of each tile, [tiles, 3]; a missing tile has no places.
-    tiles: torch.Tensor
 
 
 def group_weights(
@@ -128,31 +131,6 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(addresses, dtype=torch.int64, device=tensors[0].device)
 
 
-def plan_groups(ids: torch.Tensor, num_experts: int) -> GroupPlan:
-    """The plan for experts `ids` [T, K], each below num_experts. The call doesn't wait for the
-    device."""
-    # First, sort the pairs by expert, and count each expert's tiles.
-    num_tokens, top_k = ids.shape
-    sorted_ids, order = ids.reshape(-1).sort(stable=True)
-    experts = torch.arange(num_experts + 1, device=ids.device)
-    starts = torch.searchsorted(sorted_ids, experts)
-    num_tiles = -((starts[:-1] - starts[1:]) // _BLOCK_ROWS)
-    last_tiles = num_tiles.cumsum(0)
-    # Then find each tile's expert and places. Two bounds limit the number of tiles: the number of
-    # pairs, and the number of full tiles plus one partial tile for each expert.
-    num_pairs = num_tokens * top_k
-    most = min(num_pairs, num_experts + num_pairs // _BLOCK_ROWS)
-    tiles = torch.arange(most, device=ids.device)
-    expert = torch.searchsorted(last_tiles, tiles, right=True)
-    near = expert.clamp(max=num_experts - 1)
-    firsts = starts[near] + (tiles - last_tiles[near] + num_tiles[near]) * _BLOCK_ROWS
-    ends = torch.where(expert < num_experts, starts[near + 1], firsts)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(num_pairs, device=ids.device))
-    ordered = places.view(num_tokens, top_k).sort(dim=1).values
-    of_tiles = torch.stack((near, firsts, ends), 1)
-    return GroupPlan(*(each.int() for each in (order, ordered, of_tiles)))
-
-
 def grouped_matmul(
     x: torch.Tensor, weights: GroupedWeights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
@@ -166,7 +144,8 @@ def grouped_matmul(
             f"x is {tuple(x.shape)} {x.dtype}, but must be [any, {weights.num_inputs}] "
             f"{weights.dtype}"
         )
-    block_inputs = inputs_of_tile(32 if x.dtype == torch.float32 else 128, weights.group_size)
+    tile = _FP32_TILE if x.dtype == torch.float32 else _TILES[plan.block_rows]
+    block_inputs = inputs_of_tile(tile.inputs, weights.group_size)
     out = torch.empty(len(plan.order), weights.num_outputs, dtype=x.dtype, device=x.device)
     return multiply_tiles(
         grouped_matmul_kernel,
@@ -176,12 +155,12 @@ def grouped_matmul(
         (rows, weights.addresses, weights.scale_addresses, weights.biases),
         (weights.num_inputs, rows.stride(0)),
         GROUP=weights.group_size,
-        NUM_STAGES=_NUM_STAGES,
+        NUM_STAGES=tile.num_stages,
         IS_EVEN=weights.num_inputs % block_inputs == 0,
-        BLOCK_N=_BLOCK_OUTPUTS,
+        BLOCK_N=tile.outputs,
         BLOCK_K=block_inputs,
-        num_warps=4,
-        num_stages=_NUM_STAGES,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         enable_fp_fusion=True,
     )
 
@@ -210,7 +189,7 @@ def multiply_tiles(
             num_outputs,
             *sizes,
             PAIRS_PER_ROW=max(1, pairs_per_row),
-            BLOCK_M=_BLOCK_ROWS,
+            BLOCK_M=plan.block_rows,
             **options,
         )
     return out
@@ -301,32 +280,12 @@ def pointer_at(address_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(KIND)), 16)
 
 
-@triton.jit
-def tile_at(tiles_ptr, tile):  # type: ignore[no-untyped-def]
-    """(the tile's expert, its first place, the end of its places)."""
-    tile_ptr = tiles_ptr + 3 * tile
-    return tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def outputs_of_program(num_outputs, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """(indices [BLOCK_N] of the program's outputs, the same as int64 and clamped to the last
     output, for reading weights)."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     return outputs, tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def places_of_tile(  # type: ignore[no-untyped-def]
-    first, end, order_ptr, PAIRS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """(the places of a tile, whether each is before `end`, its row of x), each [BLOCK_M]."""
-    places = first + tl.arange(0, BLOCK_M)
-    is_there = places < end
-    rows = places
-    if order_ptr is not None:
-        rows = tl.load(order_ptr + places, is_there, other=0) // PAIRS_PER_ROW
-    return places, is_there, rows
 
 
 @triton.jit  # type: ignore[untyped-decorator]
