@@ -115,6 +115,31 @@ def test_the_last_stretch_may_be_short_and_rows_short_numbers(name: str) -> None
     assert distance(method.silu_mul(linear, x), reference.silu_mul(wanted, x)) < 1e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "num_rows", "num_stretches"),
+    # Eight stretches or more are cut into slices.
+    [*((name, 9, 1) for name in BLOCK_FORMATS), ("a table", 20, 9), ("blocks, offsets", 70, 8)],
+)
+def test_some_rows_meet_numbers_that_are_made_in_the_kernel(
+    name: str, num_rows: int, num_stretches: int
+) -> None:
+    block_format = BLOCK_FORMATS[name]
+    num_inputs = 256 * num_stretches - (0 if block_format.block_size else 128)
+    codes = random_codes(block_format, 70 if num_rows == 9 else 20, num_inputs)
+    method = FAST.of(block_format)
+    linear = filled(method, codes, torch.bfloat16, has_bias=num_rows == 20)
+    assert method is not None
+    x = numbers(1, num_rows, num_inputs).bfloat16()
+    wanted = x.double() @ codes.numbers().bfloat16().double().T
+    if linear.bias is not None:
+        wanted += linear.bias.double()
+    found = method.apply(linear, x, torch.float32)
+    assert found.shape == wanted.shape and distance(found, wanted) < 1e-5
+    assert distance(method.apply(linear, x), wanted) < 4e-3
+    # Fewer rows are rounded to int8.
+    assert 1e-3 < distance(method.apply(linear, x[:, :8], torch.float32), wanted[:, :8]) < 2e-2
+
+
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_many_rows_are_multiplied_by_numbers(

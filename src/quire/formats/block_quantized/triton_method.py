@@ -1,7 +1,9 @@
 """Keeps block-quantized weights as codes on a GPU, and multiplies them by Triton kernels.
 
-    up to 128 rows   `block_quantized_matmul`: int8 activations, and the sums that
+    up to 8 rows     `block_quantized_matmul`: int8 activations, and the sums that
                      `linear_methods` defines, so a row has the same bits in any batch
+    up to 128 rows   `widened_block_matmul`: codes are dequantized in registers; activations are
+                     not rounded
     more rows        by dequantized pieces of the weight, as in `triton_kept`
     invariant        `block_quantized_matmul` for any number of rows
     experts          all experts of a layer at once, by `grouped_block_quantized_matmul`
@@ -124,6 +126,7 @@ class TritonBlockQuantizedMethod(TritonKeptMethod):
         super().__init__(block_format, linears)
         # Triton may be missing, and takes a while to load.
         from quire.kernels.triton.linear import grouped_block_quantized_matmul as grouped
+        from quire.kernels.triton.linear import widened_block_matmul as widened
         from quire.kernels.triton.linear.block_quantized_layout import BlockQuantizedWeight
         from quire.kernels.triton.linear.block_quantized_matmul import block_quantized_matmul
         from quire.kernels.triton.linear.block_quantized_rows import unpack_rows
@@ -131,6 +134,7 @@ class TritonBlockQuantizedMethod(TritonKeptMethod):
         self._layout = layout
         self._make_weight = BlockQuantizedWeight
         self._multiply, self._unpack = block_quantized_matmul, unpack_rows
+        self._widened = widened
 
         def group(linears: tuple[LinearModule, ...]) -> object:
             return grouped.group_block_quantized_weights(
@@ -162,7 +166,10 @@ class TritonBlockQuantizedMethod(TritonKeptMethod):
     def multiply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None
     ) -> torch.Tensor:
-        output: torch.Tensor = self._multiply(x, self._weight(linear), out_dtype)
+        is_few = x.numel() < self._widened.LEAST_ROWS * linear.input_size
+        is_rounded = is_few or self._is_invariant or x.dtype not in self._widened.DTYPES
+        multiply = self._multiply if is_rounded else self._widened.widened_block_matmul
+        output: torch.Tensor = multiply(x, self._weight(linear), out_dtype)
         return output
 
     def numbers(

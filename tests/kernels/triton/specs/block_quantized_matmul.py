@@ -14,7 +14,9 @@ from quire.kernels.triton.linear.grouped_block_quantized_matmul import (
     grouped_block_quantized_matmul_kernel,
 )
 from quire.kernels.triton.linear.quantize_groups import quantize_groups_kernel
+from quire.kernels.triton.linear.widened_block_matmul import tile_of, widened_block_matmul_kernel
 
+GPUS = (80, 86, 89, 90, 100, 120)
 UNFUSED = {"enable_fp_fusion": False}
 
 
@@ -95,13 +97,33 @@ def _rows(block_format: str, *, picked: bool) -> KernelSpec:
     )
 
 
+def _widened(block_format: str, rows: int, targets: tuple[int, ...]) -> KernelSpec:
+    layout, tile = _layout(block_format), tile_of(rows)
+    sizes = ("num_outputs", "num_inputs", "x_stride")
+    return KernelSpec(
+        widened_block_matmul_kernel,
+        f"{rows} rows, {block_format}",
+        {"x_ptr": "*bf16", "levels_ptr": _levels(layout), "words_ptr": "*i32", "out_ptr": "*fp32"}
+        | dict.fromkeys(sizes, "i32:16")
+        | {"num_rows": "i32", "num_stretches": "i32:16", "slice_size": "i32"},
+        {"bias_ptr": None, "LAYOUT": layout, "IS_EVEN": True, "BLOCK_M": tile.rows}
+        | {"BLOCK_N": tile.outputs, "QUARTERS": tile.quarters, "GROUP_M": 8}
+        | {"NUM_STAGES": tile.num_stages},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        targets=targets,
+    )
+
+
 SPECS = [
     _quantize(32),
     _quantized("blocks, offsets", 16, 64, 3),
     _grouped("a table", 8),
     _rows("blocks, offsets", picked=True),
+    _widened("blocks, offsets", 16, (80, 90)),
 ]
 MORE = [
+    *(_widened(name, rows, GPUS) for name in BLOCK_FORMATS for rows in (16, 32, 64)),
     _quantized("a table", 8, 32, 5, (80,)),
     early(_quantize(32)),
     early(_quantized("blocks, offsets", 8, 16, 5)),

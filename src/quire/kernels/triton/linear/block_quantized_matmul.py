@@ -18,7 +18,8 @@ the previous kernel has ended (`dependent_launch.py`), it prefetches the first 6
 (packed weights) into the L2 cache. In a launch of more than 512 programs none prefetches, since
 most of them begin later anyway.
 
-Shapes: M rows, K inputs, N outputs. Called by `formats.block_quantized.triton_method`.
+Shapes: M rows, K inputs, N outputs. Called by `formats.block_quantized.triton_method`, which has
+`widened_block_matmul` for 9 to 128 rows if a row's bits may depend on the batch.
 """
 
 import torch

@@ -67,8 +67,6 @@ def unpack_rows_kernel(  # type: ignore[no-untyped-def]
     LAYOUT: tl.constexpr,  # a BlockQuantizedLayout
     BLOCK: tl.constexpr,
 ):
-    PARTS: tl.constexpr = LAYOUT.parts_of_chunk
-    CHUNKS: tl.constexpr = LAYOUT.chunks_of_group
     # First, find the program's rows.
     stretch = tl.program_id(1).to(tl.int64)
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -91,16 +89,8 @@ def unpack_rows_kernel(  # type: ignore[no-untyped-def]
             levels, others = halves(tl.load(levels_ptrs + chunk * 16), LAYOUT)
         else:
             levels = others
-        scale, offset = fp32_numbers(words_ptrs, num_outputs, chunk * PARTS // CHUNKS, LAYOUT)
-        if PARTS > 1:
-            scale_2, offset_2 = fp32_numbers(words_ptrs, num_outputs, chunk * PARTS + 1, LAYOUT)
-            is_first = (inputs < 16)[None, :]
-            scale, offset = tl.where(is_first, scale, scale_2), tl.where(is_first, offset, offset_2)
-        values = levels.to(tl.float32) - LAYOUT.zero
-        if LAYOUT.has_zeros:
-            zeros = tl.load(words_ptrs + (LAYOUT.zeros_at + chunk // CHUNKS // 4) * num_outputs)
-            values -= byte_of(zeros, chunk // CHUNKS % 4).to(tl.float32)[:, None]
-        numbers = scale * values
+        scale, zero, offset = chunk_group(words_ptrs, num_outputs, chunk, LAYOUT)
+        numbers = scale * (levels.to(tl.float32) - zero)
         if LAYOUT.has_offsets:
             numbers -= offset
         out_mask = mask[:, None] & (inputs < num_left - chunk * 32)[None, :]
@@ -108,17 +98,37 @@ def unpack_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def chunk_group(  # type: ignore[no-untyped-def]
+    words_ptrs, num_outputs, chunk, LAYOUT: tl.constexpr
+):
+    """The scale, zero and offset of each input of a chunk (0 to 7) of a stretch, fp32, as tiles of
+    32 inputs, or of one if all share them. `words_ptrs` [BLOCK] are to the stretch's first word of
+    each row. The offset is unused if the layout has none."""
+    PARTS: tl.constexpr = LAYOUT.parts_of_chunk
+    CHUNKS: tl.constexpr = LAYOUT.chunks_of_group
+    scale, offset = fp32_numbers(words_ptrs, num_outputs, chunk * PARTS // CHUNKS, LAYOUT)
+    if PARTS > 1:
+        scale_2, offset_2 = fp32_numbers(words_ptrs, num_outputs, chunk * PARTS + 1, LAYOUT)
+        is_first = (tl.arange(0, 32) < 16)[None, :]
+        scale, offset = tl.where(is_first, scale, scale_2), tl.where(is_first, offset, offset_2)
+    zero = tl.zeros_like(scale) + LAYOUT.zero
+    if LAYOUT.has_zeros:
+        zeros = tl.load(words_ptrs + (LAYOUT.zeros_at + chunk // CHUNKS // 4) * num_outputs)
+        zero = byte_of(zeros, chunk // CHUNKS % 4).to(tl.float32)[:, None]
+    return scale, zero, offset
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def fp32_numbers(  # type: ignore[no-untyped-def]
-    words_ptrs, num_outputs, GROUP: tl.constexpr, LAYOUT: tl.constexpr
+    words_ptrs, num_outputs, group, LAYOUT: tl.constexpr
 ):
     """The scale and offset of each row's group, [BLOCK, 1]. The offset is unused if the layout has
     none."""
-    WORD: tl.constexpr = GROUP // LAYOUT.groups_of_word
-    place = GROUP % LAYOUT.groups_of_word
-    scale = number_of(tl.load(words_ptrs + WORD * num_outputs), place, LAYOUT).to(tl.float32)
+    word, place = group // LAYOUT.groups_of_word, group % LAYOUT.groups_of_word
+    scale = number_of(tl.load(words_ptrs + word * num_outputs), place, LAYOUT).to(tl.float32)
     offset = scale
     if LAYOUT.has_offsets:
-        offset = tl.load(words_ptrs + (LAYOUT.offsets_at + WORD) * num_outputs)
+        offset = tl.load(words_ptrs + (LAYOUT.offsets_at + word) * num_outputs)
         offset = number_of(offset, place, LAYOUT).to(tl.float32)
     if LAYOUT.is_blocked:
         factors = tl.load(words_ptrs + LAYOUT.factors_at * num_outputs)

@@ -203,18 +203,25 @@ def _launch(
     )
     # If each slice had its own program, add the slices' sums, scale them, and add the bias.
     if is_split:
-        merge_slices_kernel[(triton.cdiv(out.numel(), 1024),)](
-            sums,
-            last_scales,
-            bias,
-            out,
-            num_rows,
-            num_outputs,
-            num_slices,
-            BLOCK=1024,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+        merge_slices(sums, last_scales, bias, out)
+
+
+def merge_slices(
+    sums: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Set out [M, N] = the sum of sums [slices, M, N] fp32, in their order, times scales [N], plus
+    bias [N]."""
+    merge_slices_kernel[(triton.cdiv(out.numel(), 1024),)](
+        sums,
+        scales,
+        bias,
+        out,
+        *out.shape,
+        len(sums),
+        BLOCK=1024,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
