@@ -75,3 +75,16 @@ def test_parts_without_a_key_change_no_bit():
         return out
 
     assert torch.equal(merged([2, 0, 2, 1, 2]), merged([0, 1]))
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 9])
+def test_only_the_entries_that_are_set_are_merged(num_programs):
+    parts, scales, scores, values = make_parts(3)
+    out = torch.full((4, NUM_HEADS, HEAD_DIM), 7.0)
+    tokens = torch.tensor([[2, 0, 3, 0], [0, 0, 3, 0], [1, 0, 0, 0], [3, 0, 3, 0]])
+    count = torch.tensor([3], dtype=torch.int32)
+    merge_parts(tokens.to(torch.int32), parts, scales, None, out, None, count, num_programs)
+    wanted, _ = expected(scores, values, None)
+    for token in (0, 2):
+        torch.testing.assert_close(out[token].double(), wanted, atol=1e-6, rtol=1e-6)
+    assert not out[1].any() and (out[3] == 7.0).all()

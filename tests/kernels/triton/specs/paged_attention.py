@@ -117,20 +117,23 @@ def write_latents(dtype, target):
     )
 
 
-def merge(dtype, head_dim):
+def merge(dtype, head_dim, *, counted=False):
+    """counted: only as many entries of the list as are set."""
     kind = TYPES[dtype]
     return KernelSpec(
         merge_parts_kernel,
-        f"merge {kind[1:]} D{head_dim}",
+        f"merge {kind[1:]} D{head_dim}" + (" counted" if counted else ""),
         arguments={
             "tokens_ptr": "*i32",
+            **({"count_ptr": "*i32"} if counted else {}),
             "parts_ptr": "*fp32",
             "scales_ptr": "*fp32",
             "sinks_ptr": kind,
             "out_ptr": kind,
             "lse_ptr": "*fp32",
         },
-        constants={"NUM_HEADS": 32, "HEAD_DIM": head_dim, "PADDED_DIM": 128, "UNROLL": 8},
+        constants={"NUM_HEADS": 32, "HEAD_DIM": head_dim, "PADDED_DIM": 128, "UNROLL": 8}
+        | ({} if counted else {"count_ptr": None}),
         num_warps=1,
     )
 
@@ -180,6 +183,7 @@ SPECS = [
     attend(decode_shape(LLAMA, 16, torch.int8, LIMITS[100]), _BF16, 100, codes=torch.int8),
     write_latents(_BF16, 90),
     early(merge(_BF16, 128)),
+    early(merge(_BF16, 128, counted=True)),
     work(256, ChunkRule(17, 0, 64, 4096, 64)),
 ]
 

@@ -34,15 +34,19 @@ def merge_parts(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    count: torch.Tensor | None = None,
+    num_programs: int | None = None,
 ) -> None:
     """Write out [T, Hq, D] and lse [T, Hq] fp32, both contiguous, for the tokens in the list.
 
     `tokens` is [M, MERGE_FIELDS] int32; parts [any, Hq, D] and scales [any, Hq, 2] are fp32; sinks
-    are [Hq].
+    are [Hq]. If the list is longer than the step needs, `count` [1] int32 is the number of entries
+    that are set; `num_programs` programs for each head take them in turn.
     """
     num_heads, head_dim = out.shape[1:]
-    merge_parts_kernel[(tokens.shape[0], num_heads)](
+    merge_parts_kernel[(num_programs or tokens.shape[0], num_heads)](
         tokens,
+        count,
         parts,
         scales,
         sinks,
@@ -61,6 +65,7 @@ def merge_parts(
 @triton.jit  # type: ignore[untyped-decorator]
 def merge_parts_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr,  # [M, MERGE_FIELDS] int32
+    count_ptr,  # [1] int32, the number of entries that are set; None if each program has one
     parts_ptr,  # [parts, Hq, D] fp32
     scales_ptr,  # [parts, Hq, 2] fp32: m and sums
     sinks_ptr,  # [Hq], or None
@@ -72,9 +77,29 @@ def merge_parts_kernel(  # type: ignore[no-untyped-def]
     UNROLL: tl.constexpr,
     IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
-    # First, read the token's entry; nothing is done if its output is already written.
     await_inputs(IS_EARLY)
-    entry = tokens_ptr + tl.program_id(0) * 4
+    memory = (parts_ptr, scales_ptr, sinks_ptr, out_ptr, lse_ptr)
+    if count_ptr is None:
+        _merge(tokens_ptr, tl.program_id(0), memory, NUM_HEADS, HEAD_DIM, PADDED_DIM, UNROLL)
+    else:
+        for place in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
+            _merge(tokens_ptr, place, memory, NUM_HEADS, HEAD_DIM, PADDED_DIM, UNROLL)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    tokens_ptr,
+    place,
+    memory,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Merge one token's parts for the program's head."""
+    parts_ptr, scales_ptr, sinks_ptr, out_ptr, lse_ptr = memory
+    # First, read the token's entry; nothing is done if its output is already written.
+    entry = tokens_ptr + place * 4
     token, first = tl.load(entry).to(tl.int64), tl.load(entry + 1).to(tl.int64)
     num_parts = tl.load(entry + 2)
     if num_parts >= 0:
