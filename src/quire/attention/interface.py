@@ -20,6 +20,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -86,6 +88,35 @@ class GroupBatch:
     slot_mapping: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class MixedSize:
+    """The sizes of a mixed step that is captured once and replayed for all steps that fit.
+
+    In a mixed step, some sequence computes several tokens: a chunk of a prompt, or drafts.
+    """
+
+    #: The number of the step's tokens, including padding at the end.
+    num_tokens: int
+    #: The most sequences of the step.
+    num_seqs: int
+    #: The most tokens of a sequence, as far as block tables have room.
+    max_context: int
+
+
+PlanVariant = tuple[int, ...]
+"""Names the kernels that a plan launches. Mixed steps of one size are captured once a variant."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPlan:
+    """The plan of a captured mixed step, which `AttentionBackend.write_plan` made on the host."""
+
+    size: MixedSize
+    variant: PlanVariant
+    #: [W] int64, the plan on the device. Later steps of this size overwrite it.
+    words: torch.Tensor
+
+
 @dataclass(slots=True)
 class AttentionBatch:
     """The sequences of one step. Decoding sequences (one token each) come first.
@@ -94,7 +125,8 @@ class AttentionBatch:
 
     The tensors of a captured step are padded to a fixed number of decoding sequences; the lists are
     not. A padding sequence has a context of 0 tokens, an arbitrary row, and an output that is not
-    read. Only backends with `serves_graphs` get such batches.
+    read. Only backends with `serves_graphs` get such batches. The tensors of a captured mixed step
+    are padded to a `MixedSize`, with single tokens whose output is not read.
     """
 
     #: [S + 1] int32, the first token of each sequence in the step; query_start[S] == T.
@@ -119,6 +151,9 @@ class AttentionBatch:
     visible_ends: torch.Tensor | None = None
     #: `visible_ends` on the host.
     visible_ends_list: list[int] | None = None
+    #: The plan of a captured mixed step: `plan` and `run` must read its words instead of the lists.
+    #: None in other steps. Only backends with `serves_mixed_graphs` get it.
+    mixed: MixedPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +263,8 @@ class AttentionBackend(ABC):
     #: Whether `run` may be captured in a CUDA graph if all sequences decode. If True, `run` reads
     #: only tensors, so one capture can be replayed for all steps with the same number of sequences.
     serves_graphs = False
+    #: Whether mixed steps may be captured, too, with plans that `write_plan` makes.
+    serves_mixed_graphs = False
     #: Whether `plan` obeys `AttentionBatch.visible_ends`.
     serves_sight_ahead = False
     #: The third-party package that computes attention; its version may affect results. None if
@@ -259,6 +296,20 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Do the part of a step's work that does not depend on any layer's q, k and v."""
+
+    def num_plan_words(self, size: MixedSize) -> int:
+        """The most 64-bit words that `write_plan` writes for a step of this size."""
+        raise NotImplementedError
+
+    def write_plan(
+        self, batch: AttentionBatch, size: MixedSize, words: npt.NDArray[np.int64]
+    ) -> tuple[PlanVariant, int]:
+        """Plan a mixed step on the host, by the lists of `batch`, which fit `size`.
+
+        `words` are zeros. Returns the variant and the number of words from the start that the
+        device needs. Only backends with `serves_mixed_graphs` plan so.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def run(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:

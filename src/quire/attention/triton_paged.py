@@ -7,6 +7,10 @@ the items of the step's work list. The third merges the partial results of token
 divided among several programs. Layers that see the same keys with heads of the same shape share a
 step's work list.
 
+A step that is captured as a CUDA graph launches fixed grids, whose programs take items of a list
+whose length the device reads. If all sequences decode, the device makes that list, too. The list of
+a mixed step is made by the host, in words that are sent with the step's numbers (`write_plan`).
+
 In a step that only decodes, the bits of a row's attention depend only on its own context. With
 `batch_invariant` this holds for all rows of all steps, however prompts are split into chunks, since
 one kernel of one shape serves all rows (`uniform` in
@@ -19,8 +23,10 @@ Shapes as in `interface.py`.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.attention.interface import (
@@ -30,6 +36,9 @@ from quire.attention.interface import (
     BackendRequest,
     KVPageFormat,
     LayerKV,
+    MixedPlan,
+    MixedSize,
+    PlanVariant,
     page_format_of,
 )
 from quire.attention.kv_format import KVFormat
@@ -43,6 +52,7 @@ from quire.attention.triton_plan import (
     num_resident,
     uniform_shape,
 )
+from quire.attention.triton_plan_words import ListBounds, PlanLayout, PlannedList, in_turns
 from quire.errors import ConfigurationError
 from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.transfers import DeviceLink
@@ -61,6 +71,9 @@ MAX_HEAD_DIM = 256
 
 MAX_VALUE_DIM, MAX_LATENT_REST = 512, 64
 """The largest numbers of elements of a latent layer's value, and of its key after the value."""
+
+MERGING_PROGRAMS = 32
+"""The number of programs of one warp that a processor runs at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,15 @@ class _BoundLayer:
             self.pages.numbers.dtype,
         )
 
+    def mixed_shape(self, longest: int) -> AttendShape:
+        """The shape for a mixed step in which a sequence computes up to `longest` tokens."""
+        wanted = longest * (self.spec.num_heads // self.spec.num_kv_heads)
+        return next((shape for shape in self.mixed if shape.rows >= wanted), self.mixed[-1])
+
+    def shape_of(self, rows: int | None) -> AttendShape:
+        """The shape for mixed steps with tiles of `rows` rows; None means that for decoding."""
+        return self.decode if rows is None else next(s for s in self.mixed if s.rows == rows)
+
 
 @dataclass(frozen=True, slots=True)
 class _WorkKey:
@@ -107,6 +129,10 @@ class _StepWork:
     work: AttendWork
     #: The tokens whose partial results are merged; None if there are none.
     merges: torch.Tensor | None
+    #: The number of tokens in `merges` that are set, [1] int32; None if all are.
+    num_merges: torch.Tensor | None = None
+    #: The number of programs for each head that merge, if `num_merges` is not None.
+    num_merging: int | None = None
 
 
 class TritonPagedAttention(AttentionBackend):
@@ -114,11 +140,15 @@ class TritonPagedAttention(AttentionBackend):
 
     serves_graphs = True
     serves_sight_ahead = True
+    serves_mixed_graphs = True
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         #: Whether the uniform kernel attends all rows.
         self.is_batch_invariant = batch_invariant
         self._layers: tuple[_BoundLayer, ...] = ()
+        #: A layer of each kind. Layers of a kind share their work lists.
+        self._kinds: dict[_WorkKey, _BoundLayer] = {}
+        self._layouts: dict[MixedSize, PlanLayout] = {}
         self._work: dict[_WorkKey, _StepWork] = {}
         self._batch: AttentionBatch | None = None
         self._link = DeviceLink(torch.device("cpu"))
@@ -143,7 +173,8 @@ class TritonPagedAttention(AttentionBackend):
         device = layers[0].pages.device
         self._link, self._limits = DeviceLink(device), DeviceLimits.of(device)
         self._layers = tuple(map(self._bound, specs, layers))
-        self._work = {}
+        self._kinds = {bound.key: bound for bound in self._layers}
+        self._work, self._layouts = {}, {}
 
     def _bound(self, spec: AttentionSpec, layer: LayerKV) -> _BoundLayer:
         block_size, dtype = layer.format.block_size, layer.format.dtype
@@ -159,22 +190,75 @@ class TritonPagedAttention(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> None:
         """Make the step's work lists.
 
-        If all sequences decode, this only launches kernels, so that it can be captured.
+        If all sequences decode, or the host has planned the step, this only launches kernels, so
+        that it can be captured.
         """
         self._batch = batch
+        self._work = {}  # the work of the previous step is freed first
+        if batch.mixed is not None:
+            lists = self._layout(batch.mixed.size).open(batch.mixed.words, torch.int32)
+            for place, key in enumerate(self._kinds):
+                self._work[key] = self._planned(self._kinds[key], batch.mixed, place, lists[place])
+            return
         is_decode = batch.num_decodes == len(batch.query_lens_list)
         plan = self._plan_decode if is_decode else self._plan_mixed
-        self._work = {}
-        for bound in self._layers:
-            if bound.key not in self._work:
-                self._work[bound.key] = plan(bound, batch)
+        for key, bound in self._kinds.items():
+            self._work[key] = plan(bound, batch)
+
+    def num_plan_words(self, size: MixedSize) -> int:
+        return self._layout(size).num_words
+
+    def write_plan(
+        self, batch: AttentionBatch, size: MixedSize, words: npt.NDArray[np.int64]
+    ) -> tuple[PlanVariant, int]:
+        lists, variant = [], []
+        for bound in self._kinds.values():
+            shape = bound.mixed_shape(max(batch.query_lens_list))
+            work = host_work(batch, shape, chunk_rule(shape, size.max_context))
+            per_round = max(1, self._num_resident(bound, shape) // shape.num_head_tiles)
+            lists.append(replace(work, items=in_turns(work.items, per_round)))
+            variant.append(shape.rows)
+        num_tokens = sum(batch.query_lens_list)
+        return tuple(variant), self._layout(size).write(lists, num_tokens, words)
+
+    def _layout(self, size: MixedSize) -> PlanLayout:
+        if size not in self._layouts:
+            bounds = (ListBounds.of(bound.mixed, size) for bound in self._kinds.values())
+            self._layouts[size] = PlanLayout(tuple(bounds))
+        return self._layouts[size]
+
+    def _planned(
+        self, bound: _BoundLayer, plan: MixedPlan, place: int, lists: PlannedList[torch.Tensor]
+    ) -> _StepWork:
+        """The work that the host has planned for a kind of layers, the one at `place`."""
+        shape = bound.shape_of(plan.variant[place])
+        rule = chunk_rule(shape, plan.size.max_context)
+        most = lists.items.shape[0] * shape.num_head_tiles
+        num_programs = min(most, self._num_resident(bound, shape))
+        num_parts = self._layout(plan.size).bounds[place].num_parts
+        parts, scales = self._parts(bound, num_parts, num_programs)
+        work = AttendWork(
+            lists.items,
+            lists.num_items,
+            num_programs,
+            parts,
+            scales,
+            rule.parts_per_token,
+            rule.chunk_tokens,
+        )
+        most_merging = self._limits.num_processors * MERGING_PROGRAMS // shape.num_heads
+        num_merging = max(1, min(lists.merges.shape[0], most_merging))
+        return _StepWork(shape.rows, work, lists.merges, lists.num_merges, num_merging)
+
+    def _num_resident(self, bound: _BoundLayer, shape: AttendShape) -> int:
+        return num_resident(shape, bound.pages.numbers.dtype, self._limits)
 
     def _plan_decode(self, bound: _BoundLayer, batch: AttentionBatch) -> _StepWork:
         shape = bound.decode
         rule = chunk_rule(shape, self._max_context(bound, batch))
         items, count, merges = decode_work(batch.query_start, batch.context_lens, batch.rows, rule)
         most = items.shape[0] * shape.num_head_tiles
-        num_programs = min(most, num_resident(shape, bound.pages.numbers.dtype, self._limits))
+        num_programs = min(most, self._num_resident(bound, shape))
         parts, scales = self._parts(bound, items.shape[0], num_programs)
         work = AttendWork(
             items,
@@ -189,9 +273,7 @@ class TritonPagedAttention(AttentionBackend):
         return _StepWork(None, work, merges)
 
     def _plan_mixed(self, bound: _BoundLayer, batch: AttentionBatch) -> _StepWork:
-        group_size = bound.spec.num_heads // bound.spec.num_kv_heads
-        wanted = max(batch.query_lens_list) * group_size
-        shape = next((s for s in bound.mixed if s.rows >= wanted), bound.mixed[-1])
+        shape = bound.mixed_shape(max(batch.query_lens_list))
         rule = chunk_rule(shape, self._max_context(bound, batch))
         host = host_work(batch, shape, rule, sees_ahead=bound.spec.sees_ahead)
         items, merges = self._link.upload(host.items), self._link.upload(host.merges)
@@ -199,8 +281,7 @@ class TritonPagedAttention(AttentionBackend):
         count = torch.full((1,), num_items, dtype=torch.int32, device=items.device)
         num_programs = num_items * shape.num_head_tiles
         if shape.value_dim is not None:  # each program has memory for its own partial results
-            most = num_resident(shape, bound.pages.numbers.dtype, self._limits)
-            num_programs = min(num_programs, most)
+            num_programs = min(num_programs, self._num_resident(bound, shape))
         parts, scales = self._parts(bound, host.num_parts, num_programs)
         work = AttendWork(
             items,
@@ -251,16 +332,15 @@ class TritonPagedAttention(AttentionBackend):
             q = q.contiguous()
         out = torch.empty((*q.shape[:2], bound.decode.output_dim), dtype=dtype, device=q.device)
         step = self._work[bound.key]
-        shape, work = bound.decode, step.work
-        if step.rows is not None:
-            shape = next(s for s in bound.mixed if s.rows == step.rows)
+        shape, work = bound.shape_of(step.rows), step.work
         if is_latent:
             latent_attention(q, pages.numbers, group.block_tables, work, sinks, out, shape)
         else:
             paged_attention(q, pages, group.block_tables, work, sinks, out, None, shape)
         if step.merges is not None:
             parts, scales = _by_head(work.parts, shape), _by_head(work.scales, shape)
-            merge_parts(step.merges, parts, scales, sinks, out, None)
+            counts = step.num_merges, step.num_merging
+            merge_parts(step.merges, parts, scales, sinks, out, None, *counts)
         return out[..., : bound.spec.output_dim]
 
 

@@ -2,8 +2,8 @@
 
 It uses only lengths and windows, and launches nothing. Called by `triton_paged.py`. If all
 sequences decode, a kernel makes the work list on the device by the `ChunkRule` made here
-(`kernels/triton/attention/decode_work.py`). Other steps have too many shapes to be captured, so
-their list is made here, on the host, where the lengths are known.
+(`kernels/triton/attention/decode_work.py`). The list of other steps is made here, on the host,
+where the lengths are known; `triton_plan_words.py` lays it out for steps that are captured.
 
 An item of the list is a tile of queries with the range of keys that it attends to; see
 `kernels/triton/attention/paged_attention.py`.
@@ -345,9 +345,8 @@ def host_work(
     may_split = (num_tiles[sequence] == 1) & (count > 1) & (count <= rule.parts_per_token)
     if not rule.chunk_tokens:
         may_split &= end - low > chunk
-    room = MAX_PART_BYTES // (shape.num_heads * (shape.output_dim + 2) * 4 * rule.parts_per_token)
     slots = np.cumsum(np.where(may_split, num_tokens, 0))
-    is_split = may_split & (slots <= room)
+    is_split = may_split & (slots <= part_room(shape, rule))
     first_part = (slots - num_tokens) * rule.parts_per_token
 
     # Last, the items of each tile.
@@ -367,6 +366,12 @@ def host_work(
     merges = _merges(first_token, num_tokens, first_part, count, is_split, rule.parts_per_token)
     num_parts = int(slots[is_split].max(initial=0)) * rule.parts_per_token
     return HostWork(items[longest], merges, num_parts)
+
+
+def part_room(shape: AttendShape, rule: ChunkRule) -> int:
+    """The most tokens of a step whose keys may be split into parts."""
+    token_bytes = shape.num_heads * (shape.output_dim + 2) * 4 * rule.parts_per_token
+    return MAX_PART_BYTES // token_bytes
 
 
 def _seen_keys(
