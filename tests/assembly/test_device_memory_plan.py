@@ -141,7 +141,7 @@ def test_the_pool_is_what_the_share_leaves() -> None:
     assert sized.ledger.other_bytes == 55 * MIB
     assert sized.ledger.unused_bytes == 100 * MIB
     assert sized.ledger.total_bytes == device.total_bytes
-    assert sized.runner.num_steps == 3, "the final runner was not proven"
+    assert sized.runner.num_steps == 4, "the final runner was not proven"
     assert device.held_bytes() == 400 * MIB + 315 * MIB + FakeRunner.ROWS
 
 
@@ -185,8 +185,10 @@ def test_several_ranks_take_what_the_least_of_them_has() -> None:
 
 
 def test_graphs_that_come_later_are_reserved_for() -> None:
-    assert graph_reserve_bytes(0) == graph_reserve_bytes(1) == 0
-    assert graph_reserve_bytes(21) == 20 * graph_reserve_bytes(2) > 20 * MIB
+    assert graph_reserve_bytes(0, 0) == graph_reserve_bytes(1, 1) == 0
+    assert graph_reserve_bytes(21, 0) == 20 * graph_reserve_bytes(2, 0) > 20 * MIB
+    assert graph_reserve_bytes(0, 33) == 32 * graph_reserve_bytes(0, 2) >= 32 * MIB
+    assert graph_reserve_bytes(21, 33) == graph_reserve_bytes(21, 0) + graph_reserve_bytes(0, 33)
 
 
 def test_refusal_of_too_many_blocks_names_the_possible_number() -> None:

@@ -1,11 +1,12 @@
 """The device's path in main memory: stand-ins for what only a GPU, or Triton, brings."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 
-from quire.attention.interface import AttentionBatch, GroupBatch, rotated
+from quire.attention.interface import AttentionBatch, GroupBatch, MixedSize, rotated
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.engine.engine import Engine
 from quire.kernels.attention_inputs import AttentionInputs
@@ -13,7 +14,7 @@ from quire.kernels.transfers import DeviceLink
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_rows import DeviceRows
 from quire.runtime.forward import ModuleForward
-from quire.runtime.graphs import RepeatedCalls, graph_sizes
+from quire.runtime.graphs import RepeatedCalls, graph_sizes, mixed_graph_sizes
 from quire.runtime.model_runner import ModelRunner
 from quire.sampling.device.history import DeviceHistory
 from quire.sampling.host.history import Ints, TokenHistory
@@ -72,19 +73,62 @@ class HistorySampler:
 
 
 class TensorsOnly(TorchPagedAttention):
-    """Steps in which all sequences decode are planned from tensors alone, padding and all.
+    """Static steps are planned from tensors alone, padding and all.
 
-    The output of padding is NaN: nobody may read it.
+    The words of a mixed step's plan are its number of decoding sequences, then three numbers for
+    each sequence: its query length, context and row. The output of padding is NaN: nobody may read
+    it.
     """
 
     serves_graphs = True
+    serves_mixed_graphs = True
 
     def plan(self, batch: AttentionBatch) -> None:
         self.num_padded = 0
-        if batch.num_decodes == len(batch.query_lens_list):
+        if batch.mixed is not None:
+            batch = self.unpacked(batch)
+        elif batch.num_decodes == len(batch.query_lens_list):
             batch = self.without_padding(batch)
         if len(batch.rows):
             super().plan(batch)
+
+    def num_plan_words(self, size: MixedSize) -> int:
+        return 1 + 3 * size.num_seqs
+
+    def write_plan(self, batch, size, words):
+        lists = batch.query_lens_list, batch.context_lens_list, batch.rows_list
+        assert not words.any() and sum(lists[0]) <= size.num_tokens
+        assert len(lists[0]) <= size.num_seqs and max(lists[1]) <= size.max_context
+        words[0] = batch.num_decodes
+        for place, numbers in enumerate(zip(*lists, strict=True)):
+            words[1 + 3 * place : 4 + 3 * place] = numbers
+        return (), 1 + 3 * size.num_seqs
+
+    def unpacked(self, batch: AttentionBatch) -> AttentionBatch:
+        assert batch.mixed is not None
+        num_decodes, *numbers = batch.mixed.words.tolist()
+        lists = [numbers[kind::3] for kind in range(3)]
+        count = next((i for i, length in enumerate(lists[0]) if not length), len(lists[0]))
+        query_lens, context_lens, rows = (numbers[:count] for numbers in lists)
+        starts = [0, *accumulate(query_lens)]
+        assert batch.query_start[: count + 1].tolist() == starts
+        assert batch.context_lens[:count].tolist() == context_lens
+        for group in batch.groups:
+            assert (group.slot_mapping[starts[-1] :] == -1).all()
+        self.num_padded = batch.mixed.size.num_tokens - starts[-1]
+        return AttentionBatch(
+            query_start=batch.query_start[: count + 1],
+            context_lens=batch.context_lens[:count],
+            rows=batch.rows[:count],
+            query_lens_list=query_lens,
+            context_lens_list=context_lens,
+            rows_list=rows,
+            num_decodes=num_decodes,
+            groups=tuple(
+                GroupBatch(group.block_tables, group.slot_mapping[: starts[-1]])
+                for group in batch.groups
+            ),
+        )
 
     def without_padding(self, batch: AttentionBatch) -> AttentionBatch:
         is_real = batch.context_lens > 0
@@ -159,9 +203,10 @@ def move_to_device(
     assert isinstance(old._forward, ModuleForward)
     model = old._forward._model
     num_rows = len(host.num_tokens)
-    rows = DeviceRows(host, LINK, () if capture is None else graph_sizes(num_rows))
-    sampler = HistorySampler(SamplingRows(num_rows, model.vocab_size), rows.history)
     backend = TorchPagedAttention() if capture is None else TensorsOnly()
+    sizes = graph_sizes(num_rows), mixed_graph_sizes(host.max_num_tokens)
+    rows = DeviceRows(host, LINK, *(((), ()) if capture is None else sizes), backend)
+    sampler = HistorySampler(SamplingRows(num_rows, model.vocab_size), rows.history)
     runner = ModelRunner(model, backend, old._kv_cache, rows, sampler, capture=capture)
     engine._runner = runner
     engine.overlap = overlap

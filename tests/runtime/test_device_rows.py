@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.runtime.device_path import LINK
+from tests.runtime.device_path import LINK, TensorsOnly
 from tests.runtime.slow_rows import BLOCK_SIZE, NUM_ROWS, SlowRows, admit, fork, slots
 
-from quire.attention.interface import GroupBatch
+from quire.attention.interface import GroupBatch, MixedSize
 from quire.core.content_spans import ContentSpan
+from quire.core.sampling_params import DecodingParams
 from quire.core.step import HOLE_BLOCK, Chunk, EditKind, StepPlan, TableEdit, TokenEdit
 from quire.runtime.batch import RowBatch, StepBatch
 from quire.runtime.device_rows import DeviceRows
@@ -23,7 +24,9 @@ class Unread:
         raise AssertionError("the host waits for the device")
 
 
-def make_rows(static_sizes: tuple[int, ...] = (), num_groups: int = 1) -> DeviceRows:
+def make_rows(
+    static_sizes: tuple[int, ...] = (), num_groups: int = 1, mixed_sizes: tuple[int, ...] = ()
+) -> DeviceRows:
     host = RowBatch(
         num_rows=NUM_ROWS,
         max_model_len=64,
@@ -31,7 +34,7 @@ def make_rows(static_sizes: tuple[int, ...] = (), num_groups: int = 1) -> Device
         num_groups=num_groups,
         block_size=BLOCK_SIZE,
     )
-    return DeviceRows(host, LINK, static_sizes)
+    return DeviceRows(host, LINK, static_sizes, mixed_sizes, TensorsOnly())
 
 
 def step_of(rows: DeviceRows, plan: StepPlan) -> StepBatch:
@@ -59,6 +62,13 @@ def unpadded(step: StepBatch) -> StepBatch:
     if not step.static_size:
         assert len(batch.rows) == count
         return step
+    if batch.mixed is not None:
+        end = sum(batch.query_lens_list)
+        plain = TensorsOnly().unpacked(batch)  # checks the padding, too
+        assert len(step.token_ids) == len(step.positions) == step.static_size >= end
+        assert plain.query_lens_list == batch.query_lens_list == step.num_new_tokens.tolist()
+        assert plain.context_lens_list == batch.context_lens_list
+        return replace(step, attention=plain)
     assert batch.num_decodes == count == len(batch.query_lens_list)
     assert step.static_size == len(batch.rows) == len(step.token_ids)
     assert batch.query_start.tolist() == list(range(step.static_size + 1))
@@ -71,15 +81,23 @@ def unpadded(step: StepBatch) -> StepBatch:
     return replace(step, attention=replace(batch, rows=batch.rows[:count], groups=groups))
 
 
-@pytest.mark.parametrize("static_sizes", [(), (1, 2, 4, 8)], ids=["eager", "static"])
+@pytest.mark.parametrize(
+    ("static_sizes", "mixed_sizes"),
+    [((), ()), ((1, 2, 4, 8), ()), ((1, 2, 4, 8), (16, 64))],
+    ids=["eager", "static", "mixed"],
+)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_steps_equal_a_slow_model(seed: int, static_sizes: tuple[int, ...]) -> None:
+def test_random_steps_equal_a_slow_model(
+    seed: int, static_sizes: tuple[int, ...], mixed_sizes: tuple[int, ...]
+) -> None:
     rng = random.Random(seed)
-    rows, slow = make_rows(static_sizes, num_groups=2), SlowRows(rng, decode_share=0.5)
-    num_joined = num_static = 0
+    rows = make_rows(static_sizes, 2, mixed_sizes)
+    slow = SlowRows(rng, decode_share=0.5)
+    num_joined = num_static = num_mixed = 0
     for step_id in range(40):
         step = step_of(rows, slow.random_plan(step_id))
         num_static += step.static_size > 0
+        num_mixed += step.attention.mixed is not None
         num_joined += len(step.joined_lines)
         plain = unpadded(step)
         # A device's sample index leaves out the joining rows, whose logits are copies.
@@ -91,6 +109,7 @@ def test_random_steps_equal_a_slow_model(seed: int, static_sizes: tuple[int, ...
             slow.tokens[row].append(token_id)
     assert num_joined > 0
     assert (num_static > 0) == bool(static_sizes)
+    assert (num_mixed > 0) == bool(mixed_sizes)
 
 
 def test_a_steps_inputs_are_what_the_device_sampled() -> None:
@@ -242,6 +261,30 @@ def test_a_paused_row_is_not_in_a_static_step_and_a_chunk_has_none() -> None:
         rows, StepPlan(2, 4, 3, admit=(new,), chunks=(Chunk(0, 0), Chunk(2, 0), Chunk(5, 2)))
     )
     assert (step.static_size, step.attention.num_decodes) == (0, 1)
+
+
+def test_mixed_steps_of_a_size_lie_in_the_same_memory_unless_prompts_have_logprobs() -> None:
+    rows = make_rows(mixed_sizes=(4, 8))
+    places = []
+    for row, (num_tokens, size) in enumerate([(2, 4), (4, 4), (5, 8), (3, 4), (9, 0)]):
+        new = admit(row, list(range(num_tokens)), (row, row))
+        chunks = tuple(Chunk(other, 0) for other in range(row))
+        plan = StepPlan(
+            row, row + 1, num_tokens, admit=(new,), chunks=(*chunks, Chunk(row, num_tokens))
+        )
+        step = step_of(rows, plan)
+        assert step.static_size == size
+        mixed = step.attention.mixed
+        assert (mixed is None) == (size == 0)
+        if size == 4:
+            assert mixed is not None and mixed.size == MixedSize(4, NUM_ROWS, 64)
+            places.append((step.positions.data_ptr(), mixed.words.data_ptr()))
+    assert len(places) == 3 and len(set(places)) == 1
+    params = DecodingParams(max_tokens=2, prompt_logprobs=1)
+    new = admit(5, [1, 2, 3], (9,))._replace(params=params)
+    chunks = (*(Chunk(other, 0) for other in range(5)), Chunk(5, 3))
+    step = step_of(rows, StepPlan(5, 6, 3, admit=(new,), chunks=chunks))
+    assert step.prompt_logprob_spans and (step.static_size, step.attention.mixed) == (0, None)
 
 
 def test_a_step_of_padding_alone_writes_and_reads_nothing() -> None:

@@ -16,7 +16,7 @@ from tests.runtime.device_path import CountedCalls, move_to_device
 
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.offline.llm import LLM
-from quire.runtime.graphs import graph_sizes
+from quire.runtime.graphs import graph_sizes, mixed_graph_sizes
 
 NUM_REQUESTS = 10
 SMALL: dict[str, Any] = {"vocab_size": 97, "max_position_embeddings": 128}
@@ -127,7 +127,10 @@ def test_a_crowd_gets_the_tokens_that_it_gets_without_a_device(
     assert llm.engine.stats().num_preemptions > 0
     if capture is not None:
         assert runner.graphs is not None
-        assert capture.num_captured == len(runner.graphs.sizes) == len(graph_sizes(6))
+        assert runner.graphs.sizes == graph_sizes(6)
+        assert set(runner.graphs.mixed_sizes) <= set(mixed_graph_sizes(48))
+        assert {32, 48} <= set(runner.graphs.mixed_sizes)
+        assert capture.num_captured == len(graph_sizes(6)) + len(runner.graphs.mixed_sizes)
         assert capture.num_replayed > 40
 
 

@@ -10,7 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.runtime.graphs import CudaGraphCapture, GraphForward, RepeatedCalls, graph_sizes
+from quire.runtime.graphs import (
+    CudaGraphCapture,
+    GraphForward,
+    RepeatedCalls,
+    graph_sizes,
+    mixed_graph_sizes,
+)
 
 
 class Doubling:
@@ -28,9 +34,11 @@ class Doubling:
         return 2 * step.token_ids
 
 
-def make_step(*token_ids: int, static_size: int = 0):
+def make_step(*token_ids: int, static_size: int = 0, variant: tuple[int, ...] | None = None):
     lens, slots = (torch.full((len(token_ids),), number) for number in (9, 3))
-    attention = SimpleNamespace(context_lens=lens, groups=[SimpleNamespace(slot_mapping=slots)])
+    groups = [SimpleNamespace(slot_mapping=slots)]
+    mixed = None if variant is None else SimpleNamespace(variant=variant)
+    attention = SimpleNamespace(context_lens=lens, groups=groups, mixed=mixed)
     tokens = torch.tensor(token_ids)
     return SimpleNamespace(
         token_ids=tokens, static_size=static_size, attention=attention, gather=None
@@ -68,6 +76,34 @@ def test_no_size_adds_more_than_31_rows_and_there_are_few() -> None:
     assert len(graph_sizes(256)) == 23
 
 
+def test_mixed_steps_are_padded_by_at_most_an_eighth_or_31_tokens() -> None:
+    sizes = mixed_graph_sizes(2048)
+    assert len(sizes) == 35 and sizes[:6] == (4, 8, 16, 32, 64, 96) and sizes[-2:] == (1920, 2048)
+    assert all(b - a <= max(32, a // 8) for a, b in pairwise(mixed_graph_sizes(9000)))
+    assert mixed_graph_sizes(2) == (2,) and mixed_graph_sizes(8) == (4, 8)
+    assert mixed_graph_sizes(70) == (4, 8, 16, 32, 64, 70)
+
+
+def test_mixed_steps_are_captured_for_each_size_and_variant_and_share_their_result() -> None:
+    eager = Doubling()
+    forward = GraphForward(eager, RepeatedCalls(), padding)
+    results = []
+    for size, variant in ((4, (64,)), (2, (64,)), (4, (128,)), (4, (64,))):
+        step = make_step(*range(size), static_size=size, variant=variant)
+        forward.plan(step)
+        results.append(forward(step))
+        assert results[-1].tolist() == [2 * token for token in range(size)]
+        assert step.attention.context_lens.tolist() == [9] * size, "a mixed step is not padding"
+    sizes = [size for name, size in eager.calls if name == "run"]
+    assert sizes == [4, 4, 2, 2, 4, 4, 4], "captured and replayed, then replayed alone"
+    assert len({result.data_ptr() for result in results}) == 1
+    assert (forward.sizes, forward.mixed_sizes) == ((), (2, 4))
+    assert run(forward, make_step(1, 2, static_size=2)) == [2, 4]
+    forward.capture_anew()
+    assert (forward.sizes, forward.mixed_sizes) == ((2,), ())
+    assert run(forward, make_step(3, 4, static_size=2, variant=(64,))) == [6, 8]
+
+
 def test_a_static_step_is_captured_once_and_then_replayed_with_new_values() -> None:
     eager = Doubling()
     forward = GraphForward(eager, RepeatedCalls(), padding)
@@ -76,7 +112,7 @@ def test_a_static_step_is_captured_once_and_then_replayed_with_new_values() -> N
     # Captured, then replayed: each time both planned and run.
     assert eager.calls == [("plan", 2), ("run", 2)] * 2
     step.token_ids[:] = torch.tensor([5, 6])
-    later = SimpleNamespace(token_ids="only the first step's tensors count", static_size=2)
+    later = make_step(static_size=2)  # only the first step's tensors count
     assert run(forward, later) == [10, 12]
     assert forward.sizes == (2,)
     assert forward.capture_s > 0

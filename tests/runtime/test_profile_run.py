@@ -43,17 +43,20 @@ def test_steps_are_as_large_as_rows_and_lengths_allow(
 ) -> None:
     shape = dataclasses.replace(SHAPE, **changes)
     steps = ProfileRun(shape, max_logprobs=4)
-    prompts, decodes, *others = steps.plans()
-    assert prompts.chunks == tuple(Chunk(row, size) for row, size in enumerate(chunks) if size > 1)
-    assert prompts.num_tokens == sum(chunks) <= shape.max_num_tokens
-    assert decodes.num_tokens == decodes.num_rows == len(decodes.release) == shape.num_rows
+    *prompts, decodes, mixed = [*steps.plans(), None][: 4 if max(chunks) > 1 else 2]
+    assert len(prompts) == (2 if max(chunks) > 1 else 0)
+    for plan in prompts:
+        assert plan.chunks == tuple(Chunk(row, size) for row, size in enumerate(chunks) if size > 1)
+        assert plan.num_tokens == sum(chunks) <= shape.max_num_tokens
+    assert decodes.num_tokens == decodes.num_rows == shape.num_rows
     assert decodes.chunks == ()
     assert steps.num_blocks == num_blocks
-    has_room = shape.max_num_tokens > shape.num_rows and shape.max_model_len > 2
-    assert [plan.chunks for plan in others] == [(Chunk(0, 2),)] * has_room
-    mixed = [2] + [1] * (len(chunks) - 1)
-    all_sizes = [chunks, [1] * len(chunks), mixed][: 2 + has_room]
-    for plan, sizes in zip([prompts, decodes, *others], all_sizes, strict=True):
+    all_sizes = [*[chunks] * len(prompts), [1] * len(chunks)]
+    if mixed is not None:
+        assert mixed.chunks == (Chunk(0, 2),)
+        all_sizes.append([2] + [1] * (len(chunks) - 1))
+    for plan, sizes in zip(steps.plans(), all_sizes, strict=True):
+        assert len(plan.release) == (shape.num_rows if plan.step_id > 1 else 0)
         assert plan.num_tokens == sum(sizes) <= shape.max_num_tokens
         check_rows(plan, shape, num_blocks, sizes)
 
@@ -87,7 +90,16 @@ def test_all_memory_hungry_options_are_on_and_prompts_have_logprobs() -> None:
     assert all(options.presence_penalty and options.repetition_penalty != 1 for options in params)
     assert {options.logprobs for options in params} == {4}
     num_prompt_logprobs = [options.prompt_logprobs for options in params]
-    assert num_prompt_logprobs == [4, *[None] * 11, 4, *[None] * 5]
+    # Only the second step is launched kernel by kernel for their sake.
+    assert num_prompt_logprobs == [*[None] * 6, 4, *[None] * 17]
+
+
+def test_steps_that_pool_are_measured_beside_the_graph_of_the_largest() -> None:
+    shape = dataclasses.replace(SHAPE, max_num_tokens=200, max_model_len=300)
+    plans = ProfileRun(shape, 0, generates=False).plans()
+    assert [plan.num_tokens for plan in plans] == [200, 192, 6, 7]
+    small = dataclasses.replace(SHAPE, max_num_tokens=8)
+    assert [plan.num_tokens for plan in ProfileRun(small, 0, False).plans()] == [8, 6, 6, 7]
 
 
 class Runs(Runner):
@@ -116,7 +128,7 @@ class Runs(Runner):
 def test_the_rows_are_dropped_whatever_happens() -> None:
     runner = Runs()
     ProfileRun(SHAPE, 0).run(runner)
-    assert runner.calls == ["execute", "sample", "result"] * 3 + ["reset"]
+    assert runner.calls == ["execute", "sample", "result"] * 4 + ["reset"]
     runner = Runs(failing_step=2)
     with pytest.raises(RuntimeError, match="no"):
         ProfileRun(SHAPE, 0).run(runner)
@@ -135,8 +147,8 @@ def test_a_real_runner_carries_them_out() -> None:
         runner.execute(plan)
         runner.sample()
         results.append(runner.result())
-    prompts, decodes, mixed = results
-    assert sorted(mixed.rows) == [0, 1, 2]
+    largest, prompts, decodes, mixed = results
+    assert sorted(mixed.rows) == sorted(largest.rows) == [0, 1, 2]
     assert sorted(prompts.rows) == sorted(decodes.rows) == [0, 1, 2]
     assert len(prompts.prompt_logprobs[0]) == 37 and set(prompts.logprobs) == {0, 1, 2}
     assert all(len(entries[0].top_token_ids) == 3 for entries in decodes.logprobs.values())
@@ -155,5 +167,5 @@ def test_a_model_that_predicts_no_tokens_is_asked_for_vectors(tmp_path) -> None:
         runner.execute(plan)
         runner.sample()
         results.append(runner.result())
-    assert [len(result.pooled) for result in results] == [2, 2, 2]
+    assert [len(result.pooled) for result in results] == [2, 2, 2, 2]
     assert not any(any(tokens) for result in results for tokens in result.token_ids)

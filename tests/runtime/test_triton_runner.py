@@ -26,10 +26,11 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22]]
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22], [30, 31, 32, 33, 34, 35]]
 WISHES = [
     SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logprobs=1, prompt_logprobs=0),
     SamplingParams(n=2, temperature=1.2, top_p=0.9, seed=3, max_tokens=5, frequency_penalty=0.5),
+    SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
 ]
 
 
@@ -67,6 +68,7 @@ def test_a_prompt_in_chunks_forks_and_static_steps_give_the_tokens_of_torch(
     assert logprobs(found[0]) == pytest.approx(logprobs(expected[0]), abs=1e-5)
     runner = llm.engine._runner
     assert set(runner.graphs.sizes) <= set(graph_sizes(4)) and 4 in runner.graphs.sizes
+    assert 8 in runner.graphs.mixed_sizes
     assert llm.engine.stats().num_held_blocks == 0
 
 
@@ -111,6 +113,7 @@ def test_results_do_not_depend_on_batch_and_chunks(family, names, tmp_path) -> N
             use_proposer(llm.engine, recorded(outputs, [params] * len(outputs)))
         crowd = llm.generate(prompts, params, use_tqdm=False)
         assert [bits(output) for output in crowd] == alone, name
+        assert llm.engine._runner.graphs.mixed_sizes, name
         assert (llm.engine.stats().num_preemptions > 0) == (name == "preempted"), name
         assert (llm.engine.stats().num_accepted_drafts > 0) == (name == "drafts"), name
 

@@ -32,8 +32,11 @@ DEFAULT_UTILIZATION = 0.9
 # The highest utilization that messages suggest. Above it, the driver or a larger step may fail.
 MOST_UTILIZATION = 0.98
 
-# Bytes of a CUDA graph outside the shared pool: its nodes in the driver and its outputs.
+# Bytes of the CUDA graph of a decode step outside the shared pool: its nodes in the driver and its
+# outputs. The graphs of mixed steps share a buffer for their outputs, so a size takes only their
+# nodes and the step's inputs, for up to two variants.
 GRAPH_BYTES = 12 << 20
+MIXED_GRAPH_BYTES = 4 << 20
 
 # Divisors of (max_num_batched_tokens, max_num_seqs) that are tried if steps of the full size do not
 # fit.
@@ -130,10 +133,11 @@ def check_weights_fit(weight_bytes: int, memory: CudaMemory, quantization: str |
     )
 
 
-def graph_reserve_bytes(num_graphs: int) -> int:
-    """Bytes to reserve for `num_graphs` - 1 graphs. The memory of one graph was measured
-    already."""
-    return max(0, num_graphs - 1) * GRAPH_BYTES
+def graph_reserve_bytes(num_sizes: int, num_mixed_sizes: int) -> int:
+    """Bytes to reserve for the graphs of decode steps and of mixed steps. Those of the largest size
+    of each were measured already."""
+    num_bytes = max(0, num_sizes - 1) * GRAPH_BYTES
+    return num_bytes + max(0, num_mixed_sizes - 1) * MIXED_GRAPH_BYTES
 
 
 def plan_on_device(

@@ -66,7 +66,13 @@ from quire.runtime.contents.content_slots import StepContents
 from quire.runtime.contents.content_store import ContentStore
 from quire.runtime.device_memory import CudaMemory
 from quire.runtime.device_rows import DeviceRows
-from quire.runtime.graphs import CudaGraphCapture, GraphCapture, RepeatedCalls, graph_sizes
+from quire.runtime.graphs import (
+    CudaGraphCapture,
+    GraphCapture,
+    RepeatedCalls,
+    graph_sizes,
+    mixed_graph_sizes,
+)
 from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner, StepRows
 from quire.runtime.page_layout import KVCacheLayout, plan_layout
@@ -369,7 +375,7 @@ class _Builder:
             model_len,
             self.config.vocab_size,
             options.bound_of_logprobs(self.config.vocab_size),
-            graph_reserve_bytes(len(self._graph_sizes())),
+            graph_reserve_bytes(*map(len, self._graph_sizes(model, self.setup.new_backend()))),
             options.quantization,
             isinstance(model, CausalLM),
             0 if adapters is None else adapters.slots.num_bytes,
@@ -539,14 +545,21 @@ class _Builder:
         from quire.sampling.device.sampler import DeviceSampler, warm_up
 
         link = DeviceLink(self.setup.device)
-        static_sizes = self._graph_sizes() if _serves_graphs(model, backend) else ()
-        device_rows = DeviceRows(rows, link, static_sizes)
+        device_rows = DeviceRows(rows, link, *self._graph_sizes(model, backend), backend)
         if link.device.type == "cuda":  # compile kernels now, not during a request
             warm_up(self.config.vocab_size, device_rows.history.token_ids.shape[1], link)
         return device_rows, DeviceSampler(sampling_rows, device_rows.history, link)
 
-    def _graph_sizes(self) -> tuple[int, ...]:
-        return () if self.options.enforce_eager else graph_sizes(self.options.max_num_seqs)
+    def _graph_sizes(
+        self, model: TextModel, backend: AttentionBackend
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The static sizes of decode steps, and those of mixed steps."""
+        if self.options.enforce_eager or not _serves_graphs(model, backend):
+            return (), ()
+        decode_sizes = graph_sizes(self.options.max_num_seqs)
+        if not backend.serves_mixed_graphs or model.recurrence is not None:
+            return decode_sizes, ()
+        return decode_sizes, mixed_graph_sizes(self._most_step_tokens)
 
     def _capture(self) -> GraphCapture:
         if self.setup.device.type == "cuda":

@@ -68,9 +68,10 @@ class StepBatch:
     #: (row, first token of the step, count, index of the first predicted token) for each row that
     #: needs log-probabilities of the prompt tokens that follow these positions.
     prompt_logprob_spans: list[tuple[int, int, int, int]]
-    #: If not 0, the model and the attention read tensors that are reused by all steps in which at
-    #: most this number of sequences decode; missing sequences are replaced by padding. Such a step
-    #: may be captured once and replayed. 0 means that the tensors are this step's own.
+    #: If not 0, the model and the attention read tensors that are reused by all steps of at most
+    #: this number of tokens; missing tokens are replaced by padding. Such a step may be captured
+    #: once and replayed. Each token is a decoding sequence, or `attention.mixed` has the plan of
+    #: the step. 0 means that the tensors are this step's own.
     static_size: int = 0
     #: Writes the token ids into `token_ids`. It must be called once before they are read, and may
     #: be captured with their reader. None means that `token_ids` has the ids already.

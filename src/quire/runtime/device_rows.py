@@ -4,8 +4,8 @@ A `RowBatch` on the host keeps the rows and computes a step's integers (position
 as it does without a device. This module copies the token ids and block tables of all rows to the
 device. The host may build a step before it knows the tokens that the previous step sampled. So
 sampled tokens stay on the device, and the step gathers its input tokens there. A step uploads its
-integers in one copy, the plan's changes of block tables in another, and each new prompt in one
-more.
+integers in one copy, with the attention's plan of a captured mixed step behind them, the plan's
+changes of block tables in another, and each new prompt in one more.
 
 All work goes into the queue of one stream in order. So data that a step reads is overwritten only
 after the step has run, and the host never waits. Drafts are known on the host, and uploaded.
@@ -24,7 +24,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from quire.attention.interface import AttentionBatch, GroupBatch
+from quire.attention.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    GroupBatch,
+    MixedPlan,
+    MixedSize,
+    PlanVariant,
+)
 from quire.core.step import EditKind, StepPlan
 from quire.kernels.transfers import DeviceLink
 from quire.runtime.batch import NO_LINES, RowBatch, StepBatch, state_batch
@@ -112,6 +119,15 @@ class _Place:
     numbers: _Numbers[torch.Tensor]
     groups: tuple[GroupBatch, ...]
     token_ids: torch.Tensor
+    #: The sizes of captured mixed steps, whose plan follows the numbers in `buffer`; None for other
+    #: steps.
+    mixed: MixedSize | None = None
+
+    def plan(self, variant: PlanVariant | None) -> MixedPlan | None:
+        """The plan that the backend has written; None if it has written none."""
+        if self.mixed is None or variant is None:
+            return None
+        return MixedPlan(self.mixed, variant, self.buffer[self.layout.num_words :])
 
 
 class DeviceRows:
@@ -121,20 +137,29 @@ class DeviceRows:
     of the rows. Entries beyond the end of a row's tokens or table are undefined.
     """
 
-    def __init__(self, host: RowBatch, link: DeviceLink, static_sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        host: RowBatch,
+        link: DeviceLink,
+        static_sizes: Sequence[int] = (),
+        mixed_sizes: Sequence[int] = (),
+        backend: AttentionBackend | None = None,
+    ) -> None:
         """`host` must have no rows yet. `static_sizes` are the allowed values of
-        `StepBatch.static_size`.
+        `StepBatch.static_size` if all sequences decode, and `mixed_sizes` those of other steps,
+        which `backend` plans.
 
-        A step is not static if it has more sequences than the largest of these sizes, or computes
-        several tokens of a sequence.
+        A step is not static if it has more tokens than the largest of its sizes, or if
+        log-probabilities of prompt tokens are computed.
         """
         self.max_num_tokens = host.max_num_tokens
         self.num_prompt_tokens = host.num_prompt_tokens
         self.num_computed = host.num_computed
         self._host = host
         self._link = link
-        self._static_sizes = sorted(static_sizes)
-        self._places: dict[int, _Place] = {}
+        self._static_sizes, self._mixed_sizes = sorted(static_sizes), sorted(mixed_sizes)
+        self._backend = backend
+        self._places: dict[tuple[int, bool], _Place] = {}
         token_ids = torch.zeros(host.token_ids.shape, dtype=torch.int32, device=link.device)
         self._token_ids = token_ids.view(-1)
         #: The token ids on the device. The sampler reads them and appends to them.
@@ -217,10 +242,13 @@ class DeviceRows:
             self._write(self._token_ids, places, self._host.token_ids)
         num_tokens, num_seqs = len(step.positions), len(step.rows)
         # A captured step reads embeddings of token ids alone.
-        may_be_static = num_tokens == num_seqs and not step.content_pieces
-        size = self._static_size(num_seqs) if may_be_static else 0
-        place = self._static_place(size) if size else self._make_place(num_tokens, num_seqs)
-        words = np.zeros(place.layout.num_words, np.int64)
+        size = 0 if step.content_pieces else self._static_size(step)
+        is_mixed = num_tokens != num_seqs
+        if size:
+            place = self._static_place(size, is_mixed=is_mixed)
+        else:
+            place = self._make_place(num_tokens, num_seqs)
+        words = np.zeros(len(place.buffer), np.int64)
         numbers = place.layout.open(words, np.int32)
         lengths = step.num_new_tokens
         numbers.positions[:num_tokens] = step.positions.numpy()
@@ -236,15 +264,21 @@ class DeviceRows:
         numbers.sample_index[:num_sampling] = step.sample_index.numpy()[:num_sampling]
         _fill_query_start(numbers.query_start, step.attention.query_start.numpy())
         numbers.context_lens[:num_seqs] = step.attention.context_lens.numpy()
-        self._link.upload_into(place.buffer, words)
+        num_words, variant = place.layout.num_words, None
+        if place.mixed is not None:
+            assert self._backend is not None
+            plan_words = words[num_words:]
+            variant, used = self._backend.write_plan(step.attention, place.mixed, plan_words)
+            num_words += used
+        self._link.upload_into(place.buffer[:num_words], words[:num_words])
         if not size:
             self._gather(place)
             self._replace_content_ids(place, step)
-        return self._step_batch(place, step, size)
+        return self._step_batch(place, step, size, variant)
 
     def build_padding(self, size: int) -> StepBatch:
-        """A step of the static size `size` that consists only of padding."""
-        place = self._static_place(size)
+        """A step of the static size `size` without chunks that consists only of padding."""
+        place = self._static_place(size, is_mixed=False)
         words = np.zeros(place.layout.num_words, np.int64)
         numbers = place.layout.open(words, np.int32)
         for slots in numbers.slots:
@@ -268,24 +302,35 @@ class DeviceRows:
             gather=partial(self._gather, place),
         )
 
-    def _static_size(self, num_seqs: int) -> int:
-        index = bisect_left(self._static_sizes, num_seqs)
-        return self._static_sizes[index] if index < len(self._static_sizes) else 0
+    def _static_size(self, step: StepBatch) -> int:
+        """The static size of a step, which the host has built; 0 if it is not static."""
+        num_tokens, sizes = len(step.positions), self._static_sizes
+        if num_tokens != len(step.rows):
+            sizes = [] if step.prompt_logprob_spans else self._mixed_sizes
+        index = bisect_left(sizes, num_tokens)
+        return sizes[index] if index < len(sizes) else 0
 
-    def _static_place(self, size: int) -> _Place:
-        if size not in self._places:
-            self._places[size] = self._make_place(size, size)
-        return self._places[size]
+    def _static_place(self, size: int, *, is_mixed: bool) -> _Place:
+        if (size, is_mixed) not in self._places:
+            mixed, num_seqs = None, size
+            if is_mixed:
+                num_seqs, max_blocks = self._host.tables.entries.shape[1:]
+                mixed = MixedSize(size, num_seqs, max_blocks * self._host.tables.block_size)
+            self._places[size, is_mixed] = self._make_place(size, num_seqs, mixed)
+        return self._places[size, is_mixed]
 
-    def _make_place(self, num_tokens: int, num_seqs: int) -> _Place:
+    def _make_place(self, num_tokens: int, num_seqs: int, mixed: MixedSize | None = None) -> _Place:
         layout = _Layout(num_tokens, num_seqs, self._host.tables.num_token_groups)
-        device = self._link.device
-        buffer = torch.empty(layout.num_words, dtype=torch.int64, device=device)
+        device, num_words = self._link.device, layout.num_words
+        if mixed is not None:
+            assert self._backend is not None, "mixed steps are planned by a backend"
+            num_words += self._backend.num_plan_words(mixed)
+        buffer = torch.empty(num_words, dtype=torch.int64, device=device)
         numbers = layout.open(buffer, torch.int32)
         tables = self._tables[: len(numbers.slots)]
         groups = tuple(map(GroupBatch, tables, numbers.slots))
         token_ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
-        return _Place(layout, buffer, numbers, groups, token_ids)
+        return _Place(layout, buffer, numbers, groups, token_ids, mixed)
 
     def _gather(self, place: _Place) -> None:
         place.token_ids.copy_(self._token_ids.index_select(0, place.numbers.token_index))
@@ -297,8 +342,13 @@ class DeviceRows:
             spans = [(first, count) for _, _, count, first in step.content_pieces]
             place.token_ids.index_fill_(0, self._link.upload(_ranges(spans)), token_id)
 
-    def _step_batch(self, place: _Place, step: StepBatch, size: int) -> StepBatch:
-        """A copy of the host's `step` that has the tensors of `place` instead of the host's."""
+    def _step_batch(
+        self, place: _Place, step: StepBatch, size: int, variant: PlanVariant | None
+    ) -> StepBatch:
+        """A copy of the host's `step` that has the tensors of `place` instead of the host's.
+
+        `variant` is that of the plan in `place`; None if there is none.
+        """
         host, numbers = step.attention, place.numbers
         lists = (host.query_lens_list, host.context_lens_list, host.rows_list)
         num_seqs = len(step.rows)
@@ -313,6 +363,7 @@ class DeviceRows:
         if host.visible_ends is not None:
             attention.visible_ends = self._link.upload(host.visible_ends.numpy())
             attention.visible_ends_list = host.visible_ends_list
+        attention.mixed = place.plan(variant)
         states = state_batch(attention, self._state_tables)
         if drafts is not None and self._state_tables:
             states.num_drafts_list = step.states.num_drafts_list

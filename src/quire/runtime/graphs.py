@@ -1,37 +1,44 @@
-"""Captures decode steps as CUDA graphs and replays them.
+"""Captures steps as CUDA graphs and replays them.
 
-There is one graph for each of a few batch sizes; replaying it takes one launch instead of hundreds.
-If every sequence decodes, all steps of a size launch the same kernels, which read lengths, tables
-and slots from tensors. So `device_rows` builds such a step in fixed tensors, padded to one of these
+There is one graph for each of a few sizes; replaying it takes one launch instead of hundreds. If
+every sequence decodes, all steps of a size launch the same kernels, which read lengths, tables and
+slots from tensors. The same holds for mixed steps (`MixedSize`) whose attention the host has
+planned into a tensor. So `device_rows` builds a step in fixed tensors, padded to one of these
 sizes. The first step of a size captures the whole forward pass over them, including the gathering
-of token ids and the attention's planning. Mixed steps, and all steps with `enforce_eager`, are
-launched kernel by kernel.
+of token ids and the attention's planning of decode steps. Steps that are not static, and all steps
+with `enforce_eager`, are launched kernel by kernel.
 
 Logits and sampling are not in the graph. A graph's outputs keep their memory for good, and the
 logits of all sizes together would take gigabytes (256 rows x 150,000 tokens x 4 bytes = 154 MB for
 the largest size). Without the graph, logits cost only two of hundreds of launches, and are computed
-only for rows that sample.
+only for rows that sample. Hidden states of mixed steps are large as well (2,048 tokens x 4,096 x 2
+bytes = 16 MB, in 35 sizes), so all their graphs copy them to one buffer.
 
 All graphs share one memory pool, so the temporary memory of one graph is free for the next. That is
 safe because only one runs at a time, and its outputs are read, in the order of the stream, before
-the next replay. The largest size is captured first, so the pool grows no further.
+the next replay. The largest size is captured first, so the pool grows no further: that of decode
+steps by `capture_all`, that of mixed steps by the steps of `profile_run.py`.
 
 Called by `model_runner.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Protocol
 
 import torch
 
+from quire.attention.interface import PlanVariant
 from quire.observability.log import get_logger
 from quire.runtime.batch import StepBatch
 from quire.runtime.device_rows import NO_SLOT
 from quire.runtime.forward import Forward
 
 logger = get_logger(__name__)
+
+_Key = tuple[int, PlanVariant | None]
+"""The static size of a step, and the variant of a mixed step's plan; None if all rows decode."""
 
 Computation = Callable[[], torch.Tensor]
 """Queues work on the device that reads fixed tensors. Returns the tensor for the result."""
@@ -48,6 +55,20 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+def mixed_graph_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """The static sizes of mixed steps of up to `max_num_tokens` tokens, smallest first.
+
+    They are 4, 8 and 16, then multiples of 32 up to 512, of 64 up to 1,024, of 128 up to 2,048, and
+    so on: 35 sizes up to 2,048. Large products are computed in tiles of 64 to 256 rows, so padding
+    to these sizes seldom adds a tile. Up to 16 rows use special kernels.
+    """
+    sizes, size = [4, 8, 16], 32
+    while size < max_num_tokens:
+        sizes.append(size)
+        size += max(32, (1 << size.bit_length() - 1) // 8)
+    return (*(size for size in sizes if size < max_num_tokens), max_num_tokens)
 
 
 class GraphCapture(Protocol):
@@ -129,7 +150,9 @@ class GraphForward:
         self._eager = eager
         self._capture = capture
         self._build_padding = build_padding
-        self._replays: dict[int, Computation] = {}
+        self._replays: dict[_Key, Computation] = {}
+        #: The hidden states of all captured mixed steps, [T of the largest, H].
+        self._hidden: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -138,32 +161,41 @@ class GraphForward:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The captured static sizes, ascending."""
-        return tuple(sorted(self._replays))
+        """The captured static sizes of decode steps, ascending."""
+        return tuple(sorted(size for size, variant in self._replays if variant is None))
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """The captured static sizes of mixed steps, ascending."""
+        return tuple(sorted({size for size, variant in self._replays if variant is not None}))
 
     def capture_all(self, sizes: Iterable[int]) -> None:
-        """Capture these static sizes, the largest first. Raises the device's errors."""
+        """Capture these static sizes of decode steps, the largest first. Raises the device's
+        errors."""
         for size in sorted(sizes, reverse=True):
-            if size not in self._replays:
-                self._replays[size] = self._captured(self._build_padding(size))
+            if (size, None) not in self._replays:
+                self._replays[size, None] = self._captured(self._build_padding(size))
 
     def capture_anew(self) -> None:
-        """Capture all captured sizes again, because tensors that the steps read have moved."""
+        """Capture again, because tensors that the steps read have moved: decode steps now, mixed
+        steps when the next one of their size is run."""
         sizes = self.sizes
         self._replays.clear()
         self.capture_all(sizes)
 
     def plan(self, step: StepBatch) -> None:
         if not step.static_size:
-            self._eager.plan(step)  # for a static size, planning is part of the graph
+            self._eager.plan(step)  # for a static size, it is part of the graph
 
     def __call__(self, step: StepBatch) -> torch.Tensor:
         """See `Forward`. For a static size the result includes the padding rows at the end."""
         if not step.static_size:
             return self._eager(step)
-        replay = self._replays.get(step.static_size)
+        mixed = step.attention.mixed
+        key = step.static_size, None if mixed is None else mixed.variant
+        replay = self._replays.get(key)
         if replay is None:
-            replay = self._replays[step.static_size] = self._capture_or_not(step)
+            replay = self._replays[key] = self._capture_or_not(step)
         return replay()
 
     def _capture_or_not(self, step: StepBatch) -> Computation:
@@ -176,26 +208,27 @@ class GraphForward:
             return self._captured(step)
         except torch.OutOfMemoryError as error:
             logger.warning(
-                "no memory to capture the decode step of %d sequences, which will be slower"
-                " without; lower gpu_memory_utilization or max_num_seqs, or set enforce_eager: %s",
-                step.static_size,
+                "no memory to capture the %s, which will be slower without; lower"
+                " gpu_memory_utilization or max_num_seqs, or set enforce_eager: %s",
+                _name(step),
                 error,
             )
             return self._computation(step)
 
     def _captured(self, step: StepBatch) -> Computation:
-        """Capture the step. During the capture the whole step is padding.
+        """Capture the step.
 
         Both the capture and the first replay run the step, but each token may update recurrent
-        states only once.
+        states only once. So a decode step is all padding during the capture. A mixed step has no
+        states, and writes the same K and V twice.
         """
         started_s, num_bytes = perf_counter(), self.num_bytes
-        with _as_padding(step):
+        with _as_padding(step) if step.attention.mixed is None else nullcontext():
             replay = self._capture.capture(self._computation(step))
         self.capture_s += perf_counter() - started_s
         logger.debug(
-            "captured the decode step of %d sequences in %.2f s, %.1f MiB",
-            step.static_size,
+            "captured the %s in %.2f s, %.1f MiB",
+            _name(step),
             perf_counter() - started_s,
             (self.num_bytes - num_bytes) / 2**20,
         )
@@ -206,9 +239,23 @@ class GraphForward:
             if step.gather is not None:
                 step.gather()
             self._eager.plan(step)
-            return self._eager(step)
+            hidden = self._eager(step)
+            return hidden if step.attention.mixed is None else self._copied(hidden)
 
         return compute
+
+    def _copied(self, hidden: torch.Tensor) -> torch.Tensor:
+        """A copy of a mixed step's hidden states, in the buffer that all mixed steps share."""
+        if self._hidden is None or len(self._hidden) < len(hidden):
+            # A computation runs before it is captured, so this memory is not in the graphs' pool.
+            self._hidden = torch.empty_like(hidden)
+        return self._hidden[: len(hidden)].copy_(hidden)
+
+
+def _name(step: StepBatch) -> str:
+    if step.attention.mixed is None:
+        return f"decode step of {step.static_size} sequences"
+    return f"mixed step of {step.static_size} tokens"
 
 
 @contextmanager

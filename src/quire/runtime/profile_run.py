@@ -1,9 +1,12 @@
 """Measures peak memory at start-up, by running the steps that take the most memory.
 
-The first step computes the largest number of prompt tokens, the second decodes with all rows. In
-both steps, every row ends at the longest context and samples with all options that take memory. A
-third step, if there is room for it, mixes a chunk of two prompt tokens with decoding rows. It takes
-little memory, but compiles kernels for which the first request would otherwise wait.
+The first step computes the largest number of prompt tokens, and may be captured as a CUDA graph,
+whose memory stays in use. So the second step computes the largest number that is launched kernel by
+kernel beside that graph: with prompt log-probabilities, which are never captured, or to capture the
+next size. The third step decodes with all rows. In these steps, every row ends at the longest
+context and samples with all options that take memory. The last step mixes a chunk of two prompt
+tokens with decoding rows. It takes little memory, but compiles kernels for which the first request
+would otherwise wait. If steps have no room for prompt tokens, only the third is run.
 
 All rows have the same tokens and share a few blocks, so a tiny pool suffices: the rows write the
 same K and V to the same slots, and overwrite each other's states. The sampled tokens are dropped.
@@ -17,6 +20,7 @@ from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import Chunk, RowAdmission, Runner, StepPlan
 from quire.runtime.calibration import RunnerShape
+from quire.runtime.graphs import mixed_graph_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,13 @@ class ProfileRun:
             runner.reset()
 
     def plans(self) -> list[StepPlan]:
-        """The step of prompts, the step of decodes and, if there is room, the mixed step."""
-        num_rows = self.shape.num_rows
-        steps = [self._chunks(), [1] * num_rows]
-        if self.shape.max_num_tokens > num_rows and self._length > 1:
+        """The largest step of prompts, the largest beside its graph, the step of decodes and the
+        mixed step. Only that of decodes if there is no room for prompts."""
+        num_rows, most = self.shape.num_rows, self.shape.max_num_tokens
+        steps = [[1] * num_rows]
+        if most > num_rows and self._length > 1:
+            beside = most if self.generates else max([num_rows, *mixed_graph_sizes(most)[-2:-1]])
+            steps[:0] = [self._chunks(most), self._chunks(beside)]
             steps.append([2] + [1] * (num_rows - 1))
         return [
             StepPlan(
@@ -58,7 +65,7 @@ class ProfileRun:
                 num_rows=num_rows,
                 num_tokens=sum(sizes),
                 release=tuple(range(num_rows)) if index else (),
-                admit=self._admissions(sizes),
+                admit=self._admissions(sizes, prompt_logprobs=index == 1 and len(steps) > 1),
                 chunks=tuple(Chunk(row, size) for row, size in enumerate(sizes) if size > 1),
             )
             for index, sizes in enumerate(steps)
@@ -74,17 +81,17 @@ class ProfileRun:
         cycle."""
         # One block more than the chunk's length needs, since the chunk may begin in the middle of a
         # block.
-        longest = -(-self._chunks()[0] // self.shape.block_size) + 1
+        longest = -(-self._chunks(self.shape.max_num_tokens)[0] // self.shape.block_size) + 1
         length = self.shape.table_length(group, self.shape.max_model_len)
         return length if group.num_state_blocks else min(longest, length)
 
-    def _chunks(self) -> list[int]:
-        """The number of prompt tokens of each row.
+    def _chunks(self, num_tokens: int) -> list[int]:
+        """The number of prompt tokens of each row, `num_tokens` in all if rows are long enough.
 
         The first row has most of them, since prompt log-probabilities of many positions of a row
         are computed at once.
         """
-        left = self.shape.max_num_tokens
+        left = num_tokens
         chunks: list[int] = []
         for row in range(self.shape.num_rows):
             num_others = self.shape.num_rows - row - 1
@@ -92,7 +99,7 @@ class ProfileRun:
             left -= chunks[-1]
         return chunks
 
-    def _admissions(self, chunks: list[int]) -> tuple[RowAdmission, ...]:
+    def _admissions(self, chunks: list[int], *, prompt_logprobs: bool) -> tuple[RowAdmission, ...]:
         token_ids = [place % self.shape.vocab_size for place in range(self._length)]
         tables: list[tuple[int, ...]] = []
         first = 0
@@ -108,7 +115,7 @@ class ProfileRun:
                 self._length,
                 self._length - size,
                 tuple(tables),
-                self._params(prompt_logprobs=row == 0 and size > 1),
+                self._params(prompt_logprobs=prompt_logprobs and row == 0),
             )
             for row, size in enumerate(chunks)
         )
