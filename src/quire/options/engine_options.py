@@ -249,8 +249,8 @@ class ComputeOptions(Options):
         False,
         Switch(),
         group="computation",
-        help="don't use CUDA graphs: less memory, slower decoding",
-        doc="never capture CUDA graphs: less memory, slower decoding. On the CPU, which has none,"
+        help="don't use CUDA graphs: less memory, slower steps",
+        doc="never capture CUDA graphs: less memory, slower steps. On the CPU, which has none,"
         " it is accepted and changes nothing; the log says so.",
     )
 
