@@ -1,5 +1,6 @@
 """The fit, its order, and how it follows what steps take."""
 
+import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,6 +14,8 @@ from quire.core.scheduling.cost_model import (
     StepSample,
     typical_model,
 )
+from quire.core.scheduling.draft_lengths import DraftCandidate, choose_lengths, least_tokens
+from quire.core.scheduling.pacing import StepBudget
 
 Truth = Callable[[StepLoad], float]
 FLOOR_S, TOKEN_S = 5e-3, 0.4e-3
@@ -259,3 +262,14 @@ def test_the_fixed_part_of_drafts_is_learned_and_forgotten() -> None:
         model.observe(plain, 1e-3)
     assert model.predict_s(plain) == pytest.approx(1e-3, rel=0.01)
     assert model.predict_s(drafts) - model.predict_s(plain) < 0.5 * extra_s
+
+
+def test_a_long_guess_pays_though_its_first_draft_does_not() -> None:
+    """The first draft carries the fixed part of drafts."""
+    coefficients = list(typical_model(StepLoad(1, 100), 1e-3).coefficients)
+    coefficients[-1] = 1.5e-3
+    budget = StepBudget(64, StepLoad(1, 100), StepCostModel(coefficients))
+    assert 1 < least_tokens(budget, 8) < 2
+    assert choose_lengths([DraftCandidate(100, (1.0,))], budget).lengths == [0]
+    assert choose_lengths([DraftCandidate(100, (1.0,) * 8)], budget).lengths == [8]
+    assert least_tokens(budget, 1) == math.inf
