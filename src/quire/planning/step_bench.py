@@ -20,6 +20,8 @@ from quire.tiers.tier_options import TierOptions
 
 LEAST_CONTEXT = 2048
 MEASURED_ROWS = 64
+CALIBRATION_S = 1.5
+"""A plan has more time than the start of an engine, and needs every kind of step."""
 #: Tokens of KV for each row. The KV cache holds this number for all rows, but at least _LONG_ROWS
 #: of the longest sequences; and, in addition, four of the longest sequences.
 _SLOTS_PER_ROW = 1024
@@ -71,7 +73,9 @@ class StepBench:
         runner = self._watched.inner
         write_blocks(runner, shape)
         is_on_gpu = fit.device_type != "cpu"
-        samples = calibrate(runner, shape, warms_up=is_on_gpu, clock=clock)
+        samples = calibrate(
+            runner, shape, warms_up=is_on_gpu, time_limit_s=CALIBRATION_S, clock=clock
+        )
         #: The model with which an engine's pacer starts on this machine.
         self.pacing = StepCostModel.fit(samples)
         num_slots = num_blocks * fit.block_size

@@ -108,7 +108,7 @@ class PolicyOptions(Options):
         help="a prompt may make a step of running sequences X times as long; 0: no limit",
         doc="a prompt that is computed beside running sequences may make a step at most this many"
         " times as long. If several prompts wait, all but the first count as running. A cost model"
-        " predicts the step's time; it is measured at start-up (for at most about 1.5 s) and"
+        " predicts the step's time; it is measured at start-up (for at most about 0.4 s) and"
         " adjusted to later steps. 0: no limit, for the highest throughput, and nothing is"
         " measured.",
         flag=Flag(served=SERVED_MAX_ITL_RATIO),
