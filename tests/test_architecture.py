@@ -21,7 +21,7 @@ from tests.source_tree import Tree
 SRC = Path(__file__).parent.parent / "src" / "quire"
 
 ARROWS = {
-    "cli": "server cluster simulation planning replay plugins",
+    "cli": "server cluster simulation planning replay plugins quick_start",
     "replay": "planning traces",
     "planning": "bench simulation traces",
     "bench": "offline measurement_file plugins",
@@ -29,7 +29,7 @@ ARROWS = {
     "server": "engine_client traces cluster speculation",
     "cluster": "engine_client routing numa",
     "offline": "assembly",
-    "engine_process": "assembly",
+    "engine_process": "assembly quick_start",
     "assembly": "engine_client engine runtime tiers numa speculation",
     "engine_client": "text images core ipc child_process",
     "engine": "core",
@@ -59,6 +59,7 @@ ARROWS = {
     "child_process": "",
     "observability": "",
     "plugins": "",
+    "quick_start": "",
     "registry": "",
     "option_fields": "",
     "errors": "",

@@ -28,6 +28,7 @@ from quire.errors import ConfigurationError, QuireError
 from quire.option_fields import served_defaults
 from quire.options.engine_options import EngineOptions
 from quire.plugins import load_plugins_of
+from quire.quick_start import quick_imports
 from quire.server.config import ServerConfig
 from quire.server.listed_model import ListedModel
 from quire.version import __version__
@@ -191,7 +192,8 @@ def _sampling(args: argparse.Namespace) -> Any:
 def _load(given: Mapping[str, Any]) -> Any:
     """Make the LLM with these engine options."""
     _check_early(given)
-    from quire.offline.llm import LLM  # brings torch: more than a second
+    with quick_imports():
+        from quire.offline.llm import LLM  # brings torch: more than a second
 
     return LLM(**given)
 
@@ -320,7 +322,7 @@ def _serve(args: argparse.Namespace) -> int:
     configure(server.log_level, server.log_format)
     models = None if server.models_file is None else _models(server.models_file, args)
     with _named_interrupt(LOADING_INTERRUPTED):
-        with _spinning("starting the server"):
+        with _spinning("starting the server"), quick_imports():
             from quire.server.launch import serve  # brings the web framework
 
         return serve(served_engine_options(args), server, models)

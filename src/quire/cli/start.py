@@ -26,7 +26,10 @@ def main() -> int:
         print(f"quire {__version__}")
         return 0
     try:
-        from quire.cli.main import main as run  # takes a third of a second
+        from quire.quick_start import quick_imports  # the version doesn't need it
+
+        with quick_imports():
+            from quire.cli.main import main as run  # takes a third of a second
 
         return run()
     except KeyboardInterrupt:  # Ctrl-C came before the command could handle it

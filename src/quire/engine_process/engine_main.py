@@ -4,7 +4,6 @@ The server starts it with one end of a socket pair as descriptor N. Descriptor M
 the process records its current activity (see `activity`). Started by `process_link`.
 """
 
-import importlib
 import os
 import signal
 import socket
@@ -44,20 +43,14 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
         signal.signal(signal.SIGTERM, on_sigterm)
 
     return build_and_serve(
-        sock, build or _build_engine, wakeup, drain_on_sigterm, record, _load_libraries
+        sock, build or _build_engine, wakeup, drain_on_sigterm, record, process_setup.load_libraries
     )
-
-
-def _load_libraries() -> None:
-    """Import what building an engine needs, which takes most of the time of a small model's
-    start."""
-    importlib.import_module("quire.assembly.build")
 
 
 def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> Engine:
     with named_memory_failures():
-        # Imported here, after the watching thread has started: it imports torch, which takes long.
-        from quire.assembly.build import build_engine
+        process_setup.load_libraries()  # now, after the watching thread has started
+        from quire.assembly.build import build_engine  # the same
 
         engine = build_engine(options, on_progress, prepare_grammars=True)
     process_setup.freeze_heap()

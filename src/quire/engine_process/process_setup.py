@@ -8,6 +8,7 @@ socket, because the loop may not read for long (loading a model, a long step). C
 
 import argparse
 import gc
+import importlib
 import os
 import select
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 
 from quire.child_process import redirect_start_text
 from quire.observability import log
+from quire.quick_start import quick_imports
 
 PEER_GONE_GRACE_S = 1.0
 """Seconds that the loop has to notice that the other end is closed, before a thread ends the
@@ -64,6 +66,13 @@ def _end_after_peer(sock: socket.socket) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="quire-watch-peer", daemon=True).start()
+
+
+def load_libraries() -> None:
+    """Import what building an engine or a rank needs, which takes most of the time of a small
+    model's start."""
+    with quick_imports():
+        importlib.import_module("quire.assembly.build")
 
 
 def freeze_heap() -> None:

@@ -47,7 +47,8 @@ class _Rank:
         self._stragglers: Stragglers | None = None
 
     def build(self, join: Join, report_joining: Callable[[], None]) -> Runner:
-        # Imported here, after the watching thread has started: it imports torch, which takes long.
+        process_setup.load_libraries()  # now, after the watching thread has started
+        # The same.
         from quire.assembly.build import build_worker
         from quire.assembly.tier_build import rank_service
         from quire.numa.stragglers import Stragglers
