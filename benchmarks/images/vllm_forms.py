@@ -62,7 +62,10 @@ FORMS: dict[str, Callable[[Make], object]] = {
     "audio": _generate(_data(audio=(np.zeros(16000), 16000))),
     "vision chunk": _generate(_data(vision_chunk={"type": "image", "image": PICTURE})),
     "encoder prompt": _generate({"encoder_prompt": _data(image=PICTURE), "decoder_prompt": "a"}),
-    "kwargs of a prompt": _generate({**_data(image=PICTURE), "mm_processor_kwargs": {"fps": 1}}),
+    "kwargs of a prompt": _generate(
+        {**_data(image=PICTURE), "mm_processor_kwargs": {"size": {"longest_edge": SIDE}}}
+    ),
+    "kwargs of other media": _generate({**_data(image=PICTURE), "mm_processor_kwargs": {"fps": 1}}),
     "chat with a picture": _chat({"type": "image_pil", "image_pil": PICTURE}),
     "chat with https:": _chat({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}),
     "embed": lambda make: make().embed(_data(image=PICTURE)),

@@ -4,6 +4,7 @@ Also finds out whether a model takes images, for these engines and the server.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from quire.errors import CheckpointError, ConfigurationError, InvalidRequestErro
 from quire.images.image_options import ImageOptions
 from quire.images.placing import expand_token_ids, replace_placeholders
 from quire.images.processors.find import find_processor
+from quire.images.processors.processor import ImageProcessor
 from quire.images.reader import GivenImage, ImageReader
 from quire.observability import log
 from quire.text.chat_encoding import ImageMessages, encode_chat
@@ -49,7 +51,13 @@ def make_reader(
             raise CheckpointError("the model takes text only")
         if processor is None:
             return None
-        return ImageReader(processor, options, special_id, max_held_bytes=max_held_bytes)
+        return ImageReader(
+            processor,
+            options,
+            special_id,
+            max_held_bytes=max_held_bytes,
+            changed=partial(_changed_processor, folder, options),
+        )
     except (CheckpointError, ValueError) as error:
         if asked:
             raise ConfigurationError(
@@ -58,6 +66,21 @@ def make_reader(
             ) from error
         logger.warning("no images are taken: %s", error)
         return None
+
+
+def _changed_processor(
+    folder: Path, options: ImageOptions, settings: Mapping[str, Any]
+) -> ImageProcessor:
+    """The processor with settings of a prompt. Raises InvalidRequestError."""
+    try:
+        merged = {**(options.mm_processor_kwargs or {}), **settings}
+        found = find_processor(folder, options.mmproj, merged)
+    except (CheckpointError, ValueError) as error:
+        raise InvalidRequestError(
+            f"mm_processor_kwargs is {dict(settings)!r:.200}, but {error}", "mm_processor_kwargs"
+        ) from error
+    assert found is not None, "the model's files gave a processor before"
+    return found
 
 
 class ImagePrompts:
@@ -78,7 +101,7 @@ class ImagePrompts:
             return given
         pictures = [GivenImage(*each) for each in given.pictures]
         reader, tokenizer = self._checked(pictures)
-        call = reader.open_call(self._limits)
+        call = reader.open_call(self._limits, given.picture_settings)
         images = call.read_all(pictures)
         if given.render is not None:
             token_ids = given.render(call.texts(images))

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import countOf
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from quire.compat.refusals import IMAGE_SETTINGS
 from quire.core.adapters import AdapterRef, LoRARequest
-from quire.core.checked_fields import check_harmless
 from quire.core.content_spans import check_content_spans
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.request import NO_GENERATION, Request, check_prediction, check_prompt
@@ -118,6 +117,8 @@ class PromptInput(NamedTuple):
     #: Images and videos that were not read yet, each with its place in the call for errors and with
     #: whether it is a video: URLs, pictures of Pillow, arrays, or frames of these.
     pictures: tuple[tuple[str, Any, bool], ...] = ()
+    #: Settings that replace those of the processor of the pictures.
+    picture_settings: Mapping[str, Any] = MappingProxyType({})
     #: Makes the token ids from the pictures' placeholders and the texts that replace them, in place
     #: of `prompt`; None if `prompt` has placeholders.
     render: Callable[[Sequence[tuple[str, str]]], list[int]] | None = None
@@ -339,9 +340,9 @@ class InputProcessor:
 
 def read_prompt(prompt: Any) -> PromptInput:
     """Parse one prompt of the offline API: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
-    A dict may also have multi_modal_data, prediction, priority, tenant, cache_salt, deadline_s and
-    speculation_history, and vLLM's multi_modal_uuids and mm_processor_kwargs, which change nothing
-    where they are accepted."""
+    A dict may also have multi_modal_data, mm_processor_kwargs, prediction, priority, tenant,
+    cache_salt, deadline_s and speculation_history, and vLLM's multi_modal_uuids, which change
+    nothing."""
     if isinstance(prompt, str):
         check_characters(prompt, "prompt")
         return PromptInput(prompt)
@@ -359,15 +360,20 @@ def read_prompt(prompt: Any) -> PromptInput:
         prediction = read_prediction(prompt.get("prediction"))
         pictures = _read_pictures(prompt.get("multi_modal_data"))
         _check_uuids(prompt.get("multi_modal_uuids"), pictures)
-        check_harmless(
-            "mm_processor_kwargs", prompt.get("mm_processor_kwargs"), ({},), IMAGE_SETTINGS
-        )
+        settings = prompt.get("mm_processor_kwargs") or {}
+        if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+            raise InvalidRequestError(
+                f"mm_processor_kwargs is {shown(settings)}, but must be an object with the names of"
+                " settings",
+                "mm_processor_kwargs",
+            )
+        more = (options, None, prediction, pictures, settings)
         token_ids = as_python(prompt.get("prompt_token_ids"))
         if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes)):
-            return PromptInput(_whole_numbers(token_ids), options, None, prediction, pictures)
+            return PromptInput(_whole_numbers(token_ids), *more)
         if token_ids is None and isinstance(prompt.get("prompt"), str):
             check_characters(prompt["prompt"], "prompt")
-            return PromptInput(str(prompt["prompt"]), options, None, prediction, pictures)
+            return PromptInput(str(prompt["prompt"]), *more)
     raise InvalidRequestError(
         f'a prompt is {prompt!r:.80}, but must be text or {{"prompt_token_ids": [...]}}', "prompt"
     )

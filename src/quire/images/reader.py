@@ -7,7 +7,7 @@ Called by the server's chat APIs, whose event loop awaits the futures, and by th
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -58,12 +58,17 @@ class ImageReader:
         *,
         sources: ImageSources | None = None,
         max_held_bytes: int | None = None,
+        changed: Callable[[Mapping[str, Any]], ImageProcessor] | None = None,
     ) -> None:
-        """token_id(text): the id of a special token; or None.
+        """token_id(text): the id of a special token; or None. changed: makes the processor with
+        other settings; None if prompts have no settings of their own.
         sources: None means those that the options allow. max_held_bytes: bound of the bytes of all
         open calls; None means no bound. Raises ValueError for tokens that are missing, or that
         are not those of the encoder."""
         self.processor = processor
+        self._changed = changed
+        #: The last settings of a prompt, as text, and the processor with these.
+        self._last_changed = "", processor
         self.max_images = options.max_images
         self.max_videos = 0 if processor.video is None else options.max_videos
         ids = tuple(_known(token_id, text) for text in processor.span_tokens)
@@ -84,9 +89,19 @@ class ImageReader:
         self._decoding = ThreadPoolExecutor(num_decoding, "quire-image")
         self._fetching = ThreadPoolExecutor(_FETCHING_THREADS, "quire-fetch")
 
-    def open_call(self, limits: ModelLimits) -> "ImageCall":
-        """The images of one prompt, for a model with these limits."""
-        return ImageCall(self, limits)
+    def open_call(
+        self, limits: ModelLimits, settings: Mapping[str, Any] | None = None
+    ) -> "ImageCall":
+        """The images of one prompt, for a model with these limits. settings: those of the processor
+        that the prompt replaces. Raises InvalidRequestError for others."""
+        processor = self.processor
+        if settings:
+            assert self._changed is not None, "only an engine in this process reads settings"
+            name, processor = self._last_changed  # read once, since another thread may change it
+            if name != repr(settings):
+                processor = self._changed(settings)
+                self._last_changed = repr(settings), processor
+        return ImageCall(self, limits, processor)
 
     def check_count(self, given: Sequence[GivenImage], param: str) -> None:
         """Raise InvalidRequestError for more images or videos than one prompt may have, and for
@@ -122,8 +137,9 @@ class ImageCall:
     """The images of one prompt. Their bytes count in the reader's budget until this object, which
     `PromptImages.held` refers to, is collected."""
 
-    def __init__(self, reader: ImageReader, limits: ModelLimits) -> None:
+    def __init__(self, reader: ImageReader, limits: ModelLimits, processor: ImageProcessor) -> None:
         self._reader = reader
+        self._processor = processor
         self._limits = limits
         self._counted = _CallBytes(reader._held)
         weakref.finalize(self, self._counted.release)
@@ -170,15 +186,15 @@ class ImageCall:
             is_file = isinstance(source, bytes)
             picture = (decode_image if is_file else check_image)(source, image.where)
             # Check what it costs before the memory is taken.
-            self._reserve(self._reader.processor.layout(*picture.size), image)
-            return self._reader.processor.process(picture)
+            self._reserve(self._processor.layout(*picture.size), image)
+            return self._processor.process(picture)
         except InvalidRequestError as error:
             error.param = error.param or param
             raise
 
     def _process_video(self, image: GivenImage, source: Any) -> ProcessedImage:
         """Decode, sample and process a video."""
-        processor = self._reader.processor.video
+        processor = self._processor.video
         assert processor is not None, "check_count has refused it"
         is_file = isinstance(source, bytes)
         video = (decode_video if is_file else check_video)(source, image.name)

@@ -11,7 +11,7 @@ REFUSALS = {
     "audio": "'audio'",
     "vision chunk": "'vision_chunk'",
     "encoder prompt": "'decoder_prompt'",
-    "kwargs of a prompt": "mm_processor_kwargs is {'fps': 1}",
+    "kwargs of other media": "mm_processor_kwargs is {'fps': 1}, but fps is no setting",
     "chat with https:": "scheme https",
     "embed": "takes text only",
     "graphs of the encoder": "compilation_config",

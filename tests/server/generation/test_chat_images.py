@@ -304,7 +304,15 @@ def test_prompts_of_the_offline_api(smolvlm: Service) -> None:
     chat_text = f"{text}<end_of_utterance>\nAssistant:"
     rendered = images.read(images.render(smolvlm.chat_template, asked))
     assert rendered.prompt == theirs(smolvlm, chat_text, PICTURE)
+    # With the size of one tile, the picture is not cut.
+    settings = {"mm_processor_kwargs": {"size": {"longest_edge": 64}}}
+    whole = images.read(read_prompt({**by_ids, **settings}))
+    assert len(whole.images.spans) == 1 and len(whole.prompt) < len(given.prompt)
+    assert images.read(read_prompt({**by_ids, "mm_processor_kwargs": {}})) == given
     for wrong, reason in (
+        ({**by_ids, "mm_processor_kwargs": {"fps": 1}}, "fps is no setting"),
+        ({**by_ids, "mm_processor_kwargs": {"size": 3}}, "size of the image processor is 3"),
+        ({**by_ids, "mm_processor_kwargs": [1]}, "must be an object"),
         ({"prompt": "no place", "multi_modal_data": {"image": PICTURE}}, "0 placeholders"),
         ({"prompt": text, "multi_modal_data": {"video": PICTURE}}, "takes images only"),
         ({"prompt": text, "multi_modal_data": {"audio": np.zeros(3)}}, "only images and videos"),
