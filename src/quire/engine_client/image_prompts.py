@@ -33,14 +33,8 @@ def make_reader(
     max_held_bytes: see `ImageReader`. A processor whose settings can't be obeyed is logged, and the
     model is then served for text. Raises ConfigurationError if an option asks for images.
     """
-    asked = [
-        f"{name} is {value!r:.200}"
-        for name, value in (
-            ("mmproj", options.mmproj),
-            ("mm_processor_kwargs", options.mm_processor_kwargs or None),
-        )
-        if value is not None
-    ]
+    given = {"mmproj": options.mmproj, "mm_processor_kwargs": options.mm_processor_kwargs or None}
+    asked = [f"{name} is {value!r:.200}" for name, value in given.items() if value is not None]
 
     def special_id(text: str) -> int | None:
         return next(iter(tokenizer.special_ids_of([text])), None)

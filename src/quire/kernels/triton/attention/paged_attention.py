@@ -321,7 +321,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     return m, sums, acc
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _last_keys(sights):  # type: ignore[no-untyped-def]
     """The position of the last key that each row of a causal layer sees, [rows]. It is loaded for
     each tile, since keeping it would take registers from the tiles without a mask."""
