@@ -60,8 +60,8 @@ class ImageReader:
         max_held_bytes: int | None = None,
         changed: Callable[[Mapping[str, Any]], ImageProcessor] | None = None,
     ) -> None:
-        """token_id(text): the id of a special token; or None. changed: makes the processor with
-        other settings; None if prompts have no settings of their own.
+        """token_id(text): the id of a special token; or None.
+        Calls `changed` for the processor with a prompt's settings. It is None if prompts have none.
         sources: None means those that the options allow. max_held_bytes: bound of the bytes of all
         open calls; None means no bound. Raises ValueError for tokens that are missing, or that
         are not those of the encoder."""
