@@ -349,6 +349,7 @@ class DeviceRows:
 
         `variant` is that of the plan in `place`; None if there is none.
         """
+        # First, upload what only some steps have.
         host, numbers = step.attention, place.numbers
         lists = (host.query_lens_list, host.context_lens_list, host.rows_list)
         num_seqs = len(step.rows)
@@ -368,6 +369,7 @@ class DeviceRows:
         if drafts is not None and self._state_tables:
             states.num_drafts_list = step.states.num_drafts_list
             states.num_drafts = self._link.upload(drafts.counts).to(torch.int32)
+        # Then, put it beside the tensors of the place.
         return StepBatch(
             token_ids=place.token_ids,
             positions=numbers.positions,
