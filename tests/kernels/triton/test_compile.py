@@ -84,10 +84,12 @@ def test_all_kernels_compile_as_they_should():
 
 
 def check_products(results, target, products):
+    """Codes with scales of groups are left out, since they have one tile for all batches."""
     found = [
         result.products
         for result in results
         if result.kernel == "matmul_kernel" and result.target == target
+        if "groups" not in result.label
     ]
     assert len(found) >= 2 and all(each == products for each in found)
 

@@ -112,6 +112,7 @@ def _widened(block_format: str, rows: int, targets: tuple[int, ...]) -> KernelSp
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         targets=targets,
+        max_stack_bytes=16,  # of some formats, most with 64 rows
     )
 
 

@@ -237,6 +237,8 @@ SPECS = [
     ),
     _codes(_skinny("16 rows", 16, 32), 128),
     _codes(_matmul("64 rows", "bf16", (64, 64), 8, 4, slices=4), 128),
+    _codes(_matmul("64 rows", "bf16", (64, 64), 4, 4), 0),
+    _codes(_matmul("128 rows", "bf16", (128, 64), 8, 3), 0),
 ]
 #: Launches for weights of codes, and the inputs that share a scale.
 CODES = [
