@@ -19,7 +19,7 @@ from tests.engine.image_prompts import (
     make_request,
     text,
 )
-from tests.models.heads.head_files import save_eagle3
+from tests.models.heads.head_files import add_named_head, save_eagle3
 
 from quire import LLM
 from quire.core.request import SequenceOutput
@@ -29,9 +29,9 @@ from quire.engine.engine import Engine
 from quire.models.registry import load_config
 from quire.runtime.contents.content_store import ContentStore
 
-HEAD = "eagle3"
-HEADED = ("gemma3", "lfm2_vl", "qwen3_vl", "qwen3_5")
-"""Families whose tiny models have three layers or more, whose inputs a head reads."""
+HEAD = "a head"
+HEADS = {"gemma3": "eagle3", "lfm2_vl": "eagle3", "qwen3_vl": "eagle3", "qwen3_5": "mtp"}
+"""Kinds of heads, for families whose tiny models have three layers or more."""
 NUM_EXAMPLES = 6
 MAX_LEN = 72
 WINDOWED_BLOCKS = {8: 26, 16: 21, 32: 15}
@@ -94,16 +94,17 @@ class Alone:
     def __init__(self, name: str, folder: Path) -> None:
         self.family, self.folder = IMAGE_FAMILIES[name], folder
         self.family.save(folder)
-        self.head: str | None = None
-        if name in HEADED:
+        #: The kind of the family's head; None without one.
+        self.head = HEADS.get(name)
+        if self.head == "mtp":
+            add_named_head(folder)
+        elif self.head is not None:
             config = load_config(folder)
-            layers = [0, 1, config.num_layers - 1]
-            self.head = str(folder / "head")
             save_eagle3(
                 folder / "head",
                 size=config.hidden_size,
                 vocab_size=config.vocab_size,
-                eagle_aux_hidden_state_layer_ids=layers,
+                eagle_aux_hidden_state_layer_ids=[0, 1, config.num_layers - 1],
             )
         self._llm = self.llm(enable_prefix_caching=False, speculation="off")
         self._known: dict[str, dict[int, list[int]]] = {}
@@ -113,7 +114,10 @@ class Alone:
         if options["speculation"] != HEAD:
             return LLM(str(self.folder), **usual, **options)
         del options["speculation"]
-        llm = LLM(str(self.folder), **usual, **options, speculative_model=self.head)
+        heads = {"speculation": "mtp"}
+        if self.head == "eagle3":
+            heads = {"speculative_model": str(self.folder / "head")}
+        llm = LLM(str(self.folder), **usual, **options, **heads)
         llm.engine.scheduler.pacer = ConstantPacer()  # drafts are made whatever they cost
         return llm
 
@@ -199,7 +203,7 @@ def test_random_mixes_get_the_tokens_of_requests_alone(
     ) -> None:
         if options["speculation"] == HEAD and alone.head is None:
             options = options | {"speculation": "ngram"}
-        num_blocks = 17 if family.has_states else -(-MAX_LEN // options["block_size"])
+        num_blocks = 20 if family.has_states else -(-MAX_LEN // options["block_size"])
         if family.has_states and options["speculation"] == HEAD:
             num_blocks = 40  # the head's layer has K and V beside the model's
         if family.has_windows:
@@ -223,8 +227,8 @@ def test_random_mixes_get_the_tokens_of_requests_alone(
         assert engine.stats().num_held_blocks == 0 and not store._inputs
         contents.check(Counter())
         event(f"preempts: {engine.stats().num_preemptions > 0}")
-        drafts = engine.stats().drafts.get("by_proposer", {}).get(HEAD, {"verified": []})
-        num_verified = sum(drafts["verified"])
+        drafts = engine.stats().drafts.get("by_proposer", {})
+        num_verified = sum(drafts.get(alone.head, {"verified": []})["verified"])
         event(f"verifies drafts of a head: {num_verified > 0}")
 
     check()

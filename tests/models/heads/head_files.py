@@ -82,11 +82,14 @@ def repeat_last_layer(folder: Path) -> None:
 
 
 def add_named_head(folder: Path) -> dict[str, torch.Tensor]:
-    """Make the last layer, of full attention, the MTP head of a Qwen3-Next or Qwen3.5."""
+    """Make the last layer, of full attention, the MTP head of a Qwen3-Next or Qwen3.5, which may be
+    the language model of a multimodal one."""
     path, config_path = folder / "model.safetensors", folder / "config.json"
-    tensors, config = load_file(path), json.loads(config_path.read_text())
+    tensors, whole = load_file(path), json.loads(config_path.read_text())
+    config = whole.get("text_config", whole)
     number = config["num_hidden_layers"] - 1
-    size, prefix = config["hidden_size"], f"model.layers.{number}."
+    place = "model." if config is whole else "model.language_model."
+    size, prefix = config["hidden_size"], f"{place}layers.{number}."
     added = {
         "pre_fc_norm_embedding.weight": random(size, seed=1),
         "pre_fc_norm_hidden.weight": random(size, seed=2),
@@ -98,7 +101,7 @@ def add_named_head(folder: Path) -> dict[str, torch.Tensor]:
         named["mtp.layers.0." + name.removeprefix(prefix)] = tensors.pop(name)
     save_file(tensors | named, path)
     config |= {"num_hidden_layers": number, "layer_types": config["layer_types"][:number]}
-    config_path.write_text(json.dumps(config))
+    config_path.write_text(json.dumps(whole))
     return added
 
 
