@@ -4,19 +4,24 @@
     python -m benchmarks.quality.rounding --windows 2 --window-tokens 256
 
 transformers computes the model in fp32, and each linear rounds what it multiplies: activations to
-int8 with a scale for each 32, 64, 128 or 256 inputs beside exact weights, or weights to int8 or
-int4, after a rotation of their inputs or without it. Errors of weights are compensated for the
-inputs of a prompt in some rows (`kernels.compensation`). The rows "activations int8, rotated" and
-"weights int8, compensated" are the two parts of the loss of quire's int8.
+int8 with a scale for each 32, 64, 128 or 256 inputs, weights to int8 or int4, or both, after a
+rotation of their inputs or without it. Errors of weights are compensated for the inputs of a prompt
+in some rows (`kernels.compensation`). The row "int8" is quire's int8, and has two parts:
+"activations int8, rotated, a scale for 256" and "weights int8, compensated".
 
-Prints the mean divergence from the model without rounding over each window's second half, in nats,
-the change of perplexity, and how often the likeliest token is the same.
+With --bfloat16, modules also round their outputs to bfloat16, in the model that rows are compared
+with, too. The row "noise" then has the cost of any other exact computation in bfloat16: it changes
+activations by less than bfloat16 can store, and these changes decide how later sums are rounded.
+
+Prints the mean divergence from the model without the row's rounding over each window's second half,
+in nats, the change of perplexity, and how often the likeliest token is the same.
 """
 
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +46,8 @@ from quire.kernels.quantize import (
 
 SIZES = (32, 64, 128, 256)
 INT4_GROUP = 32
+NOISE = 2.0**-14
+"""The largest relative change by the row "noise". A step of bfloat16 is 2^-8 or 2^-7."""
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 """Numbers [N, I] fp32 -> the rounded ones."""
@@ -55,10 +62,16 @@ def round_groups(x: torch.Tensor, size: int) -> torch.Tensor:
     return (levels * scales[..., None]).flatten(1)[:, : x.shape[1]]
 
 
-def round_rotated_groups(x: torch.Tensor) -> torch.Tensor:
-    """x [N, I] as quire's int8 rounds it: after a rotation, which is undone here."""
-    size = rotation_size(x.shape[1])
-    return rotate_blocks(round_groups(rotate_blocks(x, size), INT8_GROUP), size) / size
+def round_rotated_groups(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x [N, I] in int8 with a scale for each `size` inputs, after a rotation, which is undone."""
+    rotation = rotation_size(x.shape[1])
+    return rotate_blocks(round_groups(rotate_blocks(x, rotation), size), rotation) / rotation
+
+
+def add_noise(x: torch.Tensor) -> torch.Tensor:
+    """x [N, I], changed by less than a step of bfloat16."""
+    random = torch.rand(x.shape, generator=torch.Generator().manual_seed(len(x)))
+    return x * (1 + NOISE * random)
 
 
 def round_int8(weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -71,6 +84,18 @@ def compensated_int8(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """weight [O, I] as quire's int8 rounds it, so that errors cancel for the inputs x."""
     levels, scales = compensate_int8(weight, error_feedback(x))
     return rotate_blocks(levels * scales[:, None], BLOCK)
+
+
+def compensated_int8_blocks(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weight [O, I] like `compensated_int8`, but with a scale for each output and 64 inputs."""
+    feedback = error_feedback(x)
+    blocks = [
+        compensate_int8(block, feedback[index : index + 1])
+        for index, block in enumerate(weight.split(BLOCK, dim=1))
+    ]
+    return rotate_blocks(
+        torch.cat([levels * scales[:, None] for levels, scales in blocks], 1), BLOCK
+    )
 
 
 def round_int4(weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -112,16 +137,53 @@ def round_rotated(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return rotate_blocks(round_int4(rotate_blocks(weight, size) / size, x), size)
 
 
-ACTIVATIONS: dict[str, Rounding] = {
-    f"activations int8, a scale for {size}": partial(round_groups, size=size) for size in SIZES
-} | {"activations int8, rotated": round_rotated_groups}
-WEIGHTS: dict[str, WeightRounding] = {
-    "weights int8": round_int8,
-    "weights int8, compensated": compensated_int8,
-    "weights int4": round_int4,
-    "weights int4, compensated": compensated_int4,
-    "weights int4, rotated": round_rotated,
-}
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row of the output rounds. None means that it is exact."""
+
+    activations: Rounding | None = None
+    weights: WeightRounding | None = None
+
+
+def rotated(size: int) -> Rounding:
+    """The rounding of activations that `round_rotated_groups` computes."""
+    return partial(round_rotated_groups, size=size)
+
+
+ROWS = (
+    {
+        f"activations int8, a scale for {size}": Row(partial(round_groups, size=size))
+        for size in SIZES
+    }
+    | {f"activations int8, rotated, a scale for {size}": Row(rotated(size)) for size in SIZES}
+    | {
+        "weights int8": Row(weights=round_int8),
+        "weights int8, compensated": Row(weights=compensated_int8),
+        "weights int8, compensated, a scale for 64": Row(weights=compensated_int8_blocks),
+        "weights int4": Row(weights=round_int4),
+        "weights int4, compensated": Row(weights=compensated_int4),
+        "weights int4, rotated": Row(weights=round_rotated),
+        "int8": Row(rotated(INT8_GROUP), compensated_int8),
+        "int8, activations with a scale for 64": Row(rotated(64), compensated_int8),
+        "int8, scales for 32 and for 64": Row(rotated(32), compensated_int8_blocks),
+        "noise": Row(add_noise),
+    }
+)
+
+
+@contextmanager
+def bfloat16_outputs(model: torch.nn.Module) -> Iterator[None]:
+    """Let modules round their outputs to bfloat16, and continue with them in fp32."""
+
+    def hook(module: torch.nn.Module, inputs: object, output: object) -> object:
+        return output.bfloat16().float() if isinstance(output, torch.Tensor) else output
+
+    handles = [each.register_forward_hook(hook) for each in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -155,6 +217,17 @@ def rounded_weights(
     finally:
         for name, each in linears.items():
             each.weight.data = exact[name]
+
+
+@contextmanager
+def rounded(model: torch.nn.Module, row: Row, inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let linears round what the row rounds. `inputs` are those that weights are rounded for."""
+    with ExitStack() as roundings:
+        if row.activations is not None:
+            roundings.enter_context(rounded_activations(model, row.activations))
+        if row.weights is not None:
+            roundings.enter_context(rounded_weights(model, row.weights, inputs))
+        yield
 
 
 @torch.no_grad()
@@ -203,19 +276,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=default, help="folder of a model")
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--window-tokens", type=int, default=256)
+    parser.add_argument("--bfloat16", action="store_true", help="round outputs to bfloat16, too")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="names of rows; without any, all")
     args = parser.parse_args(argv)
     from transformers import AutoModelForCausalLM  # slow to load
 
+    # First, load the model, and record the inputs that its weights are rounded for.
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     given = [list(each.token_ids) for each in windows(args.model, args.windows, args.window_tokens)]
-    exact = predict(model, given)
-    exact_loss = loss(exact, given)
     # The prompt that quire computes when it starts.
     token_ids = (torch.arange(NUM_TOKENS) + FIRST_TOKEN) * TOKEN_STRIDE % model.config.vocab_size
-    of_weights = partial(rounded_weights, inputs=linear_inputs(model, token_ids[None]))
-    for context, roundings in ((rounded_activations, ACTIVATIONS), (of_weights, WEIGHTS)):
-        for name, rounding in roundings.items():
-            with context(model, rounding):
+    inputs = linear_inputs(model, token_ids[None])
+    # Then measure each row. Logits stay in fp32, as in quire.
+    with bfloat16_outputs(model.base_model) if args.bfloat16 else nullcontext():
+        exact = predict(model, given)
+        exact_loss = loss(exact, given)
+        for name in args.rows or ROWS:
+            with rounded(model, ROWS[name], inputs):
                 found = predict(model, given)
             pairs = zip(exact, found, strict=True)
             moved = torch.cat([divergence(*pair) for pair in pairs]).mean().item()
@@ -223,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             tops = [torch.cat([each.argmax(-1) for each in side]) for side in (exact, found)]
             same = (tops[0] == tops[1]).float().mean().item()
             print(
-                f"{name:34} KLD {moved:.5f}  perplexity {change:+.2%}  top-1 {same:.2%}", flush=True
+                f"{name:44} KLD {moved:.5f}  perplexity {change:+.2%}  top-1 {same:.2%}", flush=True
             )
 
 

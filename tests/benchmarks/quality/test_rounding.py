@@ -1,19 +1,13 @@
 """The simulated roundings change what they should, and put it back."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 from benchmarks.quality.rounding import (
-    ACTIVATIONS,
-    WEIGHTS,
+    ROWS,
+    bfloat16_outputs,
     linear_inputs,
     round_groups,
-    rounded_activations,
-    rounded_weights,
+    rounded,
 )
 
 
@@ -37,30 +31,27 @@ def test_a_smaller_group_rounds_less() -> None:
     assert 0.0 < errors[0] < errors[1] < errors[2]
 
 
-def assert_rounded_within(
-    roundings: Mapping[str, Any],
-    context: Callable[[torch.nn.Module, Any], AbstractContextManager[None]],
-    model: torch.nn.Module,
-) -> dict[str, float]:
-    """The error of each rounding. The model is changed by it within the context alone."""
+def test_linears_round_within_the_context_alone(model: torch.nn.Module) -> None:
+    inputs = linear_inputs(model, typical_inputs(3))
+    assert {name: x.shape for name, x in inputs.items()} == {"0": (200, 128), "1": (200, 192)}
     x = typical_inputs(2)
     exact, errors = model(x), {}
-    for name, rounding in roundings.items():
-        with context(model, rounding):
+    for name, row in ROWS.items():
+        with rounded(model, row, inputs):
             errors[name] = float((model(x) - exact).norm() / exact.norm())
         assert torch.equal(model(x), exact)
     assert all(0.0 < error < 0.3 for error in errors.values())
-    return errors
-
-
-def test_activations_are_rounded_within_the_context_alone(model: torch.nn.Module) -> None:
-    assert_rounded_within(ACTIVATIONS, rounded_activations, model)
-
-
-def test_weights_are_rounded_within_the_context_alone(model: torch.nn.Module) -> None:
-    inputs = linear_inputs(model, typical_inputs(3))
-    assert {name: x.shape for name, x in inputs.items()} == {"0": (200, 128), "1": (200, 192)}
-    of_inputs = partial(rounded_weights, inputs=inputs)
-    errors = assert_rounded_within(WEIGHTS, of_inputs, model)
     for name in ("weights int8", "weights int4"):
         assert errors[f"{name}, compensated"] < 0.9 * errors[name]
+    compensated = errors["weights int8, compensated"]
+    assert errors["weights int8, compensated, a scale for 64"] < compensated < errors["int8"]
+    assert errors["noise"] < errors["int8, scales for 32 and for 64"] < errors["int8"]
+
+
+def test_modules_return_bfloat16_within_the_context_alone(model: torch.nn.Module) -> None:
+    x = typical_inputs(2)
+    exact = model(x)
+    with bfloat16_outputs(model):
+        output = model(x)
+    assert torch.equal(output, output.bfloat16().float())
+    assert torch.equal(model(x), exact) and not torch.equal(output, exact)
