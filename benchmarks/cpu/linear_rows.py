@@ -35,6 +35,8 @@ from quire.kernels.quantize import INT8_GROUP
 ROUNDED_FORMATS = {
     "bf16": (WeightLayout.DENSE_BF16, 0),
     "int8": (WeightLayout.INT8, INT8_GROUP),
+    "int8-128": (WeightLayout.INT8, 128),
+    "int8-64": (WeightLayout.INT8, 64),
     "int4": (WeightLayout.INT4, 32),
 }
 #: Inputs that share a scale; 0: all.
