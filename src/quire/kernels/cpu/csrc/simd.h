@@ -167,6 +167,12 @@ inline uint16_t to_bf16(float x) {
 inline vf widen(vh x) {
 #if defined(__AVX512F__)
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
+#elif defined(__AVX2__)  // g++ 12 takes __builtin_convertvector apart
+  const __m256i low = _mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)x));
+  const __m256i high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)x, 1));
+  const union { __m256i halves[2]; vf whole; } wide{
+      {_mm256_slli_epi32(low, 16), _mm256_slli_epi32(high, 16)}};
+  return wide.whole;
 #else
   return (vf)(__builtin_convertvector(x, vu) << 16);
 #endif
@@ -296,6 +302,22 @@ inline void store_n(T* p, part x, int n) {
 template <typename T> inline vf rounded(vf x);
 template <> inline vf rounded<float>(vf x) { return x; }
 template <> inline vf rounded<uint16_t>(vf x) { return widen(narrow(x)); }
+
+template <typename T>
+inline part rounded_part(part x) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return x;
+  } else {
+#if defined(__AVX512F__)
+    return rounded<T>(x);
+#else
+    typedef uint32_t words __attribute__((vector_size(kRegisterBytes)));
+    const words bits = (words)x;  // as to_bf16
+    const words rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return (part)((x == x ? rounded : bits | 0x400000) & 0xffff0000);
+#endif
+  }
+}
 
 // e^x within 2 ulp: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial of degree 6 in r, times 2^n.
 // Below -87.3 the result is 0, above 88.7 infinity; NaN stays NaN.

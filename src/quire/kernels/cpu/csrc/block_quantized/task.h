@@ -146,10 +146,7 @@ struct BlockQuantizedTask {
       multiply_tile<Tile>(memory, count * num_chunks, of_tile, x.ld, rows.size(), first == 0,
                           {{next, next + unit_bytes}, step * layout.bytes / kLineBytes}, results);
     }
-    for (int64_t m = 0; m < rows.size(); ++m) {
-      const float* result = results + m * kPanelOutputs;
-      finish_panel(output, rows.first + m, panel, load(result), load(result + kUnitOutputs));
-    }
+    finish_rows(output, rows, panel, results);
   }
 
   void run(Range rows, int64_t panel) const {
@@ -182,10 +179,7 @@ struct BlockQuantizedTask {
                   results + unit * kUnitOutputs},
                  Prefetch(weights + ahead + lines.first * kLineBytes, lines.size()));
       }
-      for (int64_t m = block.first; m < block.end; ++m) {
-        const float* result = results + (m - block.first) * kPanelOutputs;
-        finish_panel(output, m, panel, load(result), load(result + kUnitOutputs));
-      }
+      finish_rows(output, block, panel, results);
     }
   }
 };

@@ -95,10 +95,7 @@ class DenseTask {
                     [&](Range steps, bool is_first, float* to, uint8_t* wide) {
                       multiply_chunk(rows, panel, steps, is_first, to, wide);
                     });
-    for (int64_t row = rows.first; row < rows.end; ++row) {
-      const float* line = sums + (row - rows.first) * kPanelOutputs;
-      finish_panel(output_, row, panel, load(line), load(line + kUnitOutputs));
-    }
+    finish_rows(output_, rows, panel, sums);
   }
 
  private:

@@ -227,15 +227,15 @@ struct Int4Task {
     const uint16_t* S = int4_factors(linear) + panel * kPanel;
     const uint16_t* O = S + padded_outputs(linear);
     const float* V = int4_wide_scales(linear) + panel * kPanel;
-    vf results[2];
+    alignas(64) float results[kPanel];
 #pragma GCC unroll 2
     for (int lane = 0; lane < kPanel; lane += kUnit) {
       const vf above = load(S + lane) * load(sums.scaled + lane);
       vf result = above - load(O + lane) * load(sums.offsets + lane);
       if (linear.num_wide > 0) result = result + load(sums.wide + lane) * load(V + lane);
-      results[lane / kUnit] = result;
+      store(results + lane, result);
     }
-    finish_panel(output, m, panel, results[0], results[1]);
+    finish_panel(output, m, panel, results);
   }
 };
 

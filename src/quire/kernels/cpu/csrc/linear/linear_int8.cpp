@@ -183,8 +183,10 @@ struct Int8Task {
 
   void finish(int64_t m, int64_t panel, const float* results) const {
     const float* scales = linear.scales + panel * kPanelOutputs;
-    finish_panel(output, m, panel, load(results) * load(scales),
-                 load(results + kUnitOutputs) * load(scales + kUnitOutputs));
+    alignas(64) float scaled[kPanelOutputs];
+    for (int n = 0; n < kPanelOutputs; n += kPartLanes)
+      store(scaled + n, load_part(results + n) * load_part(scales + n));
+    finish_panel(output, m, panel, scaled);
   }
 };
 
