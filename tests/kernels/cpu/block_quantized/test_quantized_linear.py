@@ -37,6 +37,7 @@ MORE_BLOCK_FORMATS = {
     "blocks, a wide table": BlockFormat("IQ4_XS", 4, 32, table=WIDE_TABLE, block_size=256),
     "flat, bytes, zeros": BlockFormat("GPTQ", 8, 64, has_zeros=True),
     "flat, bytes, offsets": BlockFormat("W8", 8, 32, has_offsets=True),
+    "flat, a zero, offsets": BlockFormat("W4", 4, 64, zero=3, has_offsets=True),
 }
 ALL = BLOCK_FORMATS | MORE_BLOCK_FORMATS
 # Digests of results, computed on x86-64 (avx2): of all instruction sets with fused multiply-adds.
@@ -61,6 +62,7 @@ KNOWN = {
     "blocks, a wide table": "34babb223ecec55a",
     "flat, bytes, zeros": "df69e385480abe7c",
     "flat, bytes, offsets": "4ce827df50940e0c",
+    "flat, a zero, offsets": "dca2d3e62edd3dc8",
 }
 EACH = pytest.mark.parametrize("block_format", ALL.values(), ids=ALL)
 SOME = pytest.mark.parametrize(

@@ -14,7 +14,7 @@ constexpr int width_of(CodeKind kind) {
   return kind == CodeKind::k5 ? 5 : kind == CodeKind::k6 ? 6 : kind == CodeKind::k8 ? 8 : 4;
 }
 
-// The largest byte of a chunk, for ByteDot.
+// The largest byte of a chunk, for ByteDot and ElementOf.
 constexpr int largest_of(CodeKind kind) {
   return kind == CodeKind::k4                                       ? 15
          : kind == CodeKind::k5 || kind == CodeKind::kNarrowTable ? 31
@@ -126,7 +126,7 @@ inline void add_quads(const Chunk<kKind> (&chunks)[U], const uint8_t* x, int64_t
 
 
 // sums [R][2] = the rows' corrections, and the products of quads [kFirst, kEnd) with x; rows and
-// corrections begin `ld` bytes apart. Only where kHasHalves.
+// corrections begin `ld` bytes apart. Only where kTakesBytes.
 template <int kFirst, int kEnd, int R, CodeKind kKind>
 inline void sum_chunk(const Chunk<kKind> (&chunks)[2], const uint8_t* x,
                       const uint8_t* corrections, int64_t ld, DotInts (&sums)[R][2]) {

@@ -11,6 +11,10 @@
 //   seconds  [kParts][32]      fp32, only if there are some: negative offsets, or 128 - zero
 //   codes    [8 quads][32][4]  bytes: codes, or entries of the table, as ByteDot::stored; where
 //                              groups have zeros that are not among the seconds, codes + 128 - zero
+//
+// Where kExpandsPairs, codes are of 16 bits instead, as DotWeights takes them apart:
+//
+//   codes    [8 quads][2][32][2]  two inputs of an output side by side: even ones, then odd ones
 #pragma once
 #include <utility>
 
@@ -24,16 +28,29 @@ inline DotInts to_ints(DotFloats x) { return __builtin_convertvector(x, DotInts)
 
 enum class Seconds { kNone, kOffsets, kZeros };
 
+// Whether tiles hold codes of up to kLargest in 16 bits, for products of pairs.
+template <int kLargest>
+constexpr bool kExpandsPairs = kHasHalves && !kTakesBytes<kLargest>;
+
+// A whole number of stretches of every form. Pairs take twice the memory.
+constexpr int64_t kMaxTileInputs = 512;
+
 // Where kHasHalves, zeros are seconds, so codes stay small enough for sums of 16 bits. Elsewhere
 // 128 - zero is added to the codes, and kLargestByte is 255.
 template <int kPartsOfChunk, Seconds kSecondNumbers, int kLargestByte>
 struct ExpandedTile {
   static constexpr int kParts = kPartsOfChunk;
   static constexpr Seconds kSeconds = kSecondNumbers;
+  static constexpr bool kHasPairs = kExpandsPairs<kLargestByte>;
+  static constexpr int64_t kMaxInputs = kMaxTileInputs / (kHasPairs ? 2 : 1);
+  // Bytes of formats with offsets need none (can_expand).
+  static constexpr bool kHasCorrections = !kHasHalves || kSeconds != Seconds::kOffsets;
   using Dot = ByteDot<kLargestByte>;
+  using Element = ElementOf<kLargestByte>;  // of x
   static constexpr int kNumbersBytes = kParts * int(kPanelOutputs) * int(sizeof(float));
   static constexpr int kCodes = kNumbersBytes * (kSeconds != Seconds::kNone ? 2 : 1);
-  static constexpr int kBytes = kCodes + int(kChunkInputs) / 4 * kQuadBytes;  // of a chunk
+  static constexpr int kTileQuadBytes = kQuadBytes * (kHasPairs ? 2 : 1);
+  static constexpr int kBytes = kCodes + int(kChunkInputs) / 4 * kTileQuadBytes;  // of a chunk
 
   static constexpr int scale_at(int part) { return part * int(kPanelOutputs * sizeof(float)); }
   static constexpr int second_at(int part) { return kNumbersBytes + scale_at(part); }
@@ -51,28 +68,70 @@ struct ExpandedTile {
 #pragma GCC unroll 8
     for (int q = 0; q < kChunkInputs / 4; ++q) {
       DotInts bytes = codes.bytes(q);
+      uint8_t* const quad = chunk + kCodes + q * kTileQuadBytes;
+      if constexpr (kHasPairs) {
+        const DotInts even = bytes & 0x00ff00ff, odd = (DotInts)((DotShorts)bytes >> 8);
+        std::memcpy(quad, &even, sizeof bytes);
+        std::memcpy(quad + kQuadBytes, &odd, sizeof bytes);
+        continue;
+      }
       if constexpr (kHasHalves)
         bytes = Dot::stored(bytes);
       else
         bytes += added;
-      std::memcpy(chunk + kCodes + q * kQuadBytes, &bytes, sizeof bytes);
+      std::memcpy(quad, &bytes, sizeof bytes);
     }
   }
 };
 
-// A whole number of stretches of every form.
-constexpr int64_t kMaxTileInputs = 512;
+// Tiles of pairs are no larger.
 constexpr int64_t kMaxTileBytes =
-    kMaxTileInputs / kChunkInputs * ExpandedTile<2, Seconds::kOffsets, 255>::kBytes;
-// Below, expanding costs what it saves. Where an instruction multiplies bytes, a few rows wait for
-// memory, and a tile's requests keep it busy.
-constexpr int64_t kMinExpandedRows = sizeof(DotElement) == 1 ? 8 : 16;
+    kMaxTileInputs / kChunkInputs * ExpandedTile<2, Seconds::kOffsets, 15>::kBytes;
+// Below, expanding costs what it saves. Where bytes are multiplied, a few rows wait for memory, and
+// a tile's requests keep it busy.
+template <int kLargest>
+constexpr int64_t kMinExpandedRows = sizeof(ElementOf<kLargest>) == 1 ? 8 : 16;
+// Whether a tile's products have all that the format has. No checkpoint has offsets and a zero.
+inline bool can_expand(const CodeFormat& code_format) {
+  return !kHasHalves || code_format.has_offsets == 0 || byte_zero(code_format) == 0;
+}
 // A row takes two registers for each of the widths: a part's sum and the result.
 constexpr int kTileWidths = kHas32Registers || kHasHalves ? 2 : 1;
 template <typename Tile>
 constexpr int max_expanded_rows() {
+  if constexpr (Tile::kHasPairs) return 6;
   if constexpr (kHasHalves) return Tile::Dot::kQuads >= 4 ? 6 : 4;
   return kHas32Registers ? 6 : 4;
+}
+
+// sums [R][widths] = part kPart of a chunk, whose codes have 16 bits.
+template <typename Tile, int kPart, int R>
+inline void add_pairs(const uint8_t* chunk, const uint8_t* x, int64_t ld,
+                      DotInts (&sums)[R][kTileWidths]) {
+  using Header = ChunkHeader<Tile::kParts>;
+  constexpr int kPairs = int(kChunkInputs) / 2 / Tile::kParts;
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const DotInts start =
+        all_lanes(x + r * ld + offsetof(Header, corrections) + kPart * sizeof(int32_t));
+#pragma GCC unroll 2
+    for (int w = 0; w < kTileWidths; ++w) sums[r][w] = start;
+  }
+#pragma GCC unroll 16
+  for (int i = kPart * kPairs; i < (kPart + 1) * kPairs; ++i) {
+    const uint8_t* pair = chunk + Tile::kCodes + i * kQuadBytes;
+    DotInts weights[kTileWidths];
+#pragma GCC unroll 2
+    for (int w = 0; w < kTileWidths; ++w)
+      weights[w] = load_as<DotInts>(pair + w * sizeof(DotInts));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const DotInts inputs = all_lanes(x + r * ld + sizeof(Header) + i * 2 * sizeof(int16_t));
+#pragma GCC unroll 2
+      for (int w = 0; w < kTileWidths; ++w)
+        sums[r][w] = dot_pairs(sums[r][w], weights[w], inputs);
+    }
+  }
 }
 
 // results [R][widths] += part kPart of a chunk, whose rows are x.
@@ -83,13 +142,16 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
   constexpr int kQuads = int(kChunkInputs) / 4 / Tile::kParts;
   const uint8_t* corrections = x + offsetof(Header, corrections) + kPart * sizeof(int32_t);
   DotInts sums[R][kTileWidths];
-  if constexpr (kHasHalves) {
+  if constexpr (Tile::kHasPairs) {
+    add_pairs<Tile, kPart, R>(chunk, x, ld, sums);
+  } else if constexpr (kHasHalves) {
     const uint8_t* quads = chunk + Tile::kCodes + kPart * kQuads * kQuadBytes;
     sum_quads<typename Tile::Dot, kQuads, R>(
         [&](int w, int q) {
           return load_as<DotInts>(quads + q * kQuadBytes + w * sizeof(DotInts));
         },
-        x + sizeof(Header) + kPart * kQuads * 4, corrections, ld, sums);
+        x + sizeof(Header) + kPart * kQuads * 4, Tile::kHasCorrections ? corrections : nullptr, ld,
+        sums);
   } else {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -175,7 +237,9 @@ void multiply_rows(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, in
     if (!is_first)
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
-        std::memcpy(totals[r], result + r * kPanelOutputs, sizeof totals[r]);
+#pragma GCC unroll 2
+        for (int w = 0; w < kTileWidths; ++w)
+          totals[r][w] = load_as<DotFloats>(result + r * kPanelOutputs + w * kIntLanes);
     const uint8_t *chunk = tile + lane * 4, *row = x;
     for (int64_t first = 0; first < num_chunks; first += kRunChunks) {
       const int64_t left = num_chunks - first, count = left < kRunChunks ? left : kRunChunks;
@@ -185,12 +249,15 @@ void multiply_rows(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, in
         add_part<Tile, 0, R>(chunk, row, ld, totals);
         if constexpr (Tile::kParts == 2) add_part<Tile, 1, R>(chunk, row, ld, totals);
         chunk += Tile::kBytes;
-        row += kChunkRowBytes<Tile::kParts>;
+        row += kChunkRowBytes<Tile::kParts, typename Tile::Element>;
       }
     }
+    // One by one: of arrays that are copied whole, g++ 12 keeps a second copy up to date.
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-      std::memcpy(result + r * kPanelOutputs, totals[r], sizeof totals[r]);
+#pragma GCC unroll 2
+      for (int w = 0; w < kTileWidths; ++w)
+        std::memcpy(result + r * kPanelOutputs + w * kIntLanes, &totals[r][w], sizeof(DotFloats));
   }
 }
 

@@ -15,12 +15,13 @@ namespace {
 
 template <CodeKind kKind>
 struct Flat {
-  // A row takes two registers for each of the outputs: the chunk's sum and the result.
-  static constexpr int kMaxRows = kHas32Registers ? 6 : 4;
   static constexpr int kLargest = largest_of(kKind);
+  // A row takes two registers for each of the outputs: the chunk's sum and the result.
+  static constexpr int kMaxRows = kHas32Registers || fits_shorts<kLargest, 8>() ? 6 : 4;
   static constexpr int kParts = 1;  // of a chunk
   using Header = ChunkHeader<kParts>;
-  static constexpr bool kExpands = kKind != CodeKind::k8;
+  using Element = ElementOf<kLargest>;  // of x
+  static constexpr bool kExpands = kKind != CodeKind::k8 || kExpandsPairs<kLargest>;
 
   template <typename Tile>
   static void expand(const Weights& linear, const BlockQuantizedLayout& layout,
@@ -65,7 +66,7 @@ struct Flat {
           for (int64_t k = 0; k < call.linear.group_size; k += kChunkInputs) {
             add_chunk<R, U>(call, numbers, chunks, x, results);
             chunks += Chunk<kKind>::kBytes;
-            x += kChunkRowBytes<kParts>;
+            x += kChunkRowBytes<kParts, Element>;
           }
         }
       }
@@ -79,7 +80,7 @@ struct Flat {
                         const uint8_t* x, DotFloats (&results)[R][U]) {
     const uint8_t* corrections = x + offsetof(Header, corrections);
     DotInts sums[R][U];
-    if constexpr (kHasHalves) {
+    if constexpr (kTakesBytes<kLargest>) {
       const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
       sum_chunk<0, 8, R>(codes.units, x + sizeof(Header), corrections, call.ld, sums);
     } else {

@@ -17,13 +17,16 @@ namespace {
 
 template <CodeKind kKind, int kGroup>
 struct TwoLevel {
-  // A row takes two registers for each of the outputs: a group's sum and the result. Where an
-  // instruction multiplies bytes, a sixth row is worth the registers that are kept in memory.
-  static constexpr int kMaxRows = sizeof(DotElement) == 1 ? 6 : kIntLanes == 16 ? 5 : 4;
   static constexpr int kParts = int(kChunkInputs) / kGroup;  // of a chunk
   static constexpr int kQuads = kGroup / 4;
   static constexpr int kLargest = largest_of(kKind);
+  // A row takes two registers for each of the outputs: a group's sum and the result. Where an
+  // instruction multiplies bytes, or 16 bits hold a group's sum, a sixth row is worth the registers
+  // that are kept in memory.
+  static constexpr int kMaxRows =
+      sizeof(DotElement) == 1 || fits_shorts<kLargest, kQuads>() ? 6 : kIntLanes == 16 ? 5 : 4;
   using Header = ChunkHeader<kParts>;
+  using Element = ElementOf<kLargest>;  // of x
   static constexpr bool kExpands = true;
 
   template <typename Tile>
@@ -57,7 +60,7 @@ struct TwoLevel {
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
         prefetch.step();
         add_block<R, U>(call, stretch, lane, x, results);
-        x += kBlockInputs / kChunkInputs * kChunkRowBytes<kParts>;
+        x += kBlockInputs / kChunkInputs * kChunkRowBytes<kParts, Element>;
       }
       store_results<R, U>(results, call.results + lane);
     }
@@ -78,7 +81,7 @@ struct TwoLevel {
       if constexpr (kParts == 2)
         add_group<R, U, 1>(call, codes.units, stretch, factors, lane, i, x, results);
       chunk += Chunk<kKind>::kBytes;
-      x += kChunkRowBytes<kParts>;
+      x += kChunkRowBytes<kParts, Element>;
     }
   }
 
@@ -91,7 +94,7 @@ struct TwoLevel {
     const uint8_t* correction = x + offsetof(Header, corrections) + kIndex * sizeof(int32_t);
     DotInts sums[R][U];
     const uint8_t* q = x + sizeof(Header);
-    if constexpr (kHasHalves) {
+    if constexpr (kTakesBytes<kLargest>) {
       sum_chunk<kIndex * kQuads, (kIndex + 1) * kQuads, R>(codes, q, correction, call.ld, sums);
     } else {
 #pragma GCC unroll 16

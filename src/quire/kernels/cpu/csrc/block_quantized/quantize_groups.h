@@ -22,54 +22,119 @@ struct alignas(16) ChunkHeader {
   float sums[kParts];           // of the part's q; times the scale where groups have offsets
 };
 
-template <int kParts>
+template <int kParts, typename Element>
 constexpr int kChunkRowBytes =
-    int(sizeof(ChunkHeader<kParts>)) + int(kChunkInputs) * int(sizeof(CodeElement));
+    int(sizeof(ChunkHeader<kParts>)) + int(kChunkInputs) * int(sizeof(Element));
 
 // What is subtracted from a code's byte: bytes of a table are more than its values by a bias. With
-// zeros of the groups' own, 128 - zero is added to what is left. ByteDot itself takes its bias off
-// bytes of eight bits.
+// zeros of the groups' own, 128 - zero is added to what is left.
 inline int32_t byte_zero(const CodeFormat& code_format) {
-  const bool has_table = code_format.table != nullptr;
-  const bool is_long = has_table ? !is_narrow(code_format) : code_format.width == 8;
-  const int32_t added =
-      has_table ? table_bias(code_format) : code_format.has_zeros != 0 ? 128 : 0;
-  return code_format.zero + added - (is_long ? ByteDot<255>::kBias : 0);
+  const int32_t added = code_format.table != nullptr    ? table_bias(code_format)
+                        : code_format.has_zeros != 0 ? 128
+                                                     : 0;
+  return code_format.zero + added;
 }
-
-// Into how many parts the groups divide a chunk.
-inline int chunk_parts(const Weights& linear) { return linear.group_size < kChunkInputs ? 2 : 1; }
 
 // Of `count` inputs, how many there are where `left` are left of a row.
 inline int64_t known_inputs(int64_t left, int64_t count) {
   return left < 0 ? 0 : left < count ? left : count;
 }
 
-template <int kParts, typename T>
-inline void quantize_row(const Weights& linear, const T* x, int64_t padded, uint8_t* to) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+
+inline void store_chunk(int8_t* to, __m256i bytes) { _mm256_storeu_si256((__m256i*)to, bytes); }
+
+// As dot_pairs takes them.
+inline void store_chunk(int16_t* to, __m256i bytes) {
+  const __m256i order = _mm256_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15, 0, 2,
+                                         1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+  const __m256i ordered = _mm256_shuffle_epi8(bytes, order);
+  auto* const halves = (__m256i*)to;
+  _mm256_storeu_si256(halves, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(ordered)));
+  _mm256_storeu_si256(halves + 1, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(ordered, 1)));
+}
+
+// A whole chunk, as RunQuantizer rounds it, but register by register. Stores q and the sums of its
+// parts. Returns its scale, or -1 if these numbers are not rounded.
+template <int kParts, typename T, typename Element>
+inline float round_chunk(const T* x, Element* q, int32_t (&sums)[kParts]) {
+  static_assert(kChunkInputs == 32);
+  __m256 numbers[4];
+  for (int i = 0; i < 4; ++i) numbers[i] = (__m256)load_part(x + i * kPartLanes);
+  // The largest magnitude, as the bits of a float.
+  const __m256i all_but_sign = _mm256_set1_epi32(0x7fffffff);
+  __m256i magnitudes[4];
+  for (int i = 0; i < 4; ++i)
+    magnitudes[i] = _mm256_and_si256(_mm256_castps_si256(numbers[i]), all_but_sign);
+  const __m256i eight = _mm256_max_epi32(_mm256_max_epi32(magnitudes[0], magnitudes[1]),
+                                         _mm256_max_epi32(magnitudes[2], magnitudes[3]));
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1));
+  const float largest = _mm_cvtss_f32(_mm_castsi128_ps(four));
+  if (!is_roundable(largest)) return -1.0f;
+  // Rounded to integers, and these to bytes, whose order the last permutation restores.
+  const __m256 factor = _mm256_set1_ps(127.0f / largest);
+  __m256i integers[4];
+  for (int i = 0; i < 4; ++i)
+    integers[i] = _mm256_cvtps_epi32(_mm256_mul_ps(numbers[i], factor));
+  const __m256i mixed = _mm256_packs_epi16(_mm256_packs_epi32(integers[0], integers[1]),
+                                           _mm256_packs_epi32(integers[2], integers[3]));
+  const __m256i bytes =
+      _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  store_chunk(q, bytes);
+  // Sums of four, then of the sixteen of a half.
+  __m256i sum = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes),
+                                  _mm256_set1_epi16(1));
+  sum = _mm256_add_epi32(sum, _mm256_shuffle_epi32(sum, 0x4e));
+  sum = _mm256_add_epi32(sum, _mm256_shuffle_epi32(sum, 0xb1));
+  const int32_t low = _mm256_cvtsi256_si32(sum);
+  const int32_t high = _mm_cvtsi128_si32(_mm256_extracti128_si256(sum, 1));
+  if constexpr (kParts == 1)
+    sums[0] = low + high;
+  else
+    sums[0] = low, sums[1] = high;
+  return largest / 127.0f;
+}
+
+#endif
+
+// Stores the q of a chunk, of whose inputs `known` are there, and the sums of its parts. Returns its
+// scale.
+template <int kParts, typename T, typename Element>
+inline float quantize_chunk(const T* x, int64_t known, Element* q, int32_t (&sums)[kParts]) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  if (known == kChunkInputs) {
+    const float scale = round_chunk(x, q, sums);
+    if (scale >= 0.0f) return scale;
+  }
+#endif
   constexpr int kInputs = int(kChunkInputs) / kParts;
+  const RunQuantizer run(x, known);
+  for (int part = 0; part < kParts; ++part) {
+    const int64_t first = part * kInputs;
+    sums[part] = run.round(x + first, known_inputs(known - first, kInputs), kInputs, q + first);
+  }
+  return run.scale();
+}
+
+template <int kParts, typename Element, typename T>
+inline void quantize_row(const Weights& linear, const T* x, int64_t padded, uint8_t* to) {
   const int64_t K = linear.num_inputs;
   const bool has_offsets = linear.code_format->has_offsets != 0;
   const int32_t zero = byte_zero(*linear.code_format);
   for (int64_t k = 0; k < padded; k += kChunkInputs) {
-    const RunQuantizer run(x + k, known_inputs(K - k, kChunkInputs));
-    ChunkHeader<kParts> header{run.scale(), {}, {}};
-    auto* q = (CodeElement*)(to + sizeof header);
+    ChunkHeader<kParts> header{};
+    int32_t sums[kParts];
+    header.scale = quantize_chunk<kParts>(x + k, known_inputs(K - k, kChunkInputs),
+                                          (Element*)(to + sizeof header), sums);
     for (int part = 0; part < kParts; ++part) {
-      const int64_t first = k + part * kInputs;
-      const int32_t sum =
-          run.round(x + first, known_inputs(K - first, kInputs), kInputs, q + part * kInputs);
-      header.corrections[part] = (kByteOffset - zero) * sum;
-      header.sums[part] = has_offsets ? run.scale() * float(sum) : float(sum);
+      header.corrections[part] = (kByteOffset - zero) * sums[part];
+      header.sums[part] = has_offsets ? header.scale * float(sums[part]) : float(sums[part]);
     }
     std::memcpy(to, &header, sizeof header);
-    to += kChunkRowBytes<kParts>;
+    to += kChunkRowBytes<kParts, Element>;
   }
-}
-
-inline int64_t quantized_row_bytes(const Weights& linear, int64_t padded) {
-  const int bytes = chunk_parts(linear) == 1 ? kChunkRowBytes<1> : kChunkRowBytes<2>;
-  return padded / kChunkInputs * bytes;
 }
 
 // Rows of x as bytes, [M, ld].
@@ -79,13 +144,14 @@ struct GroupedRows {
 };
 
 // Uses the pool's shared memory, slot 0, and the threads' scratch.
-template <typename T>
-inline GroupedRows quantize_groups(Pool& pool, const LinearCall& call) {
+template <int kParts, typename Element, typename T>
+inline GroupedRows quantize_rows_as(Pool& pool, const LinearCall& call) {
   const Weights& linear = call.any();
   const int64_t K = linear.num_inputs;
   const int64_t padded = quantized_stretches(linear) * BlockQuantizedLayout(linear).inputs;
   // Rows a multiple of 2 KiB apart would meet in few sets of the L1 cache.
-  const int64_t lines = divide_up(quantized_row_bytes(linear, padded), 64);
+  const int64_t lines =
+      divide_up(padded / kChunkInputs * kChunkRowBytes<kParts, Element>, 64);
   const int64_t ld = (lines % 2 == 0 ? lines + 1 : lines) * 64;
   auto* data = static_cast<uint8_t*>(pool.shared(0, call.M * ld));
   const int32_t* order = linear.code_format->input_order;
@@ -100,18 +166,17 @@ inline GroupedRows quantize_groups(Pool& pool, const LinearCall& call) {
         for (int64_t k = 0; k < K; ++k) ordered[k] = x[order[k]];
         x = ordered;
       }
-      if (chunk_parts(linear) == 1)
-        quantize_row<1>(linear, x, padded, data + m * ld);
-      else
-        quantize_row<2>(linear, x, padded, data + m * ld);
+      quantize_row<kParts, Element>(linear, x, padded, data + m * ld);
     }
   });
   return {data, ld};
 }
 
+// kParts: into how many parts the groups divide a chunk.
+template <int kParts, typename Element>
 inline GroupedRows quantize_groups(Pool& pool, const LinearCall& call) {
-  return call.dtype == kBF16 ? quantize_groups<uint16_t>(pool, call)
-                             : quantize_groups<float>(pool, call);
+  return call.dtype == kBF16 ? quantize_rows_as<kParts, Element, uint16_t>(pool, call)
+                             : quantize_rows_as<kParts, Element, float>(pool, call);
 }
 
 }  // namespace quire::QUIRE_ISA

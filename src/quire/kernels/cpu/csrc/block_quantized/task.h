@@ -94,8 +94,8 @@ inline void store_results(const DotFloats (&results)[R][U], float* to) {
 }
 
 // Form: kMaxRows and multiply<R, U>, a UnitProduct of R rows and U registers; kParts of a chunk,
-// and kLargest, its largest byte. Where kExpands, also expand<Tile>, which writes a stretch of a
-// unit to a tile.
+// kLargest, its largest byte, and the Element of x. Where kExpands, also expand<Tile>, which writes
+// a stretch of a unit to a tile.
 template <typename Form>
 struct BlockQuantizedTask {
   const Weights& linear;
@@ -122,6 +122,7 @@ struct BlockQuantizedTask {
 
   template <typename Tile>
   void expand_and_multiply(Range rows, int64_t panel, uint8_t* memory) const {
+    using Element = typename Form::Element;
     const BlockQuantizedLayout layout(linear);
     const CodeTable table(*linear.code_format);
     const int64_t unit_bytes = quantized_unit_bytes(linear);
@@ -129,7 +130,7 @@ struct BlockQuantizedTask {
     const uint8_t* unit = static_cast<const uint8_t*>(linear.weights) + panel * 2 * unit_bytes;
     auto* results = (float*)(memory + kMaxTileBytes);
     const int64_t num_chunks = layout.inputs / kChunkInputs;  // of a stretch
-    const int64_t step = kMaxTileInputs / layout.inputs;
+    const int64_t step = Tile::kMaxInputs / layout.inputs;
     for (int64_t first = 0; first < num_stretches; first += step) {
       const int64_t count = num_stretches - first < step ? num_stretches - first : step;
       for (int64_t i = 0; i < count; ++i)
@@ -137,8 +138,8 @@ struct BlockQuantizedTask {
           Form::template expand<Tile>(
               linear, layout, table, unit + u * unit_bytes + (first + i) * layout.bytes,
               memory + i * num_chunks * Tile::kBytes + u * kVectorBytes);
-      const uint8_t* of_tile =
-          x.data + rows.first * x.ld + first * num_chunks * kChunkRowBytes<Form::kParts>;
+      const uint8_t* of_tile = x.data + rows.first * x.ld +
+                               first * num_chunks * kChunkRowBytes<Form::kParts, Element>;
       // Behind a panel's last tile, the next panel's first.
       const bool is_last = first + count == num_stretches;
       const uint8_t* next =
@@ -186,14 +187,15 @@ struct BlockQuantizedTask {
 
 template <typename Form>
 inline void multiply_block_quantized(Pool& pool, const LinearCall& call) {
-  const GroupedRows x = quantize_groups(pool, call);
+  const GroupedRows x = quantize_groups<Form::kParts, typename Form::Element>(pool, call);
   share_panels(pool, call, x.ld,
                [&](const LinearGroup& group, Range rows, int64_t panel, int thread) {
                  const GroupedRows own{x.data + group.first * x.ld, x.ld};
                  const Output output = make_output(call, group, rows, panel, thread);
                  const BlockQuantizedTask<Form> task{*group.linear, output, own};
                  if constexpr (Form::kExpands) {
-                   if (rows.size() >= kMinExpandedRows) {
+                   if (rows.size() >= kMinExpandedRows<Form::kLargest> &&
+                       can_expand(*group.linear->code_format)) {
                      void* memory = pool.scratch(thread, task.expanded_bytes(rows));
                      return task.run_expanded(rows, panel, static_cast<uint8_t*>(memory));
                    }

@@ -9,8 +9,11 @@
 //   8 bits: 2 * 127 * 128 = 32512, 1 quad               6 bits: 16002, 2 quads: 32004
 //
 // Bytes of eight bits are made signed (byte - 128). The instruction then gets their magnitudes, and
-// x with their signs.
+// x with their signs. Products of pairs of 16 bits (dot.h) take as many instructions, and fewer
+// registers: linears of block-quantized bytes have x in 16 bits (ElementOf).
 #pragma once
+#include <type_traits>
+
 #include "linear/dot.h"
 
 namespace quire::QUIRE_ISA {
@@ -110,6 +113,22 @@ struct ByteDot {
 };
 
 #endif
+
+// Whether products with weights of at most kLargest take x as bytes where kHasHalves.
+template <int kLargest>
+constexpr bool kTakesBytes = kHasHalves && (kLargest < 255 || sizeof(DotElement) == 1);
+
+// x of such products: elsewhere as `dot` takes it.
+template <int kLargest>
+using ElementOf = std::conditional_t<kTakesBytes<kLargest>, int8_t, DotElement>;
+
+// Whether products of so many quads are added in 16 bits.
+template <int kLargest, int kQuads>
+constexpr bool fits_shorts() {
+  if constexpr (kTakesBytes<kLargest> && sizeof(DotElement) == 2)
+    return ByteDot<kLargest>::kQuads >= kQuads;
+  return false;
+}
 
 // One quad of weights, bytes that are not stored yet, times four inputs.
 template <typename Dot>

@@ -118,6 +118,10 @@ inline float largest_magnitude(const T* x, int64_t K) {
   return result;
 }
 
+// Whether numbers with this largest magnitude are rounded: with an infinity or a NaN they are not,
+// and below, 1 / scale would overflow; next to a model's numbers this is nothing.
+inline bool is_roundable(float largest) { return largest >= 1e-30f && largest <= 3.4028235e38f; }
+
 // Rounds runs of inputs that share a scale.
 class RunQuantizer {
  public:
@@ -126,8 +130,7 @@ class RunQuantizer {
   RunQuantizer(const T* x, int64_t known) {
     const float largest = known > 0 ? largest_magnitude(x, known) : 0.0f;
     const bool is_finite = largest <= 3.4028235e38f;
-    // Below, 1 / scale would overflow; next to a model's numbers this is nothing.
-    is_rounded_ = is_finite && largest >= 1e-30f;
+    is_rounded_ = is_roundable(largest);
     scale_ = !is_finite ? __builtin_nanf("") : is_rounded_ ? largest / 127.0f : 0.0f;
     factor_ = is_rounded_ ? 127.0f / largest : 0.0f;
   }
