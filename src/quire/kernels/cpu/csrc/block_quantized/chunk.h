@@ -91,7 +91,12 @@ class Chunk {
   DotWeights quad(int q) const { return byte_weights(bytes(q)); }
 
  private:
-  DotInts vector(int i) const { return load_as<DotInts>(data_ + i * kVectorBytes); }
+  // With 16 registers, in_order keeps g++ from loading it once for each use: the queue of loads
+  // bounds how far ahead the processor reads.
+  DotInts vector(int i) const {
+    const auto loaded = load_as<DotInts>(data_ + i * kVectorBytes);
+    return kHasHalves ? in_order(loaded) : loaded;
+  }
 
   // Bits that move from a byte to its neighbour are masked by the caller.
   static DotInts moved(DotInts bits, int left) { return left >= 0 ? bits << left : bits >> -left; }

@@ -222,14 +222,16 @@ struct NextTile {
   }
 };
 
-// Chunks between two requests, which would slow the innermost loop.
-constexpr int64_t kRunChunks = 4;
+// Chunks between two requests, which would slow the innermost loop where it is short.
+constexpr int64_t kRunChunks = kHasHalves ? 1 : 4;
 
 // results [R, 32] += R rows times a tile's chunks; starts from zero if `is_first`.
 template <typename Tile, int R>
 void multiply_rows(const uint8_t* tile, int64_t num_chunks, const uint8_t* x, int64_t ld,
                    bool is_first, const NextTile& next, float* results) {
-  const int64_t lines_per_run = divide_up(next.num_lines, divide_up(num_chunks, kRunChunks));
+  constexpr int kPasses = int(kPanelOutputs) / (kTileWidths * kIntLanes);
+  const int64_t num_runs = kPasses * divide_up(num_chunks, kRunChunks);
+  const int64_t lines_per_run = divide_up(next.num_lines, num_runs);
   int64_t line = 0;
   for (int lane = 0; lane < kPanelOutputs; lane += kTileWidths * kIntLanes) {
     float* const result = results + lane;

@@ -54,16 +54,19 @@ struct Flat {
   // U: registers at once.
   template <int R, int U>
   static void multiply(const UnitProduct& call, Prefetch prefetch) {
-    prefetch.spread(call.num_stretches * (kUnitOutputs / kLanesAtOnce));
+    const int64_t num_chunks = call.layout.inputs / kChunkInputs;  // of a stretch
+    prefetch.spread(call.num_stretches * (kFetchesByChunk ? num_chunks : 1) *
+                    (kUnitOutputs / kLanesAtOnce));
     for (int lane = 0; lane < kUnitOutputs; lane += kLanesAtOnce) {
       DotFloats results[R][U] = {};
       const uint8_t *stretch = call.unit, *x = call.x;
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
-        prefetch.step();
+        if constexpr (!kFetchesByChunk) prefetch.step();
         const uint8_t* chunks = stretch + call.layout.codes + lane * 4;
         for (int g = 0; g < 2; ++g) {
           const uint8_t* numbers = stretch + g * kHalvesBytes + lane * 2;
           for (int64_t k = 0; k < call.linear.group_size; k += kChunkInputs) {
+            if constexpr (kFetchesByChunk) prefetch.step();
             add_chunk<R, U>(call, numbers, chunks, x, results);
             chunks += Chunk<kKind>::kBytes;
             x += kChunkRowBytes<kParts, Element>;

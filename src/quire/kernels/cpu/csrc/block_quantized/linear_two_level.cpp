@@ -53,13 +53,14 @@ struct TwoLevel {
   // U: registers at once.
   template <int R, int U>
   static void multiply(const UnitProduct& call, Prefetch prefetch) {
-    prefetch.spread(call.num_stretches * (kUnitOutputs / kLanesAtOnce));
+    constexpr int64_t kFetches = kFetchesByChunk ? kBlockInputs / kChunkInputs : 1;  // of a block
+    prefetch.spread(call.num_stretches * kFetches * (kUnitOutputs / kLanesAtOnce));
     for (int lane = 0; lane < kUnitOutputs; lane += kLanesAtOnce) {
       DotFloats results[R][U] = {};
       const uint8_t *stretch = call.unit, *x = call.x;
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
-        prefetch.step();
-        add_block<R, U>(call, stretch, lane, x, results);
+        if constexpr (!kFetchesByChunk) prefetch.step();
+        add_block<R, U>(call, stretch, lane, x, prefetch, results);
         x += kBlockInputs / kChunkInputs * kChunkRowBytes<kParts, Element>;
       }
       store_results<R, U>(results, call.results + lane);
@@ -68,7 +69,7 @@ struct TwoLevel {
 
   template <int R, int U>
   static void add_block(const UnitProduct& call, const uint8_t* stretch, int lane, const uint8_t* x,
-                        DotFloats (&results)[R][U]) {
+                        Prefetch& prefetch, DotFloats (&results)[R][U]) {
     const uint8_t* chunk = stretch + call.layout.codes + lane * 4;
     DotFloats factors[U];
 #pragma GCC unroll 2
@@ -76,6 +77,7 @@ struct TwoLevel {
       factors[u] =
           widen_fp16(stretch + unit_offset(u, call.unit_bytes) + (lane + lane_offset(u)) * 2);
     for (int i = 0; i < kBlockInputs / kChunkInputs; ++i) {
+      if constexpr (kFetchesByChunk) prefetch.step();
       const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
       add_group<R, U, 0>(call, codes.units, stretch, factors, lane, i, x, results);
       if constexpr (kParts == 2)
