@@ -156,6 +156,7 @@ class Sequence:
         "finish_reason",
         "first_scheduled_s",
         "forks",
+        "has_plain_outputs",
         "is_beam",
         "last_step_id",
         "max_model_len",
@@ -215,6 +216,10 @@ class Sequence:
         self.params = params
         #: Whether it belongs to a beam search, which chooses its tokens.
         self.is_beam = params.beam_width > 0
+        #: Whether a step's output for it is its token alone, unless it asks for log-probabilities.
+        self.has_plain_outputs = (
+            not self.is_beam and params.pooling is None and params.prompt_logprobs is None
+        )
         #: The grammar that its tokens obey, or None. With a grammar, its next step is planned only
         #: once all its tokens are known.
         self.constraint: Constraint | None = None

@@ -38,9 +38,11 @@ from quire.core.scheduling.proposals import Speculator
 from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.running_set import AppendSlots, RunningSet
 from quire.core.scheduling.step_results import (
+    OTHER_FIELDS,
     StepInFlight,
     extend,
     failure,
+    new_output,
     pooled_output,
 )
 from quire.core.scheduling.waiting import WaitingQueue
@@ -429,6 +431,12 @@ class Scheduler:
             if closes_gap:
                 sequence.num_pending_tokens += 1
                 step.num_sampling += 1
+                if (
+                    not sequence.has_plain_outputs
+                    or sequence.constraint is not None
+                    or computed + 1 >= sequence.max_num_tokens
+                ):
+                    step.events.add(row)
         self._in_flight.append(step)
         return step, tuple(named)
 
@@ -469,6 +477,7 @@ class Scheduler:
         self._builder.fork(child, parent, joins_step=True)
         assert child.row is not None
         step.rows[child.row] = (child, child.num_admissions, child.num_computed_tokens)
+        step.events.add(child.row)
         step.num_sampling += 1
 
     # ---- results ----------------------------------------------------------------------------
@@ -487,13 +496,23 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         counts_service = self.policy.counts_service
         rows, logprobs, pooled = step.rows, result.logprobs, result.pooled
+        events = step.events.union(step.drafts or (), logprobs, pooled)
+        finished = SequenceState.FINISHED
         for row, token_ids in zip(result.rows, result.token_ids, strict=True):
             sequence = rows[row][0]
-            if sequence.state is SequenceState.FINISHED:
+            if sequence.state is finished:
                 continue
             sequence.num_pending_tokens -= 1
             if counts_service:
                 self.policy.on_service(sequence, 0, len(token_ids))
+            # Nearly every row gets one token and goes on, without a call of a Python function.
+            if row not in events and token_ids[0] not in sequence.end_token_ids:
+                known = sequence.token_ids
+                known += token_ids
+                index, num_cached = sequence.branch_index, sequence.num_cached_tokens
+                fields = (sequence.request_id, index, token_ids, num_cached)
+                outputs.append(new_output(SequenceOutput, fields + OTHER_FIELDS))
+                continue
             if sequence.is_beam:
                 outputs += self._apply_beam(sequence, logprobs[row][0])
                 continue
