@@ -125,6 +125,32 @@ def test_a_steps_inputs_are_what_the_device_sampled() -> None:
     assert rows.history.token_ids[2, :5].tolist() == [5, 6, 7, 42, 43]
 
 
+@pytest.mark.parametrize("static_sizes", [(), (4,)], ids=["eager", "static"])
+def test_a_step_of_the_same_rows_is_the_last_one_with_new_numbers(
+    static_sizes: tuple[int, ...],
+) -> None:
+    rows = make_rows(static_sizes)
+    start = (admit(0, [5, 6], (1,)), admit(3, [7, 8, 9], (2,)))
+    chunks = (Chunk(0, 2), Chunk(3, 3))
+    sample(rows, step_of(rows, StepPlan(0, 2, 5, admit=start, chunks=chunks)), [40, 50])
+    first = step_of(rows, StepPlan(1, 2, 2))
+    sample(rows, first, [41, 51])
+    step = step_of(rows, StepPlan(2, 2, 2))
+    assert step is first
+    assert step.token_ids[:2].tolist() == [41, 51] and step.positions[:2].tolist() == [3, 4]
+    slots_of_rows = [1 * BLOCK_SIZE + 3, 2 * BLOCK_SIZE + 4]
+    assert step.attention.groups[0].slot_mapping[:2].tolist() == slots_of_rows
+    assert step.attention.context_lens_list == step.attention.context_lens[:2].tolist() == [4, 5]
+    sample(rows, step, [42, 52])
+    # A pause changes the step's rows, and padding overwrites its buffers.
+    paused = step_of(rows, StepPlan(3, 2, 1, chunks=(Chunk(3, 0),)))
+    assert paused.token_ids[:1].tolist() == [42] and paused.rows.tolist() == [0]
+    sample(rows, paused, [43])
+    if static_sizes:
+        rows.build_padding(4)
+    assert step_of(rows, StepPlan(4, 2, 2)).token_ids[:2].tolist() == [43, 52]
+
+
 def test_a_fork_has_the_tokens_that_only_the_device_knows() -> None:
     rows = make_rows(num_groups=2)
     start = admit(1, list(range(50, 61)), (1, 2), (11, 12))

@@ -130,6 +130,23 @@ class _Place:
         return MixedPlan(self.mixed, variant, self.buffer[self.layout.num_words :])
 
 
+@dataclass(frozen=True, slots=True)
+class _LastStep:
+    """The last step, whose numbers are kept because the same rows may decode again."""
+
+    #: The host's step, which `RowBatch` then returns again, with changed numbers.
+    host_step: StepBatch
+    place: _Place
+    #: The uploaded words on the host, and views into them.
+    words: Int64
+    numbers: _Numbers[Any]
+    #: [T] int64: what a row's number of tokens is added to for the index of each of its tokens in
+    #: the flattened token ids.
+    index_offsets: Int64
+    #: The step on the device.
+    step: StepBatch
+
+
 class DeviceRows:
     """Rows on a device; see `model_runner.StepRows`.
 
@@ -160,6 +177,7 @@ class DeviceRows:
         self._static_sizes, self._mixed_sizes = sorted(static_sizes), sorted(mixed_sizes)
         self._backend = backend
         self._places: dict[tuple[int, bool], _Place] = {}
+        self._last: _LastStep | None = None
         token_ids = torch.zeros(host.token_ids.shape, dtype=torch.int32, device=link.device)
         self._token_ids = token_ids.view(-1)
         #: The token ids on the device. The sampler reads them and appends to them.
@@ -240,6 +258,12 @@ class DeviceRows:
         if step.drafts is not None:
             places = step.drafts.places(self._host.num_tokens, length)
             self._write(self._token_ids, places, self._host.token_ids)
+        kept = self._last
+        if kept is not None and kept.host_step is step:  # the same rows decode once more
+            self._upload(kept)
+            kept.step.attention.context_lens_list = step.attention.context_lens_list
+            kept.step.states.context_lens_list = step.states.context_lens_list
+            return kept.step
         num_tokens, num_seqs = len(step.positions), len(step.rows)
         # A captured step reads embeddings of token ids alone.
         size = 0 if step.content_pieces else self._static_size(step)
@@ -250,34 +274,47 @@ class DeviceRows:
             place = self._make_place(num_tokens, num_seqs)
         words = np.zeros(len(place.buffer), np.int64)
         numbers = place.layout.open(words, np.int32)
-        lengths = step.num_new_tokens
-        numbers.positions[:num_tokens] = step.positions.numpy()
-        # Rotary positions may differ from the indices of tokens in their rows.
-        ends, starts = step.attention.context_lens.numpy(), step.attention.query_start.numpy()[:-1]
-        first_index = step.rows * length + ends - lengths - starts
-        numbers.token_index[:num_tokens] = np.repeat(first_index, lengths) + np.arange(num_tokens)
-        for slots, group in zip(numbers.slots, step.attention.groups, strict=True):
-            slots[:num_tokens] = group.slot_mapping.numpy()
+        for slots in numbers.slots:
             slots[num_tokens:] = NO_SLOT
         numbers.rows[:num_seqs] = step.rows
         num_sampling = len(step.sample_rows) - len(step.joined_lines)
         numbers.sample_index[:num_sampling] = step.sample_index.numpy()[:num_sampling]
         _fill_query_start(numbers.query_start, step.attention.query_start.numpy())
-        numbers.context_lens[:num_seqs] = step.attention.context_lens.numpy()
         num_words, variant = place.layout.num_words, None
         if place.mixed is not None:
             assert self._backend is not None
             plan_words = words[num_words:]
             variant, used = self._backend.write_plan(step.attention, place.mixed, plan_words)
             num_words += used
-        self._link.upload_into(place.buffer[:num_words], words[:num_words])
-        if not size:
+        # A row's tokens end at its context's length. (Rotary positions may be others.)
+        lengths, starts = step.num_new_tokens, step.attention.query_start.numpy()[:-1]
+        offsets = np.repeat(step.rows * length - lengths - starts, lengths) + np.arange(num_tokens)
+        made = self._step_batch(place, step, size, variant)
+        self._last = _LastStep(step, place, words[:num_words], numbers, offsets, made)
+        self._upload(self._last)
+        return made
+
+    def _upload(self, last: _LastStep) -> None:
+        """Send the numbers of a step, with the ones that change from step to step as the host's
+        step has them now."""
+        numbers, step, place = last.numbers, last.host_step, last.place
+        count, context_lens = len(step.positions), step.attention.context_lens.numpy()
+        ends = context_lens
+        if count != len(ends):
+            ends = np.repeat(ends, step.num_new_tokens)
+        np.add(last.index_offsets, ends, out=numbers.token_index[:count])
+        numbers.positions[:count] = step.positions.numpy()
+        for slots, group in zip(numbers.slots, step.attention.groups, strict=True):
+            slots[:count] = group.slot_mapping.numpy()
+        numbers.context_lens[: len(step.rows)] = context_lens
+        self._link.upload_into(place.buffer[: len(last.words)], last.words)
+        if not last.step.static_size:
             self._gather(place)
             self._replace_content_ids(place, step)
-        return self._step_batch(place, step, size, variant)
 
     def build_padding(self, size: int) -> StepBatch:
         """A step of the static size `size` without chunks that consists only of padding."""
+        self._last = None  # its buffers are overwritten
         place = self._static_place(size, is_mixed=False)
         words = np.zeros(place.layout.num_words, np.int64)
         numbers = place.layout.open(words, np.int32)
