@@ -4,7 +4,13 @@ import pytest
 
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
-from quire.core.sequence import LEGAL_TRANSITIONS, Sequence, SequenceState, make_sequences
+from quire.core.sequence import (
+    LEGAL_TRANSITIONS,
+    Sequence,
+    SequenceState,
+    find_plain_end,
+    make_sequences,
+)
 from quire.core.step import TokenLogprobs
 
 WAITING, RUNNING = SequenceState.WAITING, SequenceState.RUNNING
@@ -38,6 +44,19 @@ def test_the_table_of_transitions(before: SequenceState, after: SequenceState) -
         with pytest.raises(AssertionError, match=rf"r/0 {before.value}.*become {after.value}"):
             sequence.move_to(after)
         assert sequence.state is before
+
+
+def test_tokens_are_plain_up_to_the_end_of_the_slots_or_before_the_last_tokens() -> None:
+    sequence = make(prompt=3, max_tokens=4)
+    for num_slots, expected in ((4, 4), (5, 5), (8, 5)):
+        sequence.num_slots = num_slots
+        assert find_plain_end(sequence) == expected
+    sequence.shares_tail = True
+    assert find_plain_end(sequence) == 0
+    for params in ({"prompt_logprobs": 0}, {"beam_width": 2}):
+        sequence = make(**params)
+        sequence.num_slots = 4
+        assert find_plain_end(sequence) == 0
 
 
 def test_every_state_is_in_the_table() -> None:

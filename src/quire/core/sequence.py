@@ -179,6 +179,7 @@ class Sequence:
         "order",
         "params",
         "parent",
+        "plain_end",
         "prediction_token_ids",
         "priority",
         "prompt_logprobs",
@@ -293,6 +294,9 @@ class Sequence:
         self.block_tables: tuple[list[int], ...] = ()
         #: Number of tokens for which all tables have slots.
         self.num_slots = 0
+        #: While fewer tokens than this are computed, a step may compute the next one without any
+        #: check; see `find_plain_end`. 0 if that is not known.
+        self.plain_end = 0
         #: Whether its next token may change a block or state that has other holders or is a
         #: snapshot, so that a write must copy it first.
         self.shares_tail = False
@@ -454,6 +458,17 @@ class Sequence:
         elif len(token_ids) >= self.max_num_tokens:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason is not None
+
+
+def find_plain_end(sequence: Sequence) -> int:
+    """`plain_end` of a running sequence that decodes without drafts.
+
+    Up to there, each token has a slot in a block of the sequence's own and is sampled without a
+    mask. The token behind it is only appended, unless it is an end token.
+    """
+    if not sequence.has_plain_outputs or sequence.constraint is not None or sequence.shares_tail:
+        return 0
+    return min(sequence.num_slots, sequence.max_num_tokens - 2)
 
 
 def make_sequences(

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tests.core.harness import Harness, make_memory
 
-from quire.core.request import FinishReason
+from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.step import Chunk, EditKind, StepPlan, StepResult, TableEdit
@@ -324,3 +324,35 @@ def test_queue_time_is_counted_to_the_first_admission() -> None:
     sequence.arrival_s = 1.0
     harness.scheduler.schedule(3.5)
     assert harness.scheduler.admission.stats.queue_s == 2.5
+
+
+# ---- rows that only decode ----------------------------------------------------------------------
+
+
+def test_a_row_is_plain_up_to_the_end_of_its_slots_until_it_shares_or_loses_them() -> None:
+    harness = Harness(make_memory(num_blocks=20, block_size=4))
+    sequence = harness.add("a", 3, 40)
+    ends = []
+    for _ in range(4):
+        harness.step()
+        ends.append(sequence.plain_end)
+    assert ends == [0, 4, 8, 8]
+    child = harness.fork(sequence, 1)
+    harness.step()
+    assert child.row is not None and (sequence.plain_end, child.plain_end) == (0, 0)
+    harness.step()
+    harness.step()
+    assert sequence.plain_end == sequence.num_slots == 12
+    harness.scheduler.running_set.preempt(sequence, 0)
+    assert sequence.plain_end == 0
+    harness.run()
+
+
+def test_the_output_of_a_plain_row_has_all_its_fields() -> None:
+    harness = Harness()
+    sequence = harness.add("a", 5, 9)
+    harness.step()
+    harness.launch()
+    outputs = harness.land()
+    assert outputs == [SequenceOutput("a", 0, (sequence.token_ids[-1],), 0)]
+    assert isinstance(outputs[0], SequenceOutput) and outputs[0].ends_with_text is False

@@ -341,6 +341,7 @@ class KVCacheManager:
         child.public_chain[:] = parent.public_chain
         is_shared = bool(parent.num_computed_tokens % self.block_size or self.growth.states)
         child.shares_tail = parent.shares_tail = is_shared
+        child.plain_end = parent.plain_end = 0
 
     def _take_blocks(self, count: int, sequence: Sequence) -> list[int]:
         taken, evicted = self.pool.take(count)
@@ -426,6 +427,7 @@ class KVCacheManager:
         for table in states:
             table.clear()
         sequence.num_slots = growth.num_slots(sequence) if num_kept else 0
+        sequence.plain_end = 0
         slots = num_kept * self.block_size
         sequence.num_computed_tokens = min(computed, slots)
         sequence.num_confirmed_tokens = min(sequence.num_confirmed_tokens, slots)

@@ -61,6 +61,11 @@ def check_sequence(sequence: Sequence, growth: Growth) -> None:
     assert sequence.num_confirmed_tokens <= sequence.num_computed_tokens, sequence
     assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens, sequence
     assert len(sequence.token_ids) <= sequence.max_num_tokens, sequence
+    if computed < sequence.plain_end:
+        assert sequence.row is not None and sequence.num_tokens == computed + 1, sequence
+        assert sequence.has_plain_outputs and sequence.constraint is None, sequence
+        most = 0 if sequence.shares_tail else sequence.num_slots
+        assert sequence.plain_end <= min(most, sequence.max_num_tokens - 2), sequence
     if sequence.draft_token_ids:
         assert sequence.num_pending_tokens == 1, f"{sequence} has drafts behind unknown tokens"
         end = sequence.num_computed_tokens + len(sequence.draft_token_ids)

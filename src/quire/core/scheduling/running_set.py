@@ -224,7 +224,7 @@ class RunningSet:
         self._reserving.discard(sequence)
         self._builder.release(sequence.row)
         heapq.heappush(self.free_rows, sequence.row)
-        sequence.row = None
+        sequence.row, sequence.plain_end = None, 0
 
     # ---- blocks -----------------------------------------------------------------------------
 

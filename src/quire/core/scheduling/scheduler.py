@@ -46,7 +46,7 @@ from quire.core.scheduling.step_results import (
     pooled_output,
 )
 from quire.core.scheduling.waiting import WaitingQueue
-from quire.core.sequence import Sequence, SequenceState
+from quire.core.sequence import Sequence, SequenceState, find_plain_end
 from quire.core.step import Chunk, DraftOrder, StepPlan, StepResult, TokenLogprobs
 from quire.errors import (
     RequestNeverFitsError,
@@ -292,6 +292,8 @@ class Scheduler:
         # Last, add drafts behind decoding rows, with what the others leave.
         if self.drafting is not None and not self.drafting.is_resting:
             self.drafting.plan(chunks, budget)
+        if not len(self.waiting):  # so there are no forks
+            return []
         return [
             sequence
             for sequence, count in chunks.items()
@@ -347,10 +349,14 @@ class Scheduler:
             awaits = drafting.awaits
         contents = self.running_set.content_loads
         # First, give one token to each decoding row, and collect the rows that need a chunk.
-        # Most rows take the loop's last branch, which therefore makes no calls.
+        # Nearly all rows take the first branch, which reads few fields and makes no calls.
         for sequence in self.running:  # preemption removes from the end of the list
-            num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
             computed = sequence.num_computed_tokens
+            if computed < sequence.plain_end and awaits is None:
+                chunks[sequence] = 1
+                num_pairs += computed + 1
+                continue
+            num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
             gap = num_tokens - computed
             if awaits is not None and awaits(sequence):
                 num_paused += drafting is not None
@@ -380,6 +386,8 @@ class Scheduler:
             ) or self._slots.make_writable(sequence, self._next_step_id):
                 chunks[sequence] = 1
                 num_pairs += num_tokens
+                if self.drafting is None:
+                    sequence.plain_end = find_plain_end(sequence)
         # If a beam was preempted, so were all beams of its search, including beams already planned
         # or collected. Other sequences take blocks only from those of a later rank.
         if self.memory.growth.bounded:
@@ -387,19 +395,7 @@ class Scheduler:
                 del chunks[sequence]
             replays = [each for each in replays if each.row is not None]
             partial = [each for each in partial if each.row is not None]
-        num_decodes = len(chunks) + len(replays)
-        num_pairs += sum([sequence.num_tokens for sequence in replays])
-        num_left = self.config.max_num_batched_tokens - num_decodes
-        decodes = StepDemand(num_left, num_decodes, num_pairs, num_paused=num_paused)
-        demand = _with_prompts(decodes, partial, self.admission)
-        self.budget = budget = self.pacer.open_step(demand)
-        # Last, give tokens to replays, and chunks to prompts by rank, while the budget lasts.
-        for sequence in replays:
-            chunks[sequence] = self.admission.chunk(sequence, budget, is_replay=True)
-        for sequence in partial:
-            if not budget.is_spent and sequence.state is SequenceState.RUNNING:
-                chunks[sequence] = self.admission.schedule_prefill(sequence, budget)
-        return budget
+        return _plan_chunks(self, chunks, partial, replays, num_pairs, num_paused)
 
     def _launch(self, chunks: dict[Sequence, int]) -> tuple[StepInFlight, tuple[Chunk, ...]]:
         """Count the planned tokens as computed, and keep the step's record until its result is
@@ -410,12 +406,14 @@ class Scheduler:
         step_id, rows = step.step_id, step.rows
         # The step may copy a state for a row that got no tokens; then it holds the row's blocks.
         may_copy = bool(self.memory.growth.states and self._builder.copies)
+        num_tokens = num_sampling = 0
         for sequence in self.running:
             num_new_tokens = chunks.get(sequence, 0)
             row = sequence.row
             assert row is not None
             computed = sequence.num_computed_tokens + num_new_tokens
-            closes_gap = computed == len(sequence.token_ids) + sequence.num_pending_tokens
+            is_plain = num_new_tokens and computed <= sequence.plain_end
+            closes_gap = is_plain or computed == sequence.num_tokens
             if num_new_tokens != 1 or not closes_gap:
                 if num_new_tokens == 0:
                     named.append(Chunk(row, 0))
@@ -424,19 +422,20 @@ class Scheduler:
                     continue
                 if not sequence.draft_token_ids:  # else `Drafting.launch` names it
                     named.append(Chunk(row, num_new_tokens))
-            step.num_tokens += num_new_tokens
+            num_tokens += num_new_tokens
             sequence.num_computed_tokens = computed
             sequence.last_step_id = step_id
             rows[row] = (sequence, sequence.num_admissions, computed)
             if closes_gap:
                 sequence.num_pending_tokens += 1
-                step.num_sampling += 1
-                if (
+                num_sampling += 1
+                if not is_plain and (
                     not sequence.has_plain_outputs
                     or sequence.constraint is not None
                     or computed + 1 >= sequence.max_num_tokens
                 ):
                     step.events.add(row)
+        step.num_tokens, step.num_sampling = num_tokens, num_sampling
         self._in_flight.append(step)
         return step, tuple(named)
 
@@ -584,6 +583,34 @@ def fail_item(scheduler: Scheduler, digest: str, message: str) -> list[SequenceO
         if digest in (sequence.adapter, *(span.digest for span in rest)):
             outputs += scheduler.fail(sequence, message)
     return outputs
+
+
+def _plan_chunks(
+    scheduler: Scheduler,
+    chunks: dict[Sequence, int],
+    partial: list[Sequence],
+    replays: list[Sequence],
+    num_pairs: int,
+    num_paused: int,
+) -> StepBudget:
+    """Open the budget of a step whose decoding rows are in `chunks`, and give tokens of it to
+    `replays`, and then to `partial`, while it lasts. Returns the budget.
+
+    num_pairs, num_paused: those of `StepDemand`, without `replays`.
+    """
+    admission = scheduler.admission
+    num_decodes = len(chunks) + len(replays)
+    num_pairs += sum([sequence.num_tokens for sequence in replays])
+    num_left = scheduler.config.max_num_batched_tokens - num_decodes
+    decodes = StepDemand(num_left, num_decodes, num_pairs, num_paused=num_paused)
+    demand = _with_prompts(decodes, partial, admission)
+    scheduler.budget = budget = scheduler.pacer.open_step(demand)
+    for sequence in replays:
+        chunks[sequence] = admission.chunk(sequence, budget, is_replay=True)
+    for sequence in partial:
+        if not budget.is_spent and sequence.state is SequenceState.RUNNING:
+            chunks[sequence] = admission.schedule_prefill(sequence, budget)
+    return budget
 
 
 def _with_prompts(demand: StepDemand, partial: list[Sequence], admission: Admission) -> StepDemand:
