@@ -192,6 +192,8 @@ class DeviceRows:
         are edited."""
         host = self._host
         host.change(plan)
+        if not (plan.admit or plan.forks or plan.token_edits or plan.table_edits):
+            return
         for admission in plan.admit:
             # Copying from the host's array saves a conversion, but token edits may have changed the
             # array already.

@@ -243,14 +243,15 @@ class RunningSet:
         ignore the rank of `needy`.
         """
         pool, rank = self._memory.pool, () if from_all else needy.rank
+        if pool.num_free >= num_wanted:
+            return True
         # First, take blocks that no running sequence needs now; the cheapest to lose go first.
-        if pool.num_free < num_wanted:
-            self._reclaim_reserves(num_wanted)
-            self._reclaim_loaded(num_wanted, needy, rank)
-            self._reclaim_preempted(num_wanted, needy, rank)
-            num_missing = num_wanted - pool.num_free
-            if from_running and num_missing > 0 and self._memory.moves is not None:
-                self._memory.moves.stores.cancel_last(num_missing)
+        self._reclaim_reserves(num_wanted)
+        self._reclaim_loaded(num_wanted, needy, rank)
+        self._reclaim_preempted(num_wanted, needy, rank)
+        num_missing = num_wanted - pool.num_free
+        if from_running and num_missing > 0 and self._memory.moves is not None:
+            self._memory.moves.stores.cancel_last(num_missing)
         # Then preempt running sequences, from the last-ranked on.
         while (
             from_running
