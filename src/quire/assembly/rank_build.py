@@ -486,7 +486,7 @@ class _Builder:
 
     def _adapter_kernels(self) -> AdapterKernels:
         options = self.options
-        most = max(options.max_num_batched_tokens, options.max_num_seqs)
+        most = max(self._most_step_tokens, options.max_num_seqs)
         return self.setup.new_adapter_kernels(most, captures=not options.enforce_eager)
 
     def _runner(

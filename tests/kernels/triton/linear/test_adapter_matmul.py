@@ -125,3 +125,5 @@ def test_other_rows_are_named():
         add_adapters(torch.ones(3, 40), torch.ones(3, 154), weights, tiles)
     with pytest.raises(ValueError, match=r"must be \[any, 40\] torch.float32"):
         add_adapters(torch.ones(2, 41), torch.ones(2, 154), weights, tiles)
+    with pytest.raises(ValueError, match="9 rows, but tiles were made for 8"):
+        tiles.set(torch.zeros(9, dtype=torch.int32))

@@ -66,7 +66,9 @@ class AdapterTiles:
 
     def set(self, row_slots: torch.Tensor) -> None:
         """Make the tiles for row_slots [T] int32, on the host: slots below S, or -1 for no adapter.
-        The copy to the device is queued."""
+        The copy to the device is queued. Raises ValueError for more rows than there is room for."""
+        if len(row_slots) > len(self.order):
+            raise ValueError(f"{len(row_slots)} rows, but tiles were made for {len(self.order)}")
         row_slots_array = row_slots.numpy()
         used = np.flatnonzero(row_slots_array >= 0)
         had_rows, self.has_rows = self.has_rows, len(used) > 0
