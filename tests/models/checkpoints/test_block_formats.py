@@ -40,6 +40,16 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128, "num_hidden_layers": 2}
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+
+
+def methods_of_a_gpu() -> LinearMethods:
+    linears = TritonLinears(TORCH_OPERATORS, batch_invariant=False)
+    dense = load_weight_format(None).method(None, linears)
+    kept = BlockQuantizedMethods(None, linears)
+    return LinearMethods(dense, block_quantized=kept, groups_experts=True)
+
+
 class BlockQuantizedFiles(SafetensorsFiles):
     """The folder's tensors, of which some are random codes of the same shape."""
 
@@ -143,8 +153,8 @@ def test_codes_that_nothing_keeps_become_numbers_and_a_line(
 
 @pytest.mark.parametrize(
     ("unlike", "is_served"),
-    [({"down_proj": Q6}, True), ({"down_proj": Q6, "up_proj": Q6}, False), ({}, False)],
-    ids=["down", "up", "not block-quantized"],
+    [({"down_proj": Q6}, True), ({"down_proj": Q6, "up_proj": Q6}, False)],
+    ids=["down", "up"],
 )
 def test_experts_are_refused_that_a_gpu_cannot_multiply_at_once(
     unlike: dict[str, BlockFormat],
@@ -156,13 +166,7 @@ def test_experts_are_refused_that_a_gpu_cannot_multiply_at_once(
     monkeypatch.setattr(CHECKPOINT_SOURCES, "_entries", {"mine": BlockQuantizedFiles})
     for name, block_format in unlike.items():
         monkeypatch.setitem(_KINDS, name, block_format)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-    folder = save_checkpoint(HFQwen3MoeConfig, **SHAPE | experts)[0]
-    linears = TritonLinears(TORCH_OPERATORS, batch_invariant=False)
-    dense = load_weight_format(None).method(None, linears)
-    on_gpu = LinearMethods(
-        dense, block_quantized=BlockQuantizedMethods(None, linears), groups_experts=True
-    )
+    folder, on_gpu = save_checkpoint(HFQwen3MoeConfig, **SHAPE | EXPERTS)[0], methods_of_a_gpu()
     config = load_config(folder)
     anywhere = weight_bytes(folder, config, torch.float32, replace(on_gpu, groups_experts=False))
     if is_served:
@@ -172,3 +176,16 @@ def test_experts_are_refused_that_a_gpu_cannot_multiply_at_once(
         UnsupportedModelError, match=r"model\.layers\.0\.mlp\.experts have different"
     ):
         weight_bytes(folder, config, torch.float32, on_gpu)
+
+
+def test_one_dense_weight_makes_all_experts_dense_on_a_gpu(
+    save_checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """down_proj has no codes."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(CHECKPOINT_SOURCES, "_entries", {"mine": BlockQuantizedFiles})
+    folder = save_checkpoint(HFQwen3MoeConfig, **SHAPE | EXPERTS)[0]
+    found = weight_bytes(folder, load_config(folder), torch.float32, methods_of_a_gpu())
+    for name in ("gate_proj", "up_proj"):
+        monkeypatch.delitem(_KINDS, name)
+    assert found == weight_bytes(folder, load_config(folder), torch.float32, methods_of_a_gpu())

@@ -14,6 +14,7 @@ from torch import nn
 
 from quire.formats.block_quantized.weights import BlockFormat
 from quire.layers.embedding import VocabEmbedding
+from quire.layers.experts import Experts
 from quire.layers.linear import Linear, WeightSlot
 from quire.layers.sharded import LinearMethods, PartBlockFormats
 from quire.models.checkpoints.source import CheckpointSource
@@ -68,6 +69,29 @@ class BlockFormats:
                     )
                 else:
                     self._numbers[block_format.name] += prod(checkpoint.shape(source))
+        if methods.groups_experts:
+            self._dequantize_mixed_experts()
+
+    def _dequantize_mixed_experts(self) -> None:
+        """Dequantize all experts of a layer if some of their weights are dequantized.
+
+        One kernel multiplies all experts of a layer, and takes either codes or numbers.
+        """
+        for path, module in self._whole.named_modules():
+            if not isinstance(module, Experts):
+                continue
+            linears = {
+                f"{path}.{name}": linear
+                for name, linear in module.named_modules()
+                if isinstance(linear, Linear)
+            }
+            if all(each in self._linears and all(self._linears[each]) for each in linears):
+                continue
+            for each, linear in linears.items():
+                formats = self._linears.pop(each, [])
+                for size, block_format in zip(linear.part_sizes, formats, strict=False):
+                    if block_format is not None:
+                        self._numbers[block_format.name] += size * linear.input_size
 
     def _is_table(self, name: str) -> bool:
         path, _, parameter = name.rpartition(".")
