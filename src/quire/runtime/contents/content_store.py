@@ -24,7 +24,7 @@ import torch
 from quire.core.content_spans import Content
 from quire.core.step import ItemLoad
 from quire.errors import InvalidRequestError
-from quire.kernels.transfers import DeviceLink
+from quire.kernels.transfers import DeviceLink, current
 from quire.models.interface import InputEmbeds
 from quire.models.vision.vision_tower import Slices, VisionTower, finish
 from quire.observability.log import get_logger
@@ -183,8 +183,9 @@ class ContentStore:
         """See `engine.content_work.StoredContents`. Stops after the slice in which limit_s ends, or
         when a content is ready."""
         begin_s = time.perf_counter()
-        while self._run_slice() and time.perf_counter() < begin_s + limit_s:
-            pass
+        with current(self._link.device):
+            while self._run_slice() and time.perf_counter() < begin_s + limit_s:
+                pass
         self.encode_s += time.perf_counter() - begin_s
 
     def counts(self) -> dict[str, float]:
