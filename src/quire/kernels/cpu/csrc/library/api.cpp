@@ -49,15 +49,16 @@ bool has_avx_vnni() {
 }
 
 // Whether the processor has AMX's tiles and products of bytes (bits 24 and 25 of EDX of cpuid's
-// leaf 7), and the system lets this process use them. Linux saves the 8 KiB of tiles for processes
-// that asked for it (arch_prctl(2), ARCH_REQ_XCOMP_PERM).
-bool may_use_amx() {
+// leaf 7), and the system grants them to processes that ask.
+bool has_amx() {
 #if defined(__linux__)
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  constexpr long kGetSupported = 0x1021;  // ARCH_GET_XCOMP_SUPP of arch_prctl(2)
+  constexpr uint64_t kTileData = 1 << 18;
   constexpr unsigned kFeatures = 3u << 24;
   unsigned eax, ebx, ecx, edx;
+  uint64_t states = 0;
   return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kFeatures) == kFeatures &&
-         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+         syscall(SYS_arch_prctl, kGetSupported, &states) == 0 && (states & kTileData);
 #else
   return false;
 #endif
@@ -74,7 +75,7 @@ bool is_supported(std::string_view isa) {
   const bool dots = avx512 && __builtin_cpu_supports("avx512vnni") &&
                     __builtin_cpu_supports("avx512bf16");
   if (isa == "avx512_bf16") return dots;
-  if (isa == "avx512_amx") return dots && may_use_amx();
+  if (isa == "avx512_amx") return dots && has_amx();
   if (isa == "avx512") return avx512;
   if (isa == "avx_vnni") return avx2 && has_avx_vnni();
   if (isa == "avx2") return avx2;
@@ -82,6 +83,17 @@ bool is_supported(std::string_view isa) {
   if (ArmFeatures::of_this_processor().support(isa)) return true;
 #endif
   return isa == "portable";
+}
+
+// Asks the system for what a set of instructions needs. Linux saves the 8 KiB of AMX's tiles only
+// for processes that ask for it. Returns false if it was refused.
+bool request_permission(std::string_view isa) {
+#if defined(__linux__) && defined(__x86_64__)
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  if (isa == "avx512_amx") return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#endif
+  (void)isa;
+  return true;
 }
 
 }  // namespace
@@ -104,6 +116,7 @@ int32_t quire_isa_supported(int32_t index) { return is_supported(kTables[index]-
 int32_t quire_isa_optimized(int32_t index) { return kIsOptimized[index]; }
 
 void* quire_create(int32_t isa, int32_t num_threads) {
+  if (!request_permission(kTables[isa]->name)) return nullptr;
   try {
     return new Context{kTables[isa], Pool(num_threads)};
   } catch (...) {  // no memory, or no more threads: the caller gets null and says so
