@@ -26,8 +26,8 @@ class ContentOptions(Options):
         help="load the encoder of images when the engine starts, not for the first image",
         doc="load a multimodal model's encoder of images when the engine starts. By default it is"
         " loaded between steps when the first image comes, into memory that is reserved from the"
-        " start. A cache_dir, and engines of a fleet, always load it at the start, since their"
-        " caches are named after all weights.",
+        " start. On a GPU, with a cache_dir, and in engines of a fleet it is always loaded at the"
+        " start.",
     )
     encoder_cache_memory: int | str | None = option(
         None,

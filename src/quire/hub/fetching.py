@@ -155,7 +155,7 @@ def _fits(repository: Repository, files: Sequence[str], encoder: str) -> bool:
     if reason is None:
         return True
     if header is not None:  # else it would be found beside the model's header
-        header.unlink()
+        header.unlink(missing_ok=True)  # another process may have done the same
     _warn_once(f"{repository.name}: {encoder} is not fetched, and no images are taken: {reason}")
     return False
 

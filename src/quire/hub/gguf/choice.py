@@ -69,7 +69,8 @@ def choose_gguf(
 def choose_encoder(names: Collection[str], model: str) -> str | None:
     """The file with an encoder of images in the folder of a model's file; None if there is none.
 
-    Of several, the smallest that has all bits of most published encoders: numbers of 16 bits.
+    Of several, the first by quantization in the order of _ENCODER_LABELS: numbers of 16 bits first,
+    which most encoders are published in.
     """
     folder = PurePosixPath(model).parent
     found = [
