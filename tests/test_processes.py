@@ -252,6 +252,9 @@ IS_INTERRUPTED = """
 import os, pathlib, signal, time
 import pytest
 
+# Jobs of a shell in the background ignore it, and so do their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 @pytest.fixture(scope="module")
 def made():
     yield
