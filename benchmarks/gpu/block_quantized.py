@@ -119,11 +119,46 @@ def check_block_format(bench: Bench, block_format: BlockFormat) -> None:
     exact = torch.equal(source.unpack(rows.to(bench.device)).cpu(), numbers)
     bench.check(f"{block_format.name}: rows are the block format's numbers", exact)
     if not bench.small:
-        x = torch.randn(300, sizes[1], device=bench.device).to(bench.dtype)
-        many = _method(block_format, is_invariant=False).apply(linear, x)
-        error = relative_error(many.cpu(), x.double().cpu() @ codes.numbers().double().T)
-        bench.at_most(f"{block_format.name}, 300 rows", error, BOUNDS[bench.dtype], is_time=False)
+        for count in (70, 300):
+            _check_numbers(bench, _method(block_format, is_invariant=False), linear, codes, count)
     _check_experts(bench, block_format)
+
+
+def check_float8(bench: Bench) -> None:
+    """fp8 weights, with a scale for each 128 inputs and for each output, beside their numbers."""
+    sizes = (16, 128) if bench.small else (768, 1280)
+    for group in (128, 0):
+        block_format = BlockFormat(
+            f"fp8, groups of {group}", 8, group, is_float8=True, scale_dtype=torch.float32
+        )
+        # 0x7f and 0xff are NaN.
+        codes = torch.randint(0, 0x7F, sizes).byte() | torch.randint(0, 2, sizes).byte() << 7
+        scales = torch.rand(sizes[0], sizes[1] // (group or sizes[1])) * 0.001
+        rows = UnpackedRows(block_format, codes, scales)
+        linears = TritonLinears(TritonOperators(), batch_invariant=False)
+        method = BlockQuantizedMethods(None, linears).of(block_format)
+        assert method is not None
+        linear = _linear(method, rows, bench.device, bench)
+        for count in (3, 17) if bench.small else (1, 70, 300):
+            _check_numbers(bench, method, linear, rows, count)
+        wanted = torch.tensor([sizes[0] - 1, 0, 5])
+        source = method.tie(linear, torch.nn.Parameter(torch.empty(0, device=bench.device)))
+        assert source is not None
+        found = source.unpack(wanted.to(bench.device)).cpu()
+        exact = torch.equal(found, rows.numbers()[wanted].to(bench.dtype))
+        bench.check(f"{block_format.name}: rows are the weight's numbers", exact)
+
+
+def _check_numbers(
+    bench: Bench, method: LinearMethod, linear: LinearModule, codes: UnpackedRows, count: int
+) -> None:
+    """The products of `count` rows, beside those with the numbers that the codes stand for."""
+    x = torch.randn(count, codes.codes.shape[1], device=bench.device).to(bench.dtype)
+    error = relative_error(
+        method.apply(linear, x).cpu(), x.double().cpu() @ codes.numbers().double().T
+    )
+    name = f"{codes.block_format.name}, {count} rows"
+    bench.at_most(name, error, BOUNDS[bench.dtype], is_time=False)
 
 
 def _check_experts(bench: Bench, block_format: BlockFormat) -> None:

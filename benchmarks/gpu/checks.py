@@ -63,6 +63,7 @@ def all_checks(bench: Bench) -> list[Check]:
         )
         for block_format in block_quantized.BLOCK_FORMATS[: 1 if bench.small else None]
     ]
+    found.append(Check("codes: fp8", block_quantized.check_float8))
     return found + [Check(f"attention: {case.name}", case=case) for case in attention.cases(bench)]
 
 

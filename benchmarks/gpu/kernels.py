@@ -59,9 +59,11 @@ COVERS = {
         "block_quantized_matmul",
         "grouped_block_quantized_matmul",
         "block_quantized_rows",
+        "widened_block_matmul",
+        "float8_rows",
     ),
     "adapters": ("adapter_matmul",),
-    "experts": ("grouped_matmul", "grouped_int8_matmul", "grouped_int4_matmul"),
+    "experts": ("group_plan", "grouped_matmul", "grouped_int8_matmul", "grouped_int4_matmul"),
     "sampling": (*("scan_logits", "gumbel_sample", "edit_logits", "penalties", "token_logprobs"),),
     "attention": (
         *("paged_attention", "decode_work", "merge_parts", "latent_write", "latent_attention"),

@@ -351,7 +351,7 @@ def test_a_gguf_file_is_served_by_its_stem_with_its_own_tokenizer_and_template(t
 def test_engine_fetches_missing_weights_of_the_pinned_revision(monkeypatch, tmp_path):
     shutil.copytree(EMBEDDED_MODEL, tmp_path / "snapshot")
     found = FoundModel(tmp_path / "snapshot", has_weights=False, revision="abc")
-    monkeypatch.setattr(model_launch, "find_model", lambda *name, needs_tokenizer: found)
+    monkeypatch.setattr(model_launch, "find_model", lambda *name, **_: found)
     plan = make_plan({"model": "org/model", "revision": "main"}, ServerConfig())
     assert (plan.options.model, plan.options.revision) == ("org/model", "abc")
     assert plan.model_names == ("org/model",)
