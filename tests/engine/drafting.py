@@ -1,9 +1,9 @@
 """A proposer that knows the answers, and errs at random positions."""
 
+import math
 import random
 
 from quire.core.sampling_params import SamplingParams
-from quire.core.scheduling.asking_pauses import AskingPauses
 from quire.core.scheduling.cost_model import StepLoad, typical_model
 from quire.core.scheduling.drafts import Drafting
 from quire.core.scheduling.pacing import ConstantPacer, LearningPacer, StepPacer
@@ -58,8 +58,7 @@ def use_proposer(engine: Engine, answers: dict[Key, list[int]]) -> None:
     drafting = scheduler.drafting
     drafting.speculator = Recorded(answers)
     # Ask at each step, although that takes much of a tiny model's time.
-    drafting._pauses = AskingPauses()
-    drafting._pauses.pause = lambda budget, num_asked: None
+    drafting.begin = lambda now_s: Drafting.begin(drafting, math.inf)
 
 
 def recorded(outputs: list[RequestOutput], params: list[SamplingParams]) -> dict[Key, list[int]]:

@@ -66,7 +66,7 @@ def test_a_sure_drafter_goes_on_as_long_as_the_step_may_last() -> None:
 
 def test_rows_share_runs() -> None:
     """A run that does not pay for one of four rows pays for all of them."""
-    costs = DrafterCosts(0.75 * step_s(), 0.0, 0.0)
+    costs = DrafterCosts(0.85 * step_s(), 0.0, 0.0)
     one = choose_lengths([DraftCandidate(100, LIKELY, HERE)], open_budget(4), costs)
     assert one.lengths == [0]
     assert min(lengths(4, costs)) > 0

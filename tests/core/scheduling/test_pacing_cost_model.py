@@ -1,21 +1,12 @@
 """The fit, its order, and how it follows what steps take."""
 
-import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 
-from quire.core.scheduling.cost_model import (
-    NUM_SEGMENTS,
-    StepCostModel,
-    StepLoad,
-    StepSample,
-    typical_model,
-)
-from quire.core.scheduling.draft_lengths import DraftCandidate, choose_lengths, least_tokens
-from quire.core.scheduling.pacing import StepBudget
+from quire.core.scheduling.cost_model import NUM_SEGMENTS, StepCostModel, StepLoad, StepSample
 
 Truth = Callable[[StepLoad], float]
 FLOOR_S, TOKEN_S = 5e-3, 0.4e-3
@@ -245,31 +236,3 @@ def test_the_same_calls_give_the_same_model() -> None:
     loads = mixed_loads(20, seed=9)
     assert [first.predict_s(load) for load in loads] == [second.predict_s(load) for load in loads]
     assert first.predict_s(loads[0]) != fitted(overhead).predict_s(loads[0])
-
-
-def test_the_fixed_part_of_drafts_is_learned_and_forgotten() -> None:
-    """Only few steps have drafts, and it is a small part of them at first."""
-    plain, drafts = StepLoad(1, 100), StepLoad(1, 100).with_drafts(100, 2)
-    model = typical_model(plain, 1e-3)
-    extra_s = 1.5e-3
-    for _ in range(120):
-        model.observe(drafts, 1e-3 + extra_s)
-        for _ in range(5):
-            model.observe(plain, 1e-3)
-    assert model.predict_s(plain) == pytest.approx(1e-3, rel=0.03)
-    assert model.predict_s(drafts) - model.predict_s(plain) == pytest.approx(extra_s, rel=0.2)
-    for _ in range(2000):
-        model.observe(plain, 1e-3)
-    assert model.predict_s(plain) == pytest.approx(1e-3, rel=0.01)
-    assert model.predict_s(drafts) - model.predict_s(plain) < 0.5 * extra_s
-
-
-def test_a_long_guess_pays_though_its_first_draft_does_not() -> None:
-    """The first draft carries the fixed part of drafts."""
-    coefficients = list(typical_model(StepLoad(1, 100), 1e-3).coefficients)
-    coefficients[-1] = 1.5e-3
-    budget = StepBudget(64, StepLoad(1, 100), StepCostModel(coefficients))
-    assert 1 < least_tokens(budget, 8) < 2
-    assert choose_lengths([DraftCandidate(100, (1.0,))], budget).lengths == [0]
-    assert choose_lengths([DraftCandidate(100, (1.0,) * 8)], budget).lengths == [8]
-    assert least_tokens(budget, 1) == math.inf

@@ -25,16 +25,8 @@ MAX_SURPRISE = 0.5
 # time of each part, so that no part is left out.
 LEAST_SHARE = 0.02
 
-LEAST_DRAFTING_SHARE = 0.3
-"""The same for the fixed part of drafts. Only steps with drafts tell it, while the other fixed part
-is learned from all steps."""
-# By this share of the difference, each other step brings the fixed part of drafts back to
-# DRAFTING_S. Otherwise a part that was learned too large would stay so, because no step has drafts.
-FORGETTING_RATE = 1 / 256
-
-DRAFTING_S = 3e-4
-"""The seconds that a step takes to plan and verify drafts at all, until they were learned (the
-embedded model on a Zen 3)."""
+DRAFTING_S = 1e-4
+"""The seconds that a step takes to plan and verify drafts at all, until they were learned."""
 
 # A shorter prediction counts as unknown, because an error can't be distributed over its parts.
 SHORTEST_S = 1e-9
@@ -90,16 +82,10 @@ class StepLoad(NamedTuple):
     def with_drafts(self, num_computed_tokens: int, num_drafts: int) -> "StepLoad":
         """Return this load with drafts behind the token of a row that it has already."""
         pairs = num_drafts * (num_computed_tokens + 1) + num_drafts * (num_drafts + 1) // 2
-        return StepLoad(  # `_replace` would take twice as long
-            self.num_decodes + num_drafts,
-            self.num_decode_pairs,
-            self.num_chunk_tokens,
-            self.num_chunk_pairs + pairs,
-            self.num_logprob_tokens,
-            self.num_chunks,
-            self.num_context_tokens,
-            self.num_drafts + num_drafts,
-            self.num_replay_tokens,
+        return self._replace(
+            num_decodes=self.num_decodes + num_drafts,
+            num_chunk_pairs=self.num_chunk_pairs + pairs,
+            num_drafts=self.num_drafts + num_drafts,
         )
 
     def without_drafts(self, num_drafts: int) -> "StepLoad":
@@ -239,8 +225,7 @@ class StepCostModel:
         The error is distributed over the parts in proportion to the squares of their predicted
         times. This is Kaczmarz's projection in coordinates where each coefficient is 1. A segment's
         share is computed from the largest of its own and its neighbours' slopes; otherwise a slope
-        that is wrongly near 0 would stay there. Most of the error of a step with drafts goes to
-        their fixed part.
+        that is wrongly near 0 would stay there.
         """
         predicted_s = self.predict_s(load)
         if predicted_s < SHORTEST_S:  # all coefficients of such a step are still 0
@@ -254,10 +239,6 @@ class StepCostModel:
             (part * value + least_s) ** 2 if part else 0.0
             for part, value in zip(parts, _with_neighbours(values), strict=True)
         ]
-        if load.num_drafts:
-            shares[_DRAFTING] = (values[_DRAFTING] + LEAST_DRAFTING_SHARE * predicted_s) ** 2
-        else:
-            values[_DRAFTING] += FORGETTING_RATE * (DRAFTING_S - values[_DRAFTING])
         scale = surprise_s / sum(shares)
         for index, part in enumerate(parts):
             if part:

@@ -15,17 +15,16 @@ In models with states an accepted draft is computed twice. The choice of a draft
 The step that computes the draft again counts it like the chunks of prompts.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.core.scheduling.cost_model import SHORTEST_S, StepLoad
+from quire.core.scheduling.cost_model import StepLoad
 from quire.core.scheduling.drafter_costs import DrafterCosts
 from quire.core.scheduling.pacing import StepBudget
 
 GIVE_UP_RATE = 0.9
-"""The search ends at a rate below this share of the best one with drafts. It does not end at the
-first lower rate, because the predicted cost of rows has corners. The first draft costs the most."""
+"""The search ends at a rate below this share of the best one. It does not end at the first lower
+rate, because the predicted cost of rows has corners."""
 
 
 class Catching(NamedTuple):
@@ -59,24 +58,17 @@ class DraftChoice(NamedTuple):
     rate: float
 
 
-def least_tokens(budget: StepBudget, most: int) -> float:
-    """The number of tokens that drafts must be expected to bring so that any of them may pay. Steps
-    without drafts give this number of tokens in the time that the first draft takes. Infinity if
-    `most` drafts of a row would not pay, however sure they are."""
+def is_worth_drafts(budget: StepBudget) -> bool:
+    """Whether a draft that is sure to be accepted would pay in this step."""
     if budget.num_tokens <= 0:
-        return math.inf
+        return False
     model, load = budget.model, budget.load
     if model is None:
-        return 0.0
-    step_s = model.predict_s(load)
+        return True
+    decodes, step_s = decodes_of(load), model.predict_s(load)
     cost_s = model.predict_s(load.with_drafts(0, 1)) - step_s
-    all_s = model.predict_s(load.with_drafts(0, most)) - step_s
-    has_others = load.num_chunks or load.num_replay_tokens
-    decodes_s = model.predict_s(decodes_of(load)) if has_others else step_s
-    token_s = decodes_s / max(1, load.num_decodes)
-    if token_s < SHORTEST_S or min(cost_s, all_s / most) >= token_s:
-        return math.inf
-    return cost_s / token_s
+    decodes_s = step_s if decodes == load else model.predict_s(decodes)
+    return cost_s * load.num_decodes < decodes_s
 
 
 def choose_lengths(
@@ -152,7 +144,6 @@ def _best_count(
     expected = float(max(1, load.num_decodes))
     last_s = verify_s = model.predict_s(load)
     best, best_rate = 0, expected / (verify_s - others_s)
-    best_with_drafts = 0.0
     lengths = [0] * len(candidates)
     # A drafter's run pays only once several rows share it.
     patience = sum([candidate.catching is not None for candidate in candidates])
@@ -177,10 +168,9 @@ def _best_count(
             replay_s += chance * again_s
         expected += chance
         rate = expected / (verify_s + replay_s - others_s + drafter.charged_s)
-        best_with_drafts = max(best_with_drafts, rate)
         if rate > best_rate:
             best, best_rate = count, rate
-        elif rate < GIVE_UP_RATE * best_with_drafts and count - best >= patience:
+        elif rate < GIVE_UP_RATE * best_rate and count - best >= patience:
             break
     return best, best_rate
 

@@ -23,9 +23,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.scheduling.asking_pauses import AskingPauses
 from quire.core.scheduling.cost_model import NO_LOAD
-from quire.core.scheduling.draft_lengths import choose_lengths, decodes_of, least_tokens
+from quire.core.scheduling.draft_lengths import choose_lengths, decodes_of, is_worth_drafts
 from quire.core.scheduling.draft_options import (
     DraftingRow,
     DraftOption,
@@ -47,6 +46,13 @@ from quire.core.scheduling.running_set import AppendSlots, RunningSet
 from quire.core.scheduling.step_results import StepInFlight
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, DraftOrder, Drafts, StepPlan, StepResult
+
+ASKING_S = 20e-6
+"""About the seconds that asking for drafts takes, and again for each row (Zen 4, 2026-11)."""
+
+ASKING_SHARE = 0.005
+"""Asking in vain takes at most about this share of the time. A row of a large model is then asked
+in each step. A tiny model, or a crowd that has rarely use for drafts, is asked now and then."""
 
 LEAST_GAIN = 1.02
 """Drafts of the drafter must be expected to bring this many times the tokens per second that known
@@ -95,7 +101,8 @@ class Drafting:
         #: Whether the step that is being planned asks for no drafts and computes none again. Then
         #: `plan`, `launch` and `order` need not be called, which a tiny model's steps would notice.
         self.is_resting = False
-        self._pauses = AskingPauses()
+        # Engine time of the step that is being planned, and from which drafts are asked for again.
+        self._now_s = self._next_ask_s = -math.inf
         # Number of rows that were asked for this step, and whether one waits for its last token.
         self._num_asked, self._is_awaited = 0, False
         #: Proposer -> the counts of its drafts in steps that have ended.
@@ -104,10 +111,10 @@ class Drafting:
         #: verifying all drafts and of replays. 0 without a cost model.
         self.saved_s = 0.0
 
-    def begin(self) -> None:
-        """Begin to plan a step."""
-        self._pauses.begin_plan()
-        self.is_resting = self._pauses.num_left > 0 and not self._has_states
+    def begin(self, now_s: float) -> None:
+        """Begin to plan a step at the engine time now_s."""
+        self._now_s = now_s
+        self.is_resting = now_s < self._next_ask_s and not self._has_states
         if not self.is_resting:
             self._num_asked, self._is_awaited = 0, False
             self._budget, self._load_before = _NO_BUDGET, NO_LOAD
@@ -123,7 +130,7 @@ class Drafting:
             return True
         if sequence.num_pending_tokens != 1 or not self._may_have_drafts(sequence):
             return False
-        if self._pauses.num_left or self._most_drafts(sequence) < 1:
+        if self._now_s < self._next_ask_s or self._most_drafts(sequence) < 1:
             return False
         self._num_waits += 1
         is_awaited = self.model is not None and (
@@ -151,24 +158,23 @@ class Drafting:
         self._budget, self._load_before = budget, budget.load
         if budget.load.num_replay_tokens:
             self._load_before = budget.load._replace(num_replay_tokens=0)
-        if self._pauses.num_left:
+        if self._now_s < self._next_ask_s:
             return
         model = self.model
         if model is not None and not model.is_considered():
             if not self.speculator.has_proposers:
                 return
             model = None
-        least = least_tokens(budget, self._most)
-        if least < math.inf:
+        if is_worth_drafts(budget):
             rows = self._find_rows(chunks, budget, model)
-            known = sum([sum(row.known.survival) for row in rows])
-            if rows and (known >= least or model is not None):
+            if rows:
                 self._choose(rows, budget, model)
                 if model is not None:
                     model.end_plan(has_ordered=bool(self._ordered))
-        has_asked = self._num_asked > 0 or least == math.inf
-        if has_asked and not (self._planned or self._ordered or self._is_awaited):
-            self._pauses.pause(budget, self._num_asked)
+        # Without a model the time of a step is unknown, and so is what asking costs beside it.
+        if not (self._planned or self._ordered or self._is_awaited or budget.model is None):
+            asking_s = (1 + self._num_asked) * ASKING_S
+            self._next_ask_s = self._now_s + asking_s / ASKING_SHARE
 
     def _choose(
         self, rows: list[DraftingRow], budget: StepBudget, model: ModelDrafts | None
@@ -356,8 +362,6 @@ class Drafting:
             if proposal is not None:
                 counts = self.counts.setdefault(proposal.proposer, DraftCounts())
                 counts.add(len(proposal.token_ids), num_accepted)
-                if num_accepted:
-                    self._pauses.shorten()
                 self.saved_s += num_accepted * step.token_s
                 if row not in step.drafted:
                     self.speculator.learn(step.rows[row][0], proposal, num_accepted)

@@ -48,7 +48,7 @@ LATE_GAIN = 2
 # of Azure's conversations, 200 and 500 gave the same latencies as 80; 40 and 20 gave longer waits.
 LATE_PRICE = 80
 
-LEARNS_EVERY_S = 0.04
+LEARNS_EVERY_S = 0.01
 """Minimum time of steps that only decode, without drafts, between two from which `LearningPacer`
 learns. They are alike, and learning takes 17 us, which is much beside the steps of a tiny model."""
 

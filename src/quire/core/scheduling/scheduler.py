@@ -242,7 +242,7 @@ class Scheduler:
         # Then choose the tokens of each sequence; a suspected sequence runs alone.
         chunks: dict[Sequence, int] = {}
         if self.drafting is not None:
-            self.drafting.begin()
+            self.drafting.begin(now_s)
         suspect = self._fault_isolation.next_suspect()
         if suspect is not None:
             self._plan_alone(suspect, chunks, now_s)
