@@ -56,7 +56,7 @@ from quire.attention.triton_plan_words import ListBounds, PlanLayout, PlannedLis
 from quire.errors import ConfigurationError
 from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.transfers import DeviceLink
-from quire.kernels.triton.attention.decode_work import decode_work
+from quire.kernels.triton.attention.decode_work import ChunkRule, decode_work
 from quire.kernels.triton.attention.latent_attention import latent_attention
 from quire.kernels.triton.attention.latent_write import latent_write
 from quire.kernels.triton.attention.merge_parts import merge_parts
@@ -236,16 +236,8 @@ class TritonPagedAttention(AttentionBackend):
         most = lists.items.shape[0] * shape.num_head_tiles
         num_programs = min(most, self._num_resident(bound, shape))
         num_parts = self._layout(plan.size).bounds[place].num_parts
-        parts, scales = self._parts(bound, num_parts, num_programs)
-        work = AttendWork(
-            lists.items,
-            lists.num_items,
-            num_programs,
-            parts,
-            scales,
-            rule.parts_per_token,
-            rule.chunk_tokens,
-        )
+        items = lists.items, lists.num_items
+        work = self._attend_work(bound, rule, items, num_programs, num_parts)
         most_merging = self._limits.num_processors * MERGING_PROGRAMS // shape.num_heads
         num_merging = max(1, min(lists.merges.shape[0], most_merging))
         return _StepWork(shape.rows, work, lists.merges, lists.num_merges, num_merging)
@@ -259,17 +251,8 @@ class TritonPagedAttention(AttentionBackend):
         items, count, merges = decode_work(batch.query_start, batch.context_lens, batch.rows, rule)
         most = items.shape[0] * shape.num_head_tiles
         num_programs = min(most, self._num_resident(bound, shape))
-        parts, scales = self._parts(bound, items.shape[0], num_programs)
-        work = AttendWork(
-            items,
-            count,
-            num_programs,
-            parts,
-            scales,
-            rule.parts_per_token,
-            rule.chunk_tokens,
-            batch.visible_ends if bound.spec.sees_ahead else None,
-        )
+        ends = batch.visible_ends
+        work = self._attend_work(bound, rule, (items, count), num_programs, items.shape[0], ends)
         return _StepWork(None, work, merges)
 
     def _plan_mixed(self, bound: _BoundLayer, batch: AttentionBatch) -> _StepWork:
@@ -282,18 +265,31 @@ class TritonPagedAttention(AttentionBackend):
         num_programs = num_items * shape.num_head_tiles
         if shape.value_dim is not None:  # each program has memory for its own partial results
             num_programs = min(num_programs, self._num_resident(bound, shape))
-        parts, scales = self._parts(bound, host.num_parts, num_programs)
-        work = AttendWork(
-            items,
-            count,
+        ends = batch.visible_ends
+        work = self._attend_work(bound, rule, (items, count), num_programs, host.num_parts, ends)
+        return _StepWork(shape.rows, work, merges if len(host.merges) else None)
+
+    def _attend_work(
+        self,
+        bound: _BoundLayer,
+        rule: ChunkRule,
+        items: tuple[torch.Tensor, torch.Tensor],
+        num_programs: int,
+        num_parts: int,
+        visible_ends: torch.Tensor | None = None,
+    ) -> AttendWork:
+        """The work of a layer's attention. `items` are the list, and the number of its entries that
+        are set, [1]."""
+        parts, scales = self._parts(bound, num_parts, num_programs)
+        return AttendWork(
+            *items,
             num_programs,
             parts,
             scales,
             rule.parts_per_token,
             rule.chunk_tokens,
-            batch.visible_ends if bound.spec.sees_ahead else None,
+            visible_ends if bound.spec.sees_ahead else None,
         )
-        return _StepWork(shape.rows, work, merges if len(host.merges) else None)
 
     def _max_context(self, bound: _BoundLayer, batch: AttentionBatch) -> int:
         return batch.groups[bound.group].block_tables.shape[1] * bound.decode.block_size
