@@ -67,7 +67,7 @@ WAYS, KINDS = ("launched", "replayed"), ("decode", "mixed")
 
 
 class Counts:
-    """What was called so far, and the thread's time in it."""
+    """The numbers of launches and products so far, and the thread's time in them."""
 
     launches = 0
     products = 0

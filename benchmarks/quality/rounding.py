@@ -139,7 +139,7 @@ def round_rotated(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a row of the output rounds. None means that it is exact."""
+    """How a row of the output rounds activations and weights. None means that they are exact."""
 
     activations: Rounding | None = None
     weights: WeightRounding | None = None

@@ -34,7 +34,7 @@ MOST_UTILIZATION = 0.98
 
 # Bytes of the CUDA graph of a decode step outside the shared pool: its nodes in the driver and its
 # outputs. The graphs of mixed steps share a buffer for their outputs, so a size takes only their
-# nodes and the step's inputs, for up to two variants.
+# nodes and the step's inputs. Most models have up to two variants of a size.
 GRAPH_BYTES = 12 << 20
 MIXED_GRAPH_BYTES = 4 << 20
 

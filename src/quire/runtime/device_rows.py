@@ -297,8 +297,8 @@ class DeviceRows:
         return made
 
     def _upload(self, last: _LastStep) -> None:
-        """Send the numbers of a step, with the ones that change from step to step as the host's
-        step has them now."""
+        """Send a step's numbers. Those that change while the same rows decode are first taken from
+        the host's step."""
         numbers, step, place = last.numbers, last.host_step, last.place
         count, context_lens = len(step.positions), step.attention.context_lens.numpy()
         ends = context_lens

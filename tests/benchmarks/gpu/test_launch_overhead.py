@@ -39,8 +39,8 @@ def test_a_layer_launches_six_kernels_and_four_products_and_a_replayed_step_none
     for kind in ("decode", "mixed"):
         launched, replayed = found[kind, "launched"], found[kind, "replayed"]
         assert launched["num_steps"] == replayed["num_steps"] > 0
-        # Of a layer: two norms, rotation and writing, attention, its merge, the gate. The final
-        # norm and the work list are apart.
+        # A layer launches two norms, rotation and writing, attention, its merge, and the gate. The
+        # model launches the final norm and the work list once.
         assert launched["launches"] <= 6 * NUM_LAYERS + 2
         assert launched["products"] == 4 * NUM_LAYERS + 1
         # The logits are computed outside the graph.

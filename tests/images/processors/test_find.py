@@ -81,7 +81,7 @@ def test_the_settings_may_stand_in_one_file(tmp_path: Path) -> None:
 
 
 def test_changes_replace_the_settings_of_the_files(tmp_path: Path) -> None:
-    """Those of images, of videos, or of both."""
+    """A change replaces a setting of images, of videos, or of both."""
     folder = folder_with(
         tmp_path,
         config={"model_type": "qwen3_vl", "vision_config": VISION},

@@ -170,7 +170,7 @@ def test_blocks_in_the_pool_are_not_looked_up_in_the_tier() -> None:
 
 
 def test_a_prefix_splits_no_content_that_is_computed_in_one_step() -> None:
-    """What the blocks before the content need is named, and nothing behind them."""
+    """The match names the blocks that the prefix before the content needs, and no later block."""
     prefix = Prefix("window, full", random.Random(0))
     prefix.tiers.clear()
     chain = prefix.chains[0]
