@@ -101,6 +101,21 @@ def test_changes_replace_the_settings_of_the_files(tmp_path: Path) -> None:
         find_processor(folder, None, {"max_pixels": "x"})
 
 
+@pytest.mark.parametrize("kind", [kind for kind in _PROCESSORS if kind != "mistral3"])
+def test_no_family_takes_a_setting_that_it_does_not_read(tmp_path: Path, kind: str) -> None:
+    size = {"height": 448, "width": 448}
+    fields = {"internvl": {"size": size}, "idefics3": TILES, "smolvlm": TILES}
+    vision = {"image_size": [448, 448]} if kind == "internvl" else VISION
+    folder = folder_with(
+        tmp_path,
+        config={"model_type": kind, "vision_config": vision},
+        preprocessor_config=fields.get(kind, {"do_resize": True}),
+    )
+    assert find_processor(folder, None, {"rescale_factor": 0.01}) is not None
+    with pytest.raises(CheckpointError, match="do_pan is no setting of the model's image"):
+        find_processor(folder, None, {"do_pan": True})
+
+
 @pytest.mark.parametrize(
     ("config", "size", "around", "named"),
     [

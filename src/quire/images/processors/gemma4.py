@@ -37,10 +37,7 @@ class Gemma4Processor(ImageProcessor):
         if self.most_tokens not in _NUM_TOKENS:
             raise settings.wrong("max_soft_tokens", f"one of {', '.join(map(str, _NUM_TOKENS))}")
         self._resample = settings.resample(BICUBIC)
-        is_normalized = settings.flag("do_normalize", False)
-        self._normalize = Normalizer(
-            Settings({**image_fields, "do_normalize": is_normalized}), (0.0,) * 3, (1.0,) * 3
-        )
+        self._normalize = Normalizer(settings, (0.0,) * 3, (1.0,) * 3, do_normalize=False)
 
     @property
     def identity(self) -> tuple[object, ...]:

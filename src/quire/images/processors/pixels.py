@@ -107,13 +107,20 @@ class Normalizer:
     transformers.
     """
 
-    def __init__(self, settings: Settings, mean: Sequence[float], std: Sequence[float]) -> None:
-        """mean, std: the defaults of the family's processor."""
+    def __init__(
+        self,
+        settings: Settings,
+        mean: Sequence[float],
+        std: Sequence[float],
+        *,
+        do_normalize: bool = True,
+    ) -> None:
+        """mean, std, do_normalize: the defaults of the family's processor."""
         import numpy as np  # a server for text never loads it
 
         is_rescaled = settings.flag("do_rescale", True)
         self.factor = settings.number("rescale_factor", 1 / 255) if is_rescaled else 1.0
-        is_normalized = settings.flag("do_normalize", True)
+        is_normalized = settings.flag("do_normalize", do_normalize)
         self.mean = settings.triple("image_mean", mean) if is_normalized else (0.0,) * 3
         self.std = settings.triple("image_std", std) if is_normalized else (1.0,) * 3
         if 0.0 in self.std:
