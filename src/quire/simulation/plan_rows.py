@@ -1,9 +1,10 @@
 """The rows of all live sequences, as the plans of steps change them.
 
 `PlanRows` carries out plans on counts of tokens and on block tables; it has no token ids. With it,
-`planned_work` counts the work of steps, and `fakes.fake_runner` checks what they read and write. A
-plan that contradicts the rows is refused: an AssertionError lists the row's changes in the last
-plans.
+`planned_work` counts the work of steps. `fakes.fake_rows` adds the tokens' fingerprints, with which
+`fakes.fake_runner` checks what steps read and write. A plan that contradicts the rows is refused:
+an AssertionError lists the row's changes in the last plans. The rest of the simulation reads plans
+through this file alone.
 """
 
 from collections import defaultdict, deque
@@ -13,8 +14,10 @@ from typing import NamedTuple, NoReturn
 
 from quire.core.step import (
     HOLE_BLOCK,
+    BlockCopy,
     Chunk,
     EditKind,
+    ItemLoad,
     RowAdmission,
     RowFork,
     StepPlan,
@@ -67,6 +70,57 @@ def _describe(plan: StepPlan, row: int | None) -> str:
     return "; ".join(parts)
 
 
+def plan_bytes(plan: StepPlan) -> bytes:
+    """The bytes of a plan for digests. They are equal in different processes."""
+    admissions = [(*admission[:5], admission.branch_index) for admission in plan.admit]
+    forks = [(fork.row, fork.source_row, fork.branch_index, fork.joins_step) for fork in plan.forks]
+    token_edits = [tuple(edit) for edit in plan.token_edits]
+    edits = [(edit[0], edit[1], edit.kind.value, *edit[3:]) for edit in plan.table_edits]
+    chunks = [tuple(chunk) for chunk in plan.chunks]
+    head = (plan.step_id, plan.num_rows, plan.num_tokens, plan.release)
+    rows = (admissions, forks, token_edits, edits, chunks)
+    loads = [loads for loads in (plan.adapter_loads, plan.content_loads) if loads]
+    return repr((head, rows, plan.copies, *loads)).encode()
+
+
+class PlanCounts(NamedTuple):
+    """Counts of a plan's changes."""
+
+    num_releases: int
+    #: Sequences that enter rows, forks included.
+    num_admissions: int
+    #: Tokens of the admitted sequences, except forks.
+    num_admitted_tokens: int
+    #: Blocks in the tables of the admitted sequences, except forks.
+    num_admitted_blocks: int
+    num_joined_forks: int
+    #: Blocks that table edits append, and those that they put in place of other blocks.
+    num_appended_blocks: int
+    num_replaced_blocks: int
+    num_copies: int
+    #: Admissions whose first table names the target of a copy.
+    num_partial_hits: int
+
+
+def count_changes(plan: StepPlan) -> PlanCounts:
+    """Count a plan's changes, which need not have been made."""
+    of_kind = dict.fromkeys(EditKind, 0)
+    for edit in plan.table_edits:
+        of_kind[edit.kind] += len(edit.block_ids)
+    targets = {copy.target for copy in plan.copies}
+    return PlanCounts(
+        num_releases=len(plan.release),
+        num_admissions=len(plan.admit) + len(plan.forks),
+        num_admitted_tokens=sum(len(each.token_ids) for each in plan.admit),
+        num_admitted_blocks=sum(len(table) for each in plan.admit for table in each.block_tables),
+        num_joined_forks=sum(fork.joins_step for fork in plan.forks),
+        num_appended_blocks=of_kind[EditKind.APPEND],
+        num_replaced_blocks=of_kind[EditKind.REPLACE],
+        num_copies=len(plan.copies),
+        num_partial_hits=sum(not targets.isdisjoint(each.block_tables[0]) for each in plan.admit),
+    )
+
+
 @dataclass(slots=True, eq=False)
 class PlanRow:
     """A live row. The next sequence with the same row number has another `PlanRow`."""
@@ -83,8 +137,10 @@ class PlanRow:
     #: The largest `num_computed` that a TRUNCATE has lowered; 0 if there was none.
     num_cut: int = 0
     #: The number of drafts that a step in flight verifies. `num_tokens` and `num_computed` count as
-    #: if all were rejected, until `PlanRows.end_drafts`.
+    #: if all were rejected, until `PlanRows.land`.
     num_drafts: int = 0
+    #: The number of the row's last tokens that steps in flight will sample; see `PlanRows.land`.
+    num_unknown: int = 0
 
 
 class RowChunk(NamedTuple):
@@ -105,7 +161,7 @@ class ComputedRows:
 
     #: The rows that no chunk names; each computes one token.
     decodes: list[PlanRow] = field(default_factory=list)
-    #: The chunks that compute tokens, by row number.
+    #: The chunks that compute tokens, by row number and in the plan's order.
     chunks: dict[int, RowChunk] = field(default_factory=dict)
     #: The rows that get a token. Forks that join the step are last.
     sampling: list[PlanRow] = field(default_factory=list)
@@ -127,6 +183,10 @@ class PlanRows:
         #: For each group, counts by block; blocks that have left all tables may be listed with 0.
         self.num_holders: dict[int, dict[int, int]] = defaultdict(dict)
         self.num_common: dict[int, int] = defaultdict(int)
+        #: By row number, the source row of each fork that joins the step of the last plan.
+        self.joining: dict[int, int] = {}
+        #: The block copies of the last plan.
+        self.copies: tuple[BlockCopy, ...] = ()
 
     def reset(self) -> None:
         """Drop all rows."""
@@ -135,47 +195,51 @@ class PlanRows:
         self.num_common.clear()
 
     def change(self, plan: StepPlan) -> None:
-        """Carry out release, admit, forks, token_edits and table_edits."""
+        """Carry out a plan's changes. Adapters are loaded before rows are admitted, which makes no
+        difference to rows that use other slots."""
         live = self.live
+        self.history.add(plan)
+        self.joining = {fork.row: fork.source_row for fork in plan.forks if fork.joins_step}
         for number in plan.release:
             self._count_tables(self._row(number, "release"), -1)
             del live[number]
+        for load in plan.adapter_loads:
+            self.load_adapter(load)
         for admission in plan.admit:
-            self._admit(admission)
+            self.admit(admission)
         for fork in plan.forks:
-            self._fork(fork)
+            self.fork(fork)
         for token_edit in plan.token_edits:
-            self._edit_tokens(token_edit)
+            self.edit_tokens(token_edit)
         for table_edit in plan.table_edits:
             self.edit_table(table_edit)
+        for load in plan.content_loads:
+            self.load_content(load)
+        self.copies = plan.copies
         if len(live) != plan.num_rows:
             self.history.refuse(f"{len(live)} rows live, the plan says {plan.num_rows}")
 
     def compute(self, plan: StepPlan) -> ComputedRows:
         """Count the step's tokens as computed, and one more token for each row that samples.
 
-        The plan's changes have been made. Drafts are counted when `end_drafts` is called.
+        The plan's changes have been made. Drafts are counted when `land` is called.
         """
-        # First, find the rows that decode: those that no chunk names and that don't join.
+        # First, compute the chunks.
         live, refuse, step = self.live, self.history.refuse, ComputedRows()
-        joining = {fork.row: fork.source_row for fork in plan.forks if fork.joins_step}
-        named: dict[int, Chunk] = {}
+        named: set[int] = set()
         for chunk in plan.chunks:
-            if chunk.row not in live or chunk.row in joining or chunk.row in named:
+            if chunk.row not in live or chunk.row in self.joining or chunk.row in named:
                 refuse(f"{chunk} names a row that is not live, or twice", chunk.row)
-            named[chunk.row] = chunk
-        # Then, count tokens. A row without uncomputed tokens samples.
-        num_tokens = 0
+            named.add(chunk.row)
+            if chunk.num_new_tokens:
+                step.chunks[chunk.row] = self._compute_chunk(live[chunk.row], chunk)
+        # Then, let rows decode that no chunk names and that don't join. A row without uncomputed
+        # tokens samples.
         for number, row in live.items():
             if number in named:
-                count = named[number].num_new_tokens
-                if not count:
+                if number not in step.chunks or row.num_computed < row.num_tokens:
                     continue
-                step.chunks[number] = self._compute_chunk(row, named[number])
-                num_tokens += count
-                if row.num_computed < row.num_tokens:
-                    continue
-            elif number in joining:
+            elif number in self.joining:
                 continue
             else:
                 if row.num_tokens - row.num_computed != 1 or row.num_drafts:
@@ -183,23 +247,27 @@ class PlanRows:
                 row.num_computed += 1
                 step.decodes.append(row)
             row.num_tokens += 1
+            row.num_unknown += 1
             step.sampling.append(row)
+        num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks.values())
         num_tokens += len(step.decodes)
         if num_tokens != plan.num_tokens:
             refuse(f"{num_tokens} tokens to compute, the plan says {plan.num_tokens}")
         if not num_tokens:
             refuse("a step that computes nothing")
         # Finally, let forks join: they sample from their source rows' logits.
-        for number, source_number in joining.items():
+        for number, source_number in self.joining.items():
             self._join(live[number], live[source_number], step)
         return step
 
-    def end_drafts(self, row: PlanRow, num_accepted: int, *, are_computed: bool = True) -> None:
-        """Count the accepted drafts of a row, once they are known, as its tokens.
+    def land(self, row: PlanRow, num_accepted: int, *, are_computed: bool = True) -> None:
+        """Note that the oldest step in flight has sampled a row, and count its accepted drafts as
+        tokens.
 
-        are_computed: whether they count as computed, too. In models with states they don't.
+        are_computed: whether the drafts count as computed, too. In models with states they don't.
         """
         row.num_drafts = 0
+        row.num_unknown -= 1
         row.num_tokens += num_accepted
         if are_computed:
             row.num_computed += num_accepted
@@ -216,7 +284,14 @@ class PlanRows:
 
     # ---- the plan's changes -----------------------------------------------------------------
 
-    def _admit(self, admission: RowAdmission) -> None:
+    def load_adapter(self, load: ItemLoad) -> None:
+        """Load an adapter into its slot; nothing here depends on it."""
+
+    def load_content(self, load: ItemLoad) -> None:
+        """Load a content into its slot; nothing here depends on it."""
+
+    def admit(self, admission: RowAdmission) -> PlanRow:
+        """Add a row. Returns it."""
         number = admission.row
         if number in self.live:
             self.history.refuse(f"admission into row {number}, which is live", number)
@@ -227,8 +302,10 @@ class PlanRows:
         row = PlanRow(number, admission, len(admission.token_ids), num_computed, tables)
         self.live[number] = row
         self._count_tables(row, 1)
+        return row
 
-    def _fork(self, fork: RowFork) -> None:
+    def fork(self, fork: RowFork) -> None:
+        """Add a row that is a copy of another."""
         number = fork.row
         if number in self.live:
             self.history.refuse(f"fork into row {number}, which is not free", number)
@@ -241,7 +318,8 @@ class PlanRows:
         self.live[number] = row
         self._count_tables(row, 1)
 
-    def _edit_tokens(self, edit: TokenEdit) -> None:
+    def edit_tokens(self, edit: TokenEdit) -> None:
+        """Change the number of a row's tokens."""
         row, first = self._row(edit.row, "token edit"), edit.first_position
         if not 0 < first <= row.num_tokens:
             self.history.refuse(f"{edit} of a row with {row.num_tokens} tokens", edit.row)
@@ -333,4 +411,5 @@ class PlanRows:
         if row.tables != source.tables:
             refuse(f"{joins}, but their tables are {row.tables} and {source.tables}", row.number)
         row.num_tokens, row.num_computed = source.num_tokens, source.num_computed
+        row.num_unknown += 1
         step.sampling.append(row)

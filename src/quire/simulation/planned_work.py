@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from quire.core.scheduling.cost_model import StepLoad
-from quire.core.step import EditKind, StepPlan
-from quire.simulation.plan_rows import PlanRows
+from quire.core.step import StepPlan
+from quire.simulation.plan_rows import PlanRows, count_changes
 
 #: After a step with _FEW prompt tokens or less, the processor's caches are almost unchanged. After
 #: _MOST or more, their content is replaced. In between, the additional time of the next step grows
@@ -82,7 +82,6 @@ class PlannedWorkCounter:
         """
         # First, apply the plan, and count what its step computes.
         rows = self._rows
-        rows.history.add(plan)
         rows.change(plan)
         step = rows.compute(plan)
         contexts = [row.num_computed for row in step.decodes]
@@ -95,31 +94,26 @@ class PlannedWorkCounter:
         # `num_common` also counts rows with prompts, so it may be too large for the decoding rows:
         # these read at least the tokens of one mean context.
         num_read = max(num_read, -(-num_pairs // max(1, num_decodes)))
-        # Then, count the blocks that enter tables.
-        num_appended_blocks = sum(
-            len(edit.block_ids) for edit in plan.table_edits if edit.kind is EditKind.APPEND
-        )
-        num_new_blocks = num_appended_blocks + sum(
-            len(table) for admission in plan.admit for table in admission.block_tables
-        )
-        # Finally, update the coldness for the next step.
+        # Then, update the coldness for the next step.
         coldness = self._coldness
         self._coldness = coldness * _WARMING if coldness > _WARM else 0.0
         if load.num_chunk_tokens:
             self._coldness = max(_coldness_after(load.num_chunk_tokens), self._coldness)
+        # Finally, count the changes.
+        counts = count_changes(plan)
         return PlannedWork(
             load,
             max(contexts),
             tuple([row.number for row in step.sampling]),
             len(rows.live),
-            num_new_blocks,
-            len(plan.admit) + len(plan.forks),
-            sum(len(admission.token_ids) for admission in plan.admit),
-            len(plan.release),
+            counts.num_admitted_blocks + counts.num_appended_blocks,
+            counts.num_admissions,
+            counts.num_admitted_tokens,
+            counts.num_releases,
             coldness=coldness,
             num_read=num_read,
             num_context=sum(contexts),
-            num_appended_blocks=num_appended_blocks,
+            num_appended_blocks=counts.num_appended_blocks,
             beams={
                 row.number: row.admission.params.num_beam_candidates
                 for row in step.sampling

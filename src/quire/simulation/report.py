@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 
 from quire.core.scheduling.scheduler import Scheduler
-from quire.core.step import EditKind, StepPlan
+from quire.core.step import StepPlan
+from quire.simulation.plan_rows import count_changes
 
 
 @dataclass(slots=True)
@@ -108,16 +109,12 @@ class SimulationReport:
         self.num_steps += 1
         self.max_num_running = max(self.max_num_running, plan.num_rows)
         self.max_num_waiting = max(self.max_num_waiting, num_waiting)
-        self.num_joined_forks += sum(fork.joins_step for fork in plan.forks)
-        if not plan.copies:
-            return
-        self.num_copied_blocks += len(plan.copies)
-        replacing = [edit for edit in plan.table_edits if edit.kind is EditKind.REPLACE]
-        self.num_cow_blocks += sum(len(edit.block_ids) for edit in replacing)
-        targets = {copy.target for copy in plan.copies}
-        self.num_partial_hits += sum(
-            not targets.isdisjoint(admission.block_tables[0]) for admission in plan.admit
-        )
+        counts = count_changes(plan)
+        self.num_joined_forks += counts.num_joined_forks
+        if counts.num_copies:
+            self.num_copied_blocks += counts.num_copies
+            self.num_cow_blocks += counts.num_replaced_blocks
+            self.num_partial_hits += counts.num_partial_hits
 
     def add_counts(self, scheduler: Scheduler) -> None:
         """Add the counts of a scheduler and its KV memory; called once, after their last step."""

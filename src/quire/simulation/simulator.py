@@ -46,6 +46,7 @@ from quire.simulation.fakes.fake_runner import FakeRunner, Faults
 from quire.simulation.fakes.fake_source import FakeSource
 from quire.simulation.fakes.fake_speculator import FakeSpeculator
 from quire.simulation.fakes.fake_tiers import FakeTiers, KeptContents, simulated_tier
+from quire.simulation.plan_rows import plan_bytes
 from quire.simulation.report import SimulationReport
 from quire.simulation.step_time import StepTime
 from quire.simulation.virtual_engine import VirtualClock
@@ -132,8 +133,8 @@ class Simulator:
         if config.snapshot_tokens:
             self.memory.snapshots.interval = config.snapshot_tokens
         self.adapters, self.contents = _make_adapters(self), _make_contents(self)
-        self.runner.take_adapter = self.adapters.pop_ready
-        self.runner.take_content = self.contents.pop_ready
+        self.runner.rows.take_adapter = self.adapters.pop_ready
+        self.runner.rows.take_content = self.contents.pop_ready
         self.scheduler = Scheduler(
             SchedulerConfig(
                 config.max_num_seqs,
@@ -224,7 +225,7 @@ class Simulator:
         num_beyond = _num_beyond_budget(plan, self.scheduler.running)
         assert plan.num_tokens <= self.config.max_num_batched_tokens + num_beyond
         assert plan.num_rows <= self.config.max_num_seqs
-        self._digest.update(_plan_bytes(plan))
+        self._digest.update(plan_bytes(plan))
         self.report.count_plan(plan, len(self.scheduler.waiting))
         return self.step_time.draw_s(plan.num_tokens)
 
@@ -460,16 +461,3 @@ def _result_bytes(result: StepResult) -> bytes:
     """The bytes of a result for the digest. Log-probabilities are left out, since they depend on
     the tokens only."""
     return repr((result.step_id, result.rows, result.token_ids)).encode()
-
-
-def _plan_bytes(plan: StepPlan) -> bytes:
-    """The bytes of a plan for the digest. They are equal in different processes."""
-    admissions = [(*admission[:5], admission.branch_index) for admission in plan.admit]
-    forks = [(fork.row, fork.source_row, fork.branch_index, fork.joins_step) for fork in plan.forks]
-    token_edits = [tuple(edit) for edit in plan.token_edits]
-    edits = [(edit[0], edit[1], edit.kind.value, *edit[3:]) for edit in plan.table_edits]
-    chunks = [tuple(chunk) for chunk in plan.chunks]
-    head = (plan.step_id, plan.num_rows, plan.num_tokens, plan.release)
-    rows = (admissions, forks, token_edits, edits, chunks)
-    loads = [loads for loads in (plan.adapter_loads, plan.content_loads) if loads]
-    return repr((head, rows, plan.copies, *loads)).encode()

@@ -10,23 +10,18 @@ To reveal errors of overlapped steps, the forward pass of a step runs as late as
 the blocks that a later plan assigns are overwritten as soon as that plan is executed.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import deque
 from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
 
-from quire.core.adapters import NO_SLOT
 from quire.core.content_spans import spans_between
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import (
     HOLE_BLOCK,
-    BlockCopy,
     Drafted,
     Drafts,
-    ItemLoad,
-    RowAdmission,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -36,14 +31,12 @@ from quire.simulation.fakes.fake_drafter import check_order, fake_drafts
 from quire.simulation.fakes.fake_model import (
     MASK,
     FakeModel,
-    Fingerprints,
-    adapter_start,
     extend,
     extend_all,
     fake_pooled,
-    fingerprints_of,
     mix,
 )
+from quire.simulation.fakes.fake_rows import FakeRows
 from quire.simulation.fakes.fake_step import (
     FakeStep,
     RowStep,
@@ -53,8 +46,7 @@ from quire.simulation.fakes.fake_step import (
     sampled_tokens,
 )
 from quire.simulation.fakes.fake_store import FakeStore
-from quire.simulation.fakes.plan_bounds import PlanBounds
-from quire.simulation.plan_rows import PlanHistory, PlanRow, PlanRows, RowChunk
+from quire.simulation.plan_rows import RowChunk
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -113,32 +105,16 @@ class FakeRunner:
         draft_error_rate: float = 0.0,
     ) -> None:
         """draft_error_rate: the share of wrong tokens among the drafts that plans order."""
-        #: A function that is called with the digest of each adapter that a plan loads.
-        self.take_adapter: Callable[[str], object] = lambda digest: None
-        #: The same for contents.
-        self.take_content: Callable[[str], object] = lambda digest: None
         self.model = model or FakeModel()
         self.faults = faults or Faults()
         self.block_size = block_size
-        self.rows = PlanRows(block_size)
+        self.rows = FakeRows(groups, num_blocks, block_size, max_num_rows, max_num_tokens)
         self.history = self.rows.history
         self.store = FakeStore(self.history, len(groups), num_blocks, block_size)
-        self._bounds = PlanBounds(
-            self.history, groups, num_blocks, block_size, max_num_rows, max_num_tokens
-        )
         # The slots of each block. HOLE_BLOCK, which is -1, finds the last line, of no block.
         lines = np.append(np.arange(num_blocks), HOLE_BLOCK)
         self._slots_of = lines[:, None] * block_size + np.arange(block_size)
         self._has_states = any(group.kind is KVKind.STATE for group in groups)
-        # By row number, the fingerprint of the row's tokens 0 to i at [i]. Each sequence has an
-        # array of its own, so that late tokens of the previous one don't change it.
-        self._fingerprints: dict[int, Fingerprints] = {}
-        # The number of times that each block occurs in the tables of forks that join this step:
-        # their source rows may write into these blocks.
-        self._num_joining: Counter[int] = Counter()
-        # The digest of the adapter, and of the content, in each slot.
-        self._adapters: dict[int, str] = {}
-        self._contents: dict[int, str] = {}
         self._steps: deque[FakeStep] = deque()
         self._last_step_id = -1
         self._has_failed = False
@@ -157,13 +133,13 @@ class FakeRunner:
             raise InjectedFailureError(f"the drafts of step {plan.step_id} fail, as was asked")
         drafted: dict[int, Drafted] = {}
         for order in plan.draft_orders:
-            row = check_order(self.rows, self._bounds.groups, order)
-            self._check_known(row, "drafts")
-            for group, table in zip(self._bounds.groups, row.tables, strict=True):
+            row = check_order(self.rows, self.rows.groups, order)
+            self.rows.check_known(row, "drafts")
+            for group, table in zip(self.rows.groups, row.tables, strict=True):
                 if group.kind is not KVKind.STATE:
                     first = (row.num_tokens - 1) // self.block_size
-                    self._check_unshared(order.row, table[first:])
-            fingerprint = int(self._fingerprints[order.row][row.num_tokens - 1])
+                    self.rows.check_unshared(order.row, table[first:])
+            fingerprint = int(self.rows.fingerprints[order.row][row.num_tokens - 1])
             drafted[order.row] = fake_drafts(
                 self.model, row, fingerprint, order, self._draft_error_rate
             )
@@ -184,39 +160,6 @@ class FakeRunner:
         self._steps.append(step)
         self._is_sampled = False
 
-    def _change(self, plan: StepPlan) -> None:
-        self.history.add(plan)
-        self._check_order(plan)
-        # First, load adapters, on which the fingerprints of admitted rows depend, and change the
-        # rows.
-        rows = self.rows
-        for load in plan.adapter_loads:
-            self._load_adapter(load, plan.release)
-        self._bounds.check(plan)
-        rows.change(plan)
-        for admission in plan.admit:
-            self._fingerprints[admission.row] = _read_tokens(
-                self.history, self._adapters, admission, self._bounds.max_num_tokens + 1
-            )
-        for fork in plan.forks:
-            self._check_known(rows.live[fork.source_row], f"fork into row {fork.row}")
-            self._fingerprints[fork.row] = self._fingerprints[fork.source_row].copy()
-        for row, first, token_ids in plan.token_edits:
-            self._check_known(rows.live[row], "token edit")
-            extend_all(self._fingerprints[row], first, token_ids)
-        for slot, digest in plan.content_loads:
-            self.take_content(digest)
-            self._contents[slot] = digest
-        # Then, overwrite the blocks that the plan assigns.
-        self._num_joining = Counter(
-            block
-            for fork in plan.forks
-            if fork.joins_step
-            for table in rows.live[fork.row].tables
-            for block in table
-        )
-        self._overwrite_new(self._check_copies(plan.copies, self._new_blocks(plan)))
-
     def sample(self, masks: TokenMasks | None = None) -> None:
         """Mark the last executed step as sampled."""
         if self._is_sampled:
@@ -231,9 +174,9 @@ class FakeRunner:
         if len(self._steps) <= (not self._is_sampled):
             self.history.refuse("result without a sampled step in flight")
         step = self._steps.popleft()
-        if self.faults.hits_sample(step.plan.step_id):
+        if self.faults.hits_sample(step.step_id):
             self._fail(step, "sample")
-        self.store.copy(step.plan.copies)
+        self.store.copy(step.copies)
         self.store.write(step)
         self.store.advance_states(step)
         self.store.read_back(step)
@@ -251,10 +194,14 @@ class FakeRunner:
         self._is_sampled = True
         self._changed_step_id = None
         self.rows.reset()
-        self._contents.clear()
         self._has_failed = False
 
     # ---- what a step will do ----------------------------------------------------------------
+
+    def _change(self, plan: StepPlan) -> None:
+        self._check_order(plan)
+        self.rows.change(plan)
+        self._overwrite(self.rows.assigned_blocks)
 
     def _check_order(self, plan: StepPlan) -> None:
         refuse = self.history.refuse
@@ -268,61 +215,6 @@ class FakeRunner:
             refuse(f"step {plan.step_id} while {len(self._steps)} are in flight")
         self._last_step_id = plan.step_id
 
-    def _load_adapter(self, load: ItemLoad, released: tuple[int, ...]) -> None:
-        """Load an adapter into a slot, which no live row may use."""
-        slot, digest = load
-        self.take_adapter(digest)
-        for number, row in self.rows.live.items():
-            if row.admission.adapter_slot == slot and number not in released:
-                self.history.refuse(
-                    f"slot {slot}, which row {number} uses, gets {digest!r}", number
-                )
-        self._adapters[slot] = digest
-
-    def _check_known(self, row: PlanRow, what: str) -> None:
-        """Refuse a change that needs all tokens of a row while a step in flight will add a token to
-        the row."""
-        if any(sampler.row is row for step in self._steps for sampler in step.sampling):
-            self.history.refuse(
-                f"{what} of row {row.number}, whose last token is in flight", row.number
-            )
-
-    def _num_holders(self, block: int) -> int:
-        """The number of times that a block occurs in tables, without those of joining forks."""
-        found = -self._num_joining.get(block, 0)
-        for holders in self.rows.num_holders.values():
-            found += holders.get(block, 0)
-        return found
-
-    def _new_blocks(self, plan: StepPlan) -> list[int]:
-        """The new blocks that a plan assigns, each of which is in one table only."""
-        new = self._bounds.new_blocks(plan)
-        for block, row in new:
-            if self._num_holders(block) > 1:
-                holders = self.rows.holders(block)
-                self.history.refuse(
-                    f"block {block} is given to row {row} as new, but held: {holders}", row
-                )
-        return [block for block, _ in new]
-
-    def _check_copies(self, copies: tuple[BlockCopy, ...], new_blocks: list[int]) -> list[int]:
-        """Check a plan's block copies. Returns the blocks that the plan assigns: the new blocks and
-        the targets of copies."""
-        if not copies:
-            return new_blocks
-        sources, targets = {copy.source for copy in copies}, {copy.target for copy in copies}
-        refuse = self.history.refuse
-        if len(targets) < len(copies):
-            refuse(f"a block is the target of two copies: {copies}")
-        if targets & sources:
-            refuse(f"a block is the source and the target of a copy: {copies}")
-        if sources & set(new_blocks):
-            refuse(f"blocks {sources & set(new_blocks)} are given out before they are copied")
-        for block in targets:
-            if self._num_holders(block) > 1:
-                refuse(f"block {block} is copied to, but held: {self.rows.holders(block)}")
-        return [*new_blocks, *targets]
-
     def _launch(self, plan: StepPlan) -> FakeStep:
         """Make the step of a plan, and check its accesses."""
         # First, find the rows that compute, and their work.
@@ -330,16 +222,16 @@ class FakeRunner:
         computed = rows.compute(plan)
         decodes = sorted(computed.decodes, key=lambda row: row.number)
         found = [RowChunk(row, row.num_computed - 1, row.num_computed) for row in decodes]
-        found += [computed.chunks[chunk.row] for chunk in plan.chunks if chunk.num_new_tokens]
-        step, sampling = FakeStep(plan), set(computed.sampling)
+        found += computed.chunks.values()
+        step, sampling = FakeStep(plan.step_id, rows.copies), set(computed.sampling)
         for row, start, end, drafts in found:
-            each = RowStep(row, start, end, drafts, self._fingerprints[row.number])
+            each = RowStep(row, start, end, drafts, rows.fingerprints[row.number])
             step.rows.append(each)
             if drafts:
                 self._write_drafts(each)
-            _check_prompt(self.history, self._contents, each, is_sampled=row in sampling)
+            self._check_prompt(each, is_sampled=row in sampling)
             self._add_accesses(each, step)
-        step.touched_blocks.update(block for copy in plan.copies for block in copy)
+        step.touched_blocks.update(block for copy in rows.copies for block in copy)
         # Then, find the rows that sample, from logits of their own or of their sources.
         sources = {each.row.number: each for each in step.rows}
         step.sampling = [
@@ -348,17 +240,36 @@ class FakeRunner:
             if each.row in sampling
         ]
         step.sampling += [
-            SamplingRow(rows.live[fork.row], sources[fork.source_row], self._fingerprints[fork.row])
-            for fork in plan.forks
-            if fork.joins_step
+            SamplingRow(rows.live[number], sources[source_number], rows.fingerprints[number])
+            for number, source_number in rows.joining.items()
         ]
         return step
 
+    def _check_prompt(self, step: RowStep, *, is_sampled: bool) -> None:
+        """Refuse a row that computes positions of a content which is in no slot, and a pooling row
+        that doesn't compute all tokens that it pools. Refuse both if the row takes several steps,
+        but must take one."""
+        row, admission, refuse = step.row.number, step.row.admission, self.history.refuse
+        for span in spans_between(admission.content_spans, step.start, step.end):
+            if span.digest not in self.rows.contents.values():
+                refuse(f"row {row} reads {span}, which no slot has", row)
+            if span.in_one_step and not step.start <= span.first_position < span.end <= step.end:
+                refuse(f"row {row} computes {span} in several steps", row)
+        pooling = admission.params.pooling
+        if pooling is None:
+            return
+        if pooling.reads_whole_prompt and admission.num_computed_tokens:
+            refuse(f"row {row} pools all tokens, but is admitted with some", row)
+        if pooling.in_one_step and (step.start or not is_sampled):
+            refuse(f"row {row} computes its prompt in several steps", row)
+
     def _write_drafts(self, step: RowStep) -> None:
-        """Write the fingerprints of drafts behind a row's tokens."""
+        """Write the fingerprints of drafts behind a row's tokens, which must have been known before
+        this step."""
         row, refuse = step.row.number, self.history.refuse
-        self._check_known(step.row, "drafts")
-        if step.end >= self._bounds.max_num_tokens:
+        if step.row.num_unknown > 1:
+            refuse(f"drafts of row {row}, whose last token is in flight", row)
+        if step.end >= self.rows.max_num_tokens:
             refuse(f"drafts leave no room for a token: row {row} has {step.num_tokens}", row)
         extend_all(step.fingerprints, step.num_tokens, step.drafts)
 
@@ -366,8 +277,8 @@ class FakeRunner:
         """Add the slots and pages that a row reads and writes in each group, and check them."""
         size, row, refuse = self.block_size, each.row.number, self.history.refuse
         for group, table in enumerate(each.row.tables):
-            if self._bounds.groups[group].kind is KVKind.STATE:
-                self._check_unshared(row, table)
+            if self.rows.groups[group].kind is KVKind.STATE:
+                self.rows.check_unshared(row, table)
                 each.pages[group] = np.array(table, dtype=np.int64)
                 step.touched_blocks.update(table)
                 continue
@@ -377,9 +288,9 @@ class FakeRunner:
             written = table[each.start // size : end_block]
             if HOLE_BLOCK in written:
                 refuse(f"row {row} would write into a hole", row)
-            self._check_unshared(row, written)
+            self.rows.check_unshared(row, written)
             # The first query of a window sees the keys from start - window + 1 on.
-            window = self._bounds.groups[group].window
+            window = self.rows.groups[group].window
             first = 0 if window is None else max(0, each.start - window + 1)
             blocks = table[first // size : end_block]
             step.touched_blocks.update(blocks)
@@ -387,26 +298,15 @@ class FakeRunner:
             offset = first % size
             each.slots[group] = slots[offset : offset + each.end - first]
 
-    def _check_unshared(self, row: int, blocks: list[int]) -> None:
-        """Refuse writes into a block that occurs in another row's table, or more than once in the
-        row's tables."""
-        for block in blocks:
-            if self._num_holders(block) != 1:
-                self.history.refuse(
-                    f"row {row} would write into block {block}, which is shared:"
-                    f" {self.rows.holders(block)} name it",
-                    row,
-                )
-
-    def _overwrite_new(self, blocks: list[int]) -> None:
-        """Overwrite newly assigned blocks. Refuses blocks that a step in flight accesses."""
+    def _overwrite(self, blocks: list[int]) -> None:
+        """Overwrite blocks that a plan assigns. Refuses blocks that a step in flight accesses."""
         if not blocks:
             return
         for step in self._steps:
             for block in blocks:
                 if block in step.touched_blocks:
                     self.history.refuse(
-                        f"block {block} is given out, but step {step.plan.step_id}, which is in"
+                        f"block {block} is given out, but step {step.step_id}, which is in"
                         " flight, uses it"
                     )
         self.store.scribble(blocks)
@@ -427,7 +327,7 @@ class FakeRunner:
             place = sampler.source.num_tokens + len(sampled) - 1
             sampler.fingerprints[place] = extend(*sampled[-1])
             num_accepted = len(sampled) - 1
-            self.rows.end_drafts(sampler.row, num_accepted, are_computed=not self._has_states)
+            self.rows.land(sampler.row, num_accepted, are_computed=not self._has_states)
             if self.faults.nan_token_id in admission.token_ids:
                 failed[row] = f"NaN in the logits of row {row}"
                 continue
@@ -443,9 +343,7 @@ class FakeRunner:
         prompt_logprobs = {
             each.row.number: entries for each in step.rows if (entries := prompt_logprobs_of(each))
         }
-        return StepResult(
-            step.plan.step_id, rows, token_ids, logprobs, prompt_logprobs, failed, pooled
-        )
+        return StepResult(step.step_id, rows, token_ids, logprobs, prompt_logprobs, failed, pooled)
 
     # ---- injected failures ------------------------------------------------------------------
 
@@ -453,38 +351,4 @@ class FakeRunner:
         """Raise the failure of a step. Its blocks are overwritten, as if it had failed halfway."""
         self.store.scribble_writes(step)
         self._has_failed = True
-        raise InjectedFailureError(f"{where} of step {step.plan.step_id} fails, as was asked")
-
-
-def _read_tokens(
-    history: PlanHistory, adapters: Mapping[int, str], admission: RowAdmission, num_places: int
-) -> Fingerprints:
-    """The fingerprints of an admitted row, with room for those of later tokens."""
-    slot, token_ids = admission.adapter_slot, admission.token_ids
-    if slot != NO_SLOT and slot not in adapters:
-        history.refuse(f"nothing is in slot {slot} of adapters", admission.row)
-    found = np.zeros(num_places, dtype=np.uint64)
-    start = adapter_start(adapters.get(slot, ""))
-    found[: len(token_ids)] = fingerprints_of(token_ids, start, admission.content_spans)
-    return found
-
-
-def _check_prompt(
-    history: PlanHistory, contents: Mapping[int, str], step: RowStep, *, is_sampled: bool
-) -> None:
-    """Refuse a row that computes positions of a content which is in no slot, and a pooling row that
-    doesn't compute all tokens that it pools. Refuse both if the row takes several steps, but must
-    take one."""
-    row, admission, refuse = step.row.number, step.row.admission, history.refuse
-    for span in spans_between(admission.content_spans, step.start, step.end):
-        if span.digest not in contents.values():
-            refuse(f"row {row} reads {span}, which no slot has", row)
-        if span.in_one_step and not step.start <= span.first_position < span.end <= step.end:
-            refuse(f"row {row} computes {span} in several steps", row)
-    pooling = admission.params.pooling
-    if pooling is None:
-        return
-    if pooling.reads_whole_prompt and admission.num_computed_tokens:
-        refuse(f"row {row} pools all tokens, but is admitted with some", row)
-    if pooling.in_one_step and (step.start or not is_sampled):
-        refuse(f"row {row} computes its prompt in several steps", row)
+        raise InjectedFailureError(f"{where} of step {step.step_id} fails, as was asked")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.core.step import RowAdmission, StepPlan, TokenLogprobs
+from quire.core.step import BlockCopy, RowAdmission, TokenLogprobs
 from quire.simulation.fakes.fake_model import (
     FakeModel,
     Fingerprints,
@@ -67,7 +67,8 @@ class SamplingRow(NamedTuple):
 class FakeStep:
     """A step whose forward pass has not run yet."""
 
-    plan: StepPlan
+    step_id: int
+    copies: tuple[BlockCopy, ...]
     #: The rows that compute: decoding rows by number, then the rows of chunks.
     rows: list[RowStep] = field(default_factory=list)
     sampling: list[SamplingRow] = field(default_factory=list)

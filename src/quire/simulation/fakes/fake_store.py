@@ -54,7 +54,7 @@ class FakeStore:
     def scribble_writes(self, step: FakeStep) -> None:
         """Overwrite all slots and blocks that a failed step would have written, since it may have
         written some."""
-        self.scribble([copy.target for copy in step.plan.copies])
+        self.scribble([copy.target for copy in step.copies])
         for each in step.rows:
             for group in each.slots:
                 self._slots[each.written_slots(group)] = SCRIBBLE
@@ -93,7 +93,7 @@ class FakeStore:
         computed = np.concatenate(
             [each.fingerprints[each.start : each.end] for each, _ in accesses]
         )
-        first_writer = step.plan.step_id * MAX_NUM_ROWS
+        first_writer = step.step_id * MAX_NUM_ROWS
         writers = np.repeat([first_writer + each.row.number for each, _ in accesses], counts)
         self._slots[slots] = computed ^ self._salts(accesses, counts)
         self._writer[slots] = writers
@@ -102,7 +102,7 @@ class FakeStore:
         if twice.any():
             at = int(np.argmax(twice))
             self._history.refuse(
-                f"two rows wrote slot {slots[at]} in step {step.plan.step_id}",
+                f"two rows wrote slot {slots[at]} in step {step.step_id}",
                 int(writers[at]) - first_writer,
             )
 
@@ -151,7 +151,7 @@ class FakeStore:
                         self._explain_state(step, each, group, int(np.argmax(wrong)))
                 store[pages] = (each.fingerprints[each.num_tokens - 1] ^ salts)[:, None]
                 self._num_state_tokens[pages] = each.num_tokens
-                writer[pages] = step.plan.step_id * MAX_NUM_ROWS + each.row.number
+                writer[pages] = step.step_id * MAX_NUM_ROWS + each.row.number
 
     def _page_salts(self, group: int, count: int) -> npt.NDArray[np.uint64]:
         salt = int(self._group_salts[group])
@@ -164,7 +164,7 @@ class FakeStore:
             step_id, writer = divmod(int(self._writer[page * self._block_size]), MAX_NUM_ROWS)
             holds = f"a state after {count} tokens, of row {writer} in step {step_id}"
         self._history.refuse(
-            f"step {step.plan.step_id}: row {row} goes on from a wrong state in group {group}, page"
+            f"step {step.step_id}: row {row} goes on from a wrong state in group {group}, page"
             f" {place} (block {page}): it has {each.start} tokens, the page holds {holds}",
             row,
         )
@@ -177,7 +177,7 @@ class FakeStore:
             step_id, writer = divmod(int(self._writer[slot]), MAX_NUM_ROWS)
             wrote = f"row {writer} in step {step_id}"
         self._history.refuse(
-            f"step {step.plan.step_id}: row {row} reads a wrong token {position} in group {group}"
+            f"step {step.step_id}: row {row} reads a wrong token {position} in group {group}"
             f" (block {slot // self._block_size}, slot {slot}); {wrote} wrote it last",
             row,
         )
