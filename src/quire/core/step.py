@@ -63,7 +63,7 @@ sequence that had the row when the step was planned.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -217,6 +217,32 @@ class StepPlan:
     adapter_loads: tuple[ItemLoad, ...] = ()
     content_loads: tuple[ItemLoad, ...] = ()
     draft_orders: tuple[DraftOrder, ...] = ()
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the rows of the step before decode one token each, and no others."""
+        return not (self.admit or self.release or self.forks or self.chunks)
+
+    @property
+    def paused_rows(self) -> tuple[int, ...]:
+        """The live rows that compute nothing, except for forks that join the step."""
+        return tuple([chunk.row for chunk in self.chunks if not chunk.num_new_tokens])
+
+    @property
+    def num_drafts(self) -> int:
+        """Number of drafts that the step verifies."""
+        return sum([len(chunk.draft_token_ids) for chunk in self.chunks])
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Number of tokens in chunks without drafts."""
+        return sum([chunk.num_new_tokens for chunk in self.chunks if not chunk.draft_token_ids])
+
+    def with_own_tokens(self) -> "StepPlan":
+        """The plan with copies of the token ids of admitted rows, which the scheduler changes after
+        `execute`."""
+        admit = tuple(each._replace(token_ids=list(each.token_ids)) for each in self.admit)
+        return replace(self, admit=admit) if admit else self
 
 
 class Drafted(NamedTuple):

@@ -55,7 +55,7 @@ class BackgroundRunner:
         call."""
         begun = threading.Event()
         self._begun.append(begun)
-        self._thread.submit(self._execute, _with_own_tokens(plan), begun)
+        self._thread.submit(self._execute, plan.with_own_tokens(), begun)
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         """See `core.step.Runner`."""
@@ -105,9 +105,3 @@ class BackgroundRunner:
         except BaseException as error:
             self._failure = error
             raise
-
-
-def _with_own_tokens(plan: StepPlan) -> StepPlan:
-    """The plan with copies of the token ids of admitted rows."""
-    admit = tuple(each._replace(token_ids=list(each.token_ids)) for each in plan.admit)
-    return replace(plan, admit=admit) if admit else plan

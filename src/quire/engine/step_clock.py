@@ -46,9 +46,7 @@ class LaunchedStep(NamedTuple):
 
     def count_drafts(self, result: StepResult) -> tuple[int, int]:
         """(accepted, rejected) numbers of the step's drafts."""
-        if not self.plan.chunks:  # nearly every step
-            return 0, 0
-        num_drafts = sum([len(chunk.draft_token_ids) for chunk in self.plan.chunks])
+        num_drafts = self.plan.num_drafts
         if not num_drafts:
             return 0, 0
         num_accepted = sum([len(token_ids) - 1 for token_ids in result.token_ids if token_ids])
@@ -63,9 +61,7 @@ class LaunchedStep(NamedTuple):
             step_id=plan.step_id,
             num_rows=plan.num_rows,
             num_tokens=plan.num_tokens,
-            num_prefill_tokens=sum(
-                chunk.num_new_tokens for chunk in plan.chunks if not chunk.draft_token_ids
-            ),
+            num_prefill_tokens=plan.num_prefill_tokens,
             num_waiting=self.num_waiting,
             schedule_s=self.schedule_s,
             build_s=timing.build_s,
@@ -164,13 +160,12 @@ class StepMembers:
         None: the ids are those of the last call. running: all sequences that have a row.
         is_overlapping: the step before may not have ended.
         """
-        changes_rows = plan.admit or plan.release or plan.forks or plan.chunks
-        self._num_alike = 0 if changes_rows else self._num_alike + 1
+        self._num_alike = self._num_alike + 1 if plan.only_decodes else 0
         # A change of rows affects the next steps, too: a paused row continues one step later, and
         # with overlap a released row is in flight for one more step.
         if self._num_alike > 2:
             return None
-        paused = {chunk.row for chunk in plan.chunks if not chunk.num_new_tokens}
+        paused = set(plan.paused_rows)
         named = {sequence.request_id for sequence in running if sequence.row not in paused}
         last, self._last = self._last, named
         return named | last if is_overlapping else named

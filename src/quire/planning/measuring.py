@@ -74,9 +74,7 @@ class WatchedRunner:
 
     def execute(self, plan: StepPlan) -> None:
         """See `Runner`."""
-        # Copy the tokens: a sequence's list grows after its admission.
-        admit = tuple(each._replace(token_ids=list(each.token_ids)) for each in plan.admit)
-        self._plans.append(replace(plan, admit=admit))
+        self._plans.append(plan.with_own_tokens())
         if self.is_passed_over:
             self._left |= self._inner_rows & set(plan.release)
             sampled = list(self.pop_works()[plan.step_id].sampled)
