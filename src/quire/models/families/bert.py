@@ -8,7 +8,7 @@ A sequence of two texts has two token types. Tokens of type i have i * vocab_siz
 ids, so the model needs only token ids.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, Unpack
 
@@ -208,23 +208,14 @@ class BertLayer(nn.Module):
         return output
 
 
-class _Stack(nn.Module):
-    """A module whose only purpose is that layers have the same names as in checkpoints."""
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList(layers)
-
-
 class BertBody(nn.Module):
     """The whole model except its head."""
 
     def __init__(self, config: BertConfig, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.embeddings = BertEmbeddings(config, **storage)
-        self.encoder = _Stack(
-            BertLayer(config, layer, **storage) for layer in range(config.num_layers)
-        )
+        layers = (BertLayer(config, layer, **storage) for layer in range(config.num_layers))
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(layers)})
 
 
 class BertModel(TextModel):
@@ -248,7 +239,7 @@ class BertModel(TextModel):
         input_embeds: InputEmbeds | None = None,
     ) -> torch.Tensor:
         hidden: torch.Tensor = self.bert.embeddings(token_ids, positions, input_embeds)
-        for layer in self.bert.encoder.layer:
+        for layer in self.bert.encoder["layer"].children():
             hidden = layer(hidden, attention)
         return hidden
 

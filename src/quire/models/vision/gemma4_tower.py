@@ -287,43 +287,20 @@ class _Gemma4Patches(nn.Module):
         return projected + positions
 
 
-class _Gemma4Layers(nn.Module):
-    """The layers, under the names of the checkpoint."""
-
-    def __init__(self, config: Gemma4VisionConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            _Gemma4VisionLayer(config, **storage) for _ in range(config.num_layers)
-        )
-
-
 class _Gemma4Encoder(nn.Module):
     """The tower without its connector."""
 
     def __init__(self, config: Gemma4VisionConfig, **storage: Unpack[Storage]) -> None:
         super().__init__()
         self.patch_embedder = _Gemma4Patches(config, **storage)
-        self.encoder = _Gemma4Layers(config, **storage)
+        layers = (_Gemma4VisionLayer(config, **storage) for _ in range(config.num_layers))
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.std_bias: nn.Parameter | None = None
         self.std_scale: nn.Parameter | None = None
         if config.standardizes:
             self.std_bias, self.std_scale = (
                 empty_parameter((config.hidden_size,), **storage) for _ in range(2)
             )
-
-
-class _Gemma4Connector(nn.Module):
-    """The projection to the language model's size."""
-
-    def __init__(self, config: Gemma4VisionConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        self.embedding_projection = Linear(
-            config.hidden_size,
-            (config.output_size,),
-            LinearKind.REPLICATED,
-            bias=False,
-            **storage,
-        )
 
 
 class Gemma4Tower(VisionTower):
@@ -334,7 +311,9 @@ class Gemma4Tower(VisionTower):
         self.config = config
         self.max_content_tokens = _MOST_TOKENS
         self.vision_tower = _Gemma4Encoder(config, **storage)
-        self.embed_vision = _Gemma4Connector(config, **storage)
+        sizes = config.hidden_size, (config.output_size,)
+        projection = Linear(*sizes, LinearKind.REPLICATED, bias=False, **storage)
+        self.embed_vision = nn.ModuleDict({"embedding_projection": projection})
 
     def num_tokens(self, shape: tuple[int, ...], grid: Grid) -> int:
         config = self.config
@@ -371,7 +350,7 @@ class Gemma4Tower(VisionTower):
         hidden = yield from in_pieces(
             tower.patch_embedder.embed, cut.reshape(rows * columns, -1), places
         )
-        for layer in tower.encoder.layers:
+        for layer in tower.encoder["layers"].children():
             assert isinstance(layer, _Gemma4VisionLayer)
             hidden = yield from layer.encode(hidden, angles)
         # Last, take the means of squares, and project them.
@@ -387,5 +366,5 @@ class Gemma4Tower(VisionTower):
         if tower.std_bias is not None and tower.std_scale is not None:
             means = (means - tower.std_bias.float()) * tower.std_scale.float()
         normed = _normed(means.to(dtype), self.config.norm_eps)
-        projected: torch.Tensor = self.embed_vision.embedding_projection(normed)
+        projected: torch.Tensor = self.embed_vision["embedding_projection"](normed)
         return projected

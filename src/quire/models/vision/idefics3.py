@@ -65,23 +65,6 @@ class Idefics3VisionConfig(VisionConfig):
         return replace(config, left_out=fields.finish())
 
 
-class Connector(nn.Module):
-    """Merges squares of patches and projects them to the language model's size."""
-
-    def __init__(self, config: Idefics3VisionConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        size = config.encoder.hidden_size * config.scale_factor**2
-        self.modality_projection = _Projection(size, config.output_size, **storage)
-
-
-class _Projection(nn.Module):
-    """A linear under the checkpoint's name."""
-
-    def __init__(self, num_inputs: int, num_outputs: int, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        self.proj = Linear(num_inputs, (num_outputs,), LinearKind.REPLICATED, bias=False, **storage)
-
-
 class Idefics3Tower(VisionTower):
     """The encoder and the connector."""
 
@@ -90,7 +73,10 @@ class Idefics3Tower(VisionTower):
         self.config = config
         self.max_content_tokens = (config.encoder.num_patches_per_side // config.scale_factor) ** 2
         self.vision_model = SiglipEncoder(config.encoder, **storage)
-        self.connector = Connector(config, **storage)
+        # The connector projects squares of patches to the language model's size.
+        sizes = config.encoder.hidden_size * config.scale_factor**2, (config.output_size,)
+        projection = Linear(*sizes, LinearKind.REPLICATED, bias=False, **storage)
+        self.connector = nn.ModuleDict({"modality_projection": nn.ModuleDict({"proj": projection})})
 
     def num_tokens(self, shape: tuple[int, ...], grid: Grid) -> int:
         rows, columns = self.config.encoder.count_patches(shape, grid)
@@ -114,7 +100,8 @@ class Idefics3Tower(VisionTower):
         position_ids = (row_ids[:, None] * most + row_ids).flatten()
         hidden = yield from self.vision_model.encode(values, position_ids)
         stacked = stack_squares(hidden, side, self.config.scale_factor)
-        return (yield from in_pieces(self.connector.modality_projection.proj, stacked))
+        projection = self.connector.get_submodule("modality_projection.proj")
+        return (yield from in_pieces(projection, stacked))
 
     @property
     def _num_sides(self) -> int:

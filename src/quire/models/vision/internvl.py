@@ -153,17 +153,6 @@ def _side(fields: ConfigFields, name: str) -> int:
     return checked_integer(f"config.json: {name} of the vision_config", name, value)
 
 
-class _InternVLPatches(nn.Module):
-    """The projection of patches, under the checkpoint's name."""
-
-    def __init__(self, config: InternVLConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        kernel = (NUM_CHANNELS, config.patch_size, config.patch_size)
-        self.projection = PatchProjection(
-            "projection", kernel, config.hidden_size, bias=True, **storage
-        )
-
-
 class _InternVLEmbeddings(nn.Module):
     """The embeddings of the class token and of patches, plus those of their positions."""
 
@@ -171,7 +160,9 @@ class _InternVLEmbeddings(nn.Module):
         super().__init__()
         num_patches = (config.image_size // config.patch_size) ** 2
         self.cls_token = empty_parameter((1, 1, config.hidden_size), **storage)
-        self.patch_embeddings = _InternVLPatches(config, **storage)
+        kernel = (NUM_CHANNELS, config.patch_size, config.patch_size)
+        projection = PatchProjection("projection", kernel, config.hidden_size, bias=True, **storage)
+        self.patch_embeddings = nn.ModuleDict({"projection": projection})
         self.position_embeddings = empty_parameter(
             (1, 1 + num_patches, config.hidden_size), **storage
         )
@@ -181,7 +172,7 @@ class _InternVLEmbeddings(nn.Module):
         first, places = self.position_embeddings[0, :1], self.position_embeddings[0, 1:]
 
         def embed(piece: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            projected: torch.Tensor = self.patch_embeddings.projection(piece.to(positions.dtype))
+            projected: torch.Tensor = self.patch_embeddings["projection"](piece.to(positions.dtype))
             return projected + positions
 
         hidden = yield from in_pieces(embed, patches, places)
@@ -237,16 +228,6 @@ class _InternVLLayer(EncoderLayer):
         return operators.add(inner, hidden)
 
 
-class _InternVLLayers(nn.Module):
-    """The layers, under the names of the checkpoint."""
-
-    def __init__(self, config: InternVLConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList(
-            _InternVLLayer(config, **storage) for _ in range(config.num_layers)
-        )
-
-
 class _InternVLEncoder(nn.Module):
     """The tower without its connector."""
 
@@ -254,7 +235,8 @@ class _InternVLEncoder(nn.Module):
         super().__init__()
         self.patch_size = config.patch_size
         self.embeddings = _InternVLEmbeddings(config, **storage)
-        self.encoder = _InternVLLayers(config, **storage)
+        layers = (_InternVLLayer(config, **storage) for _ in range(config.num_layers))
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(layers)})
         self.layernorm: LayerNorm | None = None
         if config.has_last_norm:
             self.layernorm = LayerNorm(config.hidden_size, config.norm_eps, **storage)
@@ -262,7 +244,7 @@ class _InternVLEncoder(nn.Module):
     def encode(self, values: torch.Tensor) -> Slices[torch.Tensor]:
         """values [3, height, width] -> [P, H], without the class token."""
         hidden = yield from self.embeddings.encode(to_patches(values, self.patch_size))
-        for layer in self.encoder.layer:
+        for layer in self.encoder["layer"].children():
             assert isinstance(layer, _InternVLLayer)
             hidden = yield from layer.encode(hidden)
         patches = hidden[1:]

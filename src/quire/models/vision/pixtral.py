@@ -148,18 +148,6 @@ def _layers_read(index: Any, *, default: int, num_layers: int) -> int:
     return index if index >= 0 else num_layers + 1 + index
 
 
-class _PixtralAttention(nn.Module):
-    """The projections of attention."""
-
-    def __init__(self, config: PixtralConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.qkv_proj, self.o_proj = (
-            Linear(size, parts, LinearKind.REPLICATED, bias=False, **storage)
-            for parts in ((size,) * 3, (size,))
-        )
-
-
 class _PixtralLayer(EncoderLayer):
     """Attention and a gated MLP. Each reads the normed residual stream and adds to the stream."""
 
@@ -168,7 +156,14 @@ class _PixtralLayer(EncoderLayer):
         self.attention_norm, self.ffn_norm = (
             RMSNorm(config.hidden_size, _EPS, **storage) for _ in range(2)
         )
-        self.attention = _PixtralAttention(config, **storage)
+        size = config.hidden_size
+        projections = {"qkv_proj": (size,) * 3, "o_proj": (size,)}
+        self.attention = nn.ModuleDict(
+            {
+                name: Linear(size, parts, LinearKind.REPLICATED, bias=False, **storage)
+                for name, parts in projections.items()
+            }
+        )
         self.feed_forward = MLP(
             config.hidden_size,
             config.intermediate_size,
@@ -178,23 +173,13 @@ class _PixtralLayer(EncoderLayer):
         )
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.attention.qkv_proj(self.attention_norm(hidden))
+        projected: torch.Tensor = self.attention["qkv_proj"](self.attention_norm(hidden))
         return projected
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        hidden = self.operators.add(self.attention.o_proj(attended), hidden)
+        hidden = self.operators.add(self.attention["o_proj"](attended), hidden)
         inner: torch.Tensor = self.feed_forward(self.ffn_norm(hidden))
         return self.operators.add(inner, hidden)
-
-
-class _PixtralLayers(nn.Module):
-    """A module whose only purpose is that layers have the same names as in checkpoints."""
-
-    def __init__(self, config: PixtralConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            _PixtralLayer(config, **storage) for _ in range(config.num_layers)
-        )
 
 
 class _PixtralEncoder(nn.Module):
@@ -207,18 +192,8 @@ class _PixtralEncoder(nn.Module):
             "patch_conv", kernel, config.hidden_size, bias=False, **storage
         )
         self.ln_pre = RMSNorm(config.hidden_size, _EPS, **storage)
-        self.transformer = _PixtralLayers(config, **storage)
-
-
-class _PatchMerger(nn.Module):
-    """A linear over each square of patches."""
-
-    def __init__(self, config: PixtralConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.merging_layer = Linear(
-            size * config.merge_size**2, (size,), LinearKind.REPLICATED, bias=False, **storage
-        )
+        layers = (_PixtralLayer(config, **storage) for _ in range(config.num_layers))
+        self.transformer = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
 
 class _Connector(OperatorModule):
@@ -229,10 +204,14 @@ class _Connector(OperatorModule):
         size, out = config.hidden_size, config.output_size
         self.merge_size = config.merge_size
         self.norm: RMSNorm | None = None
-        self.patch_merger: _PatchMerger | None = None
+        #: A linear over each square of patches.
+        self.patch_merger: nn.ModuleDict | None = None
         if config.merges:
             self.norm = RMSNorm(size, config.connector_eps, **storage)
-            self.patch_merger = _PatchMerger(config, **storage)
+            merging = Linear(
+                size * config.merge_size**2, (size,), LinearKind.REPLICATED, bias=False, **storage
+            )
+            self.patch_merger = nn.ModuleDict({"merging_layer": merging})
         self.linear_1, self.linear_2 = (
             Linear(inputs, (out,), LinearKind.REPLICATED, bias=config.connector_bias, **storage)
             for inputs in (size, out)
@@ -249,7 +228,7 @@ class _Connector(OperatorModule):
             # The elements of a square are ordered as in torch's `unfold`: all patches of the first
             # element, then those of the second.
             squares = normed.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1)
-            merged = yield from in_pieces(self.patch_merger.merging_layer, squares)
+            merged = yield from in_pieces(self.patch_merger["merging_layer"], squares)
         return (yield from in_pieces(self._project, merged, num_rows=WIDE_PIECE_ROWS))
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
@@ -306,7 +285,8 @@ class PixtralTower(VisionTower):
         patches = to_patches(values, size).to(self._dtype)
         x = yield from in_pieces(lambda piece: encoder.ln_pre(encoder.patch_conv(piece)), patches)
         cos, sin = self._angles(rows, columns, x.device)
-        for layer in encoder.transformer.layers[: self._config.num_used_layers]:
+        layers = list(encoder.transformer["layers"].children())
+        for layer in layers[: self._config.num_used_layers]:
             assert isinstance(layer, _PixtralLayer)
             x = yield from layer.encode(x, lambda q, k: rotary(q, k, cos, sin))
         embeds = yield from self.multi_modal_projector.encode(x.view(rows, columns, -1))

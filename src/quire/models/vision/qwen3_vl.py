@@ -169,35 +169,30 @@ def _read_sections(text: Mapping[str, Any], default: list[int]) -> tuple[int, in
     return frames, rows, columns
 
 
-class _QwenAttention(nn.Module):
-    """The projections of attention, of which q, k and v are one tensor in checkpoints."""
-
-    def __init__(self, config: Qwen3VLVisionConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.qkv, self.proj = (
-            Linear(size, (outputs,), LinearKind.REPLICATED, bias=True, **storage)
-            for outputs in (3 * size, size)
-        )
-
-
 class _QwenBlock(EncoderLayer):
     """Attention and MLP, each behind a norm and added to its input."""
 
     def __init__(self, config: Qwen3VLVisionConfig, **storage: Unpack[Storage]) -> None:
         super().__init__(config.hidden_size, config.num_heads)
         self.norm1, self.norm2 = (LayerNorm(config.hidden_size, _EPS, **storage) for _ in range(2))
-        self.attn = _QwenAttention(config, **storage)
+        size = config.hidden_size
+        # In checkpoints, q, k and v are one tensor.
+        self.attn = nn.ModuleDict(
+            {
+                name: Linear(size, (outputs,), LinearKind.REPLICATED, bias=True, **storage)
+                for name, outputs in (("qkv", 3 * size), ("proj", size))
+            }
+        )
         self.mlp = FeedForward(
             config.hidden_size, config.intermediate_size, activation=config.activation, **storage
         )
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.attn.qkv(self.norm1(hidden))
+        projected: torch.Tensor = self.attn["qkv"](self.norm1(hidden))
         return projected
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        hidden = self.operators.add(self.attn.proj(attended), hidden)
+        hidden = self.operators.add(self.attn["proj"](attended), hidden)
         inner: torch.Tensor = self.mlp(self.norm2(hidden))
         return self.operators.add(inner, hidden)
 
@@ -234,21 +229,14 @@ class _QwenMerger(OperatorModule):
         return merged
 
 
-class _QwenPatches(nn.Module):
-    """The projection of patches, under the checkpoint's name."""
-
-    def __init__(self, config: Qwen3VLVisionConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        kernel = (NUM_CHANNELS, config.num_frames, config.patch_size, config.patch_size)
-        self.proj = PatchProjection("proj", kernel, config.hidden_size, bias=True, **storage)
-
-
 class _QwenEncoder(OperatorModule):
     """The whole tower, under the checkpoint's name."""
 
     def __init__(self, config: Qwen3VLVisionConfig, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.patch_embed = _QwenPatches(config, **storage)
+        kernel = (NUM_CHANNELS, config.num_frames, config.patch_size, config.patch_size)
+        projection = PatchProjection("proj", kernel, config.hidden_size, bias=True, **storage)
+        self.patch_embed = nn.ModuleDict({"proj": projection})
         self.pos_embed = VocabEmbedding(config.positions_side**2, config.hidden_size, **storage)
         self.blocks = nn.ModuleList(_QwenBlock(config, **storage) for _ in range(config.num_layers))
         self.merger = _QwenMerger(config, norms_squares=False, **storage)
@@ -265,7 +253,7 @@ class _QwenEncoder(OperatorModule):
         """
         learned = self.pos_embed(points.flatten()).view(*points.shape, -1)
         positions = (learned * weights[:, :, None]).sum(1).to(learned.dtype)
-        return self.operators.add(self.patch_embed.proj(patches.to(learned.dtype)), positions)
+        return self.operators.add(self.patch_embed["proj"](patches.to(learned.dtype)), positions)
 
 
 class Qwen3VLTower(VisionTower):

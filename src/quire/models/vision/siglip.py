@@ -122,16 +122,6 @@ class SiglipEmbeddings(OperatorModule):
         return (yield from in_pieces(embed, patches, position_ids))
 
 
-class SiglipAttention(nn.Module):
-    """The projections of attention."""
-
-    def __init__(self, config: SiglipConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.qkv_proj = Linear(size, (size,) * 3, LinearKind.REPLICATED, bias=True, **storage)
-        self.out_proj = Linear(size, (size,), LinearKind.REPLICATED, bias=True, **storage)
-
-
 class SiglipLayer(EncoderLayer):
     """Attention and MLP, each behind a norm and added to its input."""
 
@@ -140,29 +130,26 @@ class SiglipLayer(EncoderLayer):
         self.layer_norm1, self.layer_norm2 = (
             LayerNorm(config.hidden_size, config.layer_norm_eps, **storage) for _ in range(2)
         )
-        self.self_attn = SiglipAttention(config, **storage)
+        size = config.hidden_size
+        projections = {"qkv_proj": (size,) * 3, "out_proj": (size,)}
+        self.self_attn = nn.ModuleDict(
+            {
+                name: Linear(size, parts, LinearKind.REPLICATED, bias=True, **storage)
+                for name, parts in projections.items()
+            }
+        )
         self.mlp = FeedForward(
             config.hidden_size, config.intermediate_size, activation=config.activation, **storage
         )
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.self_attn.qkv_proj(self.layer_norm1(hidden))
+        projected: torch.Tensor = self.self_attn["qkv_proj"](self.layer_norm1(hidden))
         return projected
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        hidden = self.operators.add(self.self_attn.out_proj(attended), hidden)
+        hidden = self.operators.add(self.self_attn["out_proj"](attended), hidden)
         inner: torch.Tensor = self.mlp(self.layer_norm2(hidden))
         return self.operators.add(inner, hidden)
-
-
-class SiglipLayers(nn.Module):
-    """The layers, under the names of the checkpoint."""
-
-    def __init__(self, config: SiglipConfig, **storage: Unpack[Storage]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            SiglipLayer(config, **storage) for _ in range(config.num_layers)
-        )
 
 
 class SiglipStack(nn.Module):
@@ -170,12 +157,13 @@ class SiglipStack(nn.Module):
 
     def __init__(self, config: SiglipConfig, **storage: Unpack[Storage]) -> None:
         super().__init__()
-        self.encoder = SiglipLayers(config, **storage)
+        layers = (SiglipLayer(config, **storage) for _ in range(config.num_layers))
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.post_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps, **storage)
 
     def encode_layers(self, hidden: torch.Tensor) -> Slices[torch.Tensor]:
         """hidden [P, H] -> [P, H] after the last norm."""
-        for layer in self.encoder.layers:
+        for layer in self.encoder["layers"].children():
             assert isinstance(layer, SiglipLayer)
             hidden = yield from layer.encode(hidden)
         return (yield from in_pieces(self.post_layernorm, hidden))
