@@ -216,14 +216,16 @@ class DecoderConfig(ModelConfig):
         *,
         activations: tuple[str, ...] = ("silu",),
         partial_rotary: float | None = None,
+        attention_bias: bool = False,
         **difference: Any,
     ) -> Self:
         """Read the fields that all decoders share, and refuse remaining fields.
 
         `activations` are the names in config.json that the family supports; the first is the
         default. `partial_rotary` is the default of partial_rotary_factor, the share of a head that
-        rotates; None if whole heads rotate and the field is refused. `difference` maps fields of
-        the dataclass to values that replace those read here.
+        rotates; None if whole heads rotate and the field is refused. With `attention_bias`, all
+        linears of attention have biases. `difference` maps fields of the dataclass to values that
+        replace those read here.
         """
         # First, read the fields that others depend on.
         num_heads = fields.integer("num_attention_heads")
@@ -254,6 +256,8 @@ class DecoderConfig(ModelConfig):
             "rotary_dim": rotary_dim,
             "dtype": read_dtype(fields),
             "windows": (None,) * num_layers,
+            "qkv_bias": attention_bias,
+            "output_bias": attention_bias,
             "activation": HF_ACTIVATIONS[fields.choice("hidden_act", activations[0], activations)],
         }
         if "rope" not in difference:

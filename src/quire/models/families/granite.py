@@ -22,11 +22,9 @@ class GraniteConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields(raw)
-        attention_bias = fields.flag("attention_bias", False)
         return cls.read(
             fields,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
+            attention_bias=fields.flag("attention_bias", False),
             mlp_bias=fields.flag("mlp_bias", False),
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             residual_scale=fields.number("residual_multiplier", 1.0),

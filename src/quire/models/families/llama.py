@@ -21,10 +21,9 @@ class LlamaConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields(raw)
-        attention_bias = fields.flag("attention_bias", False)
         mlp_bias = fields.flag("mlp_bias", False)
         return cls.read(
-            fields, qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=mlp_bias
+            fields, attention_bias=fields.flag("attention_bias", False), mlp_bias=mlp_bias
         )
 
 

@@ -21,11 +21,9 @@ class OlmoConfig(DecoderConfig):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields(with_names(raw, {}, refused=("rms_norm_eps",)))
         fields.plain("clip_qkv", None)
-        attention_bias = fields.flag("attention_bias", False)
         return cls.read(
             fields,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
+            attention_bias=fields.flag("attention_bias", False),
             norm="plain layer",
             rms_norm_eps=_EPS,
         )

@@ -33,7 +33,6 @@ class Olmo3Config(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**_DEFAULTS, **raw})
-        attention_bias = fields.flag("attention_bias", False)
         kinds = read_layer_types(fields, lambda layer: SLIDING if (layer + 1) % 4 else FULL)
         ropes = read_layer_ropes(
             fields,
@@ -43,8 +42,7 @@ class Olmo3Config(DecoderConfig):
         )
         return cls.read(
             fields,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
+            attention_bias=fields.flag("attention_bias", False),
             qk_norm="width",
             norm_offset=0.0,
             windows=read_windows(fields, kinds),

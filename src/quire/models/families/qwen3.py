@@ -25,11 +25,9 @@ class Qwen3Config(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**_DEFAULTS, **raw})
-        attention_bias = fields.flag("attention_bias", False)
         return cls.read(
             fields,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
+            attention_bias=fields.flag("attention_bias", False),
             qk_norm="head",
             windows=read_window_layers(fields),
         )

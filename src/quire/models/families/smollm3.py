@@ -35,15 +35,13 @@ class SmolLM3Config(DecoderConfig):
         rotates = _read_rotating_layers(fields)
         slides = fields.flag("use_sliding_window", False)
         slides = slides and fields.value("sliding_window") is not None
-        attention_bias = fields.flag("attention_bias", False)
         kinds = read_layer_types(
             fields, lambda layer: SLIDING if slides and not rotates[layer] else FULL
         )
         windows = read_windows(fields, kinds) if slides else (None,) * len(kinds)
         return cls.read(
             fields,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
+            attention_bias=fields.flag("attention_bias", False),
             mlp_bias=fields.flag("mlp_bias", False),
             windows=windows,
             layer_ropes=tuple(0 if each else None for each in rotates),

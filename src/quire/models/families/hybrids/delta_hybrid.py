@@ -79,12 +79,10 @@ class DeltaHybridConfig(DecoderConfig):
                 "config.json: attn_output_gate is false, but transformers has no such model"
             )
         # Last, read the other fields.
-        attention_bias = fields.flag("attention_bias", False)
         config = cls.read(
             fields,
             partial_rotary=PARTIAL_ROTARY,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
+            attention_bias=fields.flag("attention_bias", False),
             has_attention_gate=True,
             qk_norm="head",
             norm_offset=1.0,

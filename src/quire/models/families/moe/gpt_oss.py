@@ -58,11 +58,9 @@ class GptOssConfig(DecoderConfig):
         fields = ConfigFields(raw)
         _check_other_names(fields)
         layer_types = read_layer_types(fields, lambda layer: FULL if layer % 2 else SLIDING)
-        attention_bias = fields.flag("attention_bias", True)
         return cls.read(
             fields,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
+            attention_bias=fields.flag("attention_bias", True),
             norm_offset=0.0,
             has_sinks=True,
             windows=read_windows(fields, layer_types),

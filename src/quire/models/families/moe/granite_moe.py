@@ -35,7 +35,6 @@ class GraniteMoeConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**_DEFAULTS, **raw})
-        attention_bias = fields.flag("attention_bias", False)
         router = read_router(
             fields,
             read_num_experts(fields, 8),
@@ -45,8 +44,7 @@ class GraniteMoeConfig(DecoderConfig):
         mixture = MoESpec(router=router, intermediate_size=fields.integer("intermediate_size"))
         return cls.read(
             fields,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
+            attention_bias=fields.flag("attention_bias", False),
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             residual_scale=fields.number("residual_multiplier", 1.0),
             attention_scale=fields.number("attention_multiplier", 1.0),

@@ -30,7 +30,6 @@ class OlmoeConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**_DEFAULTS, **raw})
-        attention_bias = fields.flag("attention_bias", False)
         router = read_router(
             fields,
             read_num_experts(fields, 64),
@@ -40,8 +39,7 @@ class OlmoeConfig(DecoderConfig):
         mixture = MoESpec(router=router, intermediate_size=fields.integer("intermediate_size"))
         return cls.read(
             fields,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
+            attention_bias=fields.flag("attention_bias", False),
             qk_norm="width",
             mixtures=by_layer(fields, mixture, lambda _: True),
         )

@@ -36,7 +36,6 @@ class Qwen3MoeConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**_DEFAULTS, **raw})
-        attention_bias = fields.flag("attention_bias", False)
         window = fields.optional_integer("sliding_window")
         fields.value("max_window_layers")  # in published configs, but ignored by transformers
         for name, value in _OF_OTHERS.items():
@@ -52,8 +51,7 @@ class Qwen3MoeConfig(DecoderConfig):
         mixture = MoESpec(router=router, intermediate_size=fields.integer("moe_intermediate_size"))
         return cls.read(
             fields,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
+            attention_bias=fields.flag("attention_bias", False),
             qk_norm="head",
             windows=(window,) * fields.integer("num_hidden_layers"),
             mixtures=by_sparse_step(fields, mixture),
