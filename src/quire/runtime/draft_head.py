@@ -22,24 +22,21 @@ that it missed are ordered, it catches up with zeros for the missing states: its
 the row's tokens alone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBackend, LayerKV
-from quire.core.scheduling.drafter_costs import DrafterCosts
-from quire.core.step import Drafted, DraftOrder, EditKind, StepPlan
+from quire.core.step import Drafted, DraftOrder
 from quire.kernels.cpu.library import NativeKernels
 from quire.models.heads.draft_head import DraftHead
 from quire.models.interface import TextModel
 from quire.runtime.batch import RowBatch, StepBatch
 from quire.runtime.block_tables import Int64
 from quire.runtime.draft_batch import DraftBatch
-from quire.runtime.draft_model import MEASURED_ROWS, fastest
 from quire.runtime.draft_runs import DraftRuns
-from quire.runtime.drafted_blocks import DraftedBlocks
-from quire.runtime.forward import make_forward
+from quire.runtime.drafters import Drafter
 from quire.sampling.host.draft_sampler import DraftSampler
 
 RESTS_AFTER = 64
@@ -49,8 +46,8 @@ MOST_KEPT = 16
 """Maximum number of hidden states that are kept for a row."""
 
 
-class HeadDrafter:
-    """A `runtime.drafters.Drafter` made of a head.
+class HeadDrafter(Drafter):
+    """A drafter made of a head.
 
     Invariant: unless a live row is `_missed`, the head has K and V of its first `_reached[row]`
     tokens. The first `_num_kept[row]` of `_kept[row]` are the model's hidden states before the
@@ -70,22 +67,14 @@ class HeadDrafter:
         num_blocks: int,
         kernels: NativeKernels | None = None,
     ) -> None:
-        """`backend` is bound here to `layers`, the memory of the head's K and V. `rows` are those
-        of `target`, which must keep the inputs of the head's layers already, and whose KV cache has
-        `num_blocks` blocks."""
+        """See `Drafter`. `target` must keep the inputs of the head's layers already."""
+        batch = DraftBatch(rows, target.vocab_size)
+        super().__init__(head, backend, layers, rows, batch, sampler, num_blocks, kernels)
         self.head = head
         self._target = target
-        self._rows = rows
-        self._sampler = sampler
-        self._block_size = layers[0].format.block_size
-        self._batch = DraftBatch(rows, target.vocab_size)
-        backend.bind(head.attention_specs, layers)
-        self._forward = make_forward(head, backend, kernels, rows.max_num_tokens)
         num_rows = len(rows.num_tokens)
         self._kept = torch.zeros(num_rows, MOST_KEPT, head.input_size, dtype=head.states.dtype)
         self._flat_kept = self._kept.view(-1, head.input_size)
-        groups = [layer.group for layer in layers]
-        self._blocks = DraftedBlocks(num_blocks, rows.tables, rows.num_computed, groups)
         self._missed = np.zeros(num_rows, np.bool_)
         self._num_idle = 0  # steps without orders
         self._num_kept: Int64 = np.zeros(num_rows, np.int64)
@@ -93,22 +82,9 @@ class HeadDrafter:
 
     # ---- the rows -----------------------------------------------------------------------------
 
-    def change(self, plan: StepPlan) -> None:
-        """See `Drafter`."""
-        self._blocks.change(plan)
-        for admission in plan.admit:
-            row, count = admission.row, admission.num_computed_tokens
-            self._forget_before(row, count)
-            self._missed[row] = self._blocks.num_reached(row, count) < count
-        for fork in plan.forks:
-            self._copy(fork.row, fork.source_row)
-        for edit in plan.table_edits:
-            if edit.kind is EditKind.TRUNCATE:
-                self._cut(edit.row, edit.first_logical_block * self._block_size)
-
-    def forget(self, blocks: Iterable[int]) -> None:
-        """See `Drafter`."""
-        self._blocks.forget(blocks)
+    def _admit(self, row: int, num_computed: int) -> None:
+        self._forget_before(row, num_computed)
+        self._missed[row] = self._blocks.num_reached(row, num_computed) < num_computed
 
     def reset(self) -> None:
         """See `Drafter`. Rows are admitted again."""
@@ -119,7 +95,6 @@ class HeadDrafter:
         self._kept[row, 0] = 0
 
     def _cut(self, row: int, num_tokens: int) -> None:
-        """Set a row back to its first `num_tokens` tokens, if it has computed more."""
         if num_tokens < self._reached[row]:
             self._forget_before(row, num_tokens)
         most = num_tokens - self._reached[row] + 1
@@ -262,7 +237,7 @@ class HeadDrafter:
         place = 0
         while len(rows):
             # Choose a draft for each row, from the state after its last token.
-            logits = self._own_logits(states)
+            logits = self._logits(states)
             found = self._sampler.sample(logits, rows, ends + place)
             place += 1
             for row, *draft in zip(rows.tolist(), *(each.tolist() for each in found), strict=True):
@@ -294,40 +269,15 @@ class HeadDrafter:
         self._reached[rows], self._num_kept[rows] = ends, 0
         return found
 
-    def _own_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] of the model's vocabulary; no token that the head lacks is chosen."""
-        logits = self._forward.logits(states)
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Drafter`. No token that the head lacks is chosen."""
+        logits = self._forward.logits(hidden)
         token_ids = self.head.token_ids
         if token_ids is None:
             return logits
         found = torch.full((len(logits), self._target.vocab_size), -torch.inf)
         found[:, token_ids] = logits
         return found
-
-    def _run(self, step: StepBatch) -> torch.Tensor:
-        self._forward.plan(step)
-        return self._forward(step)
-
-    # ---- costs --------------------------------------------------------------------------------
-
-    def measure(self) -> DrafterCosts:
-        """Measure runs, before any row is live: the fastest of a few, of one row and of several.
-
-        They overwrite the first block of the KV cache, which holds nothing yet.
-        """
-        rows = min(MEASURED_ROWS, len(self._rows.num_tokens))
-        one_s, rows_s = self._time_singles(1), self._time_singles(rows)
-        row_s = max(0.0, rows_s - one_s) / max(1, rows - 1)
-        return DrafterCosts(max(0.0, one_s - row_s), row_s, 0.0)
-
-    def _time_singles(self, count: int) -> float:
-        rows, positions = np.arange(count), np.zeros(count, np.int64)
-
-        def run() -> None:
-            states = self._run(self._batch.singles(rows, positions))
-            self._sampler.sample(self._own_logits(states), rows, positions + 1)
-
-        return fastest(run)
 
 
 def _groups(rows: list[int], counts: Int64, most: int) -> list[Int64]:

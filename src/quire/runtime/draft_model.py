@@ -15,8 +15,7 @@ A row gets fewer drafts than ordered if a draft ends the sequence, or if the mod
 enough of it (`core.draft_stops`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from time import perf_counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,15 +23,14 @@ import torch
 
 from quire.attention.interface import AttentionBackend, LayerKV
 from quire.core.scheduling.drafter_costs import DrafterCosts
-from quire.core.step import Drafted, DraftOrder, EditKind, StepPlan
+from quire.core.step import Drafted, DraftOrder
 from quire.kernels.cpu.library import NativeKernels
 from quire.models.interface import CausalLM
 from quire.runtime.batch import RowBatch, StepBatch
 from quire.runtime.block_tables import Int64
 from quire.runtime.draft_batch import DraftBatch
 from quire.runtime.draft_runs import DraftRuns
-from quire.runtime.drafted_blocks import DraftedBlocks
-from quire.runtime.forward import make_forward
+from quire.runtime.drafters import Drafter, fastest
 from quire.runtime.token_pairs import TokenPairs
 from quire.sampling.host.draft_sampler import DraftSampler
 
@@ -40,8 +38,8 @@ MOST_JOINED = 2
 """Maximum number of tokens of a row in the run of all rows: those that verified drafts leave, and
 the last token. A row that misses more catches up in runs of its own before."""
 
-MEASURED_ROWS, MEASURED_CHUNK, NUM_REPEATS = 8, 64, 5
-"""The rows and tokens of measured runs, and how often each run is repeated."""
+MEASURED_CHUNK = 64
+"""The number of tokens of a measured chunk."""
 
 
 class _LastDrafts(NamedTuple):
@@ -53,8 +51,8 @@ class _LastDrafts(NamedTuple):
     computed: tuple[int, ...]
 
 
-class DraftModel:
-    """A `runtime.drafters.Drafter` made of a model that generates text, without states."""
+class DraftModel(Drafter):
+    """A drafter made of a model that generates text, without states."""
 
     needs_hidden = False
 
@@ -69,32 +67,21 @@ class DraftModel:
         kernels: NativeKernels | None = None,
         pairs: TokenPairs | None = None,
     ) -> None:
-        """`backend` is bound here to `layers`, the memory of the model's K and V. `rows` are those
-        of the model that verifies, whose KV cache has `num_blocks` blocks. `pairs` is None if both
-        models have the same token ids."""
+        """See `Drafter`. `pairs` is None if both models have the same token ids."""
+        batch = DraftBatch(rows, model.vocab_size, pairs)
+        super().__init__(model, backend, layers, rows, batch, sampler, num_blocks, kernels)
         self.model = model
-        self._rows = rows
-        self._sampler = sampler
         self._pairs = pairs
-        self._batch = DraftBatch(rows, model.vocab_size, pairs)
-        backend.bind(model.attention_specs, layers)
-        self._forward = make_forward(model, backend, kernels, rows.max_num_tokens)
-        groups = [layer.group for layer in layers]
-        self._blocks = DraftedBlocks(num_blocks, rows.tables, rows.num_computed, groups)
         self._pending: dict[int, _LastDrafts] = {}
 
-    def change(self, plan: StepPlan) -> None:
-        """See `Drafter`."""
-        for row in plan.release:
-            self._pending.pop(row, None)
-        for edit in plan.table_edits:
-            if edit.kind is EditKind.TRUNCATE:
-                self._pending.pop(edit.row, None)
-        self._blocks.change(plan)
+    def _admit(self, row: int, num_computed: int) -> None:
+        self._pending.pop(row, None)
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """See `Drafter`."""
-        self._blocks.forget(blocks)
+    def _copy(self, row: int, source: int) -> None:
+        self._pending.pop(row, None)
+
+    def _cut(self, row: int, num_tokens: int) -> None:
+        self._pending.pop(row, None)
 
     def follow(self, step: StepBatch, hidden: torch.Tensor) -> None:
         """See `Drafter`; not called, since the model reads tokens alone."""
@@ -215,7 +202,6 @@ class DraftModel:
             drafts[row].add(*draft)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits at the token ids of the rows."""
         logits = self._forward.logits(hidden)
         return logits if self._pairs is None else self._pairs.at_target_ids(logits)
 
@@ -223,38 +209,9 @@ class DraftModel:
         one = np.array([row], np.int64)
         self._run(self._batch.spans(one, np.array([first], np.int64), np.array([count], np.int64)))
 
-    def _run(self, step: StepBatch) -> torch.Tensor:
-        self._forward.plan(step)
-        return self._forward(step)
-
     def measure(self) -> DrafterCosts:
-        """Measure runs, before any row is live: the fastest of a few, of one row and of several,
-        and of a chunk.
-
-        They overwrite the first block of the KV cache, which holds nothing yet.
-        """
-        rows = min(MEASURED_ROWS, len(self._rows.num_tokens))
+        """See `Drafter`. Also measures a chunk."""
+        costs = super().measure()
         chunk = min(MEASURED_CHUNK, self._rows.max_num_tokens, self._rows.token_ids.shape[1] - 1)
-        one_s, rows_s = self._time_singles(1), self._time_singles(rows)
-        row_s = max(0.0, rows_s - one_s) / max(1, rows - 1)
-        chunk_s = fastest(lambda: self._run_chunk(0, 0, chunk))
-        return DrafterCosts(max(0.0, one_s - row_s), row_s, chunk_s / chunk)
-
-    def _time_singles(self, count: int) -> float:
-        rows, positions = np.arange(count), np.zeros(count, np.int64)
-
-        def run() -> None:
-            hidden = self._run(self._batch.singles(rows, positions))
-            self._sampler.sample(self._logits(hidden), rows, positions + 1)
-
-        return fastest(run)
-
-
-def fastest(run: Callable[[], None]) -> float:
-    """The seconds of the fastest of some runs."""
-    taken: list[float] = []
-    for _ in range(NUM_REPEATS):
-        began_s = perf_counter()
-        run()
-        taken.append(perf_counter() - began_s)
-    return min(taken)
+        costs.token_s = fastest(lambda: self._run_chunk(0, 0, chunk)) / chunk
+        return costs
