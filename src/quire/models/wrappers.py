@@ -15,7 +15,7 @@ from typing import Any
 from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.models.checkpoints.renamed import RenamedCheckpoint
 from quire.models.checkpoints.source import CheckpointSource
-from quire.models.checkpoints.transposed_experts import TransposedExperts
+from quire.models.checkpoints.transposed import TransposedCheckpoint, swapped_experts
 from quire.models.config_fields import ORIGIN, ROPE_FORMS
 from quire.models.rope_config import of_one_axis
 
@@ -30,7 +30,7 @@ class Wrapper:
     is_tied: bool = False
     #: The language model's type in configs without text_config; None if all configs have one.
     flat_text: str | None = None
-    #: Whether experts are stacked, in one of the layouts of `checkpoints.transposed_experts`.
+    #: Whether experts are stacked, in one of the layouts of `checkpoints.transposed`.
     has_stacked_experts: bool = False
     #: Fields of a text_config that describe code of the training, and that no class of the language
     #: model reads, though other models have fields of these names.
@@ -39,7 +39,9 @@ class Wrapper:
     def open(self, checkpoint: CheckpointSource, hidden_size: int) -> CheckpointSource:
         """The language model's tensors, under the names of a text-only model."""
         renamed = RenamedCheckpoint(checkpoint, self.rename)
-        return TransposedExperts(renamed, hidden_size) if self.has_stacked_experts else renamed
+        if not self.has_stacked_experts:
+            return renamed
+        return TransposedCheckpoint(renamed, swapped_experts(renamed, hidden_size))
 
     def rename(self, name: str) -> str | None:
         """Map a tensor's name to its name in the language model; None for a tensor outside it."""

@@ -14,7 +14,7 @@ import torch
 from quire.errors import CheckpointError, shown
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.models.checkpoints.row_selection import RowSelection
-from quire.models.checkpoints.source import CheckpointSource, DerivedSource, refusal_of_two
+from quire.models.checkpoints.source import CheckpointSource, WrappedSource, refusal_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class _StoredTensor:
     selection: RowSelection | None = None
 
 
-class ArrangedCheckpoint(DerivedSource):
+class ArrangedCheckpoint(WrappedSource):
     """The checkpoint `source`, presented in Llama's layout."""
 
     def __init__(self, source: CheckpointSource, arrangement: Arrangement) -> None:
         """Raises CheckpointError for a tensor whose size differs from `arrangement`, and for two
         tensors that fill the same parameter."""
-        self._source = source
+        super().__init__(source)
         self._stored: dict[str, _StoredTensor] = {}
         for name in source.names:
             if name.startswith(arrangement.unused):
@@ -90,8 +90,8 @@ class ArrangedCheckpoint(DerivedSource):
             return stored.selection.shape(shape)
         return (stored.size, *(shape[:1] if stored.transposed else shape[1:]))
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(self._stored[name].name)
+    def stored_name(self, name: str) -> str:
+        return self._stored[name].name
 
     def pieces(self, name: str) -> list[range]:
         stored = self._stored[name]
@@ -112,9 +112,6 @@ class ArrangedCheckpoint(DerivedSource):
         stored = self._stored[name]
         keeps_rows = stored.selection is None and not stored.transposed
         return self._source.block_format(stored.name) if keeps_rows else None
-
-    def stored_as(self, name: str) -> str | None:
-        return self._source.stored_as(self._stored[name].name)
 
     @contextmanager
     def quantized_rows(self, name: str, span: range) -> Iterator[BlockQuantizedRows]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
-from quire.models.checkpoints.source import CheckpointSource, DerivedSource, refusal_of_two
+from quire.models.checkpoints.source import CheckpointSource, WrappedSource, refusal_of_two
 
 Rename = Callable[[str], str | None]
 """Maps a tensor's name in the file to its name in the model, or to None if it is not used."""
@@ -21,12 +21,12 @@ _HEADS = ("lm_head.", "score.")
 _LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
 
 
-class RenamedCheckpoint(DerivedSource):
+class RenamedCheckpoint(WrappedSource):
     """The checkpoint `source` under other names."""
 
     def __init__(self, source: CheckpointSource, rename: Rename) -> None:
         """Raises CheckpointError if two tensors with different values get the same name."""
-        self._source = source
+        super().__init__(source)
         self._names: dict[str, str] = {}
         for theirs in source.names:
             ours = rename(theirs)
@@ -43,17 +43,14 @@ class RenamedCheckpoint(DerivedSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(self._names[name])
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(self._names[name])
+    def stored_name(self, name: str) -> str:
+        return self._names[name]
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         return self._source.rows(self._names[name], span)
 
     def block_format(self, name: str) -> BlockFormat | None:
         return self._source.block_format(self._names[name])
-
-    def stored_as(self, name: str) -> str | None:
-        return self._source.stored_as(self._names[name])
 
     def quantized_rows(self, name: str, span: range) -> AbstractContextManager[BlockQuantizedRows]:
         return self._source.quantized_rows(self._names[name], span)

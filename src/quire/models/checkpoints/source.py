@@ -124,6 +124,27 @@ class DerivedSource(CheckpointSource):
         return False
 
 
+class WrappedSource(DerivedSource):
+    """Base of sources that present the tensors of another source."""
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self._source = source
+
+    @property
+    def names(self) -> Set[str]:
+        return self._source.names
+
+    def stored_name(self, name: str) -> str:
+        """The name of the source's tensor from which the tensor `name` is made."""
+        return name
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self.stored_name(name))
+
+    def stored_as(self, name: str) -> str | None:
+        return self._source.stored_as(self.stored_name(name))
+
+
 def check_num_experts(name: str, count: int) -> None:
     """Raises CheckpointError if the stacked tensor `name` has more experts than any model.
 

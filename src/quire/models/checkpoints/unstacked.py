@@ -26,7 +26,7 @@ import torch
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.models.checkpoints.source import (
     CheckpointSource,
-    DerivedSource,
+    WrappedSource,
     check_num_experts,
     refusal_of_two,
 )
@@ -46,7 +46,7 @@ class _ExpertTensor:
     is_bias: bool
 
 
-class UnstackedCheckpoint(DerivedSource):
+class UnstackedCheckpoint(WrappedSource):
     """The checkpoint `source` with separate tensors for each expert.
 
     `is_transposed` says that stacked tensors have gpt-oss's layout. Raises CheckpointError if a
@@ -54,7 +54,7 @@ class UnstackedCheckpoint(DerivedSource):
     """
 
     def __init__(self, source: CheckpointSource, *, is_transposed: bool = False) -> None:
-        self._source = source
+        super().__init__(source)
         self._is_transposed = is_transposed
         #: Maps each tensor to its location. A str is the name of a tensor that is not stacked.
         self._names: dict[str, _ExpertTensor | str] = {}
@@ -93,9 +93,9 @@ class UnstackedCheckpoint(DerivedSource):
             return tuple(rest)
         return (rest[0] // place.count, *rest[1:])
 
-    def dtype(self, name: str) -> torch.dtype:
+    def stored_name(self, name: str) -> str:
         place = self._names[name]
-        return self._source.dtype(place if isinstance(place, str) else place.name)
+        return place if isinstance(place, str) else place.name
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         place = self._names[name]
@@ -106,10 +106,6 @@ class UnstackedCheckpoint(DerivedSource):
     def block_format(self, name: str) -> BlockFormat | None:
         place = self._names[name]
         return self._source.block_format(place) if isinstance(place, str) else None
-
-    def stored_as(self, name: str) -> str | None:
-        place = self._names[name]
-        return self._source.stored_as(place if isinstance(place, str) else place.name)
 
     def quantized_rows(self, name: str, span: range) -> AbstractContextManager[BlockQuantizedRows]:
         place = self._names[name]

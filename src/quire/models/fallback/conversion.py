@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quire.errors import CheckpointError
-from quire.models.checkpoints.source import CheckpointSource, DerivedSource
+from quire.models.checkpoints.source import CheckpointSource, WrappedSource
 from quire.models.fallback.hf_classes import build, find_class
 
 
@@ -36,11 +36,11 @@ class _Group:
     is_stacked: bool = False
 
 
-class ConvertedCheckpoint(DerivedSource):
+class ConvertedCheckpoint(WrappedSource):
     """The checkpoint `source`, converted for `model`, a transformers model on the meta device."""
 
     def __init__(self, source: CheckpointSource, model: Any) -> None:
-        self._source = source
+        super().__init__(source)
         self._model = model
         #: Maps the model's name to the name in the files, for tensors that are only renamed.
         self._names: dict[str, str] = {}
@@ -63,17 +63,10 @@ class ConvertedCheckpoint(DerivedSource):
             return self._groups[name].targets[name]
         return self._source.shape(self._names[name])
 
-    def dtype(self, name: str) -> torch.dtype:
+    def stored_name(self, name: str) -> str:
         if name in self._groups:
-            first = next(iter(self._groups[name].sources.values()))[0]
-            return self._source.dtype(first)
-        return self._source.dtype(self._names[name])
-
-    def stored_as(self, name: str) -> str | None:
-        if name in self._groups:
-            name = next(iter(self._groups[name].sources.values()))[0]
-            return self._source.stored_as(name)
-        return self._source.stored_as(self._names[name])
+            return next(iter(self._groups[name].sources.values()))[0]
+        return self._names[name]
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         if name not in self._groups:

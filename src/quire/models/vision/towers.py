@@ -28,7 +28,7 @@ from quire.models.checkpoints.loader import (
 from quire.models.checkpoints.readers import find_reader, open_checkpoint
 from quire.models.checkpoints.renamed import RenamedCheckpoint, with_words
 from quire.models.checkpoints.source import CheckpointSource
-from quire.models.checkpoints.transposed_weights import TransposedWeights
+from quire.models.checkpoints.transposed import TransposedCheckpoint
 from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
 from quire.models.model_entry import CHECKPOINT_PARTS
@@ -74,7 +74,7 @@ class TowerEntry:
 
         source = GGUFEncoderFile(place) if place.is_file() else open_checkpoint(place)
         renamed = RenamedCheckpoint(source, rename)
-        return TransposedWeights(renamed, self.transposed) if self.transposed else renamed
+        return TransposedCheckpoint(renamed, self.transposed) if self.transposed else renamed
 
 
 _GEMMA3 = TowerEntry(
