@@ -44,11 +44,6 @@ class Gemma3Processor(ImageProcessor):
         self._resample = settings.resample(BILINEAR)
         self._normalize = Normalizer(settings, IMAGENET_STANDARD, IMAGENET_STANDARD)
 
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """The settings that change an image's values."""
-        return self._normalize.identity, self._resample
-
     def layout(self, width: int, height: int) -> Layout:
         """The cost of a picture, the same for all."""
         return Layout(self.num_tokens, self.num_tokens, 12 * self._height * self._width)

@@ -39,11 +39,6 @@ class Gemma4Processor(ImageProcessor):
         self._resample = settings.resample(BICUBIC)
         self._normalize = Normalizer(settings, (0.0,) * 3, (1.0,) * 3, do_normalize=False)
 
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """The settings that change an image's values."""
-        return self._normalize.identity, self._resample
-
     def layout(self, width: int, height: int) -> Layout:
         """The cost of a picture."""
         rows, columns = self._cells(width, height)

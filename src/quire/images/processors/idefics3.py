@@ -51,11 +51,6 @@ class Idefics3Processor(ImageProcessor):
                 f" {self.tokens_of_tile} tokens"
             )
 
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """The settings that change a tile's values."""
-        return self._normalize.identity, self._resample
-
     def layout(self, width: int, height: int) -> Layout:
         """The cost of a picture; every tile costs the same."""
         _, rows, columns = self._sizes(width, height)

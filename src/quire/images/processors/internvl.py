@@ -15,6 +15,7 @@ from quire.images.processors.pixels import (
     CLIP_STD,
     Normalizer,
     Settings,
+    closest_grid,
     resize,
 )
 from quire.images.processors.processor import ImageProcessor, Item, Layout, ProcessedImage
@@ -57,11 +58,6 @@ class InternVLProcessor(ImageProcessor):
                 f" {self.tokens_of_tile} tokens"
             )
 
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """The settings that change a tile's values."""
-        return self._normalize.identity, self._resample
-
     def layout(self, width: int, height: int) -> Layout:
         """The cost of a picture; every tile costs the same."""
         columns, rows = self._grid(width, height)
@@ -84,16 +80,8 @@ class InternVLProcessor(ImageProcessor):
         return ProcessedImage(f"{self._START}{marks}{self._END}", items)
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows of tiles. Of grids with equally close ratios, the largest counts that
-        has less than twice the picture's pixels."""
-        ratio, area = width / height, width * height
-        best, least = (1, 1), float("inf")
-        for columns, rows in self._grids:
-            difference = abs(ratio - columns / rows)
-            pixels = self._tile * self._tile * columns * rows
-            if difference < least or (difference == least and area > 0.5 * pixels):
-                best, least = (columns, rows), difference
-        return best
+        """Columns and rows of tiles."""
+        return closest_grid(self._grids, width, height, self._tile)
 
 
 def _grids(least: int, most: int) -> list[tuple[int, int]]:

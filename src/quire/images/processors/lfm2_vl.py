@@ -5,7 +5,6 @@ then the whole image as a thumbnail. Source: LFM2 (arXiv:2511.23404, section 5),
 processor of the same name, which resizes by torch.
 """
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,8 @@ from quire.images.processors.pixels import (
     IMAGENET_STANDARD,
     Normalizer,
     Settings,
+    bounded_cells,
+    closest_grid,
 )
 from quire.images.processors.processor import ImageProcessor, Item, Layout, ProcessedImage
 from quire.images.processors.torch_resize import resize_as_torch
@@ -76,7 +77,7 @@ class Lfm2VlProcessor(ImageProcessor):
     @property
     def identity(self) -> tuple[object, ...]:
         """The settings that change a content's values."""
-        return self._normalize.identity, self._resample, self._patch, self._factor
+        return *super().identity, self._patch, self._factor
 
     def layout(self, width: int, height: int) -> Layout:
         """The cost of a picture."""
@@ -125,31 +126,19 @@ class Lfm2VlProcessor(ImageProcessor):
                 f" than {_MOST_RATIO} times as long as it is wide; cut it"
             )
         cell = self._cell
-        least, most = (bound * cell**2 for bound in (self._least, self._most))
         # Python rounds halves to even here, as transformers does.
         rows, columns = (max(1, round(side / cell)) for side in (height, width))
-        if rows * columns * cell**2 > most:
-            scale = math.sqrt(height * width / most)
-            rows, columns = (max(1, math.floor(side / scale / cell)) for side in (height, width))
-        elif rows * columns * cell**2 < least:
-            scale = math.sqrt(least / (height * width))
-            rows, columns = (math.ceil(side * scale / cell) for side in (height, width))
+        bounds = self._least * cell**2, self._most * cell**2
+        rows, columns = bounded_cells((rows, columns), (height, width), cell, bounds)
         return rows * cell, columns * cell
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows of tiles; 0 of each for a picture that is not cut. Of grids with equally
-        close ratios, the last that has less than twice the picture's pixels."""
+        """Columns and rows of tiles; 0 of each for a picture that is not cut."""
         cell = self._cell
         high, wide = (max(self._patch, round(side / cell) * cell) for side in (height, width))
         if not self._grids or high * wide <= self._most * cell**2 * self._tolerance:
             return 0, 0
-        best, least = (1, 1), float("inf")
-        for columns, rows in self._grids:
-            difference = abs(width / height - columns / rows)
-            pixels = self._tile * self._tile * columns * rows
-            if difference < least or (difference == least and width * height > 0.5 * pixels):
-                best, least = (columns, rows), difference
-        return best
+        return closest_grid(self._grids, width, height, self._tile)
 
 
 def _grids(least: int, most: int) -> list[tuple[int, int]]:

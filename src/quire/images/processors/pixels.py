@@ -4,6 +4,7 @@ Called by the processors of all families. Pictures are RGB images of Pillow; arr
 the shape [3, height, width].
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -151,3 +152,33 @@ def resize(image: "Image", height: int, width: int, resample: int) -> "Image":
     from PIL.Image import Resampling  # a server for text never loads it
 
     return image.resize((width, height), Resampling(resample))
+
+
+def bounded_cells(
+    cells: tuple[int, int], size: tuple[int, int], cell: int, bounds: tuple[int, int]
+) -> tuple[int, int]:
+    """The rows and columns of square cells for a picture of this (height, width): `cells` if their
+    pixels are within `bounds` (least, most), or else those of the picture at a bound."""
+    (height, width), (least, most) = size, bounds
+    pixels = cells[0] * cells[1] * cell**2
+    if pixels > most:
+        scale = math.sqrt(height * width / most)
+        return max(1, math.floor(height / scale / cell)), max(1, math.floor(width / scale / cell))
+    if pixels < least:
+        scale = math.sqrt(least / (height * width))
+        return math.ceil(height * scale / cell), math.ceil(width * scale / cell)
+    return cells
+
+
+def closest_grid(
+    grids: Sequence[tuple[int, int]], width: int, height: int, tile: int
+) -> tuple[int, int]:
+    """The (columns, rows) whose ratio is closest to that of a picture. Of grids with equally close
+    ratios, the last that has less than twice the picture's pixels."""
+    best, least = (1, 1), float("inf")
+    for columns, rows in grids:
+        difference = abs(width / height - columns / rows)
+        is_small = width * height > 0.5 * tile * tile * columns * rows
+        if difference < least or (difference == least and is_small):
+            best, least = (columns, rows), difference
+    return best

@@ -56,7 +56,7 @@ class PixtralProcessor(ImageProcessor):
     @property
     def identity(self) -> tuple[object, ...]:
         """The settings that change an image's values or rows."""
-        return self._normalize.identity, self._resample, self.cell
+        return *super().identity, self.cell
 
     def layout(self, width: int, height: int) -> Layout:
         """The cost of a picture."""

@@ -7,6 +7,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.content_spans import Content
+from quire.images.processors.pixels import Normalizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,10 +88,14 @@ class ImageProcessor(ABC):
     #: The ids that the model's encoder takes these tokens for; empty if it knows no ids.
     encoder_ids: tuple[int, ...] = ()
 
+    _normalize: Normalizer
+    #: The filter of resizes, see `pixels.resize`.
+    _resample: int
+
     @property
-    @abstractmethod
     def identity(self) -> tuple[object, ...]:
         """The settings that change a content's values or its embeddings, for digests."""
+        return self._normalize.identity, self._resample
 
     @abstractmethod
     def layout(self, width: int, height: int) -> Layout:

@@ -4,7 +4,6 @@ Source: Qwen2-VL (arXiv:2409.12191, section 2.1), which Qwen3-VL and Qwen3.5 kee
 transformers' PIL processor of Qwen2-VL.
 """
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from quire.images.processors.pixels import (
     CLIP_STD,
     Normalizer,
     Settings,
+    bounded_cells,
     resize,
 )
 from quire.images.processors.processor import ImageProcessor, Item, Layout, ProcessedImage
@@ -60,8 +60,7 @@ class QwenProcessor(ImageProcessor):
     @property
     def identity(self) -> tuple[object, ...]:
         """The settings that change an image's patches."""
-        sizes = self._patch, self._merge, self._frames
-        return self._normalize.identity, self._resample, sizes
+        return *super().identity, (self._patch, self._merge, self._frames)
 
     def layout(self, width: int, height: int) -> Layout:
         """The cost of a picture."""
@@ -93,11 +92,6 @@ class QwenProcessor(ImageProcessor):
         cell = self._patch * self._merge
         # Python rounds halves to even here, as transformers does.
         rows, columns = round(height / cell), round(width / cell)
-        if rows * columns * cell**2 > self.most_pixels:
-            scale = math.sqrt(height * width / self.most_pixels)
-            rows = max(1, math.floor(height / scale / cell))
-            columns = max(1, math.floor(width / scale / cell))
-        elif rows * columns * cell**2 < self.least_pixels:
-            scale = math.sqrt(self.least_pixels / (height * width))
-            rows, columns = math.ceil(height * scale / cell), math.ceil(width * scale / cell)
+        bounds = self.least_pixels, self.most_pixels
+        rows, columns = bounded_cells((rows, columns), (height, width), cell, bounds)
         return rows * self._merge, columns * self._merge
