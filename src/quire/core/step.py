@@ -229,6 +229,11 @@ class StepPlan:
         return tuple([chunk.row for chunk in self.chunks if not chunk.num_new_tokens])
 
     @property
+    def chunked_rows(self) -> tuple[int, ...]:
+        """The rows that compute a chunk."""
+        return tuple([chunk.row for chunk in self.chunks if chunk.num_new_tokens])
+
+    @property
     def num_drafts(self) -> int:
         """Number of drafts that the step verifies."""
         return sum([len(chunk.draft_token_ids) for chunk in self.chunks])

@@ -435,7 +435,7 @@ def _make_contents(simulator: Simulator) -> FakeSource:
 def _num_beyond_budget(plan: StepPlan, running: Iterable[Sequence]) -> int:
     """Maximum number of tokens by which a step may exceed its budget, for one content that is
     computed in one step."""
-    chunks = {chunk.row for chunk in plan.chunks if chunk.num_new_tokens}
+    chunks = set(plan.chunked_rows)
     lengths = [longest_in_one_step(each.content_spans) for each in running if each.row in chunks]
     return max(0, max(lengths, default=0) - 1)
 
