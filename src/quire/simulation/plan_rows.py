@@ -285,10 +285,10 @@ class PlanRows:
     # ---- the plan's changes -----------------------------------------------------------------
 
     def load_adapter(self, load: ItemLoad) -> None:
-        """Load an adapter into its slot; nothing here depends on it."""
+        """Ignore the load of an adapter. Subclasses may check it."""
 
     def load_content(self, load: ItemLoad) -> None:
-        """Load a content into its slot; nothing here depends on it."""
+        """Ignore the load of a content. Subclasses may check it."""
 
     def admit(self, admission: RowAdmission) -> PlanRow:
         """Add a row. Returns it."""

@@ -1,4 +1,4 @@
-"""The rows of a fake runner: the fingerprints of their tokens, and the bounds of their plans.
+"""The rows of a fake runner: fingerprints of their tokens, and bounds of their plans.
 
 `plan_rows` has the checks of plans against the rows. The checks here are those of the device's
 sizes, of the kinds of its KV groups, and of the adapters and contents in its slots. Only
