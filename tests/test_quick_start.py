@@ -49,3 +49,7 @@ def test_generating_a_text_imports_no_heavy_module_that_it_does_not_need() -> No
     *_, imported = run(GENERATING).strip().splitlines()
     assert "torch" in imported.split()
     assert HEAVY.isdisjoint(imported.split())
+    families = "quire.models.families."
+    assert {name for name in imported.split() if name.startswith(families)} == {
+        *(families + name for name in ("llama", "qwen2", "qwen3")),
+    }

@@ -17,7 +17,6 @@ from quire.models.config import DecoderConfig
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.heads.draft_head import DraftHead
 from quire.models.heads.eagle3 import ARCHITECTURES, Eagle3Config, load_eagle3_config
-from quire.models.heads.mtp import mtp_config
 from quire.models.interface import TextModel
 from quire.models.registry import MTP_HEADS, find_entry
 from quire.runtime.batch import RowBatch
@@ -32,6 +31,8 @@ from quire.sampling.host.sampler import SamplingRows
 def find_mtp(kind: ModelKind) -> DecoderConfig:
     """The config of the MTP head in the model's files. Raises ConfigurationError and
     CheckpointError if there is none that can draft."""
+    from quire.models.heads.mtp import mtp_config  # it imports two families, so only if needed
+
     check_head(kind, "speculation has 'mtp'")
     config = mtp_config(kind.config, MTP_HEADS)
     find_entry(config).arranged(open_checkpoint(kind.folder), config)  # finds the head's tensors

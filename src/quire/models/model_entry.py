@@ -11,10 +11,13 @@ from quire.models.checkpoints.renamed import (
     Rename,
     RenamedCheckpoint,
     with_missing_prefix,
+    with_prefix,
     without_layers,
 )
 from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.unstacked import UnstackedCheckpoint
 from quire.models.config import ModelConfig
+from quire.models.decoder import DecoderForCausalLM, DecoderForScores, HeadlessDecoder
 from quire.models.fallback.fallback_config import FallbackConfig
 from quire.models.interface import CausalLM, TextModel
 from quire.models.wrappers import WRAPPERS
@@ -24,6 +27,9 @@ CHECKPOINT_PARTS: dict[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """For each fused linear, the names of its parts in most checkpoints."""
+
+QKV_PARTS = {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"]}
+"""The same for MLPs without a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +78,22 @@ class ModelEntry:
         if self.arrangement is not None:
             checkpoint = ArrangedCheckpoint(checkpoint, self.arrangement(config))
         return checkpoint if self.unstack is None else self.unstack(checkpoint)
+
+
+def headless_entry(config: type[ModelConfig]) -> ModelEntry:
+    """The entry of a decoder without a head. If the files have a head, it is ignored."""
+    return ModelEntry(config, HeadlessDecoder, rename=with_prefix("model.", "lm_head.", "score."))
+
+
+def scores_entry(config: type[ModelConfig]) -> ModelEntry:
+    """The entry of a decoder with a head that classifies sequences."""
+    return ModelEntry(config, DecoderForScores)
+
+
+def mixture_entry(
+    config: type[ModelConfig],
+    rename: Rename | None = None,
+    unstack: Callable[[CheckpointSource], CheckpointSource] = UnstackedCheckpoint,
+) -> ModelEntry:
+    """The entry of a mixture of experts. In the files, experts may be stacked or separate."""
+    return ModelEntry(config, DecoderForCausalLM, rename=rename, unstack=unstack)

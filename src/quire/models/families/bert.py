@@ -25,9 +25,11 @@ from quire.layers.encoder import FeedForward
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import LayerNorm
 from quire.layers.storage import Storage
+from quire.models.checkpoints.renamed import Rename
 from quire.models.config import ModelConfig, read_architecture, read_dtype, read_num_labels
 from quire.models.config_fields import ConfigFields
 from quire.models.interface import InputEmbeds, TextModel
+from quire.models.model_entry import QKV_PARTS, ModelEntry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {
@@ -276,3 +278,12 @@ class BertForTokenScores(BertModel):
     def scores(self, vectors: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.classifier(vectors)
         return found.float()
+
+
+def _entry(model: type[TextModel], rename: Rename) -> ModelEntry:
+    return ModelEntry(BertConfig, model, QKV_PARTS, rename=rename)
+
+
+HEADLESS_ENTRY = _entry(BertModel, rename_without_head)
+SCORES_ENTRY = _entry(BertForScores, rename_with_head)
+TOKEN_SCORES_ENTRY = _entry(BertForTokenScores, rename_with_token_head)

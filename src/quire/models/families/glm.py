@@ -19,6 +19,7 @@ from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.layer_shapes import SandwichLayer
+from quire.models.model_entry import ModelEntry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
@@ -61,3 +62,9 @@ def neighbouring_pairs(config: DecoderConfig) -> Arrangement:
             "k_proj": from_pairs(config.num_kv_heads, size, rotary_dim),
         },
     )
+
+
+ENTRY = ModelEntry(GlmConfig, DecoderForCausalLM, arrangement=neighbouring_pairs)
+GLM4_ENTRY = ModelEntry(
+    GlmConfig, Glm4ForCausalLM, rename=rename_glm4, arrangement=neighbouring_pairs
+)

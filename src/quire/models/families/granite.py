@@ -13,6 +13,8 @@ from typing import Any, Self
 
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.model_entry import ModelEntry, headless_entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +33,7 @@ class GraniteConfig(DecoderConfig):
             attention_scale=fields.number("attention_multiplier", 1.0),
             logits_scale=1.0 / fields.number("logits_scaling", 1.0),
         )
+
+
+ENTRY = ModelEntry(GraniteConfig, DecoderForCausalLM)
+HEADLESS_ENTRY = headless_entry(GraniteConfig)

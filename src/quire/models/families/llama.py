@@ -12,6 +12,7 @@ from typing import Any, Self
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM
+from quire.models.model_entry import ModelEntry, headless_entry, scores_entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +30,8 @@ class LlamaConfig(DecoderConfig):
 
 class LlamaForCausalLM(DecoderForCausalLM):
     """A decoder without changes."""
+
+
+ENTRY = ModelEntry(LlamaConfig, LlamaForCausalLM)
+HEADLESS_ENTRY = headless_entry(LlamaConfig)
+SCORES_ENTRY = scores_entry(LlamaConfig)

@@ -18,7 +18,9 @@ from quire.layers.position_scale import QueryGrowth
 from quire.models.config import DecoderConfig
 from quire.models.config_bounds import checked_integer, checked_number
 from quire.models.config_fields import ConfigFields
+from quire.models.decoder import DecoderForCausalLM
 from quire.models.layer_kinds import FULL, SLIDING, read_layer_types, read_windows
+from quire.models.model_entry import ModelEntry
 from quire.models.rope_config import read_rope_parameters
 
 # transformers' values for fields that a config leaves out.
@@ -73,3 +75,7 @@ class Ministral3Config(DecoderConfig):
         window = fields.optional_integer("sliding_window")
         windows = (window,) * fields.integer("num_hidden_layers")
         return cls.read(fields, windows=windows, query_growth=growth)
+
+
+ENTRY = ModelEntry(MinistralConfig, DecoderForCausalLM)
+ENTRY_3 = ModelEntry(Ministral3Config, DecoderForCausalLM)

@@ -12,6 +12,8 @@ from typing import Any, Self
 
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
+from quire.models.families.llama import LlamaForCausalLM
+from quire.models.model_entry import ModelEntry, headless_entry, scores_entry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
@@ -26,3 +28,8 @@ class MistralConfig(DecoderConfig):
         fields = ConfigFields({**_DEFAULTS, **raw})
         window = fields.optional_integer("sliding_window")
         return cls.read(fields, windows=(window,) * fields.integer("num_hidden_layers"))
+
+
+ENTRY = ModelEntry(MistralConfig, LlamaForCausalLM)
+HEADLESS_ENTRY = headless_entry(MistralConfig)
+SCORES_ENTRY = scores_entry(MistralConfig)

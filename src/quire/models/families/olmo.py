@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields, with_names
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.model_entry import ModelEntry
 
 _EPS = 1e-5  # as in transformers' model
 
@@ -27,3 +29,6 @@ class OlmoConfig(DecoderConfig):
             norm="plain layer",
             rms_norm_eps=_EPS,
         )
+
+
+ENTRY = ModelEntry(OlmoConfig, DecoderForCausalLM)

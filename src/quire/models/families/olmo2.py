@@ -15,6 +15,7 @@ from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.layer_shapes import PostNormLayer
+from quire.models.model_entry import ModelEntry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"rms_norm_eps": 1e-5}
@@ -39,3 +40,6 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
     """A decoder of layers with norms after each block."""
 
     layer_type = PostNormLayer
+
+
+ENTRY = ModelEntry(Olmo2Config, Olmo2ForCausalLM)

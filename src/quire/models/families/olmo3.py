@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
+from quire.models.families.olmo2 import Olmo2ForCausalLM
 from quire.models.layer_kinds import (
     FULL,
     SLIDING,
@@ -20,6 +21,7 @@ from quire.models.layer_kinds import (
     read_layer_types,
     read_windows,
 )
+from quire.models.model_entry import ModelEntry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
@@ -48,3 +50,6 @@ class Olmo3Config(DecoderConfig):
             windows=read_windows(fields, kinds),
             **chosen_ropes(ropes, kinds),
         )
+
+
+ENTRY = ModelEntry(Olmo3Config, Olmo2ForCausalLM)

@@ -15,6 +15,8 @@ from typing import Any, Self
 from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ROPE_FORMS, ConfigFields
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.model_entry import ModelEntry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
@@ -58,3 +60,6 @@ def fused_linears(config: DecoderConfig) -> Arrangement:
             "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
         }
     )
+
+
+ENTRY = ModelEntry(Phi3Config, DecoderForCausalLM, arrangement=fused_linears)

@@ -12,6 +12,8 @@ from typing import Any, Self
 
 from quire.models.config import DecoderConfig, read_window_layers
 from quire.models.config_fields import ConfigFields
+from quire.models.families.llama import LlamaForCausalLM
+from quire.models.model_entry import ModelEntry, headless_entry, scores_entry
 
 # transformers' values for fields that a config leaves out.
 DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -25,3 +27,8 @@ class Qwen2Config(DecoderConfig):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**DEFAULTS, **raw})
         return cls.read(fields, qkv_bias=True, windows=read_window_layers(fields))
+
+
+ENTRY = ModelEntry(Qwen2Config, LlamaForCausalLM)
+HEADLESS_ENTRY = headless_entry(Qwen2Config)
+SCORES_ENTRY = scores_entry(Qwen2Config)

@@ -13,7 +13,9 @@ from typing import Any, Self
 
 from quire.models.config import DecoderConfig, read_window_layers
 from quire.models.config_fields import ConfigFields
+from quire.models.families.llama import LlamaForCausalLM
 from quire.models.families.qwen2 import DEFAULTS as QWEN2_DEFAULTS
+from quire.models.model_entry import ModelEntry, headless_entry, scores_entry
 
 _DEFAULTS = {**QWEN2_DEFAULTS, "head_dim": 128}
 
@@ -31,3 +33,8 @@ class Qwen3Config(DecoderConfig):
             qk_norm="head",
             windows=read_window_layers(fields),
         )
+
+
+ENTRY = ModelEntry(Qwen3Config, LlamaForCausalLM)
+HEADLESS_ENTRY = headless_entry(Qwen3Config)
+SCORES_ENTRY = scores_entry(Qwen3Config)

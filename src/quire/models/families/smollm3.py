@@ -15,7 +15,9 @@ from typing import Any, Self
 from quire.errors import CheckpointError, shown
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
+from quire.models.decoder import DecoderForCausalLM
 from quire.models.layer_kinds import FULL, SLIDING, read_layer_types, read_windows
+from quire.models.model_entry import ModelEntry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}
@@ -61,3 +63,6 @@ def _read_rotating_layers(fields: ConfigFields) -> tuple[bool, ...]:
             f" of num_hidden_layers, {num_layers}"
         )
     return tuple(bool(each) for each in listed[:num_layers])
+
+
+ENTRY = ModelEntry(SmolLM3Config, DecoderForCausalLM)

@@ -28,6 +28,7 @@ from quire.models.decoder import (
     make_mlp,
     make_stream_norm,
 )
+from quire.models.model_entry import ModelEntry
 
 _OUR_NAMES = {"layer_norm_eps": "rms_norm_eps"}
 _DEFAULTS = {"layer_norm_eps": 1e-5}  # transformers' value if a config leaves it out
@@ -83,3 +84,6 @@ class StableLmForCausalLM(DecoderForCausalLM):
     """A decoder whose layers are parallel if the config says so."""
 
     layer_type = staticmethod(_make_layer)
+
+
+ENTRY = ModelEntry(StableLmConfig, StableLmForCausalLM)

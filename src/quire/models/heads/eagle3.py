@@ -30,6 +30,7 @@ from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM, make_mlp, make_norm
 from quire.models.heads.draft_head import DraftHead, make_rotary
 from quire.models.interface import InputEmbeds
+from quire.models.model_entry import ModelEntry
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 """The names of a head in its config.json."""
@@ -269,3 +270,6 @@ def _read_token_ids(
             f"{folder}: {_TABLE} maps to tokens that the model does not have; fetch it again"
         )
     return tuple(token_ids.tolist())
+
+
+ENTRY = ModelEntry(Eagle3Config, Eagle3Head, embedding="embed_tokens.weight", rename=rename_eagle3)

@@ -21,6 +21,7 @@ from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.layer_kinds import FULL, SLIDING, read_layer_types, read_windows
 from quire.models.layer_shapes import SandwichLayer
+from quire.models.model_entry import ModelEntry
 
 # transformers' values for fields that a config leaves out.
 SHARED_DEFAULTS: Mapping[str, Any] = {
@@ -89,3 +90,6 @@ class GemmaForCausalLM(DecoderForCausalLM):
     ) -> None:
         super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+
+
+ENTRY = ModelEntry(Gemma2Config, GemmaForCausalLM)

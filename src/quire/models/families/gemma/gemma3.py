@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from quire.models.config import DecoderConfig
-from quire.models.families.gemma.gemma2 import gemma_fields, gemma_parts
+from quire.models.families.gemma.gemma2 import GemmaForCausalLM, gemma_fields, gemma_parts
 from quire.models.layer_kinds import (
     FULL,
     SLIDING,
@@ -23,6 +23,7 @@ from quire.models.layer_kinds import (
     read_layer_types,
     read_windows,
 )
+from quire.models.model_entry import ModelEntry
 
 # transformers' values for fields that a config leaves out.
 _PATTERN, _THETA, _LOCAL_THETA = 6, 1e6, 1e4
@@ -56,3 +57,6 @@ class Gemma3Config(DecoderConfig):
             windows=read_windows(fields, kinds),
             **chosen_ropes(ropes, kinds),
         )
+
+
+ENTRY = ModelEntry(Gemma3Config, GemmaForCausalLM)

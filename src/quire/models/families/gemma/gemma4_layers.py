@@ -20,12 +20,14 @@ from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import OperatorModule
 from quire.layers.residual import ResidualStream
 from quire.layers.storage import Storage
+from quire.models.checkpoints.unstacked import UnstackedCheckpoint
 from quire.models.config import DecoderConfig
 from quire.models.decoder import make_norm
 from quire.models.families.gemma.gemma2 import GemmaForCausalLM
-from quire.models.families.gemma.gemma4 import Gemma4Config
+from quire.models.families.gemma.gemma4 import Gemma4Config, rename_gemma4, unused_keys
 from quire.models.interface import InputEmbeds
 from quire.models.layer_kinds import FULL
+from quire.models.model_entry import CHECKPOINT_PARTS, ModelEntry
 
 
 class Gemma4Attention(OperatorModule):
@@ -236,3 +238,13 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         for index, layer in enumerate(self.model.layers):
             layer(stream, angles[index], attention, own_inputs[index])
         return stream.normed(self.model.norm)
+
+
+ENTRY = ModelEntry(
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    {**CHECKPOINT_PARTS, "qk_proj": ("q_proj", "k_proj")},
+    rename=rename_gemma4,
+    arrangement=unused_keys,
+    unstack=UnstackedCheckpoint,
+)

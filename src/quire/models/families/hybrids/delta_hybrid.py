@@ -7,7 +7,7 @@ By Alibaba (model cards of Qwen3-Next-80B-A3B and Qwen3.5). The differences from
 - norms multiply by 1 + weight, except for DeltaNet's own norm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, Unpack
 
@@ -21,12 +21,15 @@ from quire.layers.experts import MoESpec
 from quire.layers.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from quire.layers.residual import ResidualStream
 from quire.layers.storage import Storage
+from quire.models.checkpoints.arranged import Arrangement
 from quire.models.checkpoints.row_selection import IndexedRows, RowSelection
-from quire.models.config import DecoderConfig
+from quire.models.checkpoints.unstacked import UnstackedCheckpoint
+from quire.models.config import DecoderConfig, ModelConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM, make_attention, make_mlp, make_norm
 from quire.models.layer_kinds import FULL, read_layer_types
 from quire.models.mixture_config import read_num_experts, read_router, replaced
+from quire.models.model_entry import CHECKPOINT_PARTS, ModelEntry
 from quire.recurrence.state_backend import RecurrentSpec
 from quire.recurrence.state_specs import GatedDeltaSpec
 
@@ -212,3 +215,17 @@ def gated_query(config: DeltaHybridConfig) -> dict[str, RowSelection]:
         "q_proj": IndexedRows(query.flatten(), size),
         "gate_proj": IndexedRows(gate.flatten(), size),
     }
+
+
+def delta_hybrid_entry(
+    config: type[ModelConfig], arrangement: Callable[[Any], Arrangement]
+) -> ModelEntry:
+    """The entry of Qwen3-Next or Qwen3.5."""
+    return ModelEntry(
+        config,
+        DeltaHybridForCausalLM,
+        CHECKPOINT_PARTS | DELTA_NET_PARTS,
+        rename=rename,
+        arrangement=arrangement,
+        unstack=UnstackedCheckpoint,
+    )

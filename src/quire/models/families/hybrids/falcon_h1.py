@@ -25,8 +25,9 @@ from quire.models.config import DecoderConfig
 from quire.models.config_bounds import checked_number
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM, make_attention, make_mlp, make_norm
-from quire.models.families.hybrids.mamba_parts import fused_mamba, read_step_limits
+from quire.models.families.hybrids.mamba_parts import MAMBA_PARTS, fused_mamba, read_step_limits
 from quire.models.mixture_config import replaced
+from quire.models.model_entry import CHECKPOINT_PARTS, ModelEntry
 from quire.recurrence.state_backend import RecurrentSpec
 from quire.recurrence.state_specs import Mamba2Spec
 
@@ -195,3 +196,12 @@ def arrangement(config: FalconH1Config) -> Arrangement:
 def rename(name: str) -> str:
     """Map a tensor's name in the files to the model's."""
     return replaced(name, _NAMES)
+
+
+ENTRY = ModelEntry(
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    CHECKPOINT_PARTS | MAMBA_PARTS,
+    rename=rename,
+    arrangement=arrangement,
+)

@@ -24,6 +24,7 @@ from quire.models.config_fields import ConfigFields, with_names
 from quire.models.decoder import DecoderForCausalLM, make_attention, make_mlp, make_norm
 from quire.models.layer_kinds import FULL, read_layer_types
 from quire.models.mixture_config import replaced
+from quire.models.model_entry import CHECKPOINT_PARTS, ModelEntry
 from quire.recurrence.state_backend import RecurrentSpec
 from quire.recurrence.state_specs import ShortConvSpec
 
@@ -173,3 +174,12 @@ def arrangement(config: Lfm2Config) -> Arrangement:
 def rename(name: str) -> str:
     """Map a tensor's name in the files to the model's."""
     return replaced(name, _NAMES)
+
+
+ENTRY = ModelEntry(
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    CHECKPOINT_PARTS | CONV_PARTS,
+    rename=rename,
+    arrangement=arrangement,
+)

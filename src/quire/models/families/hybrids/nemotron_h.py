@@ -29,8 +29,9 @@ from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM, make_attention, make_norm
-from quire.models.families.hybrids.mamba_parts import fused_mamba, read_step_limits
+from quire.models.families.hybrids.mamba_parts import MAMBA_PARTS, fused_mamba, read_step_limits
 from quire.models.mixture_config import replaced
+from quire.models.model_entry import QKV_PARTS, ModelEntry
 from quire.recurrence.state_backend import RecurrentSpec
 from quire.recurrence.state_specs import Mamba2Spec
 
@@ -228,3 +229,12 @@ def rename(name: str) -> str | None:
     """Map a tensor's name in the files to the model's. Returns None for layers that predict further
     tokens (MTP)."""
     return None if name.startswith("mtp.") else replaced(name, _NAMES)
+
+
+ENTRY = ModelEntry(
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    QKV_PARTS | MAMBA_PARTS,
+    rename=rename,
+    arrangement=arrangement,
+)

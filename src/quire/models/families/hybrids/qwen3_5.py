@@ -16,6 +16,7 @@ from quire.models.families.hybrids.delta_hybrid import (
     MOE_DEFAULTS,
     DeltaHybridConfig,
     conv_parts,
+    delta_hybrid_entry,
     gated_query,
     read_mixture,
 )
@@ -73,3 +74,7 @@ def arrangement(config: DeltaHybridConfig) -> Arrangement:
         fused={"in_proj_qkv": projected, "conv1d": conv_parts(config)},
         selected={"q_proj": gated_query(config)},
     )
+
+
+ENTRY = delta_hybrid_entry(Qwen35Config, arrangement)
+MOE_ENTRY = delta_hybrid_entry(Qwen35MoeConfig, arrangement)

@@ -18,6 +18,7 @@ from quire.models.families.hybrids.delta_hybrid import (
     MOE_DEFAULTS,
     DeltaHybridConfig,
     conv_parts,
+    delta_hybrid_entry,
     gated_query,
     read_mixture,
 )
@@ -69,3 +70,6 @@ def _in_turn(num_heads: int, parts: str, sizes: tuple[int, ...]) -> dict[str, Ro
         found[f"in_proj_{part}"] = IndexedRows(rows[:, start : start + size].flatten(), total)
         start += size
     return dict(found)
+
+
+ENTRY = delta_hybrid_entry(Qwen3NextConfig, arrangement)

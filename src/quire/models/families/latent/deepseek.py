@@ -13,7 +13,7 @@ from quire.errors import UnsupportedModelError
 from quire.kernels.routing import RouterSpec
 from quire.layers.experts import MoESpec
 from quire.models.config_fields import ConfigFields
-from quire.models.families.latent.latent_decoder import LatentConfig, latent_fields
+from quire.models.families.latent.latent_decoder import LatentConfig, latent_entry, latent_fields
 from quire.models.mixture_config import (
     by_layer,
     checked_router,
@@ -117,3 +117,7 @@ def _read_v2_router(fields: ConfigFields) -> RouterSpec:
     return checked_router(
         num_experts=num_experts, top_k=fields.integer("num_experts_per_tok"), scale=scale
     )
+
+
+V2_ENTRY = latent_entry(DeepseekV2Config)
+V3_ENTRY = latent_entry(DeepseekV3Config)

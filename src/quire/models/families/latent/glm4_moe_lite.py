@@ -11,7 +11,7 @@ from typing import Any, Self
 from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.models.config_fields import ConfigFields
 from quire.models.families.latent.deepseek import read_num_predicting_layers
-from quire.models.families.latent.latent_decoder import LatentConfig, latent_fields
+from quire.models.families.latent.latent_decoder import LatentConfig, latent_entry, latent_fields
 from quire.models.mixture_config import by_layer, read_shared_mixture, read_sigmoid_router
 
 # transformers' values for fields that a config leaves out.
@@ -64,3 +64,6 @@ def _read_kinds(fields: ConfigFields) -> list[str]:
             f"num_hidden_layers, {num_layers}, of {_DENSE!r} and {_SPARSE!r}"
         )
     return kinds
+
+
+ENTRY = latent_entry(Glm4MoeLiteConfig)

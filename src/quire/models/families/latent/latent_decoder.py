@@ -16,11 +16,14 @@ from quire.layers.rotary import YarnRope
 from quire.layers.storage import Storage
 from quire.models.checkpoints.arranged import Arrangement, from_pairs
 from quire.models.checkpoints.row_selection import IndexedRows, RowSelection, TransposedRows
-from quire.models.config import DecoderConfig
+from quire.models.checkpoints.unstacked import UnstackedCheckpoint
+from quire.models.config import DecoderConfig, ModelConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM, DecoderLayer
+from quire.models.model_entry import CHECKPOINT_PARTS, ModelEntry
 
 LATENT_PARTS = {
+    "gate_up_proj": CHECKPOINT_PARTS["gate_up_proj"],
     "kv_a_proj": ("kv_latent", "k_rope"),
     "q_b_proj": ("q_nope", "q_rope"),
 }
@@ -165,3 +168,14 @@ def _heads(num_heads: int, sizes: LatentSizes) -> Mapping[str, RowSelection]:
         found[f"k_up.{head}"] = TransposedRows(first, sizes.nope, total)
         found[f"v_up.{head}"] = IndexedRows(values, total)
     return found
+
+
+def latent_entry(config: type[ModelConfig]) -> ModelEntry:
+    """The entry of a mixture of experts with latent attention."""
+    return ModelEntry(
+        config,
+        LatentForCausalLM,
+        LATENT_PARTS,
+        arrangement=arrangement,
+        unstack=UnstackedCheckpoint,
+    )

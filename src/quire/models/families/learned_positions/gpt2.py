@@ -15,6 +15,8 @@ from typing import Any, Self
 from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields, with_names
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.model_entry import QKV_PARTS, ModelEntry
 
 _OUR_NAMES = {
     "activation_function": "hidden_act",
@@ -95,3 +97,12 @@ def transposed_linears(config: DecoderConfig) -> Arrangement:
         fused={"qkv_proj": dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.hidden_size)},
         transposed=frozenset({"qkv_proj", "o_proj", "up_proj", "down_proj"}),
     )
+
+
+ENTRY = ModelEntry(
+    GPT2Config,
+    DecoderForCausalLM,
+    QKV_PARTS,
+    rename=rename_gpt2,
+    arrangement=transposed_linears,
+)

@@ -16,6 +16,8 @@ from typing import Any, Self
 from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields, with_names
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.model_entry import QKV_PARTS, ModelEntry
 
 _OUR_NAMES = {"activation_function": "hidden_act", "ffn_dim": "intermediate_size"}
 _DEFAULTS = {"tie_word_embeddings": True}
@@ -83,3 +85,8 @@ def spare_positions(config: DecoderConfig) -> Arrangement:
     """The arrangement of OPT's table of positions in the files."""
     table = {"": _NUM_SPARE_POSITIONS, "embed_positions": config.max_position_embeddings}
     return Arrangement(fused={"embed_positions": table})
+
+
+ENTRY = ModelEntry(
+    OPTConfig, DecoderForCausalLM, QKV_PARTS, rename=rename_opt, arrangement=spare_positions
+)

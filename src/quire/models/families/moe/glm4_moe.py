@@ -16,6 +16,7 @@ from typing import Any, Self
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.mixture_config import by_layer, read_shared_mixture, read_sigmoid_router
+from quire.models.model_entry import mixture_entry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {
@@ -43,3 +44,6 @@ class Glm4MoeConfig(DecoderConfig):
             qk_norm="head" if fields.flag("use_qk_norm", False) else None,
             mixtures=by_layer(fields, mixture, lambda layer: layer >= num_dense),
         )
+
+
+ENTRY = mixture_entry(Glm4MoeConfig)

@@ -16,16 +16,19 @@ they are stacked and transposed (`checkpoints.unstacked`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from quire.errors import CheckpointError, shown
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.routing import Scoring
 from quire.layers.experts import MoESpec
+from quire.models.checkpoints.unstacked import UnstackedCheckpoint
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.layer_kinds import FULL, SLIDING, read_layer_types, read_windows
 from quire.models.mixture_config import by_layer, read_num_experts, read_router, replaced
+from quire.models.model_entry import mixture_entry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {
@@ -98,3 +101,6 @@ def _check_other_names(fields: ConfigFields) -> None:
         raise CheckpointError(
             f"config.json: experts_per_token is {shown(again)}, but num_experts_per_tok {top_k}"
         )
+
+
+ENTRY = mixture_entry(GptOssConfig, rename, partial(UnstackedCheckpoint, is_transposed=True))

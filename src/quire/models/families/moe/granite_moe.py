@@ -16,6 +16,7 @@ from quire.layers.experts import MoESpec
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.mixture_config import by_layer, read_num_experts, read_router, replaced
+from quire.models.model_entry import mixture_entry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"num_experts_per_tok": 2}
@@ -57,3 +58,6 @@ def rename(name: str) -> str:
     """Map a tensor's name in the files to its name in the model, or for a stacked tensor to the
     name that `checkpoints.unstacked` expects."""
     return replaced(name, _PARTS)
+
+
+ENTRY = mixture_entry(GraniteMoeConfig, rename)

@@ -15,6 +15,7 @@ from quire.layers.experts import MoESpec
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.mixture_config import by_layer, read_num_experts, read_router, replaced
+from quire.models.model_entry import mixture_entry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {
@@ -51,3 +52,6 @@ class MixtralConfig(DecoderConfig):
 def rename(name: str) -> str:
     """Map a tensor's name in the files to the model's."""
     return replaced(name, _PARTS)
+
+
+ENTRY = mixture_entry(MixtralConfig, rename)

@@ -15,6 +15,7 @@ from quire.layers.experts import MoESpec
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.mixture_config import by_layer, read_num_experts, read_router
+from quire.models.model_entry import mixture_entry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8}
@@ -43,3 +44,6 @@ class OlmoeConfig(DecoderConfig):
             qk_norm="width",
             mixtures=by_layer(fields, mixture, lambda _: True),
         )
+
+
+ENTRY = mixture_entry(OlmoeConfig)

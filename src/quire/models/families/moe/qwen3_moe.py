@@ -16,6 +16,7 @@ from quire.layers.experts import MoESpec
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.mixture_config import by_sparse_step, read_num_experts, read_router
+from quire.models.model_entry import mixture_entry
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {
@@ -56,3 +57,6 @@ class Qwen3MoeConfig(DecoderConfig):
             windows=(window,) * fields.integer("num_hidden_layers"),
             mixtures=by_sparse_step(fields, mixture),
         )
+
+
+ENTRY = mixture_entry(Qwen3MoeConfig)
