@@ -10,9 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import jinja2
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import CheckpointError, InvalidRequestError
 from quire.hub.model_files import shown_text
@@ -29,7 +27,6 @@ from quire.text.chat_messages import (
     without_labels,
 )
 from quire.text.special_tokens import Escape
-from quire.text.template_sandbox import make_environment
 from quire.text.tokenizer_config import read_tokenizer_config
 from quire.text.tool_messages import (
     arguments_object,
@@ -38,6 +35,9 @@ from quire.text.tool_messages import (
     with_calls_as_text,
     with_tools_as_text,
 )
+
+if TYPE_CHECKING:  # see `ChatTemplate`
+    import jinja2
 
 # Names that chat_template_kwargs may not set, since they are arguments of `render` or of
 # transformers' apply_chat_template.
@@ -48,16 +48,6 @@ _WORD = re.compile(r"\w+")
 # The same marker as in transformers. The space at its end shows whether the template strips
 # messages.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Errors that a template may raise, by a bug or for unusual messages.
-_TEMPLATE_FAILURES = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 
 
 class ChatTemplate:
@@ -81,6 +71,10 @@ class ChatTemplate:
         model in errors about the source, which clients do not see. Raises CheckpointError for a
         source that is not valid Jinja.
         """
+        import jinja2  # only chats need it, and it takes 30 ms
+
+        from quire.text.template_sandbox import make_environment  # the same
+
         environment = make_environment()
         self._sources = dict(sources)
         self._templates: dict[str, _Template] = {}
@@ -256,7 +250,7 @@ class ChatTemplate:
 class _Template:
     """A compiled template. Rendering probe messages shows which message forms it supports."""
 
-    compiled: jinja2.Template
+    compiled: "jinja2.Template"
     source: str
     special_tokens: dict[str, str]
 
@@ -264,7 +258,7 @@ class _Template:
         everything = {"documents": None, **self.special_tokens, **variables, "messages": messages}
         try:
             return self.compiled.render(everything)
-        except _TEMPLATE_FAILURES as error:
+        except _template_failures() as error:
             failure = InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"
             )
@@ -505,3 +499,11 @@ def _config_sources(chat_template: Any, folder: Path) -> dict[str, str]:
         f"chat_template in {folder / 'tokenizer_config.json'} must be a string, or a list of "
         "objects with a name and a template"
     )
+
+
+def _template_failures() -> tuple[type[Exception], ...]:
+    """Errors that a template may raise, by a bug or for unusual messages."""
+    from jinja2 import TemplateError  # imported by the template
+
+    builtin = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+    return (TemplateError, *builtin)
