@@ -2,7 +2,7 @@
 
 import sys
 
-from quire.cli.start import main
+from quire.cli.start import run_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_process())

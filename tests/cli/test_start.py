@@ -53,3 +53,36 @@ def test_a_signal_ends_a_command_that_is_not_imported_yet(
         finally:
             process.kill()
     assert (process.returncode, errors) == (expected, "")
+
+
+# A command that registers a function for the process's end, and an object that notes its own end.
+ENDING = """
+import atexit, os, sys
+from quire.cli import start
+
+class Noted:
+    def __del__(self, write=os.write):
+        write(1, b"freed\\n")
+
+def command():
+    atexit.register(print, "registered by the command")
+    print("printed by the command")
+    if sys.argv[1] == "raises":
+        sys.exit(int(sys.argv[2]))
+    return int(sys.argv[2])
+
+noted = Noted()
+start.main = command
+sys.exit(start.run_process())
+"""
+
+
+@pytest.mark.parametrize(("how", "freed"), [("returns", ""), ("raises", "freed\n")])
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_command_that_returns_ends_without_freeing_what_it_holds(
+    how: str, freed: str, code: int
+) -> None:
+    command = [sys.executable, "-c", ENDING, how, str(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    printed = f"printed by the command\nregistered by the command\n{freed}"
+    assert (done.returncode, done.stdout, done.stderr) == (code, printed, "")
