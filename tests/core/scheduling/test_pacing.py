@@ -259,11 +259,11 @@ def test_a_late_step_in_time_uses_up_nothing() -> None:
     assert open_paced(pacer).num_late_left == min(64, before + 1)
 
 
-@pytest.mark.parametrize(("factor", "num_owed"), [(0.1, 0), (10.0, 8)])
+@pytest.mark.parametrize(("factor", "is_over"), [(0.1, False), (10.0, True)])
 def test_a_late_step_that_used_up_nothing_is_observed_as_one_in_time(
-    factor: float, num_owed: int
+    factor: float, is_over: bool
 ) -> None:
-    """Its streams are owed only if it takes longer than the ratio; the margin follows it."""
+    """The margin follows it, and it uses up nothing, however long it takes."""
     pacer = make_pacer(late_rows=64)
     budget = open_paced(pacer, 8, 8, 600)
     budget.take_chunk(0, 10)
@@ -271,8 +271,8 @@ def test_a_late_step_that_used_up_nothing_is_observed_as_one_in_time(
     pacer.launch(0)
     before, margin = open_paced(pacer).num_late_left, pacer.margin
     pacer.observe(0, factor * pacer.config.max_itl_ratio * budget.alone_s)
-    assert before - open_paced(pacer).num_late_left == num_owed
-    assert (pacer.margin > margin) == (num_owed > 0)
+    assert open_paced(pacer).num_late_left == before
+    assert (pacer.margin > margin) == is_over
 
 
 def test_a_late_step_that_was_paid_for_owes_nothing_more() -> None:
@@ -287,18 +287,14 @@ def test_a_late_step_that_was_paid_for_owes_nothing_more() -> None:
     assert pacer.margin == 1.05
 
 
-def test_the_debt_for_late_steps_is_bounded() -> None:
-    """A noisy hour is forgotten once as many rows decoded as save up the most, and a step's."""
+def test_steps_that_other_programs_make_slow_use_up_no_late_intervals() -> None:
     pacer = make_pacer(late_rows=16)
+    before = open_paced(pacer).num_late_left
     for step_id in range(100):
         open_paced(pacer).take_chunk(0, 40)
         pacer.launch(step_id)
         pacer.observe(step_id, 60.0)
-    pacer.margin, num_since = 1.05, 0
-    while not may_be_late(open_paced(pacer, num_prompts=2)):
-        pacer.launch(100 + num_since)
-        num_since += 1
-    assert num_since == (16 + 4) / (0.125 * 4)
+    assert open_paced(pacer).num_late_left == 16 > before
 
 
 def test_where_nothing_decodes_the_budget_is_whole() -> None:

@@ -431,9 +431,9 @@ class StepPacer:
     prediction.
 
     The decoding rows of deliberately late steps sum to at most max_late_rows (or the rows of one
-    step, if more) plus late_share of all rows that ever decoded or are expected to decode. Rows of
-    steps that were late because of a wrong prediction reduce this allowance. It is never below
-    -max_late_rows.
+    step, if more) plus late_share of all rows that ever decoded or are expected to decode. Steps
+    that take longer than predicted don't count. `margin` follows them, and most of them are late
+    because other programs had the processor, as a step without prompts would have been.
     """
 
     def __init__(
@@ -485,7 +485,4 @@ class StepPacer:
             is_over = seconds > self.margin * self.model.predict_s(budget.load)
             change = MARGIN_QUANTILE if is_over else MARGIN_QUANTILE - 1
             self.margin = max(1.0, min(LARGEST_MARGIN, self.margin + MARGIN_RATE * change))
-            if seconds > self.config.max_itl_ratio * budget.alone_s:  # late by misprediction
-                owed = self._num_late_rows - budget.num_streams
-                self._num_late_rows = max(-self.config.max_late_rows, owed)
         self.model.observe(budget.load, seconds)
