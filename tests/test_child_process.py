@@ -17,8 +17,8 @@ from quire.child_process import (
     working_folder,
 )
 from quire.cli import main as cli
+from quire.engine_client.process.early_process import ENGINE_COMMAND
 from quire.engine_client.process.grammar_compilers import COMMAND as GRAMMAR_COMMAND
-from quire.engine_client.process.process_link import ENGINE_COMMAND
 
 PRINT_COMMAND = """
 import json

@@ -15,8 +15,10 @@ import pytest
 import quire
 from quire.cli import main as cli
 from quire.core.sampling_params import SamplingDefaults
+from quire.engine_client.process import early_process as early_module
 from quire.errors import CheckpointError
 from quire.server.config import ServerConfig
+from quire.server.http import open_files
 from quire.version import __version__
 
 QUESTION = "What does os.path.join do?"
@@ -247,15 +249,32 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Handed:
     """What reached the server, which ends with the number of its start as exit code."""
     seen: Handed = []
 
-    def serve(options: dict[str, object], server: ServerConfig, models: object) -> int:
-        assert models is None
+    def serve(
+        options: dict[str, object], server: ServerConfig, models: object, early: object
+    ) -> int:
+        assert (models, early) == (None, None if server.replicas > 1 else early_process)
         seen.append((options, server))
         return len(seen)
 
+    early_process = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(early_module, "EarlyProcess", lambda: early_process)
     monkeypatch.setitem(sys.modules, "quire.server.launch", SimpleNamespace(serve=serve))
     for name in ("QUIRE_API_KEYS", "QUIRE_LOG_LEVEL"):
         monkeypatch.delenv(name, raising=False)
     return seen
+
+
+def test_the_engine_process_starts_first_and_inherits_the_limit_of_open_files(
+    handed: Handed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    start = early_module.EarlyProcess
+    monkeypatch.setattr(early_module, "EarlyProcess", lambda: calls.append("start") or start())
+    monkeypatch.setattr(open_files, "raise_open_files", lambda: calls.append("raise the limit"))
+    assert cli.main(["serve"]) == 1
+    assert calls == ["raise the limit", "start"]
+    assert cli.main(["serve", "--replicas", "2"]) == 2
+    assert len(calls) == 2, "a fleet starts its processes itself"
 
 
 def test_serve_hands_its_options_to_the_server(handed: Handed) -> None:

@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -321,11 +321,21 @@ def _serve(args: argparse.Namespace) -> int:
 
     configure(server.log_level, server.log_format)
     models = None if server.models_file is None else _models(server.models_file, args)
-    with _named_interrupt(LOADING_INTERRUPTED):
+    with _named_interrupt(LOADING_INTERRUPTED), ExitStack() as undo:
+        early = None
+        if models is None and server.has_one_engine:
+            from quire.engine_client.process.early_process import EarlyProcess  # a server needs it
+            from quire.server.http.open_files import raise_open_files  # the same
+
+            # The engine's process imports its libraries while this process imports the server. It
+            # inherits the limit of open files.
+            raise_open_files()
+            early = EarlyProcess()
+            undo.callback(early.close)
         with _spinning("starting the server"), quick_imports():
             from quire.server.launch import serve  # brings the web framework
 
-        return serve(served_engine_options(args), server, models)
+        return serve(served_engine_options(args), server, models, early)
 
 
 def _models(path: str, args: argparse.Namespace) -> list[ListedModel]:

@@ -16,7 +16,8 @@ from typing import Any
 from quire.cluster.machines.cluster_key import tls_context
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.engine_client.engine_slot import EngineSlot
-from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
+from quire.engine_client.process.early_process import ENGINE_COMMAND
+from quire.engine_client.process.process_link import ProcessLink
 from quire.errors import ConfigurationError
 from quire.numa.binding import has_own_policy, split_for_replicas
 from quire.numa.numa_options import AUTO, NumaOptions

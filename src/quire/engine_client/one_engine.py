@@ -5,7 +5,6 @@ engine of a fleet does. Its name is empty, which tells the API server to report 
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from quire.core.request import Request
@@ -13,7 +12,9 @@ from quire.core.sampling_params import ModelLimits
 from quire.engine_client.engine_slot import ONLY_ENGINE, EngineSlot
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.messages import OnProgress
-from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
+from quire.engine_client.process.early_process import ENGINE_COMMAND, EarlyProcess
+from quire.engine_client.process.link import EngineLink, LinkOwner, OutputListener
+from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.recovery import RecoveryConfig
 from quire.errors import ConfigurationError
 
@@ -24,9 +25,16 @@ DEFAULT_RECOVERY = RecoveryConfig()
 class OnlySlot:
     """`EngineSlots` with one slot, whose engine may use the whole machine."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        """`command` is the program to run. `--fd N` and the arguments of logging are appended."""
-        self._slot = EngineSlot(ONLY_ENGINE, partial(ProcessLink, command=command))
+    def __init__(self, command: Sequence[str], early: EarlyProcess | None = None) -> None:
+        """`command` is the program to run; see `ProcessLink`. `early` is the engine's first
+        process; None if it has not started."""
+        self._slot = EngineSlot(ONLY_ENGINE, self._open_link)
+        self._command = command
+        self._early = early
+
+    def _open_link(self, owner: LinkOwner, listener: OutputListener) -> EngineLink:
+        early, self._early = self._early, None
+        return ProcessLink(owner, listener, self._command, early)
 
     def initial(self) -> list[EngineSlot]:
         """See `EngineSlots`."""
@@ -87,6 +95,7 @@ async def start_one_engine(
     *,
     max_queued_requests: int = DEFAULT_MAX_QUEUED_REQUESTS,
     command: Sequence[str] = ENGINE_COMMAND,
+    early: EarlyProcess | None = None,
     recovery: RecoveryConfig = DEFAULT_RECOVERY,
     on_progress: OnProgress | None = None,
 ) -> EngineFleet:
@@ -96,7 +105,7 @@ async def start_one_engine(
         and lists and dicts of them.
     max_queued_requests: the most requests that may be open, whether they wait or run. A request for
         n samples counts n times.
-    command: see `OnlySlot`.
+    command, early: see `OnlySlot`.
     on_progress: called with the progress of the first process until it is ready.
 
     Raises the errors of `build_engine` (ConfigurationError and its subclasses), EngineDeadError if
@@ -106,7 +115,7 @@ async def start_one_engine(
     fleet = EngineFleet(
         options,
         OnlyPlacement(),
-        OnlySlot(command),
+        OnlySlot(command, early),
         max_queued_requests=max_queued_requests,
         recovery=recovery,
         on_progress=on_progress,

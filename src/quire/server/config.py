@@ -513,3 +513,8 @@ class ServerConfig(Options):
     def is_over_machines(self) -> bool:
         """Whether the engines run on other machines, behind agents."""
         return bool(self.agents) or self.ray_address is not None
+
+    @property
+    def has_one_engine(self) -> bool:
+        """Whether each model has a single engine, on this machine, and will never have another."""
+        return self.replicas == (self.max_replicas or 1) == 1 and not self.is_over_machines

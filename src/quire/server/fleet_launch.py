@@ -18,6 +18,7 @@ from quire.engine_client.engine_slot import EngineSlots
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.one_engine import start_one_engine
+from quire.engine_client.process.early_process import EarlyProcess
 from quire.engine_client.recovery import RecoveryConfig
 from quire.errors import ConfigurationError
 from quire.routing.find import ROUTING_POLICIES
@@ -31,18 +32,23 @@ LONGEST_RETRY_S = 5.0
 
 
 async def start_engines(
-    options: Mapping[str, object], server: ServerConfig, on_progress: OnProgress
+    options: Mapping[str, object],
+    server: ServerConfig,
+    on_progress: OnProgress,
+    early: EarlyProcess | None = None,
 ) -> EngineFleet:
     """Start one engine or a fleet, according to `server`. `options` are the options of each engine.
-    If an engine can't be built, raises the engine's error and leaves no process behind."""
+    `early` is the process of a single engine; None if it has not started. If an engine can't be
+    built, raises the engine's error and leaves no process behind."""
     recovery = RecoveryConfig(
         max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
     )
     # First, start a single engine if there will never be another.
-    if server.replicas == (server.max_replicas or 1) == 1 and not server.is_over_machines:
+    if server.has_one_engine:
         return await start_one_engine(
             options,
             max_queued_requests=server.max_queued_requests,
+            early=early,
             recovery=recovery,
             on_progress=on_progress,
         )

@@ -26,6 +26,7 @@ from typing import Any, TextIO, TypeAlias, cast
 import pydantic.dataclasses  # noqa: F401 - pydantic would import it at the first /openapi.json
 import uvicorn
 
+from quire.engine_client.process.early_process import EarlyProcess
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.observability import log
 from quire.observability.spans import Spans, open_spans
@@ -121,14 +122,16 @@ def serve(
     engine_options: Mapping[str, object],
     server: ServerConfig,
     entries: Sequence[ListedModel] | None = None,
+    early: EarlyProcess | None = None,
 ) -> int:
     """Serve a model, or several, until a signal ends it.
 
     Returns the exit code: 0, or 130 for a Ctrl-C while the model was loading. `engine_options` has
     the fields of `EngineOptions` by name; with `entries`, which name several models, they are not
-    read. Raises ConfigurationError and its subclasses for options, models and ports that can't be
-    used, EngineDeadError if the engine can't start, and the engine's own error once it has failed
-    for good.
+    read. `early` is the first process of the only model's engine; None if it has not started.
+    Raises ConfigurationError and its subclasses for options, models and ports that can't be used,
+    EngineDeadError if the engine can't start, and the engine's own error once it has failed for
+    good.
     """
     with bound_socket(server.host, server.port) as sock:
         num_files = raise_open_files()
@@ -140,7 +143,7 @@ def serve(
             connections = open_connections(replace(server, replicas=num_replicas), num_files)
             in_use = [name for entry in entries for name in entry.files_in_use]
             return asyncio.run(_serve(plan, opening, sock, connections, in_use))
-        model = make_plan(engine_options, server)
+        model = make_plan(engine_options, server, early)
         plan = plan_server(server)
         with contextlib.closing(model.files.grammars):
             opening = partial(_open_model, model)

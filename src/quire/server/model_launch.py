@@ -14,6 +14,7 @@ from quire.core.sampling_params import ModelLimits
 from quire.engine_client.early_checks import check_before_start, check_device, check_memory
 from quire.engine_client.fleet import EngineFleet
 from quire.engine_client.image_prompts import make_reader
+from quire.engine_client.process.early_process import EarlyProcess
 from quire.engine_client.process.grammar_compilers import GrammarCompilers
 from quire.errors import ConfigurationError
 from quire.hub.found_model import FoundModel
@@ -54,6 +55,8 @@ class ModelPlan:
     server_seed: int | None
     files: "ModelFiles"
     lora_modules: LoRAModules
+    #: The engine's first process; None if it has not started.
+    early: EarlyProcess | None = None
 
     @property
     def files_in_use(self) -> list[str]:
@@ -79,9 +82,12 @@ class ModelFiles:
     images: ImageReader | None = None
 
 
-def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> ModelPlan:
+def make_plan(
+    engine_options: Mapping[str, object], server: ServerConfig, early: EarlyProcess | None = None
+) -> ModelPlan:
     """Check the options of a model and read the files that the API server needs. `engine_options`
-    has the fields of `EngineOptions` by name. Raises ConfigurationError and its subclasses."""
+    has the fields of `EngineOptions` by name; `early` is as in `ModelPlan`. Raises
+    ConfigurationError and its subclasses."""
     options = EngineOptions.from_mapping(engine_options)
     if options.skip_tokenizer_init:
         raise ConfigurationError(
@@ -110,6 +116,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Mod
         options.seed if "seed" in engine_options else None,
         files,
         read_modules(server.lora_modules, names),
+        early,
     )
 
 
@@ -141,11 +148,12 @@ async def start_engine(plan: ModelPlan, *, shows_progress: bool = True) -> Engin
     """Start the engine and show the progress of loading the model on stderr. Raises
     EngineDeadError, or the error that kept the engine from being built."""
     plan.files.grammars.begin()
+    options = plan.options.as_mapping()
     if not shows_progress:
-        return await start_engines(plan.options.as_mapping(), plan.server, lambda *_: None)
+        return await start_engines(options, plan.server, lambda *_: None, plan.early)
     log_line = logger.info if log.is_json() else None
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
-        return await start_engines(plan.options.as_mapping(), plan.server, progress)
+        return await start_engines(options, plan.server, progress, plan.early)
 
 
 def finish_grammars(files: ModelFiles, limits: ModelLimits) -> None:

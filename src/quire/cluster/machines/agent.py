@@ -40,7 +40,8 @@ from quire.engine_client.messages import (
     decode_to_engine,
     decode_to_server,
 )
-from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
+from quire.engine_client.process.early_process import ENGINE_COMMAND
+from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.recovery import Death
 from quire.errors import QuireError
 from quire.ipc import MessageError, encode

@@ -18,7 +18,7 @@ from quire.child_process import redirect_start_text
 from quire.cluster.machines.agent import Agent
 from quire.cluster.machines.agent_arguments import add_arguments
 from quire.cluster.machines.cluster_key import read_key
-from quire.engine_client.process.process_link import ENGINE_COMMAND
+from quire.engine_client.process.early_process import ENGINE_COMMAND
 from quire.errors import ConfigurationError, QuireError
 from quire.observability import log
 

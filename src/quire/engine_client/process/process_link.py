@@ -5,14 +5,13 @@ Made by `supervisor`.
 
 import asyncio
 import contextlib
-import os
 import signal
-import socket
 from collections.abc import Sequence
 
-from quire.child_process import StartText, child_options, last_line, python_command
+from quire.child_process import StartText, last_line
 from quire.engine_client.messages import start_error_from
-from quire.engine_client.process.activity import ActivityRecord, make_shared_memory
+from quire.engine_client.process.activity import ActivityRecord
+from quire.engine_client.process.early_process import ENGINE_COMMAND, EarlyProcess, EngineEnds
 from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
 from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, QuireError
@@ -22,8 +21,6 @@ from quire.observability.machine_memory import num_oom_kills
 _REAP_TIMEOUT_S = 2.0
 
 logger = log.get_logger(__name__)
-
-ENGINE_COMMAND = python_command("quire.engine_process.engine_main")
 
 
 class ProcessLink(EngineLink):
@@ -35,12 +32,14 @@ class ProcessLink(EngineLink):
         owner: LinkOwner,
         listener: OutputListener,
         command: Sequence[str] = ENGINE_COMMAND,
+        early: EarlyProcess | None = None,
     ) -> None:
-        """`--fd N`, `--activity-fd M`, and the arguments of `StartText` and of logging are appended
-        to `command`."""
+        """The arguments of `EngineEnds` are appended to `command`. `early` is a process that has
+        started; None if `open` starts one."""
         super().__init__(owner, listener)
         self._command = command
-        self._process: asyncio.subprocess.Process | None = None
+        self._early = early
+        self._process: asyncio.subprocess.Process | EarlyProcess | None = None
         #: The record that the process writes; None before `open`.
         self._record: ActivityRecord | None = None
         #: Text that the process writes to stderr before it has started; None before `open`, closed
@@ -56,29 +55,25 @@ class ProcessLink(EngineLink):
     async def open(self, start_frame: bytes) -> None:
         """See `EngineLink`."""
         self._num_oom_kills = num_oom_kills()
-        # First, make the socket, the record and the pipe that the process inherits. On an error,
-        # `undo` closes this process's ends.
-        with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
-            activity_fd = make_shared_memory()
-            given.callback(os.close, activity_fd)
-            self._record = ActivityRecord(activity_fd)
-            self._start_text = StartText()
-            undo.callback(self._start_text.close)
-            ours, theirs = socket.socketpair()
-            given.enter_context(theirs)
-            undo.callback(ours.close)
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                *("--fd", str(theirs.fileno()), "--activity-fd", str(activity_fd)),
-                *(*StartText.arguments, *log.arguments()),
-                pass_fds=(theirs.fileno(), activity_fd),
-                stderr=self._start_text.descriptor,
-                **child_options(),
-            )
-            undo.pop_all()
+        # First, start the process, or take the one that has started.
+        if self._early is None:
+            ends = EngineEnds()
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command, *ends.arguments, **ends.options
+                )
+            except BaseException:
+                ends.close()
+                raise
+            finally:
+                ends.close_inherited()
+        else:
+            self._process, ends = self._early, self._early.ends
+            self._early.is_taken = True
+        self._record, self._start_text = ends.record, ends.start_text
         # Then connect this process's end of the socket to this object.
         try:
-            await self._loop.create_unix_connection(lambda: self, sock=ours)
+            await self._loop.create_unix_connection(lambda: self, sock=ends.sock)
         except BaseException:
             self.kill("it was not wanted any more")
             await self._process.wait()
