@@ -29,7 +29,15 @@ print("\\n" + " ".join(name for name in sys.modules))
 HEAVY = {
     *("torch._dynamo", "torch._inductor", "sympy", "triton"),
     *("transformers", "pandas", "scipy", "PIL", "pydantic", "starlette", "uvicorn", "httptools"),
-    *("jinja2", "rich", "huggingface_hub", "ray", "quire.server.launch", "quire.simulation"),
+    *(
+        "jinja2",
+        "llguidance",
+        "rich",
+        "huggingface_hub",
+        "ray",
+        "quire.server.launch",
+        "quire.simulation",
+    ),
 }
 """Modules that take long to import and that a text is generated without."""
 

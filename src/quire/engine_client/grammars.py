@@ -8,9 +8,12 @@ would delay other requests, so `begin` creates the compiler at start.
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # the first grammar imports it
+    from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler
 
 LARGE_VOCABULARY = 8192
 """A server reads a vocabulary of at least this many tokens at start, in its engine and in the
@@ -38,7 +41,7 @@ class SharedCompiler:
         #: The preparation that `begin` has started in a thread; None if `begin` started none.
         self._begun: Future[None] | None = None
 
-    def compile(self, grammar: str, domain: str = "") -> CompiledGrammar:
+    def compile(self, grammar: str, domain: str = "") -> "CompiledGrammar":
         """See `GrammarCompiler.compile`. Raises InvalidRequestError, which names a part that is not
         supported."""
         return self._made().compile(grammar, domain)
@@ -55,9 +58,11 @@ class SharedCompiler:
         if self._begun is not None:
             self._begun.result()
 
-    def _made(self) -> GrammarCompiler:
+    def _made(self) -> "GrammarCompiler":
         with self._lock:
             if self._compiler is None:
+                from quire.text.grammars.compiler import GrammarCompiler  # 20 ms of the start
+
                 self._compiler = GrammarCompiler(
                     self._find_tokenizer(), self._vocab_size, self._end_token_ids
                 )

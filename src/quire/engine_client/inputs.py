@@ -21,7 +21,6 @@ from quire.core.sampling_params import (
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError, check_characters, shown
 from quire.images.placing import NO_IMAGES, PromptImages
-from quire.text.grammars.grammar_text import grammar_of
 from quire.text.tokenizer import Tokenizer
 
 MAX_NAME_LENGTH = 256
@@ -303,6 +302,8 @@ class InputProcessor:
             return None
         known, grammar = self._last_format  # read once, since another thread may change it
         if known is not wanted:
+            from quire.text.grammars.grammar_text import grammar_of  # 20 ms of the start
+
             if self._tokenizer is None or self._compile is None:
                 raise InvalidRequestError(
                     "structured_outputs need a tokenizer, but the engine has none; leave them out",
