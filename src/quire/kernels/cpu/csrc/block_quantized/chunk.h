@@ -30,10 +30,10 @@ inline bool is_narrow(const CodeFormat& code_format) {
   return *ends.second - *ends.first <= largest_of(CodeKind::kNarrowTable);
 }
 
-// What is added to a table's values, so that none is negative.
+// What is added to a table's values, so that bytes hold them as the products take them.
 inline int32_t table_bias(const CodeFormat& code_format) {
   const int8_t* table = code_format.table;
-  return is_narrow(code_format) ? -*std::min_element(table, table + 16) : 128;
+  return is_narrow(code_format) ? -*std::min_element(table, table + 16) : kByteBias;
 }
 
 // Sixteen bytes, repeated over a register: the value of each code, plus table_bias.
@@ -76,7 +76,7 @@ class Chunk {
   // data: of the first of these outputs.
   Chunk(const uint8_t* data, const CodeTable& table) : data_(data), table_(table) {}
 
-  // The bytes of inputs 4q .. 4q + 3: codes, or entries of the table.
+  // The bytes of inputs 4q .. 4q + 3: codes, as stored, or entries of the table.
   DotInts bytes(int q) const {
     if constexpr (kKind == CodeKind::k8) return vector(q);
     const DotInts pair = vector(q / 2);
@@ -88,7 +88,7 @@ class Chunk {
       return low | (moved(vector(4 + q / 4), 4 - q % 4 * 2) & 0x30303030);
     return low;
   }
-  DotWeights quad(int q) const { return byte_weights(bytes(q)); }
+  DotWeights quad(int q) const { return DotWeights(bytes(q)); }
 
  private:
   // With 16 registers, in_order keeps g++ from loading it once for each use: the queue of loads

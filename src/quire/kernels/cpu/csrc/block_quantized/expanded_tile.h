@@ -8,9 +8,9 @@
 // inputs, else all of it:
 //
 //   scales   [kParts][32]      fp32
-//   seconds  [kParts][32]      fp32, only if there are some: negative offsets, or 128 - zero
+//   seconds  [kParts][32]      fp32, only if there are some: negative offsets, or kByteBias - zero
 //   codes    [8 quads][32][4]  bytes: codes, or entries of the table, as ByteDot::stored; where
-//                              groups have zeros that are not among the seconds, codes + 128 - zero
+//                              groups have zeros that are not among the seconds, codes + kByteBias - zero
 //
 // Where kExpandsPairs, codes are of 16 bits instead, as DotWeights takes them apart:
 //
@@ -36,7 +36,7 @@ constexpr bool kExpandsPairs = kHasHalves && !kTakesBytes<kLargest>;
 constexpr int64_t kMaxTileInputs = 512;
 
 // Where kHasHalves, zeros are seconds, so codes stay small enough for sums of 16 bits. Elsewhere
-// 128 - zero is added to the codes, and kLargestByte is 255.
+// kByteBias - zero is added to the codes, and kLargestByte is 255.
 template <int kPartsOfChunk, Seconds kSecondNumbers, int kLargestByte>
 struct ExpandedTile {
   static constexpr int kParts = kPartsOfChunk;
@@ -78,7 +78,7 @@ struct ExpandedTile {
       if constexpr (kHasHalves)
         bytes = Dot::stored(bytes);
       else
-        bytes += added;
+        bytes = (DotInts)((DotBytes)bytes + (DotBytes)added);
       std::memcpy(quad, &bytes, sizeof bytes);
     }
   }
@@ -162,13 +162,13 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
     for (int q = kPart * kQuads; q < (kPart + 1) * kQuads; ++q) {
       const uint8_t* codes = chunk + Tile::kCodes + q * kQuadBytes;
       const uint8_t* inputs = x + sizeof(Header) + q * 4 * sizeof(DotElement);
-      const DotWeights low = byte_weights(load_as<DotInts>(codes));
+      const DotWeights low = DotWeights(load_as<DotInts>(codes));
       if constexpr (kTileWidths == 1) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
           sums[r][0] = dot(sums[r][0], low, DotInput((const DotElement*)(inputs + r * ld)));
       } else {
-        const DotWeights high = byte_weights(load_as<DotInts>(codes + sizeof(DotInts)));
+        const DotWeights high = DotWeights(load_as<DotInts>(codes + sizeof(DotInts)));
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           const DotInput both((const DotElement*)(inputs + r * ld));

@@ -27,7 +27,7 @@
 //
 // A chunk is 32 inputs, or 8 quads of 4, of the unit's outputs:
 //
-//   8 bits:      [8 quads][16][4]   bytes
+//   8 bits:      [8 quads][16][4]   bytes, less kCodeBias
 //   4 to 6 bits: [4][16][4]         bytes: the low halves are the low four bits of quad 2i, the
 //                                   high halves those of quad 2i + 1; then the bits above them
 //     5 bits:    [16][4]            bytes: bit q belongs to quad q
@@ -37,6 +37,7 @@
 
 namespace quire {
 
+static constexpr int kCodeBias = 128 - kByteBias;
 static constexpr int64_t kBlockInputs = 256;
 static constexpr int64_t kChunkInputs = 32;
 static constexpr int64_t kVectorBytes = 4 * kUnitOutputs;  // four inputs of a unit, a byte each

@@ -40,7 +40,7 @@ struct Flat {
         else if (Tile::kSeconds == Seconds::kZeros)
           second = above_zeros(numbers + layout.seconds, code_format);
         else if (code_format.has_zeros != 0)
-          added = to_ints(above_zeros(numbers + layout.seconds, code_format)) * 0x01010101;
+          added = (to_ints(above_zeros(numbers + layout.seconds, code_format)) & 0xff) * 0x01010101;
         for (int64_t k = 0; k < linear.group_size; k += kChunkInputs) {
           Tile::store_numbers(tile, 0, scale, second);
           Tile::store_codes(tile, Chunk<kKind>(chunk, table), added);
@@ -108,7 +108,7 @@ struct Flat {
                          int u, const DotInts (&sums)[R][U], const uint8_t* x, int64_t ld,
                          DotFloats (&results)[R][U]) {
     const DotFloats scale = widen(numbers, code_format);
-    if (code_format.has_zeros != 0) {  // dot = sum + (128 - zero) * (sum of q), which is exact too
+    if (code_format.has_zeros != 0) {  // dot = sum + (kByteBias - zero) * (sum of q): exact too
       const DotFloats above = above_zeros(numbers + seconds, code_format);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
@@ -131,9 +131,9 @@ struct Flat {
   static DotFloats widen(const uint8_t* numbers, const CodeFormat& code_format) {
     return code_format.has_bf16 != 0 ? widen_bf16(numbers) : widen_fp16(numbers);
   }
-  // 128 - zero of each output.
+  // kByteBias - zero of each output.
   static DotFloats above_zeros(const uint8_t* zeros, const CodeFormat& code_format) {
-    return DotFloats{} + 128.0f - widen(zeros, code_format);
+    return DotFloats{} + float(kByteBias) - widen(zeros, code_format);
   }
   static DotFloats x_scale(const uint8_t* x) {
     return all_lanes_float(x + offsetof(Header, scale));

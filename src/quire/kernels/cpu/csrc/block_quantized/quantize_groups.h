@@ -18,7 +18,7 @@ namespace quire::QUIRE_ISA {
 template <int kParts>
 struct alignas(16) ChunkHeader {
   float scale;
-  int32_t corrections[kParts];  // (kByteOffset - zero) * (sum of the part's q)
+  int32_t corrections[kParts];  // -byte_zero * (sum of the part's q)
   float sums[kParts];           // of the part's q; times the scale where groups have offsets
 };
 
@@ -26,13 +26,13 @@ template <int kParts, typename Element>
 constexpr int kChunkRowBytes =
     int(sizeof(ChunkHeader<kParts>)) + int(kChunkInputs) * int(sizeof(Element));
 
-// What is subtracted from a code's byte: bytes of a table are more than its values by a bias. With
-// zeros of the groups' own, 128 - zero is added to what is left.
+// What is subtracted from a code's byte: bytes of a table are more than its values by a bias, those
+// of 8 bits less. With zeros of the groups' own, kByteBias - zero is added to what is left.
 inline int32_t byte_zero(const CodeFormat& code_format) {
   const int32_t added = code_format.table != nullptr    ? table_bias(code_format)
-                        : code_format.has_zeros != 0 ? 128
+                        : code_format.has_zeros != 0 ? kByteBias
                                                      : 0;
-  return code_format.zero + added;
+  return code_format.zero + added - (code_format.width == 8 ? kCodeBias : 0);
 }
 
 // Of `count` inputs, how many there are where `left` are left of a row.
@@ -129,7 +129,7 @@ inline void quantize_row(const Weights& linear, const T* x, int64_t padded, uint
     header.scale = quantize_chunk<kParts>(x + k, known_inputs(K - k, kChunkInputs),
                                           (Element*)(to + sizeof header), sums);
     for (int part = 0; part < kParts; ++part) {
-      header.corrections[part] = (kByteOffset - zero) * sums[part];
+      header.corrections[part] = -zero * sums[part];
       header.sums[part] = has_offsets ? header.scale * float(sums[part]) : float(sums[part]);
     }
     std::memcpy(to, &header, sizeof header);

@@ -2,7 +2,7 @@
 //
 // Sums are exact, so they do not depend on the order, and all instruction sets agree on them.
 //
-// Weights are unsigned bytes, four inputs of an output to a lane. x is signed, and its four inputs
+// Weights are bytes, unsigned ones but for ARM64 (kByteBias), four inputs of an output to a lane. x is signed, and its four inputs
 // ("a quad") are given to all lanes: as bytes where the processor has products of those (VNNI,
 // ARM64), else as two pairs of 16 bits, the even inputs, then the odd ones, so that a lane's bytes
 // need but a mask. dot_codes.h has products of codes.
@@ -31,6 +31,7 @@ constexpr bool kHas32Registers = false;
 #endif
 typedef int32_t DotInts __attribute__((vector_size(kIntLanes * 4)));
 typedef uint16_t DotShorts __attribute__((vector_size(kIntLanes * 4)));
+typedef uint8_t DotBytes __attribute__((vector_size(kIntLanes * 4)));
 typedef float DotFloats __attribute__((vector_size(kIntLanes * 4)));
 
 inline DotFloats to_floats(DotInts x) { return __builtin_convertvector(x, DotFloats); }
@@ -184,16 +185,7 @@ inline void store_elements(int16_t* to, vi x) {
                                                  11, 12, 14, 13, 15);
   std::memcpy(to, &swapped, sizeof swapped);
 }
-
-constexpr int kByteOffset = 0;  // what `byte_weights` takes off each byte
 #endif
-
-// Weights of any bytes, 0 .. 255, less kByteOffset each: what a sum starts from makes up for it.
-// DotWeights itself takes bytes of at most 127.
-inline DotWeights byte_weights(DotInts bytes) {
-  if constexpr (kByteOffset == 0) return DotWeights(bytes);
-  return DotWeights(bytes ^ int32_t(0x80808080));
-}
 
 // What the products of a panel's outputs with R rows are summed in: two registers for a row, so a
 // panel is one tile or several side by side. kMaxTileRows of them fit beside the weights and x.
@@ -207,8 +199,8 @@ constexpr int kQuadBytes = int(kPanelOutputs) * 4;  // [32][4]: four inputs of a
 template <int R>
 inline void add_quad(const uint8_t* weights, const DotElement* x, int64_t ldx,
                      DotInts (&sums)[R][2]) {
-  const DotWeights low = byte_weights(load_as<DotInts>(weights));
-  const DotWeights high = byte_weights(load_as<DotInts>(weights + sizeof(DotInts)));
+  const DotWeights low = DotWeights(load_as<DotInts>(weights));
+  const DotWeights high = DotWeights(load_as<DotInts>(weights + sizeof(DotInts)));
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     const DotInput input(x + r * ldx);

@@ -1,9 +1,8 @@
 // Dot products of bytes on ARM64; dot.h says what they are for.
 //
-//   with i8mm       usdot multiplies unsigned bytes by signed ones
-//   with dotprod    sdot multiplies signed bytes: byte_weights takes 128 off each byte of weights
-//   else            the same bytes by smull, to 16 bits: a sum of two products is at most
-//                   2 * 128 * 127 = 32,512, so it fits them
+//   with dotprod    sdot multiplies signed bytes
+//   else            smull does, to 16 bits: a sum of two products is at most 2 * 128 * 127 = 32,512,
+//                   so it fits them
 #pragma once
 #include "simd.h"
 
@@ -11,12 +10,6 @@ namespace quire::QUIRE_ISA {
 
 typedef int32_t DotInts __attribute__((vector_size(16)));
 typedef int8_t DotElement;  // of x
-
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr int kByteOffset = 0;
-#else
-constexpr int kByteOffset = 128;
-#endif
 
 // Four inputs of x: in all lanes, or in the first, which instructions for dot products give to all.
 // Loading them to one lane takes no instruction of the vector unit, and copying them takes one.
@@ -44,9 +37,7 @@ struct DotWeights {
 };
 
 inline DotInts dot(DotInts acc, const DotWeights& w, const DotInput& x) {
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-  return (DotInts)vusdotq_lane_s32((int32x4_t)acc, (uint8x16_t)w.bytes, x.bytes, 0);
-#elif defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_DOTPROD)
   return (DotInts)vdotq_lane_s32((int32x4_t)acc, (int8x16_t)w.bytes, x.bytes, 0);
 #else
   const auto weights = (int8x16_t)w.bytes;

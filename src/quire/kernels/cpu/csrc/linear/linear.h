@@ -32,6 +32,14 @@ namespace quire {
 static constexpr int64_t kPanelOutputs = 32;
 static constexpr int64_t kUnitOutputs = 16;
 
+// What is added to signed bytes of weights when they are stored: VNNI multiplies unsigned bytes by
+// signed ones, ARM64 both signed. Sums make up for it by the sum of x.
+#if defined(__aarch64__)
+static constexpr int kByteBias = 0;
+#else
+static constexpr int kByteBias = 128;
+#endif
+
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static inline int64_t num_panels(const Weights& linear) {

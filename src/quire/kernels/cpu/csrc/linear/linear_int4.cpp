@@ -127,7 +127,7 @@ inline void multiply_wide(const uint8_t* bytes, int64_t num_wide, const Rows& ro
       if constexpr (kHasHalves)
         sum += multiply_quad<ByteDot<255>>(weights, quad);
       else
-        sum = dot(sum, byte_weights(weights), DotInput((const DotElement*)quad));
+        sum = dot(sum, DotWeights(weights), DotInput((const DotElement*)quad));
     }
     const DotFloats scale = DotFloats{} + rows.scales[r * rows.num_scales + last];
     const DotFloats result = to_floats(sum) * scale;

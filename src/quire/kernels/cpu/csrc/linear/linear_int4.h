@@ -21,7 +21,7 @@
 // behind a unit's pairs with eight bits and an fp32 scale per output, V, behind O in
 // Weights::scales (`int4_wide_scales`):
 //
-//       [num_wide/4][16][4]          bytes: w[n, k] ~ V[n] * (byte - 128)
+//       [num_wide/4][16][4]          bytes: w[n, k] ~ V[n] * (byte - kByteBias)
 #pragma once
 #include "linear/linear.h"
 

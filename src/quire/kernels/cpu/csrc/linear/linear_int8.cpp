@@ -3,7 +3,7 @@
 // Layout of weights: linear_int8.h; activations: quantize_rows.h. For a row m and an output n,
 // group after group,
 //
-//   dot     = sum over the group of (byte[n, k] - 128) q[m, k]     exact
+//   dot     = sum over the group of (byte[n, k] - kByteBias) q[m, k]     exact
 //   sum    += dot * x_scale[m, g]                                  fp32, one rounding (fma)
 //
 // and the result is sum * scale[n].

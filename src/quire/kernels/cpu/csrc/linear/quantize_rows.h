@@ -11,16 +11,13 @@
 
 namespace quire::QUIRE_ISA {
 
-// Weights are stored plus 128. byte_weights subtracts kByteOffset; the sums of x subtract the rest.
-constexpr int kZeroFactor = kByteOffset - 128;
-
 // Element: DotElement, or CodeElement where weights are codes.
 template <typename Element>
 struct RowsOf {
   const Element* data;  // [M, ld]: groups one after the other, then wide inputs
   int64_t ld;
   const float* scales;  // [M, num_scales]: of groups, then of the wide inputs
-  // [M, num_sums]: kZeroFactor times the sum of q of a group, which takes 128 off unsigned weights,
+  // [M, num_sums]: -kByteBias times the sum of q of a group, which takes the bias off the weights,
   // or plain sums of its parts; that of the wide inputs is the last one.
   const int32_t* sums;
   int64_t num_scales;
@@ -194,7 +191,7 @@ struct RowQuantizer {
       const RunQuantizer run(y + start, count);
       *scale++ = run.scale();
       if (how.part == 0) {
-        *sum++ = kZeroFactor * run.round(y + start, count, count, q + start);
+        *sum++ = -kByteBias * run.round(y + start, count, count, q + start);
         continue;
       }
       for (int64_t k = start; k < start + count; k += 2 * how.part) {
@@ -206,7 +203,7 @@ struct RowQuantizer {
     if (how.num_wide == 0) return;
     const RunQuantizer run(y + how.padded, how.num_wide);
     *scale = run.scale();
-    *sum = kZeroFactor * run.round(y + how.padded, how.num_wide, how.num_wide, q + how.padded);
+    *sum = -kByteBias * run.round(y + how.padded, how.num_wide, how.num_wide, q + how.padded);
   }
 };
 

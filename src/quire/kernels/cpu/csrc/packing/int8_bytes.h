@@ -6,8 +6,6 @@
 
 namespace quire {
 
-static constexpr uint8_t kInt8Zero = 128;
-
 // The bytes of one output's quads; the next quad is 4 * 32 bytes on.
 static inline uint8_t* int8_output_bytes(const Weights& linear, int64_t position) {
   return static_cast<uint8_t*>(const_cast<void*>(linear.weights)) +

@@ -27,7 +27,8 @@ void store_four(uint8_t* to, uint32_t word) { std::memcpy(to, &word, 4); }
 // 32 codes of an output; to: its four bytes of the chunk's first vector.
 void store_chunk(const uint8_t* codes, int32_t width, uint8_t* to) {
   if (width == 8) {
-    for (int q = 0; q < 8; ++q) store_four(to + q * kVectorBytes, four(codes + q * 4));
+    for (int q = 0; q < 8; ++q)
+      store_four(to + q * kVectorBytes, four(codes + q * 4) ^ kCodeBias * 0x01010101u);
     return;
   }
   uint32_t low[8], high[8];
@@ -52,7 +53,7 @@ void store_chunk(const uint8_t* codes, int32_t width, uint8_t* to) {
 
 // The four codes of quad q, of the output whose first four bytes of the chunk are given.
 uint32_t load_quad(const uint8_t* chunk, int32_t width, int64_t q) {
-  if (width == 8) return four(chunk + q * kVectorBytes);
+  if (width == 8) return four(chunk + q * kVectorBytes) ^ kCodeBias * 0x01010101u;
   const uint32_t low = four(chunk + q / 2 * kVectorBytes) >> q % 2 * 4 & 0x0f0f0f0f;
   const uint8_t* above = chunk + 4 * kVectorBytes;
   if (width == 5) return low | (four(above) >> q & 0x01010101) << 4;

@@ -27,7 +27,7 @@ int64_t num_scales_int8(const Weights& linear) { return padded_outputs(linear); 
 void pack_int8(const Weights& linear, const int8_t* rows, const float* scales, int64_t first,
                int64_t num_rows) {
   const int64_t K = linear.num_inputs, num_quads = int8_quads(linear);
-  std::vector<uint8_t> bytes(kUnitOutputs * num_quads * 4, kInt8Zero);
+  std::vector<uint8_t> bytes(kUnitOutputs * num_quads * 4, kByteBias);
   uint8_t* outputs[kUnitOutputs];
   for (int64_t start = 0; start < num_rows; start += kUnitOutputs) {
     const int64_t count = std::min(num_rows - start, kUnitOutputs);
@@ -36,7 +36,7 @@ void pack_int8(const Weights& linear, const int8_t* rows, const float* scales, i
       const_cast<float*>(linear.scales)[position] = scales[start + r];
       outputs[r] = int8_output_bytes(linear, position);
       uint8_t* to = bytes.data() + r * num_quads * 4;
-      for (int64_t k = 0; k < K; ++k) to[k] = uint8_t(rows[(start + r) * K + k] + kInt8Zero);
+      for (int64_t k = 0; k < K; ++k) to[k] = uint8_t(rows[(start + r) * K + k] + kByteBias);
     }
     store_int8_quads(bytes.data(), num_quads, count, outputs);
   }
@@ -49,7 +49,7 @@ void unpack_rows_int8(const Weights& linear, const int64_t* outputs, int64_t num
     const uint8_t* bytes = int8_output_bytes(linear, position);
     const float scale = linear.scales[position];
     for (int64_t k = 0; k < linear.num_inputs; ++k) {
-      const float level = float(bytes[k / 4 * 4 * kPanelOutputs + k % 4]) - kInt8Zero;
+      const float level = float(int8_t(bytes[k / 4 * 4 * kPanelOutputs + k % 4] - kByteBias));
       if (linear.code_format->row_dtype == kBF16)
         static_cast<uint16_t*>(rows)[row * ld + k] = to_bf16(level * scale);
       else
@@ -61,7 +61,7 @@ void unpack_rows_int8(const Weights& linear, const int64_t* outputs, int64_t num
 void clear_padding_int8(const Weights& linear) {
   const int64_t last = num_panels(linear) - 1;
   const int64_t panel_bytes = int8_panel_bytes(linear);
-  std::memset(bytes_of(linear) + last * panel_bytes, kInt8Zero, panel_bytes);
+  std::memset(bytes_of(linear) + last * panel_bytes, kByteBias, panel_bytes);
   auto* scales = const_cast<float*>(linear.scales);
   for (int64_t n = 0; n < kPanelOutputs; ++n) scales[last * kPanelOutputs + n] = 0.0f;
 }

@@ -83,7 +83,7 @@ struct Outputs {
       round_block(x, feedback, factors, steps);
       for (int64_t lane = 0; lane < count; ++lane)
         for (int j = 0; j < kBlock; ++j)
-          bytes[lane * K + first + j] = uint8_t(int32_t(x[j * kLanes + lane]) + kInt8Zero);
+          bytes[lane * K + first + j] = uint8_t(int32_t(x[j * kLanes + lane]) + kByteBias);
     }
   }
 };

@@ -4,7 +4,7 @@
 
 namespace quire::QUIRE_ISA {
 
-// w [count] ~ (bytes - 128) * the scale that is returned, max |w| / 127; ties to even. Weights that
+// w [count] ~ (bytes - kByteBias) * the scale that is returned, max |w| / 127; ties to even. Weights that
 // are all but zero are zero; if there is a NaN or an infinity among them, they are too, but then
 // the scale is NaN, and so is the output.
 inline float round_bytes(const float* w, int64_t count, uint8_t* bytes) {
@@ -16,7 +16,7 @@ inline float round_bytes(const float* w, int64_t count, uint8_t* bytes) {
     vi q{};
     // Adding 1.5 * 2^23 leaves the rounded number in the low bits.
     if (factor > 0.0f) q = (vi)(load_n(w + k, n) * splat(factor) + splat(12582912.0f)) - 0x4b400000;
-    for (int i = 0; i < n; ++i) bytes[k + i] = uint8_t(q[i] + 128);
+    for (int i = 0; i < n; ++i) bytes[k + i] = uint8_t(q[i] + kByteBias);
   }
   return is_finite ? largest / 127.0f : __builtin_nanf("");
 }

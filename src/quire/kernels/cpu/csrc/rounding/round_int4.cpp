@@ -123,7 +123,7 @@ struct Outputs {
   std::vector<float> scales, offsets;  // fitted, then in units of the factors [groups]
   uint16_t scale_factors[kLanes], offset_factors[kLanes];  // bf16
   std::vector<uint32_t> levels;  // [groups * G/8]: the four bytes of an output's eight inputs
-  std::vector<uint8_t> wide;     // [16 outputs][num_wide]: bytes of the wide inputs, + 128
+  std::vector<uint8_t> wide;     // [16 outputs][num_wide]: bytes of the wide inputs, + kByteBias
   float wide_scales[kLanes];
 
   explicit Outputs(const Weights& linear)

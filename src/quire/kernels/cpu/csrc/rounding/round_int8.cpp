@@ -24,7 +24,7 @@ void round_rows(const Weights& linear, const Row* rows, int64_t ld, int64_t firs
   uint8_t* outputs[kUnitOutputs];
   for (int64_t start = 0; start < num_rows; start += kUnitOutputs) {
     const int64_t count = num_rows - start < kUnitOutputs ? num_rows - start : kUnitOutputs;
-    std::memset(bytes.data(), kInt8Zero, bytes.size());
+    std::memset(bytes.data(), kByteBias, bytes.size());
     for (int64_t r = 0; r < count; ++r) {
       const Row* row = rows + (start + r) * ld;
       rotate_blocks(row, K, rotation, wide.data());
