@@ -4,6 +4,7 @@
 
 #include "block_quantized/layout.h"
 #include "linear/dot_codes.h"
+#include "linear/row_sums.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -72,15 +73,15 @@ template <CodeKind kKind>
 class Chunk {
  public:
   static constexpr int kBytes = width_of(kKind) * int(kVectorBytes);
+  const uint8_t* const data;  // of the first of these outputs
 
-  // data: of the first of these outputs.
-  Chunk(const uint8_t* data, const CodeTable& table) : data_(data), table_(table) {}
+  Chunk(const uint8_t* first, const CodeTable& table) : data(first), table_(table) {}
 
   // The bytes of inputs 4q .. 4q + 3: codes, as stored, or entries of the table.
   DotInts bytes(int q) const {
     if constexpr (kKind == CodeKind::k8) return vector(q);
     const DotInts pair = vector(q / 2);
-    const DotInts low = (q % 2 == 0 ? pair : pair >> 4) & 0x0f0f0f0f;
+    const DotInts low = q % 2 == 0 ? pair & 0x0f0f0f0f : high_halves(pair);
     if constexpr (kKind == CodeKind::kTable || kKind == CodeKind::kNarrowTable)
       return table_.look_up(low);
     if constexpr (kKind == CodeKind::k5) return low | (moved(vector(4), 4 - q) & 0x10101010);
@@ -88,57 +89,46 @@ class Chunk {
       return low | (moved(vector(4 + q / 4), 4 - q % 4 * 2) & 0x30303030);
     return low;
   }
-  DotWeights quad(int q) const { return DotWeights(bytes(q)); }
 
  private:
   // With 16 registers, in_order keeps g++ from loading it once for each use: the queue of loads
   // bounds how far ahead the processor reads.
   DotInts vector(int i) const {
-    const auto loaded = load_as<DotInts>(data_ + i * kVectorBytes);
+    const auto loaded = load_as<DotInts>(data + i * kVectorBytes);
     return kHasHalves ? in_order(loaded) : loaded;
   }
 
   // Bits that move from a byte to its neighbour are masked by the caller.
   static DotInts moved(DotInts bits, int left) { return left >= 0 ? bits << left : bits >> -left; }
 
-  const uint8_t* data_;
   const CodeTable& table_;
 };
 
-// sums [R][U] += quads [kFirst, kEnd) of U units' chunks times the rows' x, which begin `ld` bytes
-// apart.
+// sums = the rows' corrections, and the products of quads [kFirst, kEnd) of U registers' chunks
+// with x; rows and corrections begin `ld` bytes apart.
 template <int kFirst, int kEnd, int R, int U, CodeKind kKind>
-inline void add_quads(const Chunk<kKind> (&chunks)[U], const uint8_t* x, int64_t ld,
-                      DotInts (&sums)[R][U]) {
-#pragma GCC unroll 8
-  for (int q = kFirst; q < kEnd; ++q) {
-    if constexpr (U == 1) {
-      const DotWeights weights = chunks[0].quad(q);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
-        sums[r][0] = dot(sums[r][0], weights, DotInput((const DotElement*)(x + r * ld) + q * 4));
-    } else {
-      const DotWeights low = chunks[0].quad(q), high = chunks[1].quad(q);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const DotInput input((const DotElement*)(x + r * ld) + q * 4);
-        sums[r][0] = dot(sums[r][0], low, input);
-        sums[r][1] = dot(sums[r][1], high, input);
+inline void sum_chunk(const Chunk<kKind> (&chunks)[U], const uint8_t* x,
+                      const uint8_t* corrections, int64_t ld, RowSums<R, U>& sums) {
+  constexpr int kLargest = largest_of(kKind), kQuads = kEnd - kFirst;
+  x += kFirst * 4 * sizeof(ElementOf<kLargest>);
+  if constexpr (kTakesBytes<kLargest>) {
+    using Dot = ByteDot<kLargest>;
+    sum_quads<Dot, kQuads, R>(
+        [&](int u, int q) { return Dot::stored(chunks[u].bytes(kFirst + q)); }, x, corrections, ld,
+        sums.of);
+  } else {
+    sums.start([&](int r) { return all_lanes(corrections + r * ld); });
+    const auto load_quad = [&](int q, DotInts (&to)[U]) {
+      if constexpr (kKind == CodeKind::k8 && kIntLanes < kUnitOutputs) {
+        load_registers(chunks[0].data + (kFirst + q) * kVectorBytes, to);
+        return;
       }
-    }
+#pragma GCC unroll 4
+      for (int u = 0; u < U; ++u) to[u] = chunks[u].bytes(kFirst + q);
+    };
+    sums.template add<kQuads>(load_quad, x, ld);
+    sums.finish();
   }
-}
-
-
-// sums [R][2] = the rows' corrections, and the products of quads [kFirst, kEnd) with x; rows and
-// corrections begin `ld` bytes apart. Only where kTakesBytes.
-template <int kFirst, int kEnd, int R, CodeKind kKind>
-inline void sum_chunk(const Chunk<kKind> (&chunks)[2], const uint8_t* x,
-                      const uint8_t* corrections, int64_t ld, DotInts (&sums)[R][2]) {
-  using Dot = ByteDot<largest_of(kKind)>;
-  sum_quads<Dot, kEnd - kFirst, R>(
-      [&](int u, int q) { return Dot::stored(chunks[u].bytes(kFirst + q)); }, x + kFirst * 4,
-      corrections, ld, sums);
 }
 
 inline DotFloats all_lanes_float(const uint8_t* p) { return (DotFloats)all_lanes(p); }

@@ -10,7 +10,8 @@
 //   scales   [kParts][32]      fp32
 //   seconds  [kParts][32]      fp32, only if there are some: negative offsets, or kByteBias - zero
 //   codes    [8 quads][32][4]  bytes: codes, or entries of the table, as ByteDot::stored; where
-//                              groups have zeros that are not among the seconds, codes + kByteBias - zero
+//                              groups have zeros that are not among the seconds, codes + kByteBias
+//                              - zero (with i8mm, zipped: paired_tile.h)
 //
 // Where kExpandsPairs, codes are of 16 bits instead, as DotWeights takes them apart:
 //
@@ -65,20 +66,33 @@ struct ExpandedTile {
   // added: to each byte, none of which overflows.
   template <CodeKind kKind>
   static void store_codes(uint8_t* chunk, const Chunk<kKind>& codes, DotInts added) {
-#pragma GCC unroll 8
-    for (int q = 0; q < kChunkInputs / 4; ++q) {
-      DotInts bytes = codes.bytes(q);
+    const auto bytes_of = [&](int q) {
+      const DotInts bytes = codes.bytes(q);
+      if constexpr (kHasPairs) return bytes;
+      if constexpr (kHasHalves) return Dot::stored(bytes);
+      return (DotInts)((DotBytes)bytes + (DotBytes)added);
+    };
+#pragma GCC unroll 4
+    for (int q = 0; q < kChunkInputs / 4; q += 2) {
       uint8_t* const quad = chunk + kCodes + q * kTileQuadBytes;
-      if constexpr (kHasPairs) {
-        const DotInts even = bytes & 0x00ff00ff, odd = (DotInts)((DotShorts)bytes >> 8);
-        std::memcpy(quad, &even, sizeof bytes);
-        std::memcpy(quad + kQuadBytes, &odd, sizeof bytes);
-        continue;
+      const DotInts first = bytes_of(q), second = bytes_of(q + 1);
+      if constexpr (kHasMatrixProducts) {
+        store_quad(quad, first_halves(first, second));
+        store_quad(quad + kTileQuadBytes, last_halves(first, second));
+      } else {
+        store_quad(quad, first);
+        store_quad(quad + kTileQuadBytes, second);
       }
-      if constexpr (kHasHalves)
-        bytes = Dot::stored(bytes);
-      else
-        bytes = (DotInts)((DotBytes)bytes + (DotBytes)added);
+    }
+  }
+
+ private:
+  static void store_quad(uint8_t* quad, DotInts bytes) {
+    if constexpr (kHasPairs) {
+      const DotInts even = bytes & 0x00ff00ff, odd = (DotInts)((DotShorts)bytes >> 8);
+      std::memcpy(quad, &even, sizeof even);
+      std::memcpy(quad + kQuadBytes, &odd, sizeof odd);
+    } else {
       std::memcpy(quad, &bytes, sizeof bytes);
     }
   }
@@ -92,8 +106,10 @@ constexpr int64_t kMaxTileBytes =
 template <int kLargest>
 constexpr int64_t kMinExpandedRows = sizeof(ElementOf<kLargest>) == 1 ? 8 : 16;
 // Whether a tile's products have all that the format has. No checkpoint has offsets and a zero.
+// Where zeros are added to codes, those of 8 bits may overflow.
 inline bool can_expand(const CodeFormat& code_format) {
-  return !kHasHalves || code_format.has_offsets == 0 || byte_zero(code_format) == 0;
+  if (kHasHalves) return code_format.has_offsets == 0 || byte_zero(code_format) == 0;
+  return code_format.width < 8 || code_format.has_zeros == 0;
 }
 // A row takes two registers for each of the widths: a part's sum and the result.
 constexpr int kTileWidths = kHas32Registers || kHasHalves ? 2 : 1;
@@ -101,6 +117,7 @@ template <typename Tile>
 constexpr int max_expanded_rows() {
   if constexpr (Tile::kHasPairs) return 6;
   if constexpr (kHasHalves) return Tile::Dot::kQuads >= 4 ? 6 : 4;
+  if constexpr (kHoldsQuads) return 5;  // beside four quads of weights
   return kHas32Registers ? 6 : 4;
 }
 
@@ -141,9 +158,9 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
   using Header = ChunkHeader<Tile::kParts>;
   constexpr int kQuads = int(kChunkInputs) / 4 / Tile::kParts;
   const uint8_t* corrections = x + offsetof(Header, corrections) + kPart * sizeof(int32_t);
-  DotInts sums[R][kTileWidths];
+  RowSums<R, kTileWidths, 4> sums;
   if constexpr (Tile::kHasPairs) {
-    add_pairs<Tile, kPart, R>(chunk, x, ld, sums);
+    add_pairs<Tile, kPart, R>(chunk, x, ld, sums.of);
   } else if constexpr (kHasHalves) {
     const uint8_t* quads = chunk + Tile::kCodes + kPart * kQuads * kQuadBytes;
     sum_quads<typename Tile::Dot, kQuads, R>(
@@ -151,32 +168,14 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
           return load_as<DotInts>(quads + q * kQuadBytes + w * sizeof(DotInts));
         },
         x + sizeof(Header) + kPart * kQuads * 4, Tile::kHasCorrections ? corrections : nullptr, ld,
-        sums);
+        sums.of);
   } else {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-      for (int w = 0; w < kTileWidths; ++w)
-        sums[r][w] = all_lanes(corrections + r * ld);
-#pragma GCC unroll 8
-    for (int q = kPart * kQuads; q < (kPart + 1) * kQuads; ++q) {
-      const uint8_t* codes = chunk + Tile::kCodes + q * kQuadBytes;
-      const uint8_t* inputs = x + sizeof(Header) + q * 4 * sizeof(DotElement);
-      const DotWeights low = DotWeights(load_as<DotInts>(codes));
-      if constexpr (kTileWidths == 1) {
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r)
-          sums[r][0] = dot(sums[r][0], low, DotInput((const DotElement*)(inputs + r * ld)));
-      } else {
-        const DotWeights high = DotWeights(load_as<DotInts>(codes + sizeof(DotInts)));
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-          const DotInput both((const DotElement*)(inputs + r * ld));
-          sums[r][0] = dot(sums[r][0], low, both);
-          sums[r][1] = dot(sums[r][1], high, both);
-        }
-      }
-    }
+    const uint8_t* codes = chunk + Tile::kCodes + kPart * kQuads * kQuadBytes;
+    sums.start([&](int r) { return all_lanes(corrections + r * ld); });
+    sums.template add<kQuads>(
+        [&](int q, DotInts (&to)[kTileWidths]) { load_registers(codes + q * kQuadBytes, to); },
+        x + sizeof(Header) + kPart * kQuads * 4 * sizeof(DotElement), ld);
+    sums.finish();
   }
 #pragma GCC unroll 2
   for (int w = 0; w < kTileWidths; ++w) {
@@ -188,7 +187,7 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
       for (int r = 0; r < R; ++r) {
         const uint8_t* row = x + r * ld;
         const DotFloats dot = fma(above, all_lanes_float(row + offsetof(Header, sums)),
-                                  to_floats(sums[r][w]));
+                                  to_floats(sums.of[r][w]));
         results[r][w] =
             fma(dot, scale * all_lanes_float(row + offsetof(Header, scale)), results[r][w]);
       }
@@ -197,7 +196,7 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
       results[r][w] =
-          fma(to_floats(sums[r][w]),
+          fma(to_floats(sums.of[r][w]),
               scale * all_lanes_float(x + r * ld + offsetof(Header, scale)), results[r][w]);
     if constexpr (Tile::kSeconds != Seconds::kOffsets) continue;
     const auto offset = load_as<DotFloats>(numbers + Tile::second_at(kPart));

@@ -21,7 +21,8 @@ struct Flat {
   static constexpr int kParts = 1;  // of a chunk
   using Header = ChunkHeader<kParts>;
   using Element = ElementOf<kLargest>;  // of x
-  static constexpr bool kExpands = kKind != CodeKind::k8 || kExpandsPairs<kLargest>;
+  static constexpr bool kExpands =
+      kKind != CodeKind::k8 || kExpandsPairs<kLargest> || kHoldsQuads;
 
   template <typename Tile>
   static void expand(const Weights& linear, const BlockQuantizedLayout& layout,
@@ -55,22 +56,23 @@ struct Flat {
   template <int R, int U>
   static void multiply(const UnitProduct& call, Prefetch prefetch) {
     const int64_t num_chunks = call.layout.inputs / kChunkInputs;  // of a stretch
+    const int64_t of_group = num_chunks / 2;
     prefetch.spread(call.num_stretches * (kFetchesByChunk ? num_chunks : 1) *
-                    (kUnitOutputs / kLanesAtOnce));
-    for (int lane = 0; lane < kUnitOutputs; lane += kLanesAtOnce) {
+                    (kUnitOutputs / lanes_at_once<U>));
+    for (int lane = 0; lane < kUnitOutputs; lane += lanes_at_once<U>) {
       DotFloats results[R][U] = {};
+      const CodeFormat code_format = *call.linear.code_format;  // stays in registers
       const uint8_t *stretch = call.unit, *x = call.x;
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
         if constexpr (!kFetchesByChunk) prefetch.step();
         const uint8_t* chunks = stretch + call.layout.codes + lane * 4;
-        for (int g = 0; g < 2; ++g) {
-          const uint8_t* numbers = stretch + g * kHalvesBytes + lane * 2;
-          for (int64_t k = 0; k < call.linear.group_size; k += kChunkInputs) {
-            if constexpr (kFetchesByChunk) prefetch.step();
-            add_chunk<R, U>(call, numbers, chunks, x, results);
-            chunks += Chunk<kKind>::kBytes;
-            x += kChunkRowBytes<kParts, Element>;
-          }
+        const uint8_t* numbers = stretch + lane * 2;
+        for (int64_t c = 0; c < num_chunks; ++c) {
+          if constexpr (kFetchesByChunk) prefetch.step();
+          add_chunk<R, U>(call, code_format, numbers + (c < of_group ? 0 : kHalvesBytes), chunks, x,
+                          results);
+          chunks += Chunk<kKind>::kBytes;
+          x += kChunkRowBytes<kParts, Element>;
         }
       }
       store_results<R, U>(results, call.results + lane);
@@ -79,54 +81,62 @@ struct Flat {
 
   // numbers: the group's scales; its seconds are as far on as the stretch's are.
   template <int R, int U>
-  static void add_chunk(const UnitProduct& call, const uint8_t* numbers, const uint8_t* chunk,
-                        const uint8_t* x, DotFloats (&results)[R][U]) {
-    const uint8_t* corrections = x + offsetof(Header, corrections);
-    DotInts sums[R][U];
-    if constexpr (kTakesBytes<kLargest>) {
-      const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
-      sum_chunk<0, 8, R>(codes.units, x + sizeof(Header), corrections, call.ld, sums);
-    } else {
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const DotInts correction = all_lanes(corrections + r * call.ld);
-#pragma GCC unroll 2
-        for (int u = 0; u < U; ++u) sums[r][u] = correction;
-      }
-      const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
-      add_quads<0, 8, R, U>(codes.units, x + sizeof(Header), call.ld, sums);
-    }
-#pragma GCC unroll 2
-    for (int u = 0; u < U; ++u)
-      add_scaled<R, U>(*call.linear.code_format,
-                       numbers + unit_offset(u, call.unit_bytes) + lane_offset(u) * 2,
-                       call.layout.seconds, u, sums, x, call.ld, results);
-  }
-
-  template <int R, int U>
-  static void add_scaled(const CodeFormat& code_format, const uint8_t* numbers, int64_t seconds,
-                         int u, const DotInts (&sums)[R][U], const uint8_t* x, int64_t ld,
-                         DotFloats (&results)[R][U]) {
-    const DotFloats scale = widen(numbers, code_format);
+  static void add_chunk(const UnitProduct& call, const CodeFormat& code_format,
+                        const uint8_t* numbers, const uint8_t* chunk, const uint8_t* x,
+                        DotFloats (&results)[R][U]) {
+    // First, the products.
+    const int64_t ld = call.ld, unit_bytes = call.unit_bytes;
+    RowSums<R, U> sums;
+    const auto codes = chunks_of<kKind, U>(chunk, unit_bytes, call.table);
+    sum_chunk<0, 8>(codes.units, x + sizeof(Header), x + offsetof(Header, corrections), ld, sums);
+    // Then, times the scales.
+    const Numbers<U> scales(numbers, unit_bytes, code_format);
+    const uint8_t* seconds = numbers + call.layout.seconds;
     if (code_format.has_zeros != 0) {  // dot = sum + (kByteBias - zero) * (sum of q): exact too
-      const DotFloats above = above_zeros(numbers + seconds, code_format);
+      const Numbers<U> zeros(seconds, unit_bytes, code_format);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const DotFloats dot = fma(above, x_sum(x + r * ld), to_floats(sums[r][u]));
-        results[r][u] = fma(dot, scale * x_scale(x + r * ld), results[r][u]);
-      }
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int u = 0; u < U; ++u) {
+          const DotFloats above = DotFloats{} + float(kByteBias) - zeros.of[u];
+          const DotFloats dot = fma(above, x_sum(x + r * ld), to_floats(sums.of[r][u]));
+          results[r][u] = fma(dot, scales.of[u] * x_scale(x + r * ld), results[r][u]);
+        }
       return;
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-      results[r][u] =
-          fma(to_floats(sums[r][u]), scale * x_scale(x + r * ld), results[r][u]);
+#pragma GCC unroll 4
+      for (int u = 0; u < U; ++u)
+        results[r][u] =
+            fma(to_floats(sums.of[r][u]), scales.of[u] * x_scale(x + r * ld), results[r][u]);
     if (code_format.has_offsets == 0) return;
-    const DotFloats below = -widen(numbers + seconds, code_format);
+    const Numbers<U> offsets(seconds, unit_bytes, code_format);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-      results[r][u] = fma(below, x_sum(x + r * ld), results[r][u]);
+#pragma GCC unroll 4
+      for (int u = 0; u < U; ++u)
+        results[r][u] = fma(-offsets.of[u], x_sum(x + r * ld), results[r][u]);
   }
+
+  // The numbers of U registers' outputs.
+  template <int U>
+  struct Numbers {
+    DotFloats of[U];
+
+    Numbers(const uint8_t* numbers, int64_t unit_bytes, const CodeFormat& code_format) {
+      const auto at = [&](int u) {
+        return numbers + unit_offset(u, unit_bytes) + lane_offset(u) * 2;
+      };
+      if (code_format.has_bf16 != 0) {
+#pragma GCC unroll 4
+        for (int u = 0; u < U; ++u) of[u] = widen_bf16(at(u));
+      } else {
+#pragma GCC unroll 4
+        for (int u = 0; u < U; ++u) of[u] = widen_fp16(at(u));
+      }
+    }
+  };
 
   static DotFloats widen(const uint8_t* numbers, const CodeFormat& code_format) {
     return code_format.has_bf16 != 0 ? widen_bf16(numbers) : widen_fp16(numbers);

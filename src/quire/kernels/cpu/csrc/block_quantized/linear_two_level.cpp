@@ -40,7 +40,8 @@ struct TwoLevel {
         const DotFloats scale = scale_of(stretch, layout, group, lane) * factor;
         DotFloats offset{};
         if (Tile::kSeconds == Seconds::kOffsets)
-          offset = offset_of(stretch, layout.seconds, group, lane);
+          offset = offset_of(stretch, layout.seconds, group, lane) *
+                   widen_fp16(stretch + kHalvesBytes + lane * 2);
         Tile::store_numbers(tile, group % kParts, scale, -offset);
         if (group % kParts != kParts - 1) continue;
         Tile::store_codes(tile, Chunk<kKind>(chunk, table), DotInts{});
@@ -54,8 +55,8 @@ struct TwoLevel {
   template <int R, int U>
   static void multiply(const UnitProduct& call, Prefetch prefetch) {
     constexpr int64_t kFetches = kFetchesByChunk ? kBlockInputs / kChunkInputs : 1;  // of a block
-    prefetch.spread(call.num_stretches * kFetches * (kUnitOutputs / kLanesAtOnce));
-    for (int lane = 0; lane < kUnitOutputs; lane += kLanesAtOnce) {
+    prefetch.spread(call.num_stretches * kFetches * (kUnitOutputs / lanes_at_once<U>));
+    for (int lane = 0; lane < kUnitOutputs; lane += lanes_at_once<U>) {
       DotFloats results[R][U] = {};
       const uint8_t *stretch = call.unit, *x = call.x;
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
@@ -71,11 +72,14 @@ struct TwoLevel {
   static void add_block(const UnitProduct& call, const uint8_t* stretch, int lane, const uint8_t* x,
                         Prefetch& prefetch, DotFloats (&results)[R][U]) {
     const uint8_t* chunk = stretch + call.layout.codes + lane * 4;
-    DotFloats factors[U];
-#pragma GCC unroll 2
-    for (int u = 0; u < U; ++u)
-      factors[u] =
-          widen_fp16(stretch + unit_offset(u, call.unit_bytes) + (lane + lane_offset(u)) * 2);
+    Factors<U> factors;
+    factors.has_offsets = call.linear.code_format->has_offsets != 0;
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) {
+      const uint8_t* own = stretch + unit_offset(u, call.unit_bytes) + (lane + lane_offset(u)) * 2;
+      factors.scales[u] = widen_fp16(own);
+      factors.offsets[u] = widen_fp16(own + kHalvesBytes);
+    }
     for (int i = 0; i < kBlockInputs / kChunkInputs; ++i) {
       if constexpr (kFetchesByChunk) prefetch.step();
       const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
@@ -87,46 +91,50 @@ struct TwoLevel {
     }
   }
 
+  // A block's factors of U registers' outputs.
+  template <int U>
+  struct Factors {
+    DotFloats scales[U], offsets[U];
+    bool has_offsets;
+  };
+
   // results [R][U] += group kIndex of a block's i-th chunk, whose rows are x.
   template <int R, int U, int kIndex>
   static void add_group(const UnitProduct& call, const Chunk<kKind> (&codes)[U],
-                        const uint8_t* stretch, const DotFloats (&factors)[U], int lane, int i,
+                        const uint8_t* stretch, const Factors<U>& factors, int lane, int i,
                         const uint8_t* x, DotFloats (&results)[R][U]) {
     const int group = i * kParts + kIndex;
     const uint8_t* correction = x + offsetof(Header, corrections) + kIndex * sizeof(int32_t);
-    DotInts sums[R][U];
-    const uint8_t* q = x + sizeof(Header);
-    if constexpr (kTakesBytes<kLargest>) {
-      sum_chunk<kIndex * kQuads, (kIndex + 1) * kQuads, R>(codes, q, correction, call.ld, sums);
-    } else {
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const DotInts first = all_lanes(correction + r * call.ld);
-#pragma GCC unroll 2
-        for (int u = 0; u < U; ++u) sums[r][u] = first;
-      }
-      add_quads<kIndex * kQuads, (kIndex + 1) * kQuads, R, U>(codes, q, call.ld, sums);
-    }
+    RowSums<R, U> sums;
+    sum_chunk<kIndex * kQuads, (kIndex + 1) * kQuads>(codes, x + sizeof(Header), correction,
+                                                      call.ld, sums);
     const uint8_t* x_scale = x + offsetof(Header, scale);
     const uint8_t* x_sum = x + offsetof(Header, sums) + kIndex * sizeof(float);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
       const uint8_t* numbers = stretch + unit_offset(u, call.unit_bytes);
       const int first = lane + lane_offset(u);
-      const DotFloats scale = scale_of(numbers, call.layout, group, first) * factors[u];
+      const DotFloats scale = scale_of(numbers, call.layout, group, first) * factors.scales[u];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
-        results[r][u] = fma(to_floats(sums[r][u]), scale * all_lanes_float(x_scale + r * call.ld),
-                            results[r][u]);
-      if (call.linear.code_format->has_offsets == 0) continue;
-      const DotFloats below = -offset_of(numbers, call.layout.seconds, group, first);
+        results[r][u] =
+            fma(to_floats(sums.of[r][u]), scale * all_lanes_float(x_scale + r * call.ld),
+                results[r][u]);
+    }
+    if (!factors.has_offsets) return;
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) {
+      const uint8_t* numbers = stretch + unit_offset(u, call.unit_bytes);
+      const int first = lane + lane_offset(u);
+      const DotFloats below =
+          -(offset_of(numbers, call.layout.seconds, group, first) * factors.offsets[u]);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
         results[r][u] = fma(below, all_lanes_float(x_sum + r * call.ld), results[r][u]);
     }
   }
 
-  // Less the block's factor.
+  // Both less the block's factor.
   static DotFloats scale_of(const uint8_t* numbers, const BlockQuantizedLayout& layout, int group,
                             int lane) {
     return to_floats(widen_signed_bytes(numbers + layout.scales + group * kUnitOutputs + lane));
@@ -136,7 +144,7 @@ struct TwoLevel {
     const uint8_t* pairs = numbers + seconds + group / 2 * 2 * kUnitOutputs + lane * 2;
     const DotInts both = widen_byte_pairs(pairs);
     const DotInts own = group % 2 == 0 ? both & 0xffff : both >> 16;
-    return to_floats(own) * widen_fp16(numbers + kHalvesBytes + lane * 2);
+    return to_floats(own);
   }
 };
 

@@ -4,6 +4,9 @@
 
 #include "block_quantized/chunk.h"
 #include "block_quantized/expanded_tile.h"
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#include "block_quantized/paired_tile.h"
+#endif
 #include "block_quantized/quantize_groups.h"
 #include "linear/epilogue.h"
 #include "linear/panel_task.h"
@@ -25,32 +28,40 @@ struct UnitProduct {
 
 using MultiplyUnits = void (*)(const UnitProduct&, Prefetch);
 
-// How many units a function multiplies at once. Several rows take two, as far as registers allow:
-// what is loaded of x serves both (512 rows of Q8_0 took 1.3 times as long with one; Zen 5). A
-// single row reads memory from first to last.
-constexpr int units_at_once(int num_rows) { return kHas32Registers && num_rows > 1 ? 2 : 1; }
+// How many units a function multiplies at once. Several rows take two, if a register is as wide as
+// a unit: what is loaded of x serves both (512 rows of Q8_0 took 1.3 times as long with one; Zen 5).
+// A single row reads memory from first to last.
+constexpr bool kHasWideRegisters = kIntLanes == kUnitOutputs;
+constexpr int units_at_once(int num_rows) { return kHasWideRegisters && num_rows > 1 ? 2 : 1; }
 
 // How many registers of outputs those functions take: of two units, which are unit_bytes apart, or
-// of a unit's halves.
-constexpr int registers_at_once(int num_units) { return kHasHalves ? 2 : num_units; }
-constexpr int kLanesAtOnce = kHasHalves ? int(kUnitOutputs) : kIntLanes;
+// parts of one, as far as registers allow.
+constexpr int registers_at_once(int num_rows) {
+  if (kHasWideRegisters) return units_at_once(num_rows);
+  if (kHasHalves) return 2;
+  return kHas32Registers ? (num_rows == 1 ? 4 : 2) : 1;
+}
+template <int U>
+constexpr int lanes_at_once = kHasWideRegisters ? kIntLanes : U * kIntLanes;
 
 // Where register u begins.
-inline int64_t unit_offset(int u, int64_t unit_bytes) { return kHasHalves ? 0 : u * unit_bytes; }
-constexpr int lane_offset(int u) { return kHasHalves ? u * kIntLanes : 0; }
+inline int64_t unit_offset(int u, int64_t unit_bytes) {
+  return kHasWideRegisters ? u * unit_bytes : 0;
+}
+constexpr int lane_offset(int u) { return kHasWideRegisters ? 0 : u * kIntLanes; }
 
 // Up to kMaxStreamedRows rows read short units one after the other, and leave fetching to the
 // processor, which keeps up there. Two rows of 1,536 x 512 then take 1.01 (Q8_0), 1.12 (Q4_K) and
 // 1.02 (AWQ) times as long as one, instead of 1.12, 1.41 and 1.40; three rows of Q4_K 1.2 instead of
 // 1.6. But with the longer units of 2,048 inputs they take 2.0 instead of 1.4 (one thread, Zen 4).
-constexpr int kMaxStreamedRows = kHas32Registers ? 3 : 1;
+constexpr int kMaxStreamedRows = kHasWideRegisters ? 3 : 1;
 constexpr int64_t kMaxStreamedBytes = 12 * 1024;
 
 // The functions for 1 .. kMaxRows rows.
 template <typename Form, int... kRs>
 inline MultiplyUnits choose_among(int64_t num_rows, std::integer_sequence<int, kRs...>) {
   static constexpr MultiplyUnits kFunctions[] = {
-      &Form::template multiply<kRs + 1, registers_at_once(units_at_once(kRs + 1))>...};
+      &Form::template multiply<kRs + 1, registers_at_once(kRs + 1)>...};
   return kFunctions[num_rows - 1];
 }
 
@@ -81,22 +92,22 @@ struct UnitChunks {
 template <CodeKind kKind, int U>
 inline UnitChunks<kKind, U> chunks_of(const uint8_t* first, int64_t unit_bytes,
                                       const CodeTable& table) {
-  if constexpr (U == 1)
-    return {{Chunk<kKind>(first, table)}};
-  else
-    return {{Chunk<kKind>(first, table),
-             Chunk<kKind>(first + unit_offset(1, unit_bytes) + lane_offset(1) * 4, table)}};
+  const auto chunk = [&](int u) {
+    return Chunk<kKind>(first + unit_offset(u, unit_bytes) + lane_offset(u) * 4, table);
+  };
+  if constexpr (U == 1) return {{chunk(0)}};
+  if constexpr (U == 2) return {{chunk(0), chunk(1)}};
+  if constexpr (U == 4) return {{chunk(0), chunk(1), chunk(2), chunk(3)}};
 }
 
 // to: [R, 32], the lanes of the first register.
 template <int R, int U>
 inline void store_results(const DotFloats (&results)[R][U], float* to) {
-  constexpr int kApart = kHasHalves ? kIntLanes : int(kUnitOutputs);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int u = 0; u < U; ++u)
-      std::memcpy(to + r * kPanelOutputs + u * kApart, &results[r][u], sizeof(DotFloats));
+      std::memcpy(to + r * kPanelOutputs + u * kIntLanes, &results[r][u], sizeof(DotFloats));
 }
 
 // Form: kMaxRows and multiply<R, U>, a UnitProduct of R rows and U registers; kParts of a chunk,
@@ -110,7 +121,8 @@ struct BlockQuantizedTask {
 
   // What run_expanded takes of memory: a tile, then results.
   static int64_t expanded_bytes(Range rows) {
-    return kMaxTileBytes + rows.size() * kPanelOutputs * int64_t(sizeof(float));
+    const int64_t num_rows = rows.size() + kHasMatrixProducts;  // paired_tile.h
+    return kMaxTileBytes + num_rows * kPanelOutputs * int64_t(sizeof(float));
   }
 
   void run_expanded(Range rows, int64_t panel, uint8_t* memory) const {
@@ -150,8 +162,14 @@ struct BlockQuantizedTask {
       const bool is_last = first + count == num_stretches;
       const uint8_t* next =
           is_last ? unit + 2 * unit_bytes : unit + (first + count) * layout.bytes;
-      multiply_tile<Tile>(memory, count * num_chunks, of_tile, x.ld, rows.size(), first == 0,
-                          {{next, next + unit_bytes}, step * layout.bytes / kLineBytes}, results);
+      const NextTile next_tile{{next, next + unit_bytes}, step * layout.bytes / kLineBytes};
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+      constexpr auto kMultiply = &multiply_paired_tile<Tile>;
+#else
+      constexpr auto kMultiply = &multiply_tile<Tile>;
+#endif
+      kMultiply(memory, count * num_chunks, of_tile, x.ld, rows.size(), first == 0, next_tile,
+                results);
     }
     finish_rows(output, rows, panel, results);
   }

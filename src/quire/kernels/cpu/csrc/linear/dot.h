@@ -2,10 +2,10 @@
 //
 // Sums are exact, so they do not depend on the order, and all instruction sets agree on them.
 //
-// Weights are bytes, unsigned ones but for ARM64 (kByteBias), four inputs of an output to a lane. x is signed, and its four inputs
-// ("a quad") are given to all lanes: as bytes where the processor has products of those (VNNI,
-// ARM64), else as two pairs of 16 bits, the even inputs, then the odd ones, so that a lane's bytes
-// need but a mask. dot_codes.h has products of codes.
+// Weights are bytes, four inputs of an output to a lane, and unsigned except on ARM64 (kByteBias).
+// x is signed, and its four inputs ("a quad") are given to all lanes: as bytes where the processor
+// has products of those (VNNI, ARM64), else as two pairs of 16 bits, the even inputs, then the odd
+// ones, so that a lane's bytes need but a mask. dot_codes.h has products of codes.
 #pragma once
 #include "linear/linear.h"
 #include "simd.h"
@@ -46,6 +46,29 @@ inline V in_order(V sum) {
   asm("" : "+x"(sum));
 #endif
   return sum;
+}
+
+// Registers that lie side by side.
+template <int U>
+inline void load_registers(const uint8_t* p, DotInts (&to)[U]) {
+#if defined(__aarch64__)
+  if constexpr (U % 2 == 0) {
+#pragma GCC unroll 2
+    for (int u = 0; u < U; u += 2) load_two(p + u * sizeof(DotInts), to[u], to[u + 1]);
+    return;
+  }
+#endif
+#pragma GCC unroll 4
+  for (int u = 0; u < U; ++u) to[u] = load_as<DotInts>(p + u * sizeof(DotInts));
+}
+
+// Of each byte, its high half.
+inline DotInts high_halves(DotInts bytes) {
+#if defined(__aarch64__)
+  return (DotInts)((DotBytes)bytes >> 4);
+#else
+  return bytes >> 4 & 0x0f0f0f0f;  // x86-64 doesn't shift bytes
+#endif
 }
 
 // Four bytes in all lanes.
@@ -194,19 +217,5 @@ constexpr int kTilesPerPanel = int(kPanelOutputs) / kTileLanes;
 constexpr int kMaxTileRows =
     kIntLanes == 16 ? 12 : kHas32Registers ? 8 : sizeof(DotElement) == 1 ? 6 : 4;
 constexpr int kQuadBytes = int(kPanelOutputs) * 4;  // [32][4]: four inputs of a panel's outputs
-
-// sums [R, 2 registers] += one quad of rows [R, ldx] times a tile's.
-template <int R>
-inline void add_quad(const uint8_t* weights, const DotElement* x, int64_t ldx,
-                     DotInts (&sums)[R][2]) {
-  const DotWeights low = DotWeights(load_as<DotInts>(weights));
-  const DotWeights high = DotWeights(load_as<DotInts>(weights + sizeof(DotInts)));
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    const DotInput input(x + r * ldx);
-    sums[r][0] = dot(sums[r][0], low, input);
-    sums[r][1] = dot(sums[r][1], high, input);
-  }
-}
 
 }  // namespace quire::QUIRE_ISA

@@ -1,8 +1,10 @@
 // Dot products of bytes on ARM64; dot.h says what they are for.
 //
 //   with dotprod    sdot multiplies signed bytes
-//   else            smull does, to 16 bits: a sum of two products is at most 2 * 128 * 127 = 32,512,
-//                   so it fits them
+//   else            smull does, to 16 bits, which a sum of two products fits: it is at most
+//                   2 * 128 * 127 = 32,512
+//
+// row_sums_neon.h has products of several quads.
 #pragma once
 #include "simd.h"
 
@@ -29,6 +31,12 @@ struct DotInput {
 #endif
   }
 };
+
+// Two registers by one instruction, which GCC 12 seldom chooses by itself.
+inline void load_two(const uint8_t* p, DotInts& first, DotInts& second) {
+  const auto* from = reinterpret_cast<const int32x4_t*>(p);
+  asm("ldp %q0, %q1, %2" : "=w"(first), "=w"(second) : "Ump"(from[0]), "m"(from[1]));
+}
 
 // The weights of four inputs.
 struct DotWeights {

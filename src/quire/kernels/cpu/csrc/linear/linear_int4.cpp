@@ -20,6 +20,7 @@
 #include "linear/int4_units.h"
 #include "linear/quantize_rows.h"
 #include "linear/panel_task.h"
+#include "linear/row_sums.h"
 #include "threads/work_stealing.h"
 
 namespace quire::QUIRE_ISA {
@@ -58,6 +59,19 @@ constexpr int registers_at_once(int num_rows) { return kHasHalves ? 2 : units_at
 template <int R, int kGroup>
 inline void add_group(const uint8_t* halves, DotFloats scale, const DotElement* x, int64_t ldx,
                       DotFloats (&above)[R]) {
+  if constexpr (kHoldsQuads) {
+    const auto load_quad = [&](int q, DotInts (&to)[1]) {
+      const auto pair = load_as<DotInts>(halves + q / 2 * 4 * kUnit);
+      to[0] = q % 2 == 0 ? pair & 0x0f0f0f0f : high_halves(pair);
+    };
+    RowSums<R, 1> sums;
+    sums.start([](int) { return DotInts{}; });
+    sums.template add<kGroup / 4>(load_quad, (const uint8_t*)x, ldx * int64_t(sizeof *x));
+    sums.finish();
+#pragma GCC unroll 9
+    for (int r = 0; r < R; ++r) above[r] = fma(to_floats(sums.of[r][0]), scale, above[r]);
+    return;
+  }
   constexpr int kSums = R < 3 ? 2 : 1;
   DotInts sums[R][kSums] = {};
 #pragma GCC unroll kStepsUnrolled

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "linear/amx_tiles.h"
-#include "linear/dot.h"
+#include "linear/row_sums.h"
 #include "linear/epilogue.h"
 #include "linear/quantize_rows.h"
 #include "linear/panel_task.h"
@@ -27,7 +27,7 @@ namespace {
 // a 160m model, one thread, Zen 4.)
 constexpr int64_t kMinFetchedRows = 6;
 constexpr int64_t kAheadBytes = 8192;
-constexpr int64_t kQuadsPerStep = 8;
+constexpr int kQuadsPerStep = 8;
 
 // result [R, a tile of 32] += R rows times the weights of inputs that share a scale, from quad
 // `first` of a panel on. There are too few registers for the results beside the integers: they are
@@ -37,22 +37,23 @@ template <int R>
 __attribute__((noinline)) void add_group(const uint8_t* weights, int64_t num_quads,
                                          const QuantizedRows& rows, int64_t group, int64_t first,
                                          Prefetch& prefetch, float* result) {
-  const DotElement* x = rows.data + first * 4;
-  const int64_t ld = rows.ld;
-  DotInts sums[R][2];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-    sums[r][0] = sums[r][1] = DotInts{} + rows.sums[r * rows.num_sums + group];
+  const auto* x = (const uint8_t*)(rows.data + first * 4);
+  const int64_t ld = rows.ld * int64_t(sizeof(DotElement));
+  const auto load_quad = [&](int q, DotInts (&to)[2]) {
+    load_registers(weights + q * kQuadBytes, to);
+  };
+  RowSums<R, 2, 4> sums;
+  sums.start([&](int r) { return DotInts{} + rows.sums[r * rows.num_sums + group]; });
   int64_t quad = 0;
   for (; quad + kQuadsPerStep <= num_quads; quad += kQuadsPerStep) {
     prefetch.step();
-#pragma GCC unroll 8
-    for (int i = 0; i < kQuadsPerStep; ++i)
-      add_quad<R>(weights + i * kQuadBytes, x + i * 4, ld, sums);
+    sums.template add<kQuadsPerStep>(load_quad, x, ld);
     weights += kQuadsPerStep * kQuadBytes;
-    x += kQuadsPerStep * 4;
+    x += kQuadsPerStep * 4 * sizeof(DotElement);
   }
-  for (; quad < num_quads; ++quad, weights += kQuadBytes, x += 4) add_quad<R>(weights, x, ld, sums);
+  for (; quad < num_quads; ++quad, weights += kQuadBytes, x += 4 * sizeof(DotElement))
+    sums.template add<1>(load_quad, x, ld);
+  sums.finish();
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     const DotFloats scale = DotFloats{} + rows.scales[r * rows.num_scales + group];
@@ -60,7 +61,7 @@ __attribute__((noinline)) void add_group(const uint8_t* weights, int64_t num_qua
     for (int i = 0; i < 2; ++i) {
       float* const at = result + r * kPanelOutputs + i * kIntLanes;
       const DotFloats before = group == 0 ? DotFloats{} : load_as<DotFloats>(at);
-      const DotFloats after = fma(to_floats(sums[r][i]), scale, before);
+      const DotFloats after = fma(to_floats(sums.of[r][i]), scale, before);
       std::memcpy(at, &after, sizeof after);
     }
   }

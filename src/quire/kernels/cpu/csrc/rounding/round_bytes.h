@@ -4,9 +4,9 @@
 
 namespace quire::QUIRE_ISA {
 
-// w [count] ~ (bytes - kByteBias) * the scale that is returned, max |w| / 127; ties to even. Weights that
-// are all but zero are zero; if there is a NaN or an infinity among them, they are too, but then
-// the scale is NaN, and so is the output.
+// w [count] ~ (bytes - kByteBias) * the scale that is returned, max |w| / 127; ties to even. Weights
+// that are all but zero are zero; if there is a NaN or an infinity among them, they are too, but
+// then the scale is NaN, and so is the output.
 inline float round_bytes(const float* w, int64_t count, uint8_t* bytes) {
   const float largest = largest_magnitude(w, count);
   const bool is_finite = largest <= 3.4028235e38f;
