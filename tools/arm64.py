@@ -1,11 +1,14 @@
 """Runs tests of the ARM64 kernels on an x86-64 machine, under qemu.
 
     python -m tools.arm64 --root FOLDER --packages FOLDER [--cpus NAMES] [pytest arguments]
+    python -m tools.arm64 --root FOLDER --packages FOLDER --engine [MODEL ...]
 
 It compiles the library by aarch64-linux-gnu-g++, copies the checkout's files to a temporary folder
-with it, and runs pytest there, once for each processor that qemu emulates. docs/install.md says
-how to make the folders: one with Python for ARM64, one with the packages that the tests import.
-Emulated processors are a hundred times as slow as real ones, so nothing here measures time.
+with it, and runs pytest there, once for each processor that qemu emulates. With --engine, a whole
+engine runs instead (`tools.engine_tokens`), and its tokens are compared with this machine's.
+docs/install.md says how to make the folders: one with Python for ARM64, one with the packages that
+the tests import. Emulated processors are a hundred times as slow as real ones, so nothing here
+measures time; `benchmarks.arm64.counts` counts instructions.
 """
 
 import argparse
@@ -44,8 +47,10 @@ def minor_version(python: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def run_tests(folder: Path, cpu: str, root: Path, packages: Path, tests: Sequence[str]) -> int:
-    """Run pytest in `folder` on an emulated processor. Returns its exit status."""
+def run_python(
+    folder: Path, cpu: str, root: Path, packages: Path, arguments: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in `folder` on an emulated processor, and show its output when it has ended."""
     python = max(root.glob("usr/bin/python3.*"), key=minor_version)
     paths = [packages, folder / "src", folder]
     environment = os.environ | {
@@ -53,10 +58,12 @@ def run_tests(folder: Path, cpu: str, root: Path, packages: Path, tests: Sequenc
         "PYTHONDONTWRITEBYTECODE": "1",
         "QEMU_LD_PREFIX": str(root),
     }
-    command = ["qemu-aarch64", "-cpu", cpu, "-L", str(root), str(python), "-m", "pytest"]
-    options = ["-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *options, *tests], cwd=folder, env=environment, check=False)
-    return done.returncode
+    command = ["qemu-aarch64", "-cpu", cpu, "-L", str(root), str(python), *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, check=False, stdout=subprocess.PIPE, text=True
+    )
+    print(done.stdout, end="", flush=True)
+    return done
 
 
 def main() -> int:
@@ -65,8 +72,11 @@ def main() -> int:
     parser.add_argument("--root", type=Path, required=True, help="has usr/bin/python3 for ARM64")
     parser.add_argument("--packages", type=Path, required=True, help="has torch for ARM64")
     parser.add_argument("--cpus", default=",".join(CPUS), help="(%(default)s)")
+    parser.add_argument(
+        "--engine", action="store_true", help="compare the tokens of models, instead of testing"
+    )
     parser.add_argument("--objects", type=Path, help="keep object files here, to reuse them")
-    arguments, tests = parser.parse_known_args()
+    arguments, names = parser.parse_known_args()
     if not list(arguments.root.glob("usr/bin/python3.*")):
         parser.error(f"--root is {arguments.root}, but there is no usr/bin/python3.* in it")
     with tempfile.TemporaryDirectory() as scratch:
@@ -75,13 +85,22 @@ def main() -> int:
         library = folder / build.LIBRARY.relative_to(CHECKOUT)
         # -O1 gives the same results, and takes a third of the time to compile.
         build.build(library, arguments.objects, COMPILER, machine="aarch64", optimized=())
+        expected = ""
+        if arguments.engine:
+            options = ["-m", "tools.engine_tokens", *names]
+            own = [sys.executable, *options]
+            expected = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True).stdout
+        else:
+            options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(names or TESTS)]
         failed = []
         for cpu in arguments.cpus.split(","):
             print(f"{cpu}:", flush=True)
             root, packages = arguments.root.resolve(), arguments.packages.resolve()
-            status = run_tests(folder, cpu, root, packages, tests or TESTS)
-            if status != 0:
-                failed.append(f"{cpu} (exit status {status})")
+            done = run_python(folder, cpu, root, packages, options)
+            if done.returncode != 0:
+                failed.append(f"{cpu} (exit status {done.returncode})")
+            elif arguments.engine and done.stdout != expected:
+                failed.append(f"{cpu} (tokens differ; this machine's are\n{expected})")
     print(f"failed on {', '.join(failed)}" if failed else "passed on each processor")
     return 1 if failed else 0
 
