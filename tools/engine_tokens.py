@@ -2,9 +2,10 @@
 
     python -m tools.engine_tokens [--kernels NAME] [--max-tokens N] [MODEL ...]
 
-Machines that compute alike print the same lines. MODEL is a folder or a GGUF file, whose weights
-are used as they are; without one, the embedded model is run in each format. `tools.arm64 --engine`
-compares an emulated processor with this machine.
+Machines that compute alike print the same lines, but not for long texts: torch's cosines, of which
+the angles of positions are made, may differ in a last bit. MODEL is a folder or a GGUF file, whose
+weights are used as they are; without one, the embedded model is run in each format. `tools.arm64
+--engine` compares an emulated processor with this machine.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.engine_tokens", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--kernels", default="auto", help="instruction set (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=16, help="(%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=8, help="(%(default)s)")
     arguments = parser.parse_args()
     models = {model: {"model": model, "dtype": "float32"} for model in arguments.models}
     for name, options in (models or FORMATS).items():
