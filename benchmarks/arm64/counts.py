@@ -96,7 +96,7 @@ class Counter:
         ]
         # Each product is counted twice; the first one also allocates memory.
         products = [
-            Counts(*map(int, counts), int(num_bytes))
+            Counts(*map(int, [*counts, num_bytes]))
             for counts, num_bytes in zip(ends[1::2], done.stdout.split(), strict=True)
         ]
         total = products[-1]
