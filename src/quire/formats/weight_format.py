@@ -225,6 +225,23 @@ class CompensatedMethod(LinearMethod):
         a result of `kernels.compensation.error_feedback`, on the device of the weights."""
 
 
+class WideInputsMethod(LinearMethod):
+    """A method that rounds activations, but may multiply a linear's widest inputs unrounded.
+
+    In every token of real models, some inputs are a hundred times as large as the others, and would
+    take all but a few levels from the inputs with which they share a scale.
+    """
+
+    @abstractmethod
+    def num_wide(self, linear: LinearModule) -> int:
+        """How many of the linear's inputs `set_wide_inputs` takes. If 0, it must not be called."""
+
+    @abstractmethod
+    def set_wide_inputs(self, linear: LinearModule, inputs: torch.Tensor) -> None:
+        """Multiply `inputs` [num_wide] int32, in rising order, unrounded from now on. The linear is
+        loaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class TritonLinears:
     """Settings shared by the Triton methods of an engine."""

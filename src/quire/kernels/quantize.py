@@ -130,6 +130,16 @@ def widest_inputs(sample: torch.Tensor) -> torch.Tensor:
     return order[: num_wide_inputs(sample.shape[1])].sort().values.int()
 
 
+def widest_activations(x: torch.Tensor, count: int) -> torch.Tensor:
+    """x [T, K], typical inputs of a linear -> its `count` widest inputs, in rising order, int32.
+
+    They are those whose squares have, on average, the largest share of the sum of a row's squares.
+    """
+    squares = x.double().square()
+    shares = (squares / squares.sum(-1, keepdim=True)).nan_to_num_(0.0).mean(0)
+    return shares.argsort(descending=True, stable=True)[:count].sort().values.int()
+
+
 def split_wide(x: torch.Tensor, wide_inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [N, K] -> (its wide inputs [N, W], x with the wide inputs set to zero)."""
     places = wide_inputs.long()

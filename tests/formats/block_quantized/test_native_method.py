@@ -26,7 +26,12 @@ from quire.formats.block_quantized.weights import (
 )
 from quire.formats.int8 import GivenInt8TorchMethod
 from quire.formats.packed import RecordedMethod, packed
-from quire.formats.weight_format import ExpertLinears, LinearMethod, LinearModule
+from quire.formats.weight_format import (
+    ExpertLinears,
+    LinearMethod,
+    LinearModule,
+    WideInputsMethod,
+)
 from quire.hub.gguf.storage_types import STORAGE_TYPES
 from quire.kernels.activations import Gating
 from quire.kernels.cpu.abi import AttentionLayer
@@ -116,12 +121,14 @@ def test_codes_that_share_words_are_those_that_lie_apart(kernels: NativeKernels,
 @pytest.mark.parametrize("block_format", BLOCK_FORMATS.values(), ids=BLOCK_FORMATS)
 def test_memory_is_what_the_plan_says(kernels: NativeKernels, block_format: BlockFormat) -> None:
     method = _method(kernels, block_format)
+    assert isinstance(method, WideInputsMethod)
     linear = LinearModule(768, (96,), has_bias=False)
     method.create(linear, False, torch.bfloat16, CPU)
+    method.set_wide_inputs(linear, torch.arange(method.num_wide(linear), dtype=torch.int32))
     num_bytes = packed(linear).num_bytes
     assert method.num_bytes(96, 768, torch.bfloat16) == num_bytes
     per_code = num_bytes * 8 / (96 * 768) - block_format.width
-    assert 0 < per_code <= 1.0
+    assert 0 < per_code <= 1.26
 
 
 def test_gate_and_up_are_multiplied(kernels: NativeKernels) -> None:
@@ -271,7 +278,11 @@ def test_parts_are_recorded_as_products_side_by_side(
 ) -> None:
     recorder, x = _recorder(kernels), _x(5, 256).bfloat16()
     run = fused.silu_mul if is_gated else fused
-    expected, method = run(x), fused.method
+    plain, method = run(x), fused.method
+    assert isinstance(method, PartsMethod) and method.num_wide(fused) == 2
+    method.set_wide_inputs(fused, torch.tensor([3, 200], dtype=torch.int32))
+    expected = run(x)
+    assert not torch.equal(expected, plain)
     with recorded_by(recorder, nn.ModuleList([fused])):
         rows = recorder.rows(256)
         output = run(rows)

@@ -16,6 +16,12 @@ Sums of integers are exact. out is fp32; each addition to it rounds once, in the
 chunks, or of the groups if these are smaller. If blocks have factors, scales and offsets are first
 multiplied by them, which is exact.
 
+Some inputs may be wide: inputs of typical tokens that are much larger than their neighbours. They
+count as zeros in all of the above. Then each of them is added without being rounded, one after the
+other in rising order, and each addition rounds once:
+
+    out[m, n]  += weight[n, k] * x[m, k]
+
 If the codes' columns are in another order than the inputs, x is reordered first. Checkpoints with
 int8 weights, one scale for each output and int8 activations (W8A8) use `GivenInt8TorchMethod`, with
 one scale of x for each token. Codes that are floats of 8 bits (fp8) have native and Triton methods;
@@ -39,11 +45,12 @@ from quire.formats.weight_format import (
     LinearMethod,
     LinearModule,
     TritonLinears,
+    WideInputsMethod,
 )
 from quire.kernels.activations import Gating
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.recorder import Recorder
-from quire.kernels.quantize import multiply_add, quantize_groups
+from quire.kernels.quantize import multiply_add, quantize_groups, split_wide
 
 # Maximum number of rows of x, and the approximate number of weights, in one product.
 _MAX_ROWS = 64
@@ -149,8 +156,20 @@ class BlockQuantizedTorchMethod(KeptWeightMethod):
         return numbers.to(kept.dtype)
 
 
-def multiply_block_quantized(x: torch.Tensor, codes: UnpackedRows) -> torch.Tensor:
-    """Multiply x [M, I] by the weight [O, I] -> [M, O] fp32, as the module's docstring defines."""
+def multiply_block_quantized(
+    x: torch.Tensor, codes: UnpackedRows, wide_inputs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply x [M, I] by the weight [O, I] -> [M, O] fp32, as the module's docstring defines.
+
+    `wide_inputs` [W] int32 are the wide inputs; None means none.
+    """
+    if wide_inputs is not None:
+        wide, x = split_wide(x.float(), wide_inputs)
+        result = multiply_block_quantized(x, codes)
+        # An infinity becomes NaN, as it does in the products of other inputs.
+        for weight, each in zip(codes.numbers()[:, wide_inputs.long()].T, wide.T, strict=True):
+            result = multiply_add(weight, (each + 0.0 * each)[:, None], result)
+        return result
     block_format, (num_outputs, num_inputs) = codes.block_format, codes.codes.shape
     groups = codes.scales.shape[1]
     values = codes.values().view(num_outputs, groups, -1).float() - block_format.zero
@@ -180,7 +199,7 @@ class _PartLinears:
     linears: tuple[LinearModule, ...]
 
 
-class PartsMethod(LinearMethod):
+class PartsMethod(WideInputsMethod):
     """Stores each part (q, k, v) of a fused linear as a separate linear with its own method.
 
     `methods` has one method for each part.
@@ -199,6 +218,18 @@ class PartsMethod(LinearMethod):
             method.num_bytes(size, num_inputs, dtype)
             for method, size in zip(self._methods, self._part_sizes, strict=True)
         )
+
+    def num_wide(self, linear: LinearModule) -> int:
+        return max((method.num_wide(part) for method, part in self._splitting(linear)), default=0)
+
+    def set_wide_inputs(self, linear: LinearModule, inputs: torch.Tensor) -> None:
+        for method, part in self._splitting(linear):
+            method.set_wide_inputs(part, inputs)
+
+    def _splitting(self, linear: LinearModule) -> list[tuple[WideInputsMethod, LinearModule]]:
+        """The parts that may have wide inputs, with their methods."""
+        parts = zip(self._methods, _parts(linear), strict=True)
+        return [(each, part) for each, part in parts if isinstance(each, WideInputsMethod)]
 
     def create(
         self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device

@@ -5,8 +5,6 @@ multiply-adds, products are bit-identical to those defined by `linear_methods`. 
 `linear_methods`. Weights of fp8 are multiplied as `csrc/linear/linear_float8.h` says.
 """
 
-import ctypes
-
 import torch
 
 from quire.formats.block_quantized.weights import (
@@ -17,7 +15,7 @@ from quire.formats.block_quantized.weights import (
     WordRows,
 )
 from quire.formats.packed import PackedMethod, packed
-from quire.formats.weight_format import LinearModule
+from quire.formats.weight_format import LinearModule, WideInputsMethod
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.block_quantized.kernel_formats import (
     BLOCK_TYPES,
@@ -30,6 +28,8 @@ from quire.kernels.cpu.block_quantized.words import unpack_words
 from quire.kernels.cpu.library import NativeKernels
 
 _LARGEST_GROUP = 128
+_INPUTS_PER_WIDE = 128
+"""The number of inputs of which one is wide."""
 
 
 def native_block_quantized_method(
@@ -44,8 +44,11 @@ def native_block_quantized_method(
     return NativeBlockQuantizedMethod(kernels, block_format, form) if form.has_kernels else None
 
 
-class NativeBlockQuantizedMethod(PackedMethod):
-    """Keeps codes, scales, zeros and offsets in the kernels' layout, and the bias in fp32."""
+class NativeBlockQuantizedMethod(PackedMethod, WideInputsMethod):
+    """Keeps codes, scales, zeros and offsets in the kernels' layout, and the bias in fp32.
+
+    Weights of wide inputs are kept a second time, in fp32.
+    """
 
     def __init__(
         self, kernels: NativeKernels, block_format: BlockFormat, form: KernelBlockFormat
@@ -58,6 +61,15 @@ class NativeBlockQuantizedMethod(PackedMethod):
 
     def takes_quantized(self, index: int) -> bool:
         return True
+
+    def num_wide(self, linear: LinearModule) -> int:
+        return self._num_wide(linear.input_size)
+
+    def _num_wide(self, num_inputs: int) -> int:
+        return num_inputs // _INPUTS_PER_WIDE
+
+    def set_wide_inputs(self, linear: LinearModule, inputs: torch.Tensor) -> None:
+        packed(linear).set_wide_inputs(inputs)
 
     def _make_packing(
         self, linear: LinearModule, has_bias: bool, dtype: torch.dtype
@@ -104,8 +116,10 @@ class NativeBlockQuantizedMethod(PackedMethod):
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         code_format = code_format_struct(self._form, None, dtype)
         struct = weights_struct(self._form, code_format, num_outputs, num_inputs)
-        num_bytes: int = self._kernels.library.packed_bytes(ctypes.byref(struct))
-        return num_bytes
+        struct.num_wide = self._num_wide(num_inputs)
+        library = self._kernels.library
+        num_bytes: int = library.packed_bytes(struct)
+        return num_bytes + 4 * (library.num_scales(struct) + struct.num_wide)
 
 
 class GivenMethod(PackedMethod):

@@ -49,6 +49,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "quire_pack_codes": (None, [_LINEAR, POINTER(abi.CodeRows), c_int64, c_int64]),
     "quire_pack_blocks": (c_int32, [_LINEAR, c_int32, c_void_p, c_int64, c_int64, c_int64]),
+    "quire_pack_wide": (None, [_LINEAR]),
     "quire_unpack_words": (
         None,
         [c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p],

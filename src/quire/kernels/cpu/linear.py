@@ -178,14 +178,17 @@ class PackedLinear:
     def set_wide_inputs(self, inputs: torch.Tensor) -> None:
         """Set the wide inputs, [num_wide] int32 in rising order, before rows are packed. Raises
         ValueError."""
-        is_rising = bool((inputs.diff() > 0).all())
-        if inputs.shape != self._wide_inputs.shape or inputs.dtype != torch.int32 or not is_rising:
-            raise ValueError(
-                f"inputs are {inputs.tolist()}, but must be {self.struct.num_wide} in rising order"
-            )
-        if len(inputs) and not 0 <= int(inputs[0]) <= int(inputs[-1]) < self.num_inputs:
-            raise ValueError(f"inputs are {inputs.tolist()}, but must be below {self.num_inputs}")
+        self._check_wide_inputs(inputs, self.struct.num_wide)
         self._wide_inputs.copy_(inputs)
+
+    def _check_wide_inputs(self, inputs: torch.Tensor, count: int) -> None:
+        is_rising = bool((inputs.diff() > 0).all())
+        if inputs.shape != (count,) or inputs.dtype != torch.int32 or not is_rising:
+            raise ValueError(
+                f"inputs are {inputs.tolist()}, but must be {count} int32 in rising order"
+            )
+        if count and not 0 <= int(inputs[0]) <= int(inputs[-1]) < self.num_inputs:
+            raise ValueError(f"inputs are {inputs.tolist()}, but must be below {self.num_inputs}")
 
     def set_bias(self, bias: torch.Tensor) -> None:
         """Set the bias [N], given in the checkpoint's order. Raises ValueError."""

@@ -215,6 +215,47 @@ def test_inputs_in_another_order_meet_their_weights(
     assert torch.equal(linear.unpack(torch.arange(50)), numbers)
 
 
+def _with_wide(linear: BlockQuantizedLinear, *inputs: int) -> BlockQuantizedLinear:
+    linear.set_wide_inputs(torch.tensor(inputs, dtype=torch.int32))
+    return linear
+
+
+@EACH
+def test_wide_inputs_are_multiplied_as_torch_does_in_any_batch(
+    kernels: NativeKernels, block_format: BlockFormat
+) -> None:
+    codes, x, inputs = random_codes(block_format, 80, 768), _x(29, 768), (5, 300, 301, 767)
+    x[:, 5] *= 10_000.0
+    linear = _with_wide(_pack(codes), *inputs)
+    result = apply(kernels, linear, x)
+    expected = multiply_block_quantized(x, codes, torch.tensor(inputs, dtype=torch.int32))
+    if kernels.isa != "portable":
+        assert torch.equal(result, expected)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5 * expected.abs().max())
+    alone = torch.cat([apply(kernels, linear, row[None]) for row in x])
+    assert torch.equal(alone, result)
+    # What is near them is rounded as if they were zeros.
+    x[:, inputs] = 0.0
+    assert torch.equal(apply(kernels, linear, x), apply(kernels, _pack(codes), x))
+
+
+@SOME
+def test_wide_inputs_of_reordered_and_gated_linears(
+    kernels: NativeKernels, block_format: BlockFormat
+) -> None:
+    codes, x = random_codes(block_format, 46, 512), _x(13, 512, torch.bfloat16)
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(2))
+    plain = _with_wide(_pack(codes), 0, 77)
+    wide = order[torch.tensor([0, 77])].sort().values.tolist()
+    result = apply(kernels, _with_wide(_pack(codes, order=order), *wide), x)
+    assert torch.equal(result, apply(kernels, plain, x[:, order].contiguous()))
+    gate, up = apply(kernels, plain, x.float()).split(23, dim=1)
+    fused = _with_wide(_pack(codes, interleave=23), 0, 77)
+    found = apply(kernels, fused, x.float(), epilogue=Epilogue.SILU_MUL)
+    torch.testing.assert_close(found, functional.silu(gate) * up, rtol=1e-6, atol=1e-7)
+    assert fused.kind != plain.kind != _pack(codes).kind
+
+
 # ---- the law -------------------------------------------------------------------------------------
 
 
@@ -319,12 +360,13 @@ def test_nan_and_infinity_affect_only_their_row(
     kernels: NativeKernels, block_format: BlockFormat, broken: float
 ) -> None:
     linear, x = _pack(random_codes(block_format, 40, 512)), _x(13, 512)
-    whole = apply(kernels, linear, x)
+    whole_x, others = x.clone(), [row for row in range(13) if row != 2]
     x[2, 300] = broken
-    result = apply(kernels, linear, x)
-    assert result[2].isnan().all()
-    others = [row for row in range(13) if row != 2]
-    assert torch.equal(result[others], whole[others])
+    for wide in ((), (7,), (300,)):
+        _with_wide(linear, *wide)
+        whole, result = (apply(kernels, linear, each) for each in (whole_x, x))
+        assert result[2].isnan().all()
+        assert torch.equal(result[others], whole[others])
 
 
 @EACH
@@ -375,6 +417,8 @@ Refused = Callable[[BlockQuantizedLinear], object]
         ("name", lambda each: each.pack_blocks("Q4_K", _bytes(3, 36), 0)),
         ("name", lambda each: each.pack_blocks("IQ1_S", _bytes(3, 36), 0)),
         ("order", lambda each: each.set_input_order(torch.zeros(64))),
+        ("inputs", lambda each: _with_wide(each, 3, 64)),
+        ("inputs", lambda each: _with_wide(each, 3, 3)),
         ("outputs", lambda each: each.unpack(torch.tensor([40]))),
     ],
 )

@@ -114,7 +114,7 @@ class BlockQuantizedLinear(PackedLinear):
     @property
     def kind(self) -> tuple[object, ...]:
         order = None if self._order is None else self._order.data_ptr()
-        return (*super().kind, self.form, order)
+        return (*super().kind, self.form, order, self.struct.wide_inputs)
 
     def set_input_order(self, order: torch.Tensor) -> None:
         """Let input k of the packed weights multiply input order[k] of x.
@@ -127,6 +127,20 @@ class BlockQuantizedLinear(PackedLinear):
             raise ValueError(f"order is not a permutation of the {self.num_inputs} inputs")
         self._order = order.int().contiguous()
         self._code_format.input_order = self._order.data_ptr()
+
+    def set_wide_inputs(self, inputs: torch.Tensor) -> None:
+        """Multiply these inputs of x, any number of them, without rounding.
+
+        `inputs` [W] int32 are in rising order. All rows must be packed. Raises ValueError.
+        """
+        self._check_wide_inputs(inputs, len(inputs))
+        if self._order is not None:
+            inputs = torch.isin(self._order, inputs).nonzero()[:, 0].int()
+        self.struct.num_wide, self._wide_inputs = len(inputs), inputs.clone()
+        self._scales = torch.zeros(self._library.num_scales(self.struct))
+        self.struct.scales = self._scales.data_ptr()
+        self.struct.wide_inputs = self._wide_inputs.data_ptr()
+        self._library.pack_wide(self.struct)
 
     def pack(self, rows: torch.Tensor, first: int) -> None:
         """Always raises ValueError, since this packing does not round numbers to codes."""

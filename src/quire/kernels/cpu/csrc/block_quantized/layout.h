@@ -32,6 +32,11 @@
 //                                   high halves those of quad 2i + 1; then the bits above them
 //     5 bits:    [16][4]            bytes: bit q belongs to quad q
 //     6 bits:    [2][16][4]         bytes: bits 2j and 2j + 1 of the i-th belong to quad 4i + j
+//
+// W wide inputs, whose activations are much larger than others, are multiplied apart from the rest,
+// without rounding. Their weights are among those above, too, and once more in Weights::scales:
+//
+//   [N/32 panels][W][32]  fp32
 #pragma once
 #include "linear/linear.h"
 
@@ -74,6 +79,11 @@ static inline int64_t quantized_stretches(const Weights& linear) {
 
 static inline int64_t quantized_unit_bytes(const Weights& linear) {
   return quantized_stretches(linear) * BlockQuantizedLayout(linear).bytes;
+}
+
+// Of a panel, [num_wide, 32].
+static inline float* wide_weights(const Weights& linear, int64_t panel) {
+  return const_cast<float*>(linear.scales) + panel * linear.num_wide * kPanelOutputs;
 }
 
 }  // namespace quire

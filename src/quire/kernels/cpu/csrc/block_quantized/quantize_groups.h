@@ -7,7 +7,8 @@
 // scale 0; those with an infinity or a NaN have the scale NaN, and q = 0, so that their row's
 // results are NaN.
 //
-// A row is one run of bytes, chunk after chunk: a header, then the chunk's q.
+// A row is one run of bytes, chunk after chunk: a header, then the chunk's q. Wide inputs count as
+// zeros in their chunks; behind the last chunk they follow as they are, in fp32.
 #pragma once
 #include "block_quantized/chunk.h"
 #include "linear/quantize_rows.h"
@@ -141,7 +142,21 @@ inline void quantize_row(const Weights& linear, const T* x, int64_t padded, uint
 struct GroupedRows {
   const uint8_t* data;
   int64_t ld;
+  int64_t wide;  // where a row's wide inputs begin
+
+  const float* wide_inputs(int64_t row) const { return (const float*)(data + row * ld + wide); }
 };
+
+// Moves the wide inputs of a row x [K], as the weights are packed, to `wide`. What is not a number
+// makes the row's results NaN, like that of other inputs.
+template <typename T>
+inline void split_wide(const Weights& linear, T* x, float* wide) {
+  for (int64_t i = 0; i < linear.num_wide; ++i) {
+    const float input = load_n(x + linear.wide_inputs[i], 1)[0];
+    wide[i] = input + 0.0f * input;
+    x[linear.wide_inputs[i]] = T{};
+  }
+}
 
 // Uses the pool's shared memory, slot 0, and the threads' scratch.
 template <int kParts, typename Element, typename T>
@@ -150,8 +165,8 @@ inline GroupedRows quantize_rows_as(Pool& pool, const LinearCall& call) {
   const int64_t K = linear.num_inputs;
   const int64_t padded = quantized_stretches(linear) * BlockQuantizedLayout(linear).inputs;
   // Rows a multiple of 2 KiB apart would meet in few sets of the L1 cache.
-  const int64_t lines =
-      divide_up(padded / kChunkInputs * kChunkRowBytes<kParts, Element>, 64);
+  const int64_t chunks_bytes = padded / kChunkInputs * kChunkRowBytes<kParts, Element>;
+  const int64_t lines = divide_up(chunks_bytes + linear.num_wide * int64_t(sizeof(float)), 64);
   const int64_t ld = (lines % 2 == 0 ? lines + 1 : lines) * 64;
   auto* data = static_cast<uint8_t*>(pool.shared(0, call.M * ld));
   const int32_t* order = linear.code_format->input_order;
@@ -161,15 +176,19 @@ inline GroupedRows quantize_rows_as(Pool& pool, const LinearCall& call) {
     const int64_t end = (task + 1) * rows_per_task < call.M ? (task + 1) * rows_per_task : call.M;
     for (int64_t m = task * rows_per_task; m < end; ++m) {
       const T* x = call.row<T>(m);
-      if (order != nullptr) {
-        auto* ordered = static_cast<T*>(pool.scratch(thread, K * int64_t(sizeof(T))));
-        for (int64_t k = 0; k < K; ++k) ordered[k] = x[order[k]];
-        x = ordered;
+      if (order != nullptr || linear.num_wide > 0) {
+        auto* own = static_cast<T*>(pool.scratch(thread, K * int64_t(sizeof(T))));
+        if (order == nullptr)
+          std::memcpy(own, x, K * sizeof(T));
+        else
+          for (int64_t k = 0; k < K; ++k) own[k] = x[order[k]];
+        split_wide(linear, own, (float*)(data + m * ld + chunks_bytes));
+        x = own;
       }
       quantize_row<kParts, Element>(linear, x, padded, data + m * ld);
     }
   });
-  return {data, ld};
+  return {data, ld, chunks_bytes};
 }
 
 // kParts: into how many parts the groups divide a chunk.

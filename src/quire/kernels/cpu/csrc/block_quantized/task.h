@@ -110,6 +110,34 @@ inline void store_results(const DotFloats (&results)[R][U], float* to) {
       std::memcpy(to + r * kPanelOutputs + u * kIntLanes, &results[r][u], sizeof(DotFloats));
 }
 
+// sums [rows, 32] of a panel += the products of wide inputs, one after the other, each with one
+// rounding (fma).
+inline void add_wide(const Weights& linear, int64_t panel, const GroupedRows& x, Range rows,
+                     float* sums) {
+  if (linear.num_wide == 0) return;
+  constexpr int kParts = int(kPanelOutputs) / kPartLanes;
+  for (int64_t row = rows.first; row < rows.end; ++row, sums += kPanelOutputs) {
+    const float* const inputs = x.wide_inputs(row);
+    const float* weights = wide_weights(linear, panel);
+    part results[kParts];
+    for (int i = 0; i < kParts; ++i) results[i] = load_part(sums + i * kPartLanes);
+    for (int64_t k = 0; k < linear.num_wide; ++k, weights += kPanelOutputs) {
+      const part input = splat_part(inputs[k]);
+      for (int i = 0; i < kParts; ++i)
+        results[i] = fma(load_part(weights + i * kPartLanes), input, results[i]);
+    }
+    for (int i = 0; i < kParts; ++i) store(sums + i * kPartLanes, results[i]);
+  }
+}
+
+// Requests a panel's weights of wide inputs, which are read after all its others.
+inline void prefetch_wide(const Weights& linear, int64_t panel) {
+  const int64_t num_bytes = linear.num_wide * kPanelOutputs * int64_t(sizeof(float));
+  Prefetch prefetch((const uint8_t*)wide_weights(linear, panel), num_bytes / kLineBytes);
+  prefetch.spread(1);
+  prefetch.step();
+}
+
 // Form: kMaxRows and multiply<R, U>, a UnitProduct of R rows and U registers; kParts of a chunk,
 // kLargest, its largest byte, and the Element of x. Where kExpands, also expand<Tile>, which writes
 // a stretch of a unit to a tile.
@@ -171,7 +199,7 @@ struct BlockQuantizedTask {
       kMultiply(memory, count * num_chunks, of_tile, x.ld, rows.size(), first == 0, next_tile,
                 results);
     }
-    finish_rows(output, rows, panel, results);
+    finish(rows, panel, results);
   }
 
   void run(Range rows, int64_t panel) const {
@@ -204,8 +232,14 @@ struct BlockQuantizedTask {
                   results + unit * kUnitOutputs},
                  Prefetch(weights + ahead + lines.first * kLineBytes, lines.size()));
       }
-      finish_rows(output, block, panel, results);
+      finish(block, panel, results);
     }
+  }
+
+ private:
+  void finish(Range rows, int64_t panel, float* sums) const {
+    add_wide(linear, panel, x, rows, sums);
+    finish_rows(output, rows, panel, sums);
   }
 };
 
@@ -214,7 +248,8 @@ inline void multiply_block_quantized(Pool& pool, const LinearCall& call) {
   const GroupedRows x = quantize_groups<Form::kParts, typename Form::Element>(pool, call);
   share_panels(pool, call, x.ld,
                [&](const LinearGroup& group, Range rows, int64_t panel, int thread) {
-                 const GroupedRows own{x.data + group.first * x.ld, x.ld};
+                 prefetch_wide(*group.linear, panel);
+                 const GroupedRows own{x.data + group.first * x.ld, x.ld, x.wide};
                  const Output output = make_output(call, group, rows, panel, thread);
                  const BlockQuantizedTask<Form> task{*group.linear, output, own};
                  if constexpr (Form::kExpands) {

@@ -59,10 +59,12 @@ struct Weights {
   int32_t num_inputs;   // K
   int32_t group_size;   // inputs that share a scale; kInt8: those of x, or 0; kFloat8: 0: all
   int32_t interleave;   // outputs of gate, then as many of up, alternate in the packing; 0: no
-  int32_t num_wide;     // kInt4: inputs that have eight bits, a multiple of 4; else 0
+  int32_t num_wide;     // kInt4: inputs of eight bits, a multiple of 4; kBlockQuantized: those
+                        // that are multiplied without being rounded; else 0
   const void* weights;
-  const float* scales;   // kInt8: [N]; kInt4, kFloat8: as linear_int4.h and linear_float8.h say
-  const int32_t* wide_inputs;  // kInt4: [num_wide], in rising order; else null
+  const float* scales;   // kInt8: [N]; kInt4, kFloat8: as linear_int4.h and linear_float8.h say;
+                         // kBlockQuantized: weights of the wide inputs, block_quantized/layout.h
+  const int32_t* wide_inputs;  // [num_wide], in rising order; kBlockQuantized: of the packed inputs
   const float* bias;     // [N] in the packed order, or null
   // kBlockQuantized; kFloat8, and kInt8 with unpacked rows: row_dtype alone.
   const CodeFormat* code_format;

@@ -47,6 +47,7 @@ void quire_pack_codes(const quire::Weights* linear, const quire::CodeRows* rows,
                       int64_t num_rows);
 int32_t quire_pack_blocks(const quire::Weights* linear, int32_t type, const void* rows,
                           int64_t row_bytes, int64_t first, int64_t num_rows);
+void quire_pack_wide(const quire::Weights* linear);
 void quire_unpack_words(const uint32_t* words, int64_t ld, int64_t num_rows, int64_t num_columns,
                         int32_t width, const int32_t* order, uint8_t* codes);
 void quire_pack_int8(const quire::Weights* linear, const void* rows, const float* scales,

@@ -16,6 +16,8 @@ int32_t quire_pack_blocks(const Weights* linear, int32_t type, const void* rows,
   return pack_blocks(*linear, type, static_cast<const uint8_t*>(rows), row_bytes, first, num_rows);
 }
 
+void quire_pack_wide(const Weights* linear) { pack_wide(*linear); }
+
 void quire_unpack_words(const uint32_t* words, int64_t ld, int64_t num_rows, int64_t num_columns,
                         int32_t width, const int32_t* order, uint8_t* codes) {
   unpack_words(words, ld, num_rows, num_columns, width, order, codes);

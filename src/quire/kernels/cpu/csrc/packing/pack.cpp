@@ -118,6 +118,7 @@ int64_t num_scales(const Weights& linear) {
   if (linear.format == kInt8) return num_scales_int8(linear);
   if (linear.format == kInt4) return padded_outputs(linear) * (linear.num_wide > 0 ? 2 : 1);
   if (linear.format == kFloat8) return num_scales_float8(linear);
+  if (linear.format == kBlockQuantized) return padded_outputs(linear) * linear.num_wide;
   return 0;
 }
 

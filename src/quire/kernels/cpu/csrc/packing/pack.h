@@ -30,6 +30,9 @@ void pack_codes(const Weights&, const CodeRows& rows, int64_t first, int64_t num
 bool pack_blocks(const Weights&, int32_t type, const uint8_t* rows, int64_t row_bytes,
                  int64_t first, int64_t num_rows);
 
+// Stores the weights of the wide inputs of a kBlockQuantized linear, which has been packed.
+void pack_wide(const Weights&);
+
 // Codes a byte each, from words [num_rows, num_columns] of several, `ld` words from a row to the
 // next. width: 4 or 8. order: null: a word has 32 / width inputs of an output, from the lowest bits
 // up, and codes are [num_columns, num_rows * 32 / width]; else width is 4, num_rows a multiple of

@@ -139,6 +139,16 @@ class OutputReader {
     }
   }
 
+  // Of one input.
+  float weight_at(int64_t k) const {
+    const uint8_t* stretch = unit_ + k / layout_.inputs * layout_.bytes;
+    const int64_t within = k % layout_.inputs;
+    const uint8_t* chunk =
+        stretch + layout_.codes + within / kChunkInputs * layout_.chunk_bytes + lane_ * 4;
+    const uint32_t quad = load_quad(chunk, code_format_.width, k % kChunkInputs / 4);
+    return read_group(stretch, within / linear_.group_size).weight(value(quad >> k % 4 * 8 & 0xff));
+  }
+
  private:
   struct Group {
     float scale, zero, offset;
@@ -224,6 +234,15 @@ void pack_codes_block_quantized(const Weights& linear, const CodeRows& rows, int
     const uint16_t* factors = rows.factors + (row * num_blocks + k / kBlockInputs) * 2;
     std::memcpy(span.factors, factors, sizeof span.factors);
   });
+}
+
+void pack_wide(const Weights& linear) {
+  for (int64_t position = 0; position < padded_outputs(linear); ++position) {
+    const OutputReader reader(linear, position);
+    float* to = wide_weights(linear, position / kPanelOutputs) + position % kPanelOutputs;
+    for (int64_t i = 0; i < linear.num_wide; ++i)
+      to[i * kPanelOutputs] = reader.weight_at(linear.wide_inputs[i]);
+  }
 }
 
 void unpack_rows_block_quantized(const Weights& linear, const int64_t* outputs, int64_t num_rows,
