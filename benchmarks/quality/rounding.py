@@ -30,7 +30,7 @@ import torch
 from tests.real_weights import MODELS
 
 from benchmarks.quality.block_quantized import windows
-from quire.assembly.format_checks.compensated_rounding import FIRST_TOKEN, NUM_TOKENS
+from quire.assembly.format_checks.calibration_prompt import FIRST_TOKEN, NUM_TOKENS
 from quire.assembly.format_checks.watched_products import TOKEN_STRIDE
 from quire.attention.kv_rounding import divergence
 from quire.kernels.compensation import BLOCK, compensate_int8, error_feedback

@@ -14,11 +14,8 @@ from tests.engine.checkpoints import COMMON
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from quire.assembly.format_checks import compensated_rounding
-from quire.assembly.format_checks.compensated_rounding import (
-    FIRST_TOKEN,
-    NUM_TOKENS,
-    compensate_rounding,
-)
+from quire.assembly.format_checks.calibration_prompt import FIRST_TOKEN, NUM_TOKENS
+from quire.assembly.format_checks.compensated_rounding import compensate_rounding
 from quire.assembly.format_checks.watched_products import TOKEN_STRIDE, watched_products
 from quire.assembly.format_checks.weight_format_check import NUM_TOKENS as NUM_CHECKED
 from quire.attention.kv_rounding import divergence

@@ -9,26 +9,17 @@ whatever the number of threads. Applies only to formats with a `CompensatedMetho
 import time
 from collections.abc import Callable, Collection
 
-import torch
-
-from quire.assembly.format_checks.watched_products import TOKEN_STRIDE, watched_products
-from quire.attention.whole_sequence import ExactAttention
+from quire.assembly.format_checks.calibration_prompt import linears_outside, measure_inputs
 from quire.formats.rounded import RoundedTorchMethod
-from quire.formats.weight_format import CompensatedMethod, LinearModule
+from quire.formats.weight_format import CompensatedMethod
 from quire.kernels.compensation import error_feedback
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
 from quire.models.checkpoints.weights_digest import WeightsDigest
-from quire.models.interface import CausalLM, TextModel
+from quire.models.interface import TextModel
 from quire.observability.log import get_logger
 
 logger = get_logger(__name__)
-
-NUM_TOKENS = 128
-FIRST_TOKEN = 4096
-"""The prompt's token at position p has the id (p + FIRST_TOKEN) * TOKEN_STRIDE, modulo the
-vocabulary's size. The weight format check begins at 0, so it tests tokens that rounding did not
-use."""
 
 
 def compensate_rounding(
@@ -44,14 +35,15 @@ def compensate_rounding(
     statistics that determine the rounded values. All ranks that share a model must call this at the
     same time.
     """
-    paths = _compensable(model)
+    # Experts are left out, since most of them see few tokens of a prompt.
+    paths = linears_outside(model, (Experts,), _can_compensate)
     if not paths:
         return
     if reason := _why_not(model, paths):
         logger.info("weights are rounded to nearest, without compensation, as %s", reason)
         return
     began_s = time.perf_counter()
-    found = _measure_feedback(model, paths, max_model_len)
+    found = measure_inputs(model, paths, max_model_len, lambda _, x: error_feedback(x))
     for linear, feedback in found.items():
         method = linear.method.storage
         assert isinstance(method, CompensatedMethod)
@@ -66,24 +58,9 @@ def compensate_rounding(
     )
 
 
-def _compensable(model: TextModel) -> dict[Linear, str]:
-    """Linears whose rounding can be compensated, with their paths in the model.
-
-    Experts are left out, since most of them see few tokens of a prompt.
-    """
-    experts = {
-        linear
-        for module in model.modules()
-        if isinstance(module, Experts)
-        for linear in module.modules()
-    }
-    found: dict[Linear, str] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, Linear) and module not in experts:
-            method = module.method.storage
-            if isinstance(method, CompensatedMethod) and method.can_compensate(module):
-                found[module] = path
-    return found
+def _can_compensate(linear: Linear) -> bool:
+    method = linear.method.storage
+    return isinstance(method, CompensatedMethod) and method.can_compensate(linear)
 
 
 def _why_not(model: TextModel, linears: Collection[Linear]) -> str | None:
@@ -92,26 +69,3 @@ def _why_not(model: TextModel, linears: Collection[Linear]) -> str | None:
     if by_torch and devices == {"cpu"}:
         return "no native kernels multiply on the CPU, which would take long"
     return "the model has recurrent layers" if model.recurrent_specs else None
-
-
-@torch.inference_mode()
-def _measure_feedback(
-    model: TextModel, linears: Collection[Linear], max_model_len: int
-) -> dict[Linear, torch.Tensor]:
-    """The error feedback of each linear that the prompt uses, computed from its first inputs."""
-    found: dict[Linear, torch.Tensor] = {}
-
-    def measure(linear: LinearModule, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if linear not in found:
-            assert isinstance(linear, Linear)
-            found[linear] = error_feedback(x.reshape(-1, linear.input_size))
-        return y
-
-    device = next(model.parameters()).device
-    places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
-    token_ids = (places + FIRST_TOKEN) * TOKEN_STRIDE % model.vocab_size
-    with watched_products(linears, measure):
-        hidden = model(token_ids, places, ExactAttention(model.attention_specs))
-        if isinstance(model, CausalLM):
-            model.logits(hidden)
-    return found
