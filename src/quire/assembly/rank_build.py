@@ -31,6 +31,7 @@ from quire.assembly.format_checks.weight_format_check import (
     check_weights,
     rounding_of,
 )
+from quire.assembly.format_checks.wide_inputs import split_wide_inputs
 from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
 from quire.assembly.model_kind import DraftSource, tokenizer_folder
 from quire.assembly.reports.model_work import model_work
@@ -457,7 +458,8 @@ class _Builder:
         return make_contents(self.options, self.tower, self.setup, model, reading, self.group)
 
     def _compensate(self, model: TextModel, model_len: int, num_threads: int) -> None:
-        """Round the weights of a loaded model again, if their format can compensate errors."""
+        """Make up for rounding errors of a loaded model's weights and activations, as far as its
+        formats can."""
         reload = partial(
             load_again,
             model=model,
@@ -468,6 +470,7 @@ class _Builder:
         )
         digest = None if self.identity is None else self.identity.rounding
         compensate_rounding(model, model_len, reload, digest)
+        split_wide_inputs(model, model_len, digest)
 
     @property
     def _most_step_tokens(self) -> int:
