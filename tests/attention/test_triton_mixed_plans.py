@@ -5,6 +5,7 @@ once, change the memory in place, and run again.
 """
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from tests.attention.triton_step import TritonStep, torch_write
 
 from quire.attention import triton_paged, triton_plan
 from quire.attention.triton_paged import TritonPagedAttention
-from quire.attention.triton_plan import chunk_rule, host_work, mixed_shapes
+from quire.attention.triton_plan import chunk_rule, host_work, mixed_shapes, padding_items
 from quire.attention.triton_plan_words import ListBounds, PlanLayout, in_turns
 
 NUM_TOKENS, NUM_SEQS = 32, 6
@@ -52,6 +53,9 @@ def test_the_lists_of_all_steps_of_a_size_fit_their_words(name, dtype):
         for shape in shapes:
             work = host_work(batch, shape, chunk_rule(shape, size.max_context))
             assert work.num_parts <= bounds.num_parts
+            padding = padding_items(shape, sum(lens), size.num_tokens)
+            assert int(padding[:, 2].sum()) == size.num_tokens - sum(lens)
+            work = replace(work, items=np.concatenate((work.items, padding)))
             words[:] = 0
             used = PlanLayout((bounds, bounds)).write([work, work], sum(lens), words)
             words[used:] = 0  # these are not sent

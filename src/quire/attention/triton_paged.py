@@ -1,11 +1,11 @@
 """Attention over the paged KV cache by Triton kernels.
 
 The kernels read keys and values from their blocks. A layer's page is [2, Hkv, B, D], K then V, in
-the KV dtype, so a KV head's K or V in a block is one contiguous range. `run` launches three
-kernels. The first norms and rotates q and k, and writes K and V. The second computes attention for
-the items of the step's work list. The third merges the partial results of tokens whose keys were
-divided among several programs. Layers that see the same keys with heads of the same shape share a
-step's work list.
+the KV dtype, so a KV head's K or V in a block is one contiguous range. `run` launches two kernels.
+The first norms and rotates q and k, and writes K and V. The second computes attention for the items
+of the step's work list, and merges the partial results of tokens whose keys were divided among
+several programs. Layers that see the same keys with heads of the same shape share a step's work
+list.
 
 A step that is captured as a CUDA graph launches fixed grids, whose programs take items of a list
 whose length the device reads. If all sequences decode, the device makes that list, too. The list of
@@ -17,7 +17,8 @@ one kernel of one shape serves all rows (`uniform` in
 `kernels/triton/attention/paged_attention.py`).
 
 A latent layer's page is [B, D]. One kernel of one shape serves all steps of such a layer, so latent
-layers are always batch-invariant (`latent_attention.py`).
+layers are always batch-invariant (`latent_attention.py`). Their partial results are merged by a
+third kernel.
 
 Shapes as in `interface.py`.
 """
@@ -50,6 +51,7 @@ from quire.attention.triton_plan import (
     latent_shape,
     mixed_shapes,
     num_resident,
+    padding_items,
     uniform_shape,
 )
 from quire.attention.triton_plan_words import ListBounds, PlanLayout, PlannedList, in_turns
@@ -127,9 +129,7 @@ class _StepWork:
     #: The number of rows of the tile shape to use; None means the shape for decoding.
     rows: int | None
     work: AttendWork
-    #: The tokens whose partial results are merged; None if there are none.
-    merges: torch.Tensor | None
-    #: The number of tokens in `merges` that are set, [1] int32; None if all are.
+    #: The number of tokens in `work.merges` that are set, [1] int32; None if all are.
     num_merges: torch.Tensor | None = None
     #: The number of programs for each head that merge, if `num_merges` is not None.
     num_merging: int | None = None
@@ -212,13 +212,15 @@ class TritonPagedAttention(AttentionBackend):
         self, batch: AttentionBatch, size: MixedSize, words: npt.NDArray[np.int64]
     ) -> tuple[PlanVariant, int]:
         lists, variant = [], []
+        num_tokens = sum(batch.query_lens_list)
         for bound in self._kinds.values():
             shape = bound.mixed_shape(max(batch.query_lens_list))
             work = host_work(batch, shape, chunk_rule(shape, size.max_context))
             per_round = max(1, self._num_resident(bound, shape) // shape.num_head_tiles)
-            lists.append(replace(work, items=in_turns(work.items, per_round)))
+            padding = padding_items(shape, num_tokens, size.num_tokens)
+            items = in_turns(np.concatenate((work.items, padding)), per_round)
+            lists.append(replace(work, items=items))
             variant.append(shape.rows)
-        num_tokens = sum(batch.query_lens_list)
         return tuple(variant), self._layout(size).write(lists, num_tokens, words)
 
     def _layout(self, size: MixedSize) -> PlanLayout:
@@ -236,11 +238,11 @@ class TritonPagedAttention(AttentionBackend):
         most = lists.items.shape[0] * shape.num_head_tiles
         num_programs = min(most, self._num_resident(bound, shape))
         num_parts = self._layout(plan.size).bounds[place].num_parts
-        items = lists.items, lists.num_items
-        work = self._attend_work(bound, rule, items, num_programs, num_parts)
+        items = lists.items, lists.num_items, lists.merges
+        work = self._attend_work(bound, shape, rule, items, num_programs, num_parts)
         most_merging = self._limits.num_processors * MERGING_PROGRAMS // shape.num_heads
         num_merging = max(1, min(lists.merges.shape[0], most_merging))
-        return _StepWork(shape.rows, work, lists.merges, lists.num_merges, num_merging)
+        return _StepWork(shape.rows, work, lists.num_merges, num_merging)
 
     def _num_resident(self, bound: _BoundLayer, shape: AttendShape) -> int:
         return num_resident(shape, bound.pages.numbers.dtype, self._limits)
@@ -248,12 +250,12 @@ class TritonPagedAttention(AttentionBackend):
     def _plan_decode(self, bound: _BoundLayer, batch: AttentionBatch) -> _StepWork:
         shape = bound.decode
         rule = chunk_rule(shape, self._max_context(bound, batch))
-        items, count, merges = decode_work(batch.query_start, batch.context_lens, batch.rows, rule)
-        most = items.shape[0] * shape.num_head_tiles
-        num_programs = min(most, self._num_resident(bound, shape))
+        lists = decode_work(batch.query_start, batch.context_lens, batch.rows, rule)
+        num_items = lists[0].shape[0]
+        num_programs = min(num_items * shape.num_head_tiles, self._num_resident(bound, shape))
         ends = batch.visible_ends
-        work = self._attend_work(bound, rule, (items, count), num_programs, items.shape[0], ends)
-        return _StepWork(None, work, merges)
+        work = self._attend_work(bound, shape, rule, lists, num_programs, num_items, ends)
+        return _StepWork(None, work)
 
     def _plan_mixed(self, bound: _BoundLayer, batch: AttentionBatch) -> _StepWork:
         shape = bound.mixed_shape(max(batch.query_lens_list))
@@ -266,26 +268,36 @@ class TritonPagedAttention(AttentionBackend):
         if shape.value_dim is not None:  # each program has memory for its own partial results
             num_programs = min(num_programs, self._num_resident(bound, shape))
         ends = batch.visible_ends
-        work = self._attend_work(bound, rule, (items, count), num_programs, host.num_parts, ends)
-        return _StepWork(shape.rows, work, merges if len(host.merges) else None)
+        lists = items, count, merges
+        work = self._attend_work(bound, shape, rule, lists, num_programs, host.num_parts, ends)
+        return _StepWork(shape.rows, work)
 
     def _attend_work(
         self,
         bound: _BoundLayer,
+        shape: AttendShape,
         rule: ChunkRule,
-        items: tuple[torch.Tensor, torch.Tensor],
+        lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         num_programs: int,
         num_parts: int,
         visible_ends: torch.Tensor | None = None,
     ) -> AttendWork:
-        """The work of a layer's attention. `items` are the list, and the number of its entries that
-        are set, [1]."""
-        parts, scales = self._parts(bound, num_parts, num_programs)
+        """The work of a layer's attention. `lists` are the items, the number of items that are set,
+        [1], and the tokens to merge."""
+        items, count, merges = lists
+        parts, scales = _parts(shape, num_parts, num_programs, items.device)
+        counters = None
+        if shape.value_dim is None:
+            num_slots = num_parts // rule.parts_per_token
+            counters = merges.new_zeros((num_slots, shape.num_head_tiles))
         return AttendWork(
-            *items,
+            items,
+            count,
             num_programs,
             parts,
             scales,
+            merges,
+            counters,
             rule.parts_per_token,
             rule.chunk_tokens,
             visible_ends if bound.spec.sees_ahead else None,
@@ -293,20 +305,6 @@ class TritonPagedAttention(AttentionBackend):
 
     def _max_context(self, bound: _BoundLayer, batch: AttentionBatch) -> int:
         return batch.groups[bound.group].block_tables.shape[1] * bound.decode.block_size
-
-    def _parts(
-        self, bound: _BoundLayer, num_parts: int, num_programs: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for partial outputs and their scales.
-
-        It has a row for each part and head. For latent layers, scratch rows of the programs follow.
-        """
-        shape, device = bound.decode, bound.pages.numbers.device
-        num_rows = num_parts * shape.num_heads
-        if shape.value_dim is not None:
-            num_rows += 2 * num_programs * shape.rows
-        parts = torch.empty((num_rows, shape.output_dim), dtype=torch.float32, device=device)
-        return parts, torch.empty((num_rows, 2), dtype=torch.float32, device=device)
 
     def run(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         bound, batch = self._layers[layer], self._batch
@@ -331,12 +329,12 @@ class TritonPagedAttention(AttentionBackend):
         shape, work = bound.shape_of(step.rows), step.work
         if is_latent:
             latent_attention(q, pages.numbers, group.block_tables, work, sinks, out, shape)
+            if len(work.merges):
+                parts, scales = _by_head(work.parts, shape), _by_head(work.scales, shape)
+                counts = step.num_merges, step.num_merging
+                merge_parts(work.merges, parts, scales, sinks, out, None, *counts)
         else:
             paged_attention(q, pages, group.block_tables, work, sinks, out, None, shape)
-        if step.merges is not None:
-            parts, scales = _by_head(work.parts, shape), _by_head(work.scales, shape)
-            counts = step.num_merges, step.num_merging
-            merge_parts(step.merges, parts, scales, sinks, out, None, *counts)
         return out[..., : bound.spec.output_dim]
 
 
@@ -345,6 +343,20 @@ def _narrow(q: torch.Tensor, pages: KVPages) -> torch.Tensor | None:
     if pages.scales is None or q.dtype != torch.float32:
         return None
     return torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+
+
+def _parts(
+    shape: AttendShape, num_parts: int, num_programs: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for partial outputs and their scales.
+
+    It has a row for each part and head. For latent layers, scratch rows of the programs follow.
+    """
+    num_rows = num_parts * shape.num_heads
+    if shape.value_dim is not None:
+        num_rows += 2 * num_programs * shape.rows
+    parts = torch.empty((num_rows, shape.output_dim), dtype=torch.float32, device=device)
+    return parts, torch.empty((num_rows, 2), dtype=torch.float32, device=device)
 
 
 def _by_head(rows: torch.Tensor, shape: AttendShape) -> torch.Tensor:

@@ -21,7 +21,7 @@ from quire.kernels.triton.attention.decode_work import (
     TOKENS_PER_PART,
     ChunkRule,
 )
-from quire.kernels.triton.attention.paged_attention import AttendShape
+from quire.kernels.triton.attention.paged_attention import ITEM_FIELDS, AttendShape
 from quire.kernels.triton.support import next_power_of_two
 
 Ints = npt.NDArray[np.int64]
@@ -366,6 +366,16 @@ def host_work(
     merges = _merges(first_token, num_tokens, first_part, count, is_split, rule.parts_per_token)
     num_parts = int(slots[is_split].max(initial=0)) * rule.parts_per_token
     return HostWork(items[longest], merges, num_parts)
+
+
+def padding_items(shape: AttendShape, first: int, end: int) -> npt.NDArray[np.int32]:
+    """Items without keys, which make the outputs of the tokens [first, end) zero."""
+    tokens = np.arange(first, end, shape.queries, dtype=np.int32)
+    items = np.zeros((len(tokens), ITEM_FIELDS), np.int32)
+    items[:, 1], items[:, 2] = tokens, np.minimum(end - tokens, shape.queries)
+    # So the last token's position is -1, and no key is seen.
+    items[:, 3], items[:, 6] = -items[:, 2], -1
+    return items
 
 
 def part_room(shape: AttendShape, rule: ChunkRule) -> int:

@@ -43,7 +43,9 @@ class ListBounds:
         num_items = num_parts = 0
         for shape in shapes:
             rule = chunk_rule(shape, size.max_context)
-            num_tiles = min(size.num_tokens, size.num_tokens // shape.queries + size.num_seqs)
+            # Padding is attended like one more sequence.
+            num_rows = size.num_seqs + 1
+            num_tiles = min(size.num_tokens, size.num_tokens // shape.queries + num_rows)
             # Only sequences that fit one tile have their keys split.
             num_split = min(size.num_tokens, size.num_seqs * shape.queries, part_room(shape, rule))
             num_more = min(size.num_seqs, num_split) * (rule.parts_per_token - 1)

@@ -37,11 +37,15 @@ def test_work_list_equals_the_hosts_list(window, choose, contexts):
         assert first_part == token * rule.parts_per_token
 
 
-def test_padding_has_no_items_and_an_output_of_no_parts():
+def test_padding_has_an_item_without_keys_and_an_output_of_no_parts():
     rule = chunk_rule(decode_shape(make_spec(8, 2, 64), 16, torch.bfloat16, H200), 4096)
     context = torch.tensor([0, 40, 0, 600, 0], dtype=torch.int32)
     items, count, merges = decode_work(
         torch.arange(6, dtype=torch.int32), context, torch.zeros(5, dtype=torch.int64), rule
     )
-    assert set(items[: int(count), 1].tolist()) == {1, 3}
+    items = items[: int(count)]
+    assert items[items[:, 4] == items[:, 5]].tolist() == [
+        [0, token, 1, -1, 0, 0, -1, 0] for token in (0, 2, 4)
+    ]
+    assert items[items[:, 4] != items[:, 5], 1].tolist() == [1, 3, 3, 3, 3, 3]
     assert merges[:, 2].tolist() == [0, -1, 0, 5, 0]

@@ -39,11 +39,12 @@ def attend(q, pages, table, shape, first, is_split):
     out = torch.full((count, num_heads, shape.value_dim), torch.nan)
     listed = torch.tensor(items, dtype=torch.int32)
     num_items = torch.tensor([len(items)], dtype=torch.int32)
-    work = AttendWork(listed, num_items, PROGRAMS, parts, scales, PARTS, CHUNK)
+    merged = torch.tensor(merges, dtype=torch.int32)
+    work = AttendWork(listed, num_items, PROGRAMS, parts, scales, merged, None, PARTS, CHUNK)
     latent_attention(q[first:], pages, table, work, None, out, shape)
     if is_split:
         stored = (x[:num_rows].unflatten(0, (-1, num_heads)) for x in (parts, scales))
-        merge_parts(torch.tensor(merges, dtype=torch.int32), *stored, None, out, None)
+        merge_parts(merged, *stored, None, out, None)
     return out
 
 

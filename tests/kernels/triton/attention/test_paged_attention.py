@@ -4,6 +4,7 @@ That it attends rightly is shown in `tests/attention/test_triton_paged.py`, thro
 """
 
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from quire.attention.reference import attend_dense
 pytest.importorskip("triton")
 
 from quire.attention.triton_plan import decode_shape
+from quire.kernels.triton.attention.merge_parts import merge_parts
 from quire.kernels.triton.attention.paged_attention import AttendWork, KVPages, paged_attention
 
 SPEC = make_spec(4, 2, 16)
@@ -23,12 +25,15 @@ TABLE = torch.tensor([[3, 1, 2]], dtype=torch.int32)
 
 
 def make_work(*items, num_programs=1):
+    merges = torch.zeros(0, 4, dtype=torch.int32)
     return AttendWork(
         torch.tensor(items, dtype=torch.int32),
         torch.tensor([len(items)], dtype=torch.int32),
         num_programs,
         torch.empty(0, 4, 16),
         torch.empty(0, 4, 2),
+        merges,
+        merges.new_zeros(0, SHAPE.num_head_tiles),
         1,
         0,
     )
@@ -70,6 +75,31 @@ def test_only_the_tokens_of_items_are_written():
     paged_attention(q, KVPages(pages), TABLE, work, None, out, None, SHAPE)
     assert (out[0] == 7.0).all()
     assert (out[1] != 7.0).all()
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_parts_are_merged_as_by_the_separate_kernel_to_the_bit(has_sinks):
+    """A tile of two tokens in three parts, which end in any order."""
+    q, _, _, pages = make_inputs()
+    sinks = torch.tensor([0.5, -3.0, 6.0, 0.0]) if has_sinks else None
+    parts, scales = torch.full((8, 4, 16), torch.nan), torch.full((8, 4, 2), torch.nan)
+    merges = torch.tensor([[0, 0, 3, 0], [1, 4, 3, 0]], dtype=torch.int32)
+    ranges = [(0, 8), (8, 16), (16, 20)]
+    items = [(0, 0, 2, 18, *keys, part, 20) for part, keys in enumerate(ranges)]
+    memory = {"parts": parts, "scales": scales, "merges": merges, "parts_per_token": 4}
+    expected, expected_lse = torch.full_like(q, torch.nan), torch.full((2, 4), torch.nan)
+    apart = replace(make_work(*items), counters=None, **memory)
+    paged_attention(q, KVPages(pages), TABLE, apart, sinks, expected, expected_lse, SHAPE)
+    assert expected.isnan().all(), "nothing is merged without counters"
+    merge_parts(merges, parts, scales, sinks, expected, expected_lse)
+    counters = torch.zeros(2, SHAPE.num_head_tiles, dtype=torch.int32)
+    for order in permutations(items):
+        work = replace(make_work(*order), counters=counters, **memory)
+        parts.fill_(torch.nan)
+        out, lse = torch.full_like(q, torch.nan), torch.full((2, 4), torch.nan)
+        paged_attention(q, KVPages(pages), TABLE, work, sinks, out, lse, SHAPE)
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+        assert not counters.any(), "the next launch counts from zero"
 
 
 def test_queries_that_do_not_lie_side_by_side_are_refused():

@@ -48,6 +48,8 @@ def attend(shape, dtype, target, *, codes=None, with_all=False, sees_ahead=False
         "out_ptr": kind,
         "parts_ptr": "*fp32",
         "scales_ptr": "*fp32",
+        "merges_ptr": "*i32",
+        "counters_ptr": "*i32",
         "q_stride": "i32:16",
         "page_stride": "i32:16",
         "table_stride": "i32",

@@ -117,6 +117,9 @@ def decode_work_kernel(  # type: ignore[no-untyped-def]
     if not rule.chunk_tokens:
         # If all keys seen fit one chunk, they are not cut at a boundary between two chunks.
         count = tl.where(context - low <= chunk, tl.minimum(count, 1), count)
+    # Padding gets an item without keys, which makes its output zero.
+    num_parts = count
+    count = tl.where(mask, tl.maximum(count, 1), 0)
     # Then write the items of all sequences, one chunk of each at a time.
     first_item = tl.cumsum(count, axis=0) - count
     tl.store(count_ptr, tl.sum(count))
@@ -135,8 +138,8 @@ def decode_work_kernel(  # type: ignore[no-untyped-def]
         tl.store(item + 5, tl.where(number + 1 < count, begin + chunk, context), is_item)
         tl.store(item + 6, tl.where(is_direct, -1, first_part + number), is_item)
         tl.store(item + 7, context, is_item)
-    # Last, write the list for `merge_parts.py`; -1 means that the output is already written.
+    # Last, write the tokens to merge; -1 means that the output is already written.
     entry = merges_ptr + sequences * 4
     tl.store(entry, token, mask)
     tl.store(entry + 1, first_part, mask)
-    tl.store(entry + 2, tl.where(is_direct, -1, count), mask)
+    tl.store(entry + 2, tl.where(num_parts == 1, -1, num_parts), mask)

@@ -2,6 +2,9 @@
 
     the parts of a token, in the order of their keys, folded one after the other; then the sink
 
+The attention kernel merges its parts itself (`paged_attention.py`), by `fold_parts`. The kernel of
+this file merges those of latent layers.
+
 Partial results of attention are merged by their log-sum-exp (arXiv:2311.01282) with the functions
 of `online_softmax.py`, which is also the reference. A token's result depends only on its own parts.
 
@@ -9,7 +12,7 @@ Each part of a token and query head has (D + 2) fp32 numbers: 1 % to 6 % of the 
 V. One warp merges a token and query head; the loads of UNROLL parts run at the same time.
 
 Shapes: M tokens, Hq query heads, D head size. Called by `attention/triton_paged.py` after
-`paged_attention.py`.
+`latent_attention.py`.
 """
 
 import torch
@@ -107,19 +110,12 @@ def _merge(  # type: ignore[no-untyped-def]
         one = tl.arange(0, 1)
         dims = tl.arange(0, PADDED_DIM)
         mask = (dims < HEAD_DIM)[None, :]
-        m = tl.full([1], float("-inf"), tl.float32)
-        sums = tl.full([1], 0.0, tl.float32)
-        acc = tl.full([1, PADDED_DIM], 0.0, tl.float32)
-        # Then fold the parts in the order of their keys; those after the last change nothing.
-        for start in range(0, num_parts, UNROLL):
-            for step in tl.static_range(UNROLL):
-                is_part = start + step < num_parts
-                row = (first + start + step) * NUM_HEADS + head + one
-                other_m = tl.load(scales_ptr + 2 * row, is_part, other=float("-inf"))
-                other_sums = tl.load(scales_ptr + 2 * row + 1, is_part, other=0.0)
-                places = row[:, None] * HEAD_DIM + dims[None, :]
-                other = tl.load(parts_ptr + places, mask & is_part, other=0.0)
-                m, sums, acc = fold(m, sums, acc, other_m, other_sums, other)
+        # Then fold its parts.
+        rows = first * NUM_HEADS + head + one
+        memory = parts_ptr, scales_ptr
+        m, sums, acc = fold_parts(
+            memory, rows, one == 0, num_parts, dims, NUM_HEADS, HEAD_DIM, UNROLL
+        )
         # Last, add the sink and store the result.
         sinks = None
         if sinks_ptr is not None:
@@ -130,3 +126,33 @@ def _merge(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask)
         if lse_ptr is not None:
             tl.store(lse_ptr + row, lse)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fold_parts(  # type: ignore[no-untyped-def]
+    memory,  # (parts, m and sums), with a row for each part and head
+    rows,  # [n] int64, the rows of the first parts
+    is_row,  # [n], false for rows without parts
+    num_parts,
+    dims,  # [d], the columns of the parts to fold
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """The parts of each row, folded in the order of their keys: (m, sums, acc [n, d]). Loads of
+    UNROLL parts run at the same time; those after the last part change nothing."""
+    parts_ptr, scales_ptr = memory
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    m = tl.full(rows.shape, float("-inf"), tl.float32)
+    sums = tl.full(rows.shape, 0.0, tl.float32)
+    acc = tl.full(mask.shape, 0.0, tl.float32)
+    for start in range(0, num_parts, UNROLL):
+        for step in tl.static_range(UNROLL):
+            is_part = start + step < num_parts
+            row = rows + (start + step) * NUM_HEADS
+            other_m = tl.load(scales_ptr + 2 * row, is_row & is_part, other=float("-inf"))
+            other_sums = tl.load(scales_ptr + 2 * row + 1, is_row & is_part, other=0.0)
+            places = row[:, None] * HEAD_DIM + dims[None, :]
+            other = tl.load(parts_ptr + places, mask & is_part, other=0.0)
+            m, sums, acc = fold(m, sums, acc, other_m, other_sums, other)
+    return m, sums, acc

@@ -17,11 +17,12 @@ Keys are read in tiles of TILE at multiples of TILE, straight from the blocks, a
 online softmax (arXiv:2205.14135, arXiv:2307.08691). Tiles that every row sees entirely are attended
 without a mask; tiles at the edge of the window, at the diagonal and at the end are masked. An item
 writes its rows' output; if it is one of several items for the same queries, it writes a partial
-result (part), and `merge_parts.py` merges the parts.
+result (part) and counts it. The program that writes the last part of some queries and heads merges
+their parts in the order of the keys, whichever came last, and sets the count back to zero.
 
 In a `uniform` shape, each row gets the same bits in every tile of queries and every batch. All
 tiles are masked, so every row is computed by the same operations. Keys are folded in chunks of
-`chunk_tokens` at absolute positions, here or by `merge_parts.py`, in the same order by the same
+`chunk_tokens` at absolute positions, whether they are parts or not, in the same order by the same
 function. A tile or chunk that a row doesn't see changes none of its bits.
 
 Keys that no query of the tile sees are not read, nor are table entries of blocks without seen keys.
@@ -63,6 +64,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.attention.key_tiles import cap_scores, hide_unseen, load_blocks
+from quire.kernels.triton.attention.merge_parts import fold_parts
 from quire.kernels.triton.attention.online_softmax import finish, finite_or_zero, fold
 from quire.kernels.triton.attention.quantized_kv import KVPages, check_scales, unpack_scales
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
@@ -131,8 +133,14 @@ class AttendShape:
 
     @property
     def piece(self) -> int:
-        """The number of columns of a latent layer's output that are folded at a time."""
-        return min(64, self.padded_output)
+        """The number of columns of the output for which parts are folded at a time."""
+        most = 64 if self.value_dim is not None else max(16, 2048 // self.rows)
+        return min(most, self.padded_output)
+
+    @property
+    def merged_at_once(self) -> int:
+        """The number of parts of a token that are loaded at the same time to be merged."""
+        return 4 if self.rows == 16 else 1
 
     @property
     def tile_blocks(self) -> int:
@@ -172,6 +180,12 @@ class AttendWork:
     parts: torch.Tensor
     #: The parts' m and sums, [parts, Hq, 2] fp32.
     scales: torch.Tensor
+    #: The tokens with parts, [slots, MERGE_FIELDS] int32. Only the number of parts is read. The
+    #: parts of slot s begin at s * parts_per_token.
+    merges: torch.Tensor
+    #: [slots, num_head_tiles] int32 zeros, and zeros again after the launch: how many parts of a
+    #: slot's first token are written. None if `merge_parts.py` merges, as in latent layers.
+    counters: torch.Tensor | None
     #: The distance, in parts, from one token of an item to the next.
     parts_per_token: int
     #: The number of tokens in each chunk of a uniform shape, a multiple of the tile.
@@ -190,7 +204,7 @@ def paged_attention(
     lse: torch.Tensor | None,
     shape: AttendShape,
 ) -> None:
-    """Write `out` and `lse` of the items' tokens, or their parts.
+    """Write `out` and `lse` of the items' tokens. Without counters, parts are not merged.
 
     out is [T, Hq, D], and lse is [T, Hq] fp32 or None; both are contiguous. q is [T, Hq, D] of
     any token stride, and bf16 or fp16 if the pages have codes. `tables` is [R, most blocks] int32;
@@ -229,6 +243,8 @@ def paged_attention(
         lse,
         work.parts,
         work.scales,
+        work.merges,
+        work.counters,
         q.stride(0),
         numbers.stride(0),
         0 if kv_scales is None else kv_scales.stride(0),
@@ -400,32 +416,60 @@ def _attend_chunks(q, sights, memory, keys, seen, tokens, chunk_tokens, S: tl.co
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(item, first_head, result, sinks_ptr, outputs, part_outputs, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the output of an item's rows, or a part. The item's fields are loaded again, since
-    keeping them through the loops would take registers."""
-    m, sums, acc = result
-    out_ptr, lse_ptr = outputs
-    parts_ptr, scales_ptr, parts_per_token = part_outputs
-    dims = tl.arange(0, S.padded_dim)
+def _store(item, first_head, head_tile, result, sinks_ptr, outputs, part_memory, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the output of an item's rows, or a part; after the last part, merge all. The item's
+    fields are loaded again, since keeping them through the loops would take registers."""
+    parts_ptr, scales_ptr, merges_ptr, counters_ptr, parts_per_token = part_memory
     offsets, heads = _place_rows(first_head, S)
     is_row = offsets < tl.load(item + 2)
-    mask = is_row[:, None] & (dims < S.head_dim)[None, :]
     part = tl.load(item + 6)
+    dims = tl.arange(0, S.padded_dim)
     if part < 0:
-        sinks = None
-        if sinks_ptr is not None:
-            sinks = tl.load(sinks_ptr + heads, is_row, other=0.0).to(tl.float32)
-        out, lse = finish(m, sums, acc, sinks)
-        out_rows = (tl.load(item + 1) + offsets).to(tl.int64) * S.num_heads + heads
-        out_places = out_ptr + out_rows[:, None] * S.head_dim + dims[None, :]
-        tl.store(out_places, out.to(out_ptr.dtype.element_ty), mask)
-        if lse_ptr is not None:
-            tl.store(lse_ptr + out_rows, lse, is_row)
+        _store_output(item, first_head, result, dims, sinks_ptr, outputs, S)
     else:
+        # First, store the part.
+        mask = is_row[:, None] & (dims < S.head_dim)[None, :]
         parts = (part + offsets * parts_per_token).to(tl.int64) * S.num_heads + heads
-        tl.store(parts_ptr + parts[:, None] * S.head_dim + dims[None, :], acc, mask)
-        tl.store(scales_ptr + 2 * parts, m, is_row)
-        tl.store(scales_ptr + 2 * parts + 1, sums, is_row)
+        tl.store(parts_ptr + parts[:, None] * S.head_dim + dims[None, :], result[2], mask)
+        tl.store(scales_ptr + 2 * parts, result[0], is_row)
+        tl.store(scales_ptr + 2 * parts + 1, result[1], is_row)
+        if counters_ptr is not None:
+            # Then count it. The barrier completes the stores of all threads before that.
+            slot = part // parts_per_token
+            num_parts = tl.load(merges_ptr + slot * 4 + 2)
+            counter = counters_ptr + slot * S.num_head_tiles + head_tile
+            tl.debug_barrier()
+            num_before = tl.atomic_add(counter, 1, sem="acq_rel")
+            if num_before == num_parts - 1:
+                # All parts are stored: merge them, some columns at a time.
+                tl.store(counter, 0)
+                first = (slot + offsets).to(tl.int64) * parts_per_token * S.num_heads + heads
+                for column in range(0, S.padded_dim, S.piece):
+                    columns = column + tl.arange(0, S.piece)
+                    merged = fold_parts(
+                        (parts_ptr, scales_ptr), first, is_row, num_parts, columns,
+                        S.num_heads, S.head_dim, S.merged_at_once,
+                    )  # fmt: skip
+                    _store_output(item, first_head, merged, columns, sinks_ptr, outputs, S)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_output(item, first_head, result, dims, sinks_ptr, outputs, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write columns `dims` of the output of an item's rows, from the part over all their keys."""
+    m, sums, acc = result
+    out_ptr, lse_ptr = outputs
+    offsets, heads = _place_rows(first_head, S)
+    is_row = offsets < tl.load(item + 2)
+    sinks = None
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + heads, is_row, other=0.0).to(tl.float32)
+    out, lse = finish(m, sums, acc, sinks)
+    out_rows = (tl.load(item + 1) + offsets).to(tl.int64) * S.num_heads + heads
+    out_places = out_ptr + out_rows[:, None] * S.head_dim + dims[None, :]
+    mask = is_row[:, None] & (dims < S.head_dim)[None, :]
+    tl.store(out_places, out.to(out_ptr.dtype.element_ty), mask)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + out_rows, lse, is_row)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -456,6 +500,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     lse_ptr,  # [T, Hq] fp32, or None
     parts_ptr,  # [parts, Hq, D] fp32
     scales_ptr,  # [parts, Hq, 2] fp32: m and sums
+    merges_ptr,  # [slots, MERGE_FIELDS] int32
+    counters_ptr,  # [slots, head tiles] int32 zeros, or None
     q_stride,
     page_stride,
     kv_scale_stride,
@@ -468,7 +514,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     await_inputs(IS_EARLY)
     dims = tl.arange(0, S.padded_dim)
     tiles: tl.constexpr = S.num_head_tiles // S.num_kv_heads  # for each KV head
-    outputs, part_outputs = (out_ptr, lse_ptr), (parts_ptr, scales_ptr, parts_per_token)
+    outputs = (out_ptr, lse_ptr)
+    part_memory = (parts_ptr, scales_ptr, merges_ptr, counters_ptr, parts_per_token)
     num_works = tl.load(num_items_ptr) * S.num_head_tiles
     for work in tl.range(tl.program_id(0), num_works, tl.num_programs(0), num_stages=1):
         # First, read the item, and find the keys that some row sees.
@@ -507,4 +554,5 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         seen, ends = (seen_first, seen_end), (position, last)
         sights = (position + offsets, visible_ends_ptr, token - position, last)
         m, sums, acc = _attend_chunks(q, sights, memory, (first, end), seen, ends, chunk_tokens, S)
-        _store(item, first_head, (m, sums, acc), sinks_ptr, outputs, part_outputs, S)
+        head_tile, result = work % S.num_head_tiles, (m, sums, acc)
+        _store(item, first_head, head_tile, result, sinks_ptr, outputs, part_memory, S)
