@@ -30,6 +30,7 @@ from quire.kernels.transfers import DeviceLink
 from quire.kernels.triton.attention.quantized_kv import KVPages
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 from quire.kernels.triton.operators import TritonOperators
+from quire.kernels.unnormed_rows import UnnormedRows
 from quire.layers.experts import Experts, MoESpec
 from quire.layers.linear import Linear, LinearKind
 from quire.runtime.kv_cache import KVCache
@@ -194,8 +195,21 @@ def check_linears(bench: Bench, dtype: torch.dtype) -> None:
             x = _random(bench, num_rows, sizes[0], dtype=dtype)
             expected = x.double() @ found.weight.double().T
             worst = max(worst, relative_error(found(x), expected))
+        worst = max(worst, _normed_error(bench, found, dtype))
         name = f"matrix products{', invariant' if is_invariant else ''}, {str(dtype)[6:]}"
         bench.at_most(name, worst, BOUNDS[dtype], is_time=False)
+
+
+def _normed_error(bench: Bench, linear: Linear, dtype: torch.dtype) -> float:
+    """Of a row that the linear norms itself, against the separate kernels; 0 if it can't."""
+    x, residual, weight = (_random(bench, 1, linear.input_size, dtype=dtype) for _ in range(3))
+    if not linear.takes_unnormed(x):
+        return 0.0
+    total = torch.empty_like(residual)
+    rows = UnnormedRows(x, residual.clone(), total, 1.0, weight[0], 1e-6, None)
+    found = linear.read(rows)
+    normed, expected = TritonOperators().add_rms_norm(x.clone(), residual, weight[0], 1e-6)
+    return max(relative_error(found, linear(normed)), relative_error(total, expected))
 
 
 def _products(bench: Bench) -> tuple[tuple[int, int], tuple[int, ...]]:

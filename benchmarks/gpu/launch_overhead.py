@@ -162,8 +162,9 @@ class _Records:
 def make_engine(folder: Path, num_rows: int, counts: Counts, *, replays: bool) -> Engine:
     num_blocks = num_rows * (MAX_MODEL_LEN // 16)
     options = {"device": "cpu", "kernels": "triton", "async_scheduling": False}
-    options |= {"max_num_seqs": num_rows, "max_model_len": MAX_MODEL_LEN, "num_blocks": num_blocks}
-    options |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
+    options |= {"dtype": "bfloat16", "max_num_seqs": num_rows, "max_model_len": MAX_MODEL_LEN}
+    options |= {"num_blocks": num_blocks, "skip_tokenizer_init": True}
+    options |= {"enable_prefix_caching": False}
     engine = build_engine({"model": str(folder), "enforce_eager": not replays, **options})
     runner: Any = engine._runner
     # The device's sampler would fetch tokens that no kernel wrote.

@@ -2,8 +2,9 @@
 
     torch        multiplied by torch
     native       packed and multiplied by the CPU kernels
-    Triton       up to 16 rows by `skinny_matmul`, which reads the weight at memory bandwidth;
-                 more rows by torch (cuBLAS). The threshold has not been measured
+    Triton       up to 16 rows by `skinny_matmul`, which reads the weight at memory bandwidth, and
+                 norms a row that is alone; more rows by torch (cuBLAS). The threshold has not been
+                 measured
     invariant    any number of rows by `matmul`: a row has the same bits in any batch
     experts      all experts of a layer at once, by the native kernels or `grouped_matmul`
 
@@ -29,6 +30,7 @@ from quire.kernels.activations import Gating
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import TORCH_OPERATORS, Operators, RowTable
 from quire.kernels.routing import Routing
+from quire.kernels.unnormed_rows import UnnormedRows
 
 
 class Dense(WeightFormat):
@@ -140,6 +142,16 @@ class TritonDenseMethod(GroupedDenseMethod):
             )
             return output
         return super().silu_mul(linear, x)
+
+    def takes_unnormed(self, linear: LinearModule, x: torch.Tensor) -> bool:
+        is_row = x.numel() == x.shape[-1] <= self._skinny.MAX_NORMED_SIZE
+        return is_row and self._is_skinny(linear, x)
+
+    def apply_unnormed(self, linear: LinearModule, rows: UnnormedRows) -> torch.Tensor:
+        output: torch.Tensor = self._skinny.skinny_matmul(
+            rows, linear.weight, linear.bias, gated=linear.gated
+        )
+        return output
 
     def _is_skinny(self, linear: LinearModule, x: torch.Tensor) -> bool:
         num_rows = x.numel() // linear.input_size

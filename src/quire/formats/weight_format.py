@@ -25,6 +25,7 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.experts import mix_experts
 from quire.kernels.operators import Operators, RowTable
 from quire.kernels.routing import Routing
+from quire.kernels.unnormed_rows import UnnormedRows
 
 Shape = tuple[int, ...]
 
@@ -161,6 +162,14 @@ class LinearMethod(ABC):
     def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] -> silu(gate) * up [..., O/2], for a gated linear."""
         return self.gate(self.apply(linear, x))
+
+    def takes_unnormed(self, linear: LinearModule, x: torch.Tensor) -> bool:
+        """Whether `apply_unnormed` serves rows x [T, I]."""
+        return False
+
+    def apply_unnormed(self, linear: LinearModule, rows: UnnormedRows) -> torch.Tensor:
+        """rows [T, I] -> [T, O] of their norm, or silu(gate) * up [T, O/2] for a gated linear."""
+        raise NotImplementedError
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [..., O], the output of `apply` after adapters were added -> silu(gate) * up

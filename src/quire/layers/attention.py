@@ -6,7 +6,7 @@ Shapes: T tokens, H hidden size, Hq query heads, Hkv KV heads, D head size.
 """
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -16,9 +16,10 @@ from quire.formats.weight_format import empty_parameter
 from quire.kernels.activations import ActivationFunction
 from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.rotary import Angles, Rotation
+from quire.kernels.unnormed_rows import UnnormedRows
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import RMSNorm
-from quire.layers.operator_module import OperatorModule
+from quire.layers.operator_module import NormReader
 from quire.layers.storage import Storage
 
 
@@ -41,7 +42,7 @@ class QKNorm:
     offset: float | None = None
 
 
-class Attention(OperatorModule):
+class Attention(NormReader):
     """One layer's attention block. `layer` is its index in the attention call.
 
     If `qk_norm` is None, q and k are not normalised. If `is_gated`, the heads' results are
@@ -97,15 +98,20 @@ class Attention(OperatorModule):
                 RMSNorm(size, qk_norm.eps, **storage, offset=qk_norm.offset) for size in sizes
             )
 
+    @property
+    def input_linear(self) -> Linear | None:
+        return self.qkv_proj if self.gate_proj is None else None
+
     def forward(
-        self, hidden: torch.Tensor, angles: Angles | None, attention: AttentionCall
+        self, hidden: torch.Tensor | UnnormedRows, angles: Angles | None, attention: AttentionCall
     ) -> torch.Tensor:
         """hidden [T, input size] -> [T, H]. If `angles` is None, nothing is rotated.
 
         The attention call gets q, k and v as strided views of the fused output, which it may
         overwrite, and a `Rotation` that says how to normalise and rotate q and k.
         """
-        q, k, v = self.qkv_proj(hidden).split(self.part_sizes, dim=-1)
+        fused: Any = self.qkv_proj.read(hidden)  # torch's split has no types
+        q, k, v = fused.split(self.part_sizes, dim=-1)
         # A norm over all heads is computed here; a norm per head is part of the rotation.
         if self.qk_norm is not None and not self.qk_norm.per_head:
             assert self.q_norm is not None and self.k_norm is not None

@@ -23,6 +23,7 @@ from torch import nn
 from quire.formats.block_quantized.weights import BlockQuantizedRows
 from quire.formats.dense import DenseMethod
 from quire.formats.weight_format import LinearMethod, LinearModule
+from quire.kernels.unnormed_rows import UnnormedRows
 
 
 class LinearKind(Enum):
@@ -157,17 +158,31 @@ class Linear(LinearModule):
         """Must be called after all slots are filled and before the first use."""
         self.method.finish(self)
 
+    def takes_unnormed(self, x: torch.Tensor) -> bool:
+        """Whether the linear can norm rows x [T, I] before it multiplies them."""
+        return self.adapter is None and self.method.takes_unnormed(self, x)
+
+    def read(self, x: torch.Tensor | UnnormedRows) -> torch.Tensor:
+        """The product of x, or of the norm of unnormed rows, [T, I] -> [T, O]."""
+        if isinstance(x, UnnormedRows):
+            assert not self.gated, "a gated linear activates the product of unnormed rows"
+            return self.method.apply_unnormed(self, x)
+        output: torch.Tensor = self(x)
+        return output
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] -> [..., O]."""
         output = self.method.apply(self, x)
         return output if self.adapter is None else self.adapter(x, output)
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, x: torch.Tensor | UnnormedRows) -> torch.Tensor:
         """x [..., I] -> silu(gate) * up [..., O/2], for gated linears.
 
         An adapter is applied before the activation, as in `forward`.
         """
         assert self.gated
+        if isinstance(x, UnnormedRows):
+            return self.method.apply_unnormed(self, x)
         if self.adapter is None:
             return self.method.silu_mul(self, x)
         return self.method.gate(self.forward(x))

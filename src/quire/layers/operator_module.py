@@ -1,5 +1,6 @@
 """Base classes of modules that compute with replaceable operators and recurrent states."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,15 @@ class OperatorModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.operators: Operators = TORCH_OPERATORS
+
+
+class NormReader(OperatorModule, ABC):
+    """A module that reads the norm of the residual stream, and may accept `UnnormedRows`."""
+
+    @property
+    @abstractmethod
+    def input_linear(self) -> Linear | None:
+        """The linear that alone reads the input; None if the input must be normed."""
 
 
 class RecurrentModule(nn.Module):

@@ -1,9 +1,12 @@
 """The residual stream, which every block reads and adds to."""
 
 import torch
+from torch import nn
 
 from quire.kernels.operators import Operators
+from quire.kernels.unnormed_rows import UnnormedRows
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.operator_module import NormReader
 
 
 class ResidualStream:
@@ -39,6 +42,24 @@ class ResidualStream:
             (x, scale), self._added = self._added, None
             self._total = self._operators.add(x, self._total, scale)
         return self._total
+
+    def input_of(self, reader: nn.Module, norm: RMSNorm | LayerNorm) -> torch.Tensor | UnnormedRows:
+        """The input of a module that reads the norm of the sum, [T, H].
+
+        If the module's first linear can compute the norm, it also computes the sum. Then the module
+        must run before the sum is read.
+        """
+        linear = reader.input_linear if isinstance(reader, NormReader) else None
+        if not isinstance(norm, RMSNorm) or linear is None:
+            return self.normed(norm)
+        if not linear.takes_unnormed(self._total):
+            return self.normed(norm)
+        weights = norm.weight, norm.eps, norm.offset
+        if self._added is None:
+            return UnnormedRows(self._total, None, None, 1.0, *weights)
+        ((x, scale), self._added), before = (self._added, None), self._total
+        self._total = torch.empty_like(before)
+        return UnnormedRows(x, before, self._total, scale, *weights)
 
     def normed(self, norm: RMSNorm | LayerNorm) -> torch.Tensor:
         """The norm of the sum, [T, H]."""

@@ -98,10 +98,10 @@ class DecoderLayer(nn.Module):
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
     ) -> None:
         """Add the layer's results to the stream."""
-        normed = stream.normed(self.input_layernorm)
-        stream.add(self.self_attn(normed, angles, attention), self.residual_scale)
-        normed = stream.normed(self.post_attention_layernorm)
-        stream.add(self.mlp(normed), self.residual_scale)
+        read = stream.input_of(self.self_attn, self.input_layernorm)
+        stream.add(self.self_attn(read, angles, attention), self.residual_scale)
+        read = stream.input_of(self.mlp, self.post_attention_layernorm)
+        stream.add(self.mlp(read), self.residual_scale)
 
 
 class DecoderModel(nn.Module):

@@ -51,7 +51,8 @@ class SandwichLayer(nn.Module):
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
     ) -> None:
         """Add the layer's results to the stream."""
-        attended = self.self_attn(stream.normed(self.input_layernorm), angles, attention)
+        read = stream.input_of(self.self_attn, self.input_layernorm)
+        attended = self.self_attn(read, angles, attention)
         stream.add(self.post_attention_layernorm(attended, overwrites=True))
-        output = self.mlp(stream.normed(self.pre_feedforward_layernorm))
+        output = self.mlp(stream.input_of(self.mlp, self.pre_feedforward_layernorm))
         stream.add(self.post_feedforward_layernorm(output, overwrites=True))

@@ -17,13 +17,22 @@ ROOT = Path(__file__).parents[3]
 NUM_LAYERS = 3
 
 
-def test_a_layer_launches_six_kernels_and_four_products_and_a_replayed_step_none(
+def test_a_layer_has_nine_launches_or_six_at_one_row_and_a_replayed_step_none(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "launches.json"
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    words = ["--rows", "24", "--layers", str(NUM_LAYERS), "--steps", "30", "--output-tokens", "60"]
+    words = [
+        "--rows",
+        "1,24",
+        "--layers",
+        str(NUM_LAYERS),
+        "--steps",
+        "30",
+        "--output-tokens",
+        "60",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.launch_overhead", *words, "--out", str(out)],
         cwd=ROOT,
@@ -34,14 +43,20 @@ def test_a_layer_launches_six_kernels_and_four_products_and_a_replayed_step_none
     )
     assert done.returncode == 0, done.stderr
     shares = json.loads(out.read_text())["shares"]
-    found = {(share["kind"], share["way"]): share for share in shares}
+    found = {(share["kind"], share["way"]): share for share in shares if share["num_rows"] == 1}
+    alone, replayed = found["decode", "launched"], found["decode", "replayed"]
+    # Rotation and writing, attention, and four products: two norm their row, one gates its result.
+    # The model launches the work list, the final norm and the logits once.
+    assert (alone["launches"], alone["products"]) == (6 * NUM_LAYERS + 3, 0)
+    assert (replayed["launches"], replayed["products"]) == (1, 0)
+    found = {(share["kind"], share["way"]): share for share in shares if share["num_rows"] == 24}
     assert len(found) == 4 and done.stdout.count("| 24 | ") == 4
     for kind in ("decode", "mixed"):
         launched, replayed = found[kind, "launched"], found[kind, "replayed"]
         assert launched["num_steps"] == replayed["num_steps"] > 0
-        # A layer launches two norms, rotation and writing, attention, its merge, and the gate. The
-        # model launches the final norm and the work list once.
-        assert launched["launches"] <= 6 * NUM_LAYERS + 2
+        # A layer launches two norms, rotation and writing, attention, and the gate. The model
+        # launches the final norm and the work list once.
+        assert launched["launches"] <= 5 * NUM_LAYERS + 2
         assert launched["products"] == 4 * NUM_LAYERS + 1
         # The logits are computed outside the graph.
         assert (replayed["launches"], replayed["products"]) == (0, 1)

@@ -143,22 +143,41 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
 
     # First, add x to the residual stream, if there is one.
     x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask, other=0.0)
-    x = x.to(tl.float32)
     if residual_ptr is not None:
-        residual = tl.load(residual_ptr + places, mask, other=0.0).to(tl.float32)
-        if FACTOR != 1.0:
-            x = (x * FACTOR).to(dtype).to(tl.float32)
-        total = (residual + x).to(dtype)
-        tl.store(residual_ptr + places, total, mask)
-        x = total.to(tl.float32)
+        x = add_rounded(tl.load(residual_ptr + places, mask, other=0.0), x, FACTOR)
+        tl.store(residual_ptr + places, x, mask)
     # Then norm the rows.
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
-    quotient = x * scale[:, None]
+    quotient = x.to(tl.float32) * inverse_size(x, eps, D)[:, None]
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + columns, columns < D, other=0.0).to(tl.float32)
-        if OFFSET is None:
-            quotient = quotient.to(dtype).to(tl.float32)
-        else:
-            weight += OFFSET
-        quotient *= weight[None, :]
+        weight = tl.load(weight_ptr + columns, columns < D, other=0.0)
+        quotient = weigh(quotient, weight[None, :], dtype, OFFSET)
     tl.store(out_ptr + places, quotient.to(dtype), mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_rounded(residual, x, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """residual + FACTOR * x, with the product and the sum rounded to their dtype."""
+    dtype = residual.dtype
+    x = x.to(tl.float32)
+    if FACTOR != 1.0:
+        x = (x * FACTOR).to(dtype).to(tl.float32)
+    return (residual.to(tl.float32) + x).to(dtype)
+
+
+@triton.jit
+def inverse_size(x, eps, D):  # type: ignore[no-untyped-def]
+    """1 / sqrt(mean(x^2) + eps) of rows [..., D and zeros], in fp32."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def weigh(quotient, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The fp32 quotient times the norm's weight, not rounded. The quotient is rounded to the dtype
+    first, unless OFFSET is added to the weight."""
+    weight = weight.to(tl.float32)
+    if OFFSET is None:
+        quotient = quotient.to(dtype).to(tl.float32)
+    else:
+        weight += OFFSET
+    return quotient * weight

@@ -45,7 +45,7 @@ class RowNorm(RMSNorm):
 class RowMLP(MLP):
     """A gated MLP for x [1, T, H], or for x of another shape [..., H]."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x[0])[None] if x.dim() == 3 else super().forward(x)
 
 

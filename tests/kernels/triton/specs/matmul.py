@@ -80,21 +80,27 @@ def _skinny(
     out: str = "bf16",
     targets: tuple[int, ...] = (90,),
 ) -> KernelSpec:
+    normed = "normed" in label
     block_inputs = 128 if outputs == 32 else 256
+    stages = num_stages(rows, block_inputs, normed=normed)
+    norm = ("norm_ptr", "residual_ptr", "total_ptr")
     strides = {"num_rows": "i32", "num_outputs": "i32:16", "num_inputs": "i32:16"}
     return KernelSpec(
         skinny_matmul_kernel,
         label,
         {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": f"*{out}", "x_stride": "i32:16"}
         | ({"bias_ptr": "*bf16"} if bias else {})
+        | dict.fromkeys(norm if normed else (), "*bf16")
+        | {"eps": "fp32"}
         | strides,
         {"IS_GATED": gated, "IS_EVEN": even, "BLOCK_M": rows, "BLOCK_N": outputs}
         | {"BLOCK_K": block_inputs, "NUM_LINES": 256 // outputs}
-        | {"NUM_STAGES": num_stages(rows, block_inputs)}
+        | {"NUM_STAGES": stages, "BLOCK_D": 8192 if normed else 1}
+        | ({} if normed else dict.fromkeys(norm))
         | ({} if bias else {"bias_ptr": None})
         | NUMBERS,
         num_warps=2,
-        num_stages=num_stages(rows, block_inputs),
+        num_stages=stages,
         targets=targets,
     )
 
@@ -226,6 +232,8 @@ SPECS = [
     _skinny("8 rows", 8, 32),
     early(_skinny("8 rows, narrow", 8, 16)),
     early(_skinny("8 rows, narrow, gated", 8, 16, gated=True)),
+    early(_skinny("8 rows, narrow, normed", 8, 16)),
+    early(_skinny("8 rows, gated, normed", 8, 32, gated=True)),
     _skinny("8 rows, gated", 8, 32, gated=True, targets=(80, 90)),
     KernelSpec(
         float8_rows_kernel,
@@ -266,6 +274,10 @@ MORE = [
     _skinny("16 rows, narrow, odd K", 16, 16, even=False, out="fp32"),
     _skinny("16 rows, gated, bias", 16, 16, gated=True, bias=True),
     _skinny("8 rows, narrow", 8, 16, targets=(80, 90)),
+    _skinny("8 rows, normed", 8, 32, targets=GPUS),
+    _skinny("8 rows, narrow, normed", 8, 16, targets=GPUS),
+    _skinny("8 rows, gated, normed", 8, 32, gated=True, targets=GPUS),
+    _skinny("8 rows, narrow, gated, normed, odd", 8, 16, even=False, gated=True),
     *(_plan(block, GPUS) for block in (16, 4096)),
     *(
         _grouped(f"of tokens, {rows} rows{label}", "bf16", rows=rows, codes=codes, targets=GPUS)

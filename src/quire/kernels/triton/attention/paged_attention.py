@@ -140,7 +140,7 @@ class AttendShape:
     @property
     def merged_at_once(self) -> int:
         """The number of parts of a token that are loaded at the same time to be merged."""
-        return 4 if self.rows == 16 else 1
+        return 2 if self.rows == 16 else 1
 
     @property
     def tile_blocks(self) -> int:
@@ -261,9 +261,11 @@ def paged_attention(
 
 
 def most_registers(shape: AttendShape, *, over_codes: bool) -> int | None:
-    """The limit of a thread's registers; None lets ptxas choose. For codes and small tiles, a limit
-    is set because ptxas would spill registers to fit more programs on a multiprocessor."""
-    return 255 if over_codes and shape.rows < 64 else None
+    """The limit of a thread's registers; None lets ptxas choose. It is set for small tiles, because
+    ptxas would spill registers to fit more programs on a processor."""
+    if shape.rows < 64 and (over_codes or shape.padded_dim > 128):
+        return 255
+    return 128 if shape.rows == 16 and shape.tile * shape.padded_dim == 4096 else None
 
 
 @triton.jit  # type: ignore[untyped-decorator]
