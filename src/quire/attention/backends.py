@@ -66,6 +66,9 @@ BACKENDS: Registry[BackendEntry] = Registry(
         "flashinfer": BackendEntry(
             "quire.attention.flashinfer_paged:FlashInferAttention", "the package FlashInfer", _GPU
         ),
+        "flash_attn3": BackendEntry(
+            "quire.attention.flash_attn3_paged:FlashAttention3", "FlashAttention-3", _GPU
+        ),
         "torch": BackendEntry(
             "quire.attention.torch_paged:TorchPagedAttention", "torch's operators", _CPU, _CPU
         ),

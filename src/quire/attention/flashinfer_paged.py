@@ -11,7 +11,6 @@ ahead. FlashInfer plans every step on the host, so steps can't be captured. It s
 differently in different batches, so batch_invariant is refused, too.
 """
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.attention.external import KV_FORMATS, check_layer, check_package, rotate_into_pages
 from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
@@ -29,11 +29,9 @@ from quire.attention.interface import (
     page_format_of,
 )
 from quire.attention.kv_format import KVFormat
-from quire.errors import ConfigurationError
 from quire.kernels.attention_inputs import AttentionInputs
 from quire.kernels.transfers import DeviceLink
 
-KV_FORMATS = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
 
 WORKSPACE_BYTES = 128 << 20
@@ -70,16 +68,8 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         """Raises ConfigurationError if the package is missing, or for batch_invariant."""
-        if batch_invariant:
-            raise ConfigurationError(
-                "attention_backend='flashinfer' can't obey batch_invariant=True: how it splits a "
-                "context depends on the batch; choose attention_backend='triton'"
-            )
-        if importlib.util.find_spec("flashinfer") is None:
-            raise ConfigurationError(
-                "attention_backend='flashinfer' needs the package flashinfer: pip install "
-                "flashinfer-python, or choose attention_backend='triton'"
-            )
+        advice = "pip install flashinfer-python"
+        check_package("flashinfer", "flashinfer", advice, batch_invariant=batch_invariant)
         self._layers: tuple[tuple[_PlanKey, torch.Tensor], ...] = ()
         self._wrappers: dict[_PlanKey, Any] = {}
         self._slots: list[torch.Tensor] = []
@@ -94,21 +84,11 @@ class FlashInferAttention(AttentionBackend):
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, kv_format: KVFormat) -> KVPageFormat:
         lacking = None
-        if spec.has_sinks:
-            lacking = "attention sinks"
-        elif spec.value_dim is not None:
-            lacking = "pages of latent layers"
-        elif spec.v_head_dim not in (None, spec.head_dim):
-            lacking = "values of another size than keys"
-        elif spec.head_dim not in HEAD_DIMS:
+        if spec.head_dim not in HEAD_DIMS:
             lacking = f"heads of {spec.head_dim} (of {', '.join(map(str, HEAD_DIMS))} it has)"
         elif spec.window is not None and not spec.causal:
             lacking = "windows that look ahead"
-        if lacking is not None:
-            raise ConfigurationError(
-                f"attention_backend='flashinfer' has no {lacking}, which this model needs; "
-                "choose attention_backend='triton'"
-            )
+        check_layer("flashinfer", spec, lacking)
         return page_format_of(spec, block_size, kv_format, KV_FORMATS)
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
@@ -182,23 +162,11 @@ class FlashInferAttention(AttentionBackend):
         return _PageTable(starts, indices, torch.from_numpy(last_lens))
 
     def run(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
-        q, pages, wrapper = self._write(layer, inputs)
-        out: torch.Tensor = wrapper.run(q, pages, out=torch.empty_like(q))
-        return out
-
-    def _write(self, layer: int, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Returns (normed and rotated q, contiguous; the layer's pages; the planned wrapper)."""
-        # Imported here because it imports Triton.
-        from quire.kernels.triton.attention.quantized_kv import KVPages
-        from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
-
         key, pages = self._layers[layer]
-        q, k, v, sinks, rotation = inputs
-        assert q.shape[0] == self._num_tokens, "run serves the step that was planned"
-        assert sinks is None and q.dtype == key.dtype
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        rotate_and_write(q, k, v, rotation, KVPages(pages), self._slots[key.group], out=out)
-        return out, pages, self._wrappers[key]
+        assert inputs.q.shape[0] == self._num_tokens, "run serves the step that was planned"
+        q = rotate_into_pages(inputs, pages, self._slots[key.group])
+        out: torch.Tensor = self._wrappers[key].run(q, pages, out=torch.empty_like(q))
+        return out
 
 
 def _starts(counts: list[int] | npt.NDArray[np.int64]) -> torch.Tensor:
