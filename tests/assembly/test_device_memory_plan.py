@@ -303,7 +303,18 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(
     weights: int, quantization: str | None, said: str, unsaid: str
 ) -> None:
     device = Device(weights=0)
-    check_weights_fit(950 * MIB, device, quantization)
+    options = EngineOptions(quantization=quantization)
+    check_weights_fit(950 * MIB, device, options, has_experts=False)
     with pytest.raises(InsufficientMemoryError, match=r"950\.0 MiB free of 1000\.0 MiB") as caught:
-        check_weights_fit(weights * MIB, device, quantization)
+        check_weights_fit(weights * MIB, device, options, has_experts=False)
     assert said in str(caught.value) and unsaid not in str(caught.value)
+    assert "cpu_experts" not in str(caught.value)
+
+
+def test_experts_that_do_not_fit_are_advised_to_be_left_to_the_cpu() -> None:
+    device = Device(weights=0)
+    with pytest.raises(InsufficientMemoryError, match="set cpu_experts='auto'"):
+        check_weights_fit(1900 * MIB, device, EngineOptions(), has_experts=True)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        check_weights_fit(1900 * MIB, device, EngineOptions(cpu_experts=2), has_experts=True)
+    assert "cpu_experts" not in str(caught.value)

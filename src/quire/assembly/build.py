@@ -226,7 +226,10 @@ def _build(
     scheduler = make_scheduler(kind, memory, policy, rank)
     may_overlap = may_overlap_on_cpu(checked) and rank.contents is None
     background = _background(rank) if may_overlap and not is_on_gpu else None
-    is_async = is_on_gpu if checked.async_scheduling is None else checked.async_scheduling
+    # A step that waits for experts on the host would only delay the previous step's tokens.
+    is_async = checked.async_scheduling
+    if is_async is None:
+        is_async = is_on_gpu and rank.setup.methods.host is None
     engine = Engine(
         scheduler,
         watch(background or own_runner),

@@ -20,6 +20,7 @@ from quire.core.step import Runner
 from quire.engine_client.device_ledger import DeviceLedger
 from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.formats.format_registry import weight_formats
+from quire.kernels.options import ALL_LAYERS
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.runtime.calibration import RunnerShape
@@ -118,18 +119,22 @@ class _Measured:
     other: int
 
 
-def check_weights_fit(weight_bytes: int, memory: CudaMemory, quantization: str | None) -> None:
-    """Raises InsufficientMemoryError if the weights, which are not loaded yet, will not fit."""
+def check_weights_fit(
+    weight_bytes: int, memory: CudaMemory, options: EngineOptions, *, has_experts: bool
+) -> None:
+    """Raises InsufficientMemoryError if the weights, which are not loaded yet, will not fit.
+    `has_experts` says whether the model has experts, which the CPU may compute."""
     free = memory.free_bytes()
     if weight_bytes <= free:
         return
     others = memory.total_bytes - free - memory.held_bytes()
+    offload = " set cpu_experts='auto'," if has_experts and options.cpu_experts is None else ""
     raise InsufficientMemoryError(
         f"the weights take {format_bytes(weight_bytes)}, but the GPU has {format_bytes(free)} free"
         f" of {format_bytes(memory.total_bytes)} ({format_bytes(others)} are held by others);"
         f" free {format_bytes(weight_bytes - free)} or more,"
-        f"{_quantize(weight_bytes, weight_bytes - free, quantization)} raise tensor_parallel_size,"
-        " or choose a smaller model"
+        f"{_quantize(weight_bytes, weight_bytes - free, options.quantization)}{offload} raise"
+        " tensor_parallel_size, or choose a smaller model"
     )
 
 
@@ -307,6 +312,8 @@ def _remedies(
         yield f"lower max_num_batched_tokens to about {num_tokens}"
     if quantized := _quantize(measured.weights, missing, needs.quantization):
         yield quantized.strip(" ,")
+    if options.cpu_experts not in (None, ALL_LAYERS):
+        yield "leave the experts of more layers to the CPU (cpu_experts)"
     yield (
         f"free {format_bytes(missing)} on the GPU (a smaller model, fewer other programs, a"
         " larger tensor_parallel_size)"

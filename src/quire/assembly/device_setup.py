@@ -8,6 +8,7 @@ Options that the device can't obey are refused before a model is read. Called by
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -24,7 +25,8 @@ from quire.formats.weight_format import TritonLinears
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.selection import select_kernels, set_torch_threads
 from quire.kernels.operators import TORCH_OPERATORS, Operators
-from quire.layers.sharded import LinearMethods
+from quire.kernels.options import ALL_LAYERS, FITTING_LAYERS
+from quire.layers.sharded import HostExperts, LinearMethods
 from quire.models.config import ModelConfig
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
@@ -165,6 +167,8 @@ def choose_setup(
     if options.dtype == AUTO and kernels is None and device.type == "cpu":
         dtype = _computed_by_torch(dtype)
     set_torch_threads(kernels, num_threads)
+    if kernels is not None and options.cpu_experts is not None:
+        _refuse_cpu_experts(options.cpu_experts, "the CPU computes the whole model; leave it out")
     linears = _triton_linears(options) if is_triton else None
     # Then check that the weight format suits the model, the dtype and the device.
     weight_format = load_weight_format(options.quantization)
@@ -196,6 +200,7 @@ def choose_setup(
             head=weight_format.head_method(kernels, linears),
             block_quantized=BlockQuantizedMethods(kernels, linears),
             groups_experts=is_triton,
+            host=_host_experts(options, config, device, dtype, num_threads),
         ),
         attention_backend=options.attention_backend,
         batch_invariant=options.batch_invariant,
@@ -207,7 +212,50 @@ def dense_methods(setup: DeviceSetup) -> LinearMethods:
     dense ones, and those of quantized checkpoints. One rank has the whole model."""
     dense = setup.methods.dense
     assert dense is not None, "a setup has a method for dense weights"
-    return replace(setup.methods, method=dense, head=None, sharding=None)
+    return replace(setup.methods, method=dense, head=None, sharding=None, host=None)
+
+
+def _host_experts(
+    options: EngineOptions,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_threads: int | None,
+) -> HostExperts | None:
+    """The experts that the CPU computes for `device`; None if the options name none. "auto" counts
+    as no layers until `host_experts` has chosen their number.
+
+    Raises ConfigurationError.
+    """
+    wanted = options.cpu_experts
+    if wanted is None:
+        return None
+    if not config.num_experts_per_token:
+        _refuse_cpu_experts(wanted, "the model has no experts; leave it out")
+    if wanted == FITTING_LAYERS and device.type == "cpu":
+        _refuse_cpu_experts(
+            wanted, "the device is 'cpu', whose memory is the machine's; leave it out"
+        )
+    if dtype is torch.float16:
+        _refuse_cpu_experts(
+            wanted,
+            "the dtype is float16, and the CPU's kernels compute bfloat16 and float32; set"
+            " dtype='bfloat16'",
+        )
+    native = select_kernels(AUTO, num_threads, dtype, takes_fewer=options.num_threads is None)
+    weight_format = load_weight_format(options.quantization)
+    methods = LinearMethods(
+        weight_format.method(native),
+        dense=load_weight_format(None).method(native),
+        block_quantized=BlockQuantizedMethods(native),
+    )
+    if wanted == ALL_LAYERS:
+        return HostExperts(methods, native, config.num_layers)
+    return HostExperts(methods, native, wanted if isinstance(wanted, int) else 0)
+
+
+def _refuse_cpu_experts(wanted: int | str, reason: str) -> NoReturn:
+    raise ConfigurationError(f"cpu_experts is {wanted!r}, but {reason}")
 
 
 def _check_triton(options: EngineOptions, device: torch.device) -> None:

@@ -32,6 +32,7 @@ from quire.assembly.format_checks.weight_format_check import (
     rounding_of,
 )
 from quire.assembly.format_checks.wide_inputs import split_wide_inputs
+from quire.assembly.host_experts import PlacedWeights, place_weights
 from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
 from quire.assembly.model_kind import DraftSource, tokenizer_folder
 from quire.assembly.reports.model_work import model_work
@@ -53,7 +54,7 @@ from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.transfers import DeviceLink
 from quire.layers.operator_module import use_operators
 from quire.layers.sharded import Sharding
-from quire.models.checkpoints.loader import Reading, load_again, load_model, weight_bytes
+from quire.models.checkpoints.loader import Reading, load_again, load_model
 from quire.models.config import ModelConfig
 from quire.models.interface import CausalLM, TextModel
 from quire.models.sharding import split_config
@@ -140,7 +141,8 @@ def build_rank(
         share = split_config(config, group.rank, group.size)
         setup = replace(setup, methods=methods)
     # First, check the checkpoint's sizes. Then plan pages; this takes long for many layers.
-    num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
+    placed = place_weights(options, folder, config, setup)
+    setup = placed.setup
     backend = setup.new_backend()
     layout = plan_layout(
         (*share.attention_specs, *draft_specs(draft)),
@@ -157,12 +159,12 @@ def build_rank(
         options, folder, config, group, setup, layout, on_progress, identity, binding, draft, tower
     )
     if setup.device.type == "cuda":
-        built = builder.build_on_gpu(num_weight_bytes)
+        built = builder.build_on_gpu(placed.device_bytes)
     else:
-        built = builder.build_on_cpu(num_weight_bytes)
+        built = builder.build_on_cpu(placed.device_bytes + placed.host_bytes)
     # Last, collect the facts and the fingerprint.
     runner, adapters = built.runner, built.adapters
-    general = builder.facts(num_weight_bytes, adapters)
+    general = builder.facts(placed, adapters)
     fingerprint = builder.fingerprint(runner)
     if fingerprint is not None:
         general["fingerprint"] = fingerprint.digest.hex()
@@ -279,13 +281,14 @@ class _Builder:
     def num_ranks(self) -> int:
         return 1 if self.group is None else self.group.size
 
-    def facts(self, num_weight_bytes: int, adapters: ModelAdapters | None) -> Facts:
+    def facts(self, placed: PlacedWeights, adapters: ModelAdapters | None) -> Facts:
         """The facts that are reported on every device."""
         found: Facts = {
             "dtype": str(self.setup.dtype).removeprefix("torch."),
             "kernels": self.setup.name,
-            "weight_bytes": num_weight_bytes,
+            "weight_bytes": placed.device_bytes,
             "tensor_parallel_size": self.num_ranks,
+            **placed.facts(),
         }
         if self.draft is not None:
             found["speculative_model"] = self.draft.name
@@ -365,7 +368,8 @@ class _Builder:
         rank = 0 if self.group is None else self.group.rank
         vision = plan_vision(options, self.tower, self.setup).of_rank(rank, self.num_ranks)
         num_own_bytes = -(-num_weight_bytes // self.num_ranks) + vision.weight_bytes
-        check_weights_fit(num_own_bytes, memory, options.quantization)
+        is_mixture = bool(self.config.num_experts_per_token)
+        check_weights_fit(num_own_bytes, memory, options, has_experts=is_mixture)
         model = self._load(model_len)
         adapters = self._adapters(model)
         contents, step_contents = self._contents(model)
@@ -490,7 +494,7 @@ class _Builder:
     def _adapter_kernels(self) -> AdapterKernels:
         options = self.options
         most = max(self._most_step_tokens, options.max_num_seqs)
-        return self.setup.new_adapter_kernels(most, captures=not options.enforce_eager)
+        return self.setup.new_adapter_kernels(most, captures=self._may_capture)
 
     def _runner(
         self, model: TextModel, adapters: ModelAdapters | None, memory_plan: MemoryPlan
@@ -502,7 +506,7 @@ class _Builder:
         # If Triton only computes attention, on the CPU, rows are on the host and nothing is
         # captured.
         serves_graphs = _serves_graphs(model, backend)
-        captures = setup.is_triton and serves_graphs and not options.enforce_eager
+        captures = setup.is_triton and serves_graphs and self._may_capture
         return ModelRunner(
             model,
             backend,
@@ -557,12 +561,17 @@ class _Builder:
         self, model: TextModel, backend: AttentionBackend
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The static sizes of decode steps, and those of mixed steps."""
-        if self.options.enforce_eager or not _serves_graphs(model, backend):
+        if not (self._may_capture and _serves_graphs(model, backend)):
             return (), ()
         decode_sizes = graph_sizes(self.options.max_num_seqs)
         if not backend.serves_mixed_graphs or model.recurrence is not None:
             return decode_sizes, ()
         return decode_sizes, mixed_graph_sizes(self._most_step_tokens)
+
+    @property
+    def _may_capture(self) -> bool:
+        """Whether steps may be captured as CUDA graphs: no step waits for experts on the host."""
+        return not self.options.enforce_eager and self.setup.methods.host is None
 
     def _capture(self) -> GraphCapture:
         if self.setup.device.type == "cuda":

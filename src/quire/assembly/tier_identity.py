@@ -37,6 +37,7 @@ import xxhash
 from quire.assembly.device_setup import DeviceSetup, device_name
 from quire.errors import ConfigurationError
 from quire.formats.weight_format import LinearMethod
+from quire.kernels.cpu.library import NativeKernels
 from quire.layers.linear import Linear
 from quire.models.checkpoints.weights_digest import WeightsDigest
 from quire.models.config import ModelConfig
@@ -204,6 +205,9 @@ def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
     }
     if setup.kernels is not None:
         facts["library"] = _file_digest(setup.kernels.library.path)
+    host = setup.methods.host
+    if host is not None:
+        facts["host_experts"] = {"layers": host.num_layers, **_host_kernels(host.kernels)}
     if is_native:
         return facts
     facts["matmul_precision"] = torch.get_float32_matmul_precision()
@@ -217,6 +221,13 @@ def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
     else:
         facts["device"] = _processor()
     return facts
+
+
+def _host_kernels(kernels: NativeKernels | None) -> dict[str, str]:
+    """Identifies what computes experts on the host of a GPU."""
+    if kernels is None:
+        return {"kernels": "torch", "processor": _processor()}
+    return {"kernels": kernels.isa, "library": _file_digest(kernels.library.path)}
 
 
 def _products_digest(device: torch.device, dtype: torch.dtype) -> str:

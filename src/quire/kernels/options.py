@@ -5,8 +5,10 @@ This module does not import torch, so that the command line can check the option
 """
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from quire.option_fields import Flag, OneOf, Options, Whole, option
+from quire.errors import ConfigurationError
+from quire.option_fields import Flag, Kind, OneOf, Options, Whole, option
 
 NATIVE_KERNELS = (
     *("avx512_bf16", "avx512_amx", "avx512", "avx_vnni", "avx2"),
@@ -18,6 +20,27 @@ those of x86-64, those of ARM64, and the one of other processors and of every x8
 
 KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
 MAX_NUM_THREADS = 1024
+
+ALL_LAYERS, FITTING_LAYERS = "all", "auto"
+"""Words for numbers of layers: every layer, and as few as make the rest fit on the device."""
+
+
+class LayerCount(Kind):
+    """A number of layers, ALL_LAYERS or FITTING_LAYERS."""
+
+    metavar: ClassVar[str | None] = "N"
+
+    def validate(self, name: str, value: Any, *, is_optional: bool) -> int | str:
+        if value in (ALL_LAYERS, FITTING_LAYERS):
+            return str(value)
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(
+                f"{name} is {value!r:.80}, but must be a number of layers of at least 1,"
+                f" {ALL_LAYERS!r} or {FITTING_LAYERS!r}"
+            )
+        return value
 
 
 @dataclass(frozen=True)
@@ -45,4 +68,16 @@ class KernelOptions(Options):
         doc="computing threads; None: one per processor that this process may use, or torch's own"
         ' number with kernels="torch".',
         flag=Flag(shown="one per processor"),
+    )
+    cpu_experts: int | str | None = option(
+        None,
+        LayerCount(),
+        group="computation",
+        help="layers of a mixture of experts whose experts stay in the machine's memory and are"
+        " computed by the CPU, for models larger than the GPU: a number, all or auto",
+        doc="for models larger than the GPU: the experts of this many layers, the last ones, stay"
+        " in the machine's memory, and the CPU's kernels compute them with num_threads threads."
+        ' "all": those of every layer; "auto": of as few layers as let the rest fit on the GPU.'
+        " Steps are then launched without CUDA graphs. See docs/gpu.md.",
+        flag=Flag(shown="none"),
     )

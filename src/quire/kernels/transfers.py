@@ -1,9 +1,9 @@
 """Asynchronous copies between the host and one device.
 
-Only `Download.wait` waits for a copy. On the CPU, uploads and downloads are plain copies. On a GPU
-they go through page-locked memory, which torch's allocator reuses only when the stream has finished
-the copy. Uploads run in parallel with earlier work on the device, and later work waits for them.
-Downloads run in the order of the current stream.
+Only `Download.wait` and `DeviceLink.fetch` wait for a copy. On the CPU, uploads and downloads are
+plain copies. On a GPU they go through page-locked memory, which torch's allocator reuses only when
+the stream has finished the copy. Uploads run in parallel with earlier work on the device, and later
+work waits for them. Downloads run in the order of the current stream.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -84,3 +84,24 @@ class DeviceLink:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return Download(found, event)
+
+    def fetch(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Wait for queued work that writes these tensors, and return them in the host's memory. On
+        the CPU they are returned themselves."""
+        if self.device.type == "cpu":
+            return tensors
+        found = tuple(
+            torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors
+        )
+        for target, each in zip(found, tensors, strict=True):
+            target.copy_(each, non_blocking=True)
+        torch.cuda.current_stream(self.device).synchronize()
+        return found
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device of a tensor in the host's memory, which may be changed when the call
+        returns. Later work of the current stream waits for it. On the CPU, the tensor itself."""
+        if self.device.type == "cpu":
+            return tensor
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        return staged.to(self.device, non_blocking=True)

@@ -5,7 +5,8 @@
 A router chooses the experts and their weights w. Shared experts, which all tokens use, may be
 added. (Shazeer et al., arXiv:1701.06538; shared experts: DeepSeekMoE, arXiv:2401.06066.)
 The choice is an operator, `kernels.routing`. The experts' linears are ordinary linears; their
-method multiplies all of them at once if it can.
+method multiplies all of them at once if it can. The CPU may compute them while another device
+computes the rest of the model; hidden states and routing then cross to the host and back.
 
 Each rank has a slice of every expert's intermediate size. The ranks' outputs are summed once per
 layer. Called by the models.
@@ -24,6 +25,7 @@ from quire.formats.weight_format import ExpertLinears, LinearMethod, LinearModul
 from quire.kernels.activations import ActivationFunction, Gating, gated
 from quire.kernels.experts import mix_experts
 from quire.kernels.routing import RouterSpec, Routing
+from quire.kernels.transfers import DeviceLink
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 from quire.layers.mlp import MLP
 from quire.layers.operator_module import OperatorModule
@@ -137,9 +139,25 @@ class Experts(nn.ModuleList):
             spec.gating,
         )
         self._alike: tuple[LinearMethod | None, bool] = (None, False)
+        #: Whether the CPU computes the experts, and another device the rest of the model.
+        self.is_on_host = False
+
+    def place_on_host(self) -> None:
+        """Let the CPU store and compute the experts, before their linears get methods."""
+        self.is_on_host = True
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.is_on_host = True
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, H] -> weighted sums of the experts' outputs [T, H]."""
+        if not self.is_on_host:
+            return self._mix(x, routing)
+        link = DeviceLink(x.device)
+        there, ids, weights = link.fetch(x, routing.ids, routing.weights)
+        return link.send(self._mix(there, Routing(ids, weights)))
+
+    def _mix(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         first = self.linears.gate_up[0]
         assert isinstance(first, Linear)
         if not self._are_alike(first.method):

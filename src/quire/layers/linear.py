@@ -124,6 +124,9 @@ class Linear(LinearModule):
     ) -> None:
         super().__init__(input_size, part_sizes, has_bias=bias, gated=gated)
         self.kind = kind
+        #: Whether the CPU stores and multiplies the weights, while another device computes the rest
+        #: of the model; set by `layers.experts.Experts.place_on_host`.
+        self.is_on_host = False
         #: The axis of the weight [O, I] that is split over ranks; None if it is not split.
         self.shard_axis = _SHARD_AXES[kind]
         self.adapter: LinearAdapter | None = None

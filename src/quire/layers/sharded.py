@@ -16,7 +16,7 @@ Shapes: T tokens, R rows that need logits, H hidden size, V vocabulary size of t
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -26,9 +26,10 @@ from quire.distributed.group import ProcessGroup
 from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods, PartsMethod
 from quire.formats.block_quantized.weights import BlockFormat, BlockQuantizedRows
 from quire.formats.weight_format import LinearMethod, LinearModule, Shape
+from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import RowTable
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.experts import SparseMLP
+from quire.layers.experts import Experts, SparseMLP
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 
 
@@ -109,6 +110,20 @@ class LinearMethods:
     #: Whether a layer's experts must be multiplied in one call, since steps can't wait for the
     #: device.
     groups_experts: bool = False
+    #: The experts that the CPU computes for a model on another device; None if it computes none.
+    host: "HostExperts | None" = None
+
+    def with_host(self, num_layers: int) -> "LinearMethods":
+        """A copy in which the host computes the experts of `num_layers` layers instead."""
+        assert self.host is not None
+        return replace(self, host=replace(self.host, num_layers=num_layers) if num_layers else None)
+
+    def place(self, model: nn.Module) -> None:
+        """Place the experts of `host` there. Must be called before methods are chosen."""
+        if self.host is not None:
+            layers = [each for each in model.modules() if isinstance(each, Experts)]
+            for experts in layers[max(0, len(layers) - self.host.num_layers) :]:
+                experts.place_on_host()
 
     def of(self, linear: Linear, block_formats: PartBlockFormats = ()) -> LinearMethod:
         """The method for this linear.
@@ -121,6 +136,8 @@ class LinearMethods:
 
     def stored_by(self, linear: Linear, block_formats: PartBlockFormats = ()) -> LinearMethod:
         """The linear's method without the wrapper for several ranks."""
+        if linear.is_on_host and self.host is not None:
+            return self.host.methods.stored_by(linear, block_formats)
         if linear.stays_dense:
             dense = self.method if self.dense is None else self.dense
             assert dense.is_exact, "a format that rounds needs a dense method beside it"
@@ -143,6 +160,8 @@ class LinearMethods:
     def keeps(self, block_format: BlockFormat, linear: Linear) -> bool:
         """Whether weights of this block format stay block-quantized in `linear` of the whole
         model."""
+        if linear.is_on_host and self.host is not None:
+            return self.host.methods.keeps(block_format, linear)
         if linear.stays_dense or self.of_block_format(block_format) is None:
             return False
         if self.sharding is None or linear.shard_axis != 1:
@@ -151,6 +170,18 @@ class LinearMethods:
         # dequantized.
         share = linear.input_size // self.sharding.group.size
         return bool(block_format.alignment) and share % block_format.alignment == 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostExperts:
+    """The experts that the CPU stores and computes, while another device computes the model."""
+
+    #: The methods of the CPU.
+    methods: LinearMethods
+    #: The kernels that they use; None if torch computes.
+    kernels: NativeKernels | None
+    #: Number of layers, the last ones that have experts. More than there are means all.
+    num_layers: int
 
 
 @dataclass(frozen=True, slots=True)

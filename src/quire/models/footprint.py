@@ -59,17 +59,20 @@ class WeightReads:
 
 
 def weight_reads(model: nn.Module, dtype: torch.dtype) -> WeightReads:
-    """Count the weight reads of `model`, a loaded model or a blueprint, at this dtype."""
+    """Count the weight reads of `model`, a loaded model or a blueprint, at this dtype. Experts that
+    the host computes for another device are left out."""
     experts: dict[float, tuple[int, int]] = {}
     inside: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, Experts):
             num_bytes, num_weights = experts.get(module.active_share, (0, 0))
             own = list(module.modules())
+            inside.update(own)
+            if module.is_on_host:  # the device reads none of them
+                continue
             num_bytes += sum(module_bytes(each, dtype) for each in own)
             num_weights += sum(map(_num_multiplied, own))
             experts[module.active_share] = num_bytes, num_weights
-            inside.update(own)
     others = [module for module in model.modules() if module not in inside]
     heads = [module for module in others if isinstance(module, LMHead)]
     tables = [module for module in others if isinstance(module, VocabEmbedding | PositionEmbedding)]

@@ -240,7 +240,8 @@ class ComputeOptions(Options):
         Switch(),
         group="computation",
         help="plan a step while the previous one runs",
-        doc="plan a step while the previous one runs; None: on a GPU only. On the CPU steps then"
+        doc="plan a step while the previous one runs; None: on a GPU only, and not with"
+        " cpu_experts. On the CPU steps then"
         " run on a thread of their own, but with tiers, adapters, images or several ranks they"
         " don't overlap.",
         flag=Flag(shown="yes on a GPU, no on a CPU"),
@@ -344,6 +345,12 @@ class EngineOptions(
             raise ConfigurationError(
                 f"enable_lora is set, but tensor_parallel_size is {self.tensor_parallel_size}:"
                 " adapters are not served over several ranks in this version; leave one of them out"
+            )
+        if self.cpu_experts is not None and self.tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"cpu_experts is {self.cpu_experts!r}, but tensor_parallel_size is"
+                f" {self.tensor_parallel_size}: experts are left to the CPU by engines of one rank"
+                " in this version; leave one of them out"
             )
         if self.host_cache_size is not None and self.tensor_parallel_size > 1:
             raise ConfigurationError(

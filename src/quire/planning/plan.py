@@ -307,6 +307,7 @@ class Planner:
             "hf_overrides": options.hf_overrides,
             "batch_invariant": options.batch_invariant,
             "enforce_eager": options.enforce_eager,
+            "cpu_experts": options.cpu_experts,
             "version": __version__,
         }
 
@@ -349,7 +350,9 @@ def _disk_facts(folder: Path, block_bytes: int) -> dict[str, Any]:
 def _overlaps(options: EngineOptions, fit: MemoryFit) -> bool:
     if fit.device_type == "cpu":
         return may_overlap_on_cpu(options)
-    return options.async_scheduling is not False
+    if options.async_scheduling is None:
+        return options.cpu_experts is None
+    return options.async_scheduling
 
 
 def measure_costs(

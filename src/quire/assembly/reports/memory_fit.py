@@ -7,6 +7,7 @@ Called by `planning`.
 from dataclasses import dataclass
 
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup, device_name
+from quire.assembly.host_experts import place_weights
 from quire.assembly.host_memory_plan import plan_memory, wanted_model_len
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.assembly.rank_build import choose_part_of_host
@@ -14,7 +15,6 @@ from quire.assembly.vision_build import plan_vision
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.growth import Growth
 from quire.errors import ConfigurationError
-from quire.models.checkpoints.loader import weight_bytes
 from quire.options.engine_options import EngineOptions
 from quire.runtime.page_layout import KVCacheLayout, plan_layout
 
@@ -79,9 +79,10 @@ def fit_memory(options: EngineOptions, kind: ModelKind) -> MemoryFit:
     num_threads = options.num_threads if binding is None else binding.num_threads
     setup = choose_setup(options, config, device, num_threads)
     layout = _layout(options, kind, setup)
-    num_bytes = weight_bytes(kind.folder, config, setup.dtype, setup.methods)
+    placed = place_weights(options, kind.folder, config, setup)
     if setup.device.type != "cpu":
-        return _on_device(options, kind, setup, layout, num_bytes)
+        return _on_device(options, kind, setup, layout, placed.device_bytes)
+    num_bytes = placed.device_bytes + placed.host_bytes
     most_bytes = None if binding is None else binding.free_bytes
     num_taken_bytes = num_bytes + plan_vision(options, kind.tower, setup).total_bytes
     plan = plan_memory(options, config, layout, num_taken_bytes, most_bytes=most_bytes)

@@ -14,6 +14,7 @@ from torch import nn
 
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.format_checks.compensated_rounding import compensate_rounding
+from quire.assembly.host_experts import place_weights
 from quire.assembly.host_memory_plan import wanted_model_len
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.attention.backends import default_backends, is_read
@@ -25,7 +26,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError
 from quire.layers.linear import Linear
 from quire.layers.operator_module import use_operators
-from quire.models.checkpoints.loader import Reading, load_again, load_model, weight_bytes
+from quire.models.checkpoints.loader import Reading, load_again, load_model
 from quire.models.interface import CausalLM
 from quire.offline.llm import LLM
 from quire.options.engine_options import EngineOptions
@@ -144,14 +145,16 @@ class SimulatedReader:
         kind = choose_kind(EngineOptions.from_mapping(options))
         checked, config = kind.options, kind.config
         device = choose_device(checked.device)
-        setup = choose_setup(checked, config, device, checked.num_threads)
+        chosen = choose_setup(checked, config, device, checked.num_threads)
+        placed = place_weights(checked, kind.folder, config, chosen)
+        setup = placed.setup
         model = _load(kind, setup)
         kv_format = load_kv_format(name, setup.dtype)
         self._model = model
         self._device = device
         self._attention = RoundedAttention(model.attention_specs, kv_format)
         self.dtype = str(setup.dtype).removeprefix("torch.")
-        self.weight_bytes = weight_bytes(kind.folder, config, setup.dtype, setup.methods)
+        self.weight_bytes = placed.device_bytes + placed.host_bytes
         self.linear_bits = _linear_bits(model, setup.dtype)
         self.token_bytes = sum(
             spec.num_kv_heads * form.num_bytes(spec.head_dim)

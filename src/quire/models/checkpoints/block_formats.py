@@ -73,12 +73,12 @@ class BlockFormats:
             self._dequantize_mixed_experts()
 
     def _dequantize_mixed_experts(self) -> None:
-        """Dequantize all experts of a layer if some of their weights are dequantized.
+        """Dequantize all experts of a layer on the device if some of their weights are dequantized.
 
         One kernel multiplies all experts of a layer, and takes either codes or numbers.
         """
         for path, module in self._whole.named_modules():
-            if not isinstance(module, Experts):
+            if not isinstance(module, Experts) or module.is_on_host:
                 continue
             linears = {
                 f"{path}.{name}": linear

@@ -120,6 +120,7 @@ def load_model(
         share = split_config(config, sharding.group.rank, sharding.group.size)
     with nullcontext() if methods is None else without_weights():
         model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
+    stored.place(model)
     # Choose a method for each linear by the block format of its weights, and allocate the weights.
     block_formats = _block_formats(whole, config, entry, checkpoint, stored)
     block_formats.log_dequantized(folder, dtype)
@@ -228,7 +229,8 @@ def _use_methods(
 ) -> None:
     for path, module in model.named_modules():
         if isinstance(module, Linear):
-            module.use(methods.of(module, block_formats.of_linear(path)), dtype, device)
+            place = torch.device("cpu") if module.is_on_host else device
+            module.use(methods.of(module, block_formats.of_linear(path)), dtype, place)
         elif isinstance(module, VocabEmbedding):
             quantized = methods.of_block_format(block_formats.of_table(path))
             if quantized is not None:
@@ -261,7 +263,7 @@ def served_blueprint(folder: Path, config: ModelConfig, methods: LinearMethods) 
 
 def _check_experts(folder: Path, whole: TextModel) -> None:
     for path, module in whole.named_modules():
-        if isinstance(module, Experts) and not module.are_grouped:
+        if isinstance(module, Experts) and not (module.is_on_host or module.are_grouped):
             raise UnsupportedModelError(
                 f"{folder}: the weights of {path} have different block formats, or reordered"
                 " inputs, and no GPU kernel multiplies such experts at once; take a checkpoint that"
@@ -476,6 +478,7 @@ def blueprint(config: ModelConfig, entry: ModelEntry, methods: LinearMethods) ->
     """The model on the meta device, to compute sizes. Its embedding and head are not tied."""
     untied = dataclasses.replace(config, tie_word_embeddings=False)
     model = entry.model(untied, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
+    methods.place(model)
     for module in model.modules():
         if isinstance(module, Linear):
             module.method = methods.stored_by(module)
