@@ -26,13 +26,14 @@ BLOCK_FORMATS = (
     BlockFormat("AWQ", 4, 128, has_zeros=True),
     BlockFormat("W4A16", 4, 64, has_zeros=True, scale_dtype=torch.bfloat16),
     BlockFormat("MXFP4", 4, 32, table=E2M1_TWICE, scale_dtype=torch.bfloat16),
+    BlockFormat("NVFP4", 4, 16, table=E2M1_TWICE, scale_dtype=torch.float8_e4m3fn),
     BlockFormat("Q4_K", 4, 32, has_offsets=True, block_size=256),
     BlockFormat("IQ4_XS", 4, 32, table=E2M1_TWICE, block_size=256),
     BlockFormat("Q8_0", 8, 32, zero=128),
     BlockFormat("Q6_K", 6, 16, zero=32, block_size=256),
     BlockFormat("Q5_K", 5, 32, has_offsets=True, block_size=256),
 )
-MEASURED = ("Q4_0", "AWQ", "MXFP4", "Q4_K", "Q8_0", "Q6_K")
+MEASURED = ("Q4_0", "AWQ", "MXFP4", "NVFP4", "Q4_K", "Q8_0", "Q6_K")
 ROWS = (1, 7, 16, 17, 70)
 
 # Both sides round activations to the same integers and sum groups in the same order.
@@ -55,6 +56,9 @@ def random_codes(
     groups = inputs // block_format.group_size
     codes = integers(0, 2**block_format.width, rows, inputs).byte()
     zeros = integers(0, 16, rows, groups).byte() if block_format.has_zeros else None
+    if block_format.has_output_factors:
+        scales = (floats(rows, groups) * 1000).to(block_format.scale_dtype)
+        return UnpackedRows(block_format, codes, scales, factors=floats(rows, 1, 1))
     if not block_format.block_size:
         scales = floats(rows, groups).to(block_format.scale_dtype)
         offsets = (

@@ -18,6 +18,7 @@ BLOCK_FORMATS = {
     "bytes, blocks": BlockFormat("Q6_K", 6, 16, zero=32, block_size=256),
     "bytes, blocks, offsets": BlockFormat("Q5_K", 5, 32, has_offsets=True, block_size=256),
 }
+NVFP4 = BlockFormat("NVFP4", 4, 16, table=E2M1_TWICE, scale_dtype=torch.float8_e4m3fn)
 INT8 = BlockFormat("W8A8", 8, 0, zero=128, scale_dtype=torch.float32)
 FP8 = BlockFormat("fp8", 8, 128, is_float8=True, scale_dtype=torch.float32)
 
@@ -35,6 +36,11 @@ def random_codes(block_format: BlockFormat, rows: int, inputs: int, seed: int = 
     groups = inputs // (block_format.group_size or inputs)
     codes = integers(0, 2**block_format.width, rows, inputs).byte()
     zeros = integers(0, 16, rows, groups).byte() if block_format.has_zeros else None
+    if block_format.has_output_factors:
+        scales = (floats(rows, groups) * 2 ** integers(-6, 14, rows, groups)).to(
+            block_format.scale_dtype
+        )
+        return UnpackedRows(block_format, codes, scales, factors=floats(rows, 1, 1))
     if not block_format.block_size:
         scales = floats(rows, groups).to(block_format.scale_dtype)
         offsets = (

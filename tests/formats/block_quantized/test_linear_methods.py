@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.formats.block_quantized_samples import BLOCK_FORMATS, INT8, random_codes
+from tests.formats.block_quantized_samples import BLOCK_FORMATS, INT8, NVFP4, random_codes
 
 from quire.formats.block_quantized import linear_methods
 from quire.formats.block_quantized.linear_methods import (
@@ -23,6 +23,7 @@ from quire.formats.weight_format import LinearMethod, LinearModule
 from quire.kernels.quantize import quantize_groups, quantize_int8
 
 CPU = torch.device("cpu")
+ALL = BLOCK_FORMATS | {"floats, a factor": NVFP4}
 
 
 def by_definition(codes: UnpackedRows, row: int, column: int) -> float:
@@ -33,14 +34,16 @@ def by_definition(codes: UnpackedRows, row: int, column: int) -> float:
     value = block_format.table[code] if block_format.table else code
     scale = float(codes.scales[row, group])
     offset = 0.0 if codes.offsets is None else float(codes.offsets[row, group])
-    if codes.factors is not None:
+    if block_format.has_output_factors:
+        scale *= float(codes.factors[row])
+    elif codes.factors is not None:
         of_scales, of_offsets = codes.factors[row, column // block_format.block_size].tolist()
         scale, offset = scale * of_scales, offset * of_offsets
     zero = block_format.zero if codes.zeros is None else int(codes.zeros[row, group])
     return scale * (value - zero) - offset
 
 
-@pytest.mark.parametrize("block_format", BLOCK_FORMATS.values(), ids=BLOCK_FORMATS)
+@pytest.mark.parametrize("block_format", ALL.values(), ids=ALL)
 def test_numbers_are_those_of_the_definition(block_format: BlockFormat) -> None:
     codes = random_codes(block_format, 5, 512)
     numbers = codes.numbers()
@@ -49,7 +52,7 @@ def test_numbers_are_those_of_the_definition(block_format: BlockFormat) -> None:
         assert numbers[row, column].item() == pytest.approx(wanted, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("block_format", BLOCK_FORMATS.values(), ids=BLOCK_FORMATS)
+@pytest.mark.parametrize("block_format", ALL.values(), ids=ALL)
 def test_rows_and_columns_are_those_of_the_numbers(block_format: BlockFormat) -> None:
     rows = random_codes(block_format, 9, 768)
     numbers = rows.numbers()
@@ -59,7 +62,7 @@ def test_rows_and_columns_are_those_of_the_numbers(block_format: BlockFormat) ->
     assert torch.equal(rows.columns(256, 512).numbers(), numbers[:, 256:512])
 
 
-@pytest.mark.parametrize("block_format", BLOCK_FORMATS.values(), ids=BLOCK_FORMATS)
+@pytest.mark.parametrize("block_format", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_product_is_near_that_of_the_numbers(block_format: BlockFormat, has_bias: bool) -> None:
     codes = random_codes(block_format, 48, 512)

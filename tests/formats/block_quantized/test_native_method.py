@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.formats.block_quantized_samples import BLOCK_FORMATS, FP8, INT8, random_codes
+from tests.formats.block_quantized_samples import BLOCK_FORMATS, FP8, INT8, NVFP4, random_codes
 from tests.models.checkpoints.quantized.writers import AWQ_ORDER, words
 from torch import nn
 
@@ -93,6 +93,22 @@ def test_multiplies_as_torch_does(kernels: NativeKernels, block_format: BlockFor
     assert table is not None
     wanted = torch.tensor([96, 0, 40])
     assert torch.equal(table.unpack(wanted), codes.numbers()[wanted])
+
+
+def test_nvfp4_becomes_fp8_of_the_same_numbers(kernels: NativeKernels) -> None:
+    codes, x = random_codes(NVFP4, 97, 336), _x(6, 336)
+    method = _method(kernels, NVFP4)
+    linear = _linear(method, codes, (64, 33))
+    table = method.tie(linear, torch.nn.Parameter(torch.empty(97, 336)))
+    assert table is not None
+    wanted = torch.tensor([96, 0, 40])
+    assert torch.equal(table.unpack(wanted), codes.numbers()[wanted])
+    expected = x.double() @ codes.numbers().double().T + torch.arange(97) * 0.1
+    found = method.apply(linear, x)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    alone = torch.cat([method.apply(linear, row[None]) for row in x])
+    assert torch.equal(alone, found)
+    assert method.num_bytes(96, 336, torch.bfloat16) == 96 * (336 + 4 * 21)
 
 
 @pytest.mark.parametrize("order", [None, AWQ_ORDER], ids=["GPTQ", "AWQ"])

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.formats.block_quantized_samples import BLOCK_FORMATS, INT8, random_codes
+from tests.formats.block_quantized_samples import BLOCK_FORMATS, INT8, NVFP4, random_codes
 
 from quire.formats.block_quantized import triton_kept
 from quire.formats.block_quantized.kept_weight import KeptWeight
@@ -79,6 +79,7 @@ def test_products_are_those_of_the_reference(block_format: BlockFormat) -> None:
         BlockFormat("Q3_K", 4, 16, zero=4, block_size=256),
         BlockFormat("GPTQ", 8, 64, has_zeros=True),
         BlockFormat("Q5_1", 5, 32, has_offsets=True),
+        NVFP4,
     ],
     ids=lambda block_format: block_format.name,
 )
@@ -138,6 +139,20 @@ def test_some_rows_meet_numbers_that_are_made_in_the_kernel(
     assert distance(method.apply(linear, x), wanted) < 4e-3
     # Fewer rows are rounded to int8.
     assert 1e-3 < distance(method.apply(linear, x[:, :8], torch.float32), wanted[:, :8]) < 2e-2
+
+
+def test_float_scales_with_factors_meet_numbers_and_experts() -> None:
+    """As NVFP4 has them: a step of some rows, experts, and the bytes in memory."""
+    codes = random_codes(NVFP4, 20, 336)
+    method = FAST.of(NVFP4)
+    linear = filled(method, codes, torch.bfloat16)
+    assert method is not None
+    x = numbers(9, 336).bfloat16()
+    wanted = x.double() @ codes.numbers().bfloat16().double().T
+    assert distance(method.apply(linear, x, torch.float32), wanted) < 1e-5
+    assert 1e-3 < distance(method.apply(linear, x[:8], torch.float32), wanted[:8]) < 2e-2
+    assert_grouped(NVFP4)
+    assert method.num_bytes(1, 4096, torch.bfloat16) / 512 == 4.625
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
@@ -228,7 +243,10 @@ def test_columns_in_another_order_meet_their_inputs() -> None:
 
 @pytest.mark.parametrize("name", ["flat, a zero", "bytes"])
 def test_experts_are_multiplied_at_once(name: str) -> None:
-    block_format = BLOCK_FORMATS[name]
+    assert_grouped(BLOCK_FORMATS[name])
+
+
+def assert_grouped(block_format: BlockFormat) -> None:
     method, reference = FAST.of(block_format), BlockQuantizedTorchMethod(block_format)
     assert method is not None and method.groups_experts
     layers = []

@@ -25,7 +25,7 @@ other in rising order, and each addition rounds once:
 If the codes' columns are in another order than the inputs, x is reordered first. Checkpoints with
 int8 weights, one scale for each output and int8 activations (W8A8) use `GivenInt8TorchMethod`, with
 one scale of x for each token. Codes that are floats of 8 bits (fp8) have native and Triton methods;
-x is not rounded for them.
+x is not rounded for them, and neither in native linears of NVFP4, which become such codes.
 
 Shapes: ... any leading dimensions, M rows of x, I input size, O output size, G groups, B blocks.
 """
@@ -87,8 +87,10 @@ class BlockQuantizedMethods:
             return None
         if block_format.is_int8:
             return GivenInt8TorchMethod()
-        is_served = block_format.block_size or (
-            block_format.group_size and block_format.group_size % CHUNK_INPUTS == 0
+        is_served = (
+            block_format.block_size
+            or block_format.has_output_factors
+            or (block_format.group_size and block_format.group_size % CHUNK_INPUTS == 0)
         )
         return BlockQuantizedTorchMethod(block_format) if is_served else None
 
@@ -109,15 +111,19 @@ class BlockQuantizedTorchMethod(KeptWeightMethod):
             return torch.empty(shape, dtype=dtype, device=device)
 
         offsets = torch.uint8 if in_blocks else block_format.scale_dtype
+        factors = None
+        if in_blocks:
+            blocks = num_inputs // block_format.block_size
+            factors = room(outputs, blocks, 2, dtype=torch.float16)
+        elif block_format.has_output_factors:
+            factors = room(outputs, 1, 1, dtype=torch.float32)
         return UnpackedRows(
             block_format,
             room(outputs, num_inputs, dtype=torch.uint8),
             room(outputs, groups, dtype=torch.int8 if in_blocks else block_format.scale_dtype),
             room(outputs, groups, dtype=torch.uint8) if block_format.has_zeros else None,
             room(outputs, groups, dtype=offsets) if block_format.has_offsets else None,
-            room(outputs, num_inputs // block_format.block_size, 2, dtype=torch.float16)
-            if in_blocks
-            else None,
+            factors,
         )
 
     def load_quantized(

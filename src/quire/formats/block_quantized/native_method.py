@@ -2,7 +2,8 @@
 
 `kernels.cpu.block_quantized` describes the layouts and packs weights. If the processor has fused
 multiply-adds, products are bit-identical to those defined by `linear_methods`. Called by
-`linear_methods`. Weights of fp8 are multiplied as `csrc/linear/linear_float8.h` says.
+`linear_methods`. Weights of fp8 are multiplied as `csrc/linear/linear_float8.h` says, and those of
+NVFP4 are widened to fp8 while they are loaded, without rounding.
 """
 
 import torch
@@ -40,6 +41,8 @@ def native_block_quantized_method(
         return GivenInt8Method(kernels)
     if block_format.is_float8:
         return Float8Method(kernels, block_format)
+    if block_format.has_output_factors:
+        return WidenedFloat4Method(kernels, block_format)
     form = _form_of(block_format)
     return NativeBlockQuantizedMethod(kernels, block_format, form) if form.has_kernels else None
 
@@ -173,6 +176,25 @@ class Float8Method(GivenMethod):
         codes, weights = rows.unpacked(), packed(linear)
         assert isinstance(weights, GivenLinear)
         weights.pack_float8(codes.codes, codes.scales, linear.part_start(index) + first_row)
+
+
+class WidenedFloat4Method(Float8Method):
+    """Keeps weights of NVFP4 as fp8 weights of equal values, in a block format with
+    `has_output_factors`: each entry of the table is a number of e4m3, and the scales of groups
+    become fp32."""
+
+    def __init__(self, kernels: NativeKernels, block_format: BlockFormat) -> None:
+        super().__init__(kernels, block_format)
+        values = torch.tensor(block_format.table, dtype=torch.float32)
+        self._float8_of = values.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def load_quantized(
+        self, linear: LinearModule, index: int, first_row: int, rows: BlockQuantizedRows
+    ) -> None:
+        given, weights = rows.unpacked(), packed(linear)
+        assert isinstance(weights, GivenLinear)
+        codes = self._float8_of[given.codes.int()]
+        weights.pack_float8(codes, given.float_scales(), linear.part_start(index) + first_row)
 
 
 def _unpacked(words: CodeWords) -> torch.Tensor:

@@ -30,6 +30,8 @@ _WHOLE_ROW_GROUP = 128
 """The group size for formats with one scale per row: a row is stored as groups with equal
 scales."""
 
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
 
 def triton_block_quantized_method(
     block_format: BlockFormat, linears: TritonLinears
@@ -51,17 +53,19 @@ def layout_of(block_format: BlockFormat) -> Any:
 
     group_size = block_format.group_size or _WHOLE_ROW_GROUP
     in_blocks = bool(block_format.block_size)
+    is_float4 = block_format.has_output_factors
     width = 4 if block_format.width <= 4 else 8
     # Levels of eight bits are stored minus their zero, and must then be from -128 to 127.
     is_signed = block_format.has_zeros or 2**block_format.width - 128 <= block_format.zero <= 128
     is_served = (
         block_format.width <= 8
-        and group_size in ((16, 32, 64, 128) if in_blocks else (32, 64, 128))
+        and group_size in ((16, 32, 64, 128) if in_blocks or is_float4 else (32, 64, 128))
         and block_format.block_size in (0, 256)
-        and (in_blocks or block_format.scale_dtype in (torch.float16, torch.bfloat16))
+        and (in_blocks or is_float4 or block_format.scale_dtype in _HALF_DTYPES)
         and (width == 4 or (block_format.table is None and is_signed))
         and not (block_format.table and (block_format.zero or block_format.has_zeros))
         and not (in_blocks and block_format.has_zeros)
+        and not (is_float4 and (in_blocks or block_format.has_zeros or block_format.has_offsets))
     )
     if not is_served:
         return None
@@ -74,7 +78,8 @@ def layout_of(block_format: BlockFormat) -> Any:
         has_zeros=block_format.has_zeros,
         has_offsets=block_format.has_offsets,
         has_bfloat=not in_blocks and block_format.scale_dtype == torch.bfloat16,
-        is_blocked=in_blocks,
+        is_blocked=in_blocks or is_float4,
+        has_float8=is_float4,
         ptx=None if is_interpreting() else ptx_of(block_format.table),
     )
 
@@ -97,6 +102,8 @@ def _packed(layout: Any, codes: UnpackedRows) -> tuple[torch.Tensor, torch.Tenso
                 " largest supported offset is 127"
             )
         offsets = offsets.view(torch.int8)
+    if block_format.has_output_factors:
+        scales = scales.view(torch.uint8)
     if not block_format.group_size:
         groups = -(-levels.shape[1] // layout.group_size)
         scales = scales.expand(-1, groups)

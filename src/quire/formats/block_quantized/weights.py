@@ -6,9 +6,10 @@ A weight w of output n and input k, where k is in the group g of inputs, is one 
     scale[n, g] * value(c[n, k]) - offset[n, g]
 
 where c is a non-negative code, and value(c) is c itself, the entry of a table with 16 entries, or
-the float of 8 bits (e4m3) that c encodes. Scales and offsets are either floats, or integers that
-are multiplied by factors, which the groups of a block share ("super-blocks" in llama.cpp's
-k-quants). Readers in `models.checkpoints` create these weights from files, and
+the float of 8 bits (e4m3) that c encodes. Scales and offsets are either floats, or small numbers
+that are multiplied by factors. These are integers with factors that the groups of a block share
+("super-blocks" in llama.cpp's k-quants), or e4m3 floats with a factor for each output (NVFP4).
+Readers in `models.checkpoints` create these weights from files, and
 `formats.block_quantized.linear_methods` multiplies them.
 
 Shapes: R rows (outputs), I inputs, G groups, B blocks.
@@ -87,6 +88,11 @@ class BlockFormat:
             return 0
         # Kernels take four inputs at a time if codes are floats of 8 bits.
         return self.block_size or self.group_size or (4 if self.is_float8 else 1)
+
+    @property
+    def has_output_factors(self) -> bool:
+        """Whether scales are e4m3 floats, multiplied by a factor for each output."""
+        return self.scale_dtype == torch.float8_e4m3fn
 
     @property
     def is_int8(self) -> bool:
@@ -208,7 +214,7 @@ class UnpackedRows(BlockQuantizedRows):
     offsets: torch.Tensor | None = None
 
     #: [R, B, 2] fp16: each block's factor of scales, then its factor of offsets, which is zero
-    #: without offsets. None if the block format has no blocks.
+    #: without offsets. [R, 1, 1] fp32 with `has_output_factors`. None without factors.
     factors: torch.Tensor | None = None
 
     @property

@@ -1,6 +1,7 @@
 """How products of block-quantized weights are launched."""
 
-from tests.formats.block_quantized_samples import BLOCK_FORMATS
+from tests.formats.block_quantized_samples import BLOCK_FORMATS as SAMPLES
+from tests.formats.block_quantized_samples import NVFP4
 from tests.kernels.triton.compiling import KernelSpec, early
 
 from quire.formats.block_quantized.triton_method import layout_of
@@ -16,6 +17,7 @@ from quire.kernels.triton.linear.grouped_block_quantized_matmul import (
 from quire.kernels.triton.linear.quantize_groups import quantize_groups_kernel
 from quire.kernels.triton.linear.widened_block_matmul import tile_of, widened_block_matmul_kernel
 
+BLOCK_FORMATS = SAMPLES | {"floats, a factor": NVFP4}
 GPUS = (80, 86, 89, 90, 100, 120)
 UNFUSED = {"enable_fp_fusion": False}
 
@@ -120,6 +122,7 @@ SPECS = [
     _quantize(32),
     _quantized("blocks, offsets", 16, 64, 3),
     _grouped("a table", 8),
+    _grouped("floats, a factor", 8),
     _rows("blocks, offsets", picked=True),
     _widened("blocks, offsets", 16, (80, 90)),
 ]

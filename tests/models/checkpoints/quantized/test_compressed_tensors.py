@@ -269,7 +269,6 @@ def test_files_of_2024_call_weights_frozen_and_scales_of_the_cache_those_of_outp
     ("path", "value", "message"),
     [
         (("format",), "marlin-24", "format is 'marlin-24', but quire reads only pack-quantized"),
-        (("format",), "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized'"),
         (("format",), None, "format is None"),
         (("quantization_status",), "calibration", "quantization_status is 'calibration'"),
         (("sparsity_config",), {"format": "sparse-24-bitmask"}, "format is 'sparse-24-bitmask'"),

@@ -20,7 +20,7 @@ from quire.models.registry import load_config
         ({"quantization_config": {"quant_method": "hqq"}}, "HQQ"),
         ({"quantization_config": {"quant_method": "torchao"}}, "torchao"),
         ({"quantization_config": {"quant_method": "bitnet"}}, "BitNet"),
-        ({"quantization_config": {"quant_method": "modelopt"}}, "NVIDIA ModelOpt"),
+        ({"quantization_config": {"quant_method": "quark"}}, "AMD Quark"),
         ({"quantization_config": {"quant_method": "exl2"}}, "EXL2"),
         ({"quantization_config": {"quant_method": "exl3"}}, "EXL3"),
         ({"quantization_config": {"quant_method": "x\ny"}}, r"'x\ny'"),

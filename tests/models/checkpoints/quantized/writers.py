@@ -100,6 +100,28 @@ def mxfp4_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks, (powers + 127).byte()
 
 
+def nvfp4(codes: str, factor: str, *, is_reciprocal: bool = False) -> Writer:
+    """codes, factor: the suffixes of their names. is_reciprocal: the stored factor divides."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        whole = weight.abs().max() / (448 * 6)
+        groups = weight.unflatten(-1, (-1, 16))
+        scales = (groups.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+        grown = (scales.float() * whole)[..., None]
+        found = ((groups / grown.clamp(min=1e-12))[..., None] - table).abs().argmin(-1)
+        numbers = (table[found] * grown).flatten(-2)
+        found = found.flatten(-2)
+        tensors = {
+            codes: (found[..., ::2] | found[..., 1::2] << 4).byte(),
+            "weight_scale": scales,
+            factor: (1 / whole).view(1) if is_reciprocal else whole,
+        }
+        return tensors, numbers
+
+    return write
+
+
 def side_by_side(num_inputs: int, size: int) -> torch.Tensor:
     return torch.arange(num_inputs) // size
 

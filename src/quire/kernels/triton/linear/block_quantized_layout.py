@@ -11,10 +11,11 @@ or offsets of several groups. Levels of width 8 are signed bytes. Levels of widt
 quarter t of a stretch (32 bytes), byte j has input 64 t + j in its low half and 64 t + 32 + j in
 its high half. Words, in this order:
 
-    scales   two floats in a word, or four int8 if there are blocks, of consecutive groups
+    scales   two floats in a word, or four bytes if there are factors, of consecutive groups
     zeros    four int8 in a word, if groups have them
     offsets  like scales, if groups have them
-    factors  of a block: the factor of scales in the low half, of offsets in the high half
+    factors  of a block: the factor of scales in the low half, of offsets in the high half; or the
+             fp32 factor of scales that are e4m3 floats
 
 Shapes: R rows (outputs), I inputs, G groups, W words. Called by `block_quantized_matmul.py`,
 `grouped_block_quantized_matmul.py`, `block_quantized_rows.py`.
@@ -75,8 +76,10 @@ class BlockQuantizedLayout:
     has_offsets: bool
     #: Whether the floats of groups are bf16; otherwise they are fp16.
     has_bfloat: bool
-    #: Whether scales and offsets are integers, multiplied by the factors of a block.
+    #: Whether scales and offsets are small numbers, multiplied by factors.
     is_blocked: bool
+    #: Whether these scales are e4m3 floats, with fp32 factors; otherwise they are integers.
+    has_float8: bool
     #: Instructions that unpack levels of width 4 (`ptx_of`). None means Triton's own operations,
     #: since the interpreter runs no PTX.
     ptx: str | None
@@ -151,15 +154,16 @@ class BlockQuantizedLayout:
         """Pack some rows -> levels [stretches, R, bytes] and words [stretches, W, R].
 
         `codes` are [R, I] uint8, or int8 for width 8. `scales` and `offsets` are [R, G] of the
-        layout's kind, `zeros` [R, G] int8, and `factors` [R, B, 2] fp16 for B blocks. Arguments
-        that the layout doesn't have are None.
+        layout's kind, `zeros` [R, G] int8, and `factors` [R, B, 2] fp16 for B blocks, or [R, 1, 1]
+        fp32. Arguments that the layout doesn't have are None.
         """
         stretches = num_stretches(codes.shape[1])
         words = [
             self._words(each, stretches) for each in (scales, zeros, offsets) if each is not None
         ]
         if factors is not None:
-            words.append(factors.contiguous().view(torch.int32).permute(1, 2, 0))
+            of_stretches = factors.contiguous().view(torch.int32).permute(1, 2, 0)
+            words.append(of_stretches.expand(stretches, -1, -1))
         return self._pack_levels(codes, stretches), torch.cat(words, dim=1)
 
     def _pack_levels(self, codes: torch.Tensor, stretches: int) -> torch.Tensor:
@@ -246,7 +250,33 @@ def byte_of(words, place):  # type: ignore[no-untyped-def]
     return (words >> (8 * place)).to(tl.int8)
 
 
+@triton.jit
+def float8_of(words, place):  # type: ignore[no-untyped-def]
+    """The positive e4m3 float at `place` (0 to 3) of each word, as fp32. GPUs before sm_89 have no
+    conversion: exponents are biased by 7 in e4m3 and by 127 in fp32, which the product corrects,
+    for subnormal numbers too."""
+    bits = ((words >> (8 * place)) & 0x7F) << 20
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def number_of(words, place, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale or offset at `place` of each word: int8 if there are blocks, otherwise fp32."""
-    return byte_of(words, place) if LAYOUT.is_blocked else float_of(words, place, LAYOUT)
+    """The scale or offset at `place` of each word: int8 or fp32 if it has a factor, otherwise
+    fp32."""
+    if LAYOUT.has_float8:
+        number = float8_of(words, place)
+    elif LAYOUT.is_blocked:
+        number = byte_of(words, place)
+    else:
+        number = float_of(words, place, LAYOUT)
+    return number
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def factor_of(words, place, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The factor of scales (place 0) or of offsets (1) in each word, as fp32."""
+    if LAYOUT.has_float8:
+        factor = words.to(tl.float32, bitcast=True)
+    else:
+        factor = float_of(words, place, LAYOUT)
+    return factor

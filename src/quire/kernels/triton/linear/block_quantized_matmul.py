@@ -38,6 +38,7 @@ from quire.kernels.triton.linear.block_quantized_layout import (
     BlockQuantizedLayout,
     BlockQuantizedWeight,
     byte_of,
+    factor_of,
     float_of,
     halves,
     num_stretches,
@@ -242,13 +243,13 @@ def group_numbers(  # type: ignore[no-untyped-def]
     if LAYOUT.has_offsets:
         if LAYOUT.is_blocked:
             offset = tl.load(words_ptrs + (LAYOUT.offsets_at + WORD) * num_outputs)
-            factors = float_of(words[LAYOUT.zeros_at], 1, LAYOUT)
+            factors = factor_of(words[LAYOUT.zeros_at], 1, LAYOUT)
             offset = byte_of(offset, place).to(tl.float32) * factors
         else:
             offset = float_of(words[LAYOUT.zeros_at + WORD], place, LAYOUT)
     number = number_of(scale, place, LAYOUT)
     if LAYOUT.is_blocked:
-        number = number.to(tl.float32) * float_of(words[LAYOUT.zeros_at], 0, LAYOUT)
+        number = number.to(tl.float32) * factor_of(words[LAYOUT.zeros_at], 0, LAYOUT)
     return number, zero, offset
 
 

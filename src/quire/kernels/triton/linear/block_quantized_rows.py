@@ -16,7 +16,7 @@ from quire.kernels.triton.linear.block_quantized_layout import (
     STRETCH,
     BlockQuantizedWeight,
     byte_of,
-    float_of,
+    factor_of,
     halves,
     number_of,
 )
@@ -132,6 +132,6 @@ def fp32_numbers(  # type: ignore[no-untyped-def]
         offset = number_of(offset, place, LAYOUT).to(tl.float32)
     if LAYOUT.is_blocked:
         factors = tl.load(words_ptrs + LAYOUT.factors_at * num_outputs)
-        scale *= float_of(factors, 0, LAYOUT)
-        offset *= float_of(factors, 1, LAYOUT)
+        scale *= factor_of(factors, 0, LAYOUT)
+        offset *= factor_of(factors, 1, LAYOUT)
     return scale[:, None], offset[:, None]

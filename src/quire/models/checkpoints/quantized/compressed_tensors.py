@@ -4,7 +4,9 @@
                        X.weight_shape [2]
     int-quantized      X.weight [O, I] int8
     float-quantized    X.weight [O, I] float8_e4m3fn
-    mxfp4-pack-...     X.weight_packed [O, I / 2] uint8
+    mxfp4-pack-...     X.weight_packed [O, I / 2] uint8, with scales of uint8
+    nvfp4-pack-...     X.weight_packed [O, I / 2] uint8, with scales of float8_e4m3fn, which are
+                       divided by X.weight_global_scale [1] fp32
     all                X.weight_scale: [O, G] per group, [O, 1] per output, [1] per tensor,
                        or one per block
     asymmetric         X.weight_zero_point [ceil(O * bits / 32), G] int32, packed along the outputs,
@@ -29,6 +31,7 @@ from quire.formats.block_quantized.weights import BlockFormat, UnpackedRows, unp
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.quantized.fp8 import Block, Fp8Weight, read_block
 from quire.models.checkpoints.quantized.mxfp4 import MXFP4Weight, powers_of_two
+from quire.models.checkpoints.quantized.nvfp4 import KEEPS_INPUTS, NVFP4Weight
 from quire.models.checkpoints.quantized.quantized_files import FoundWeights
 from quire.models.checkpoints.quantized.settings import ADVICE, SettingFields
 from quire.models.checkpoints.quantized.stored_weight import (
@@ -42,8 +45,9 @@ from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 NAME = "compressed-tensors"
 _FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-    *("mxfp4-pack-quantized", "mixed-precision"),
+    *("mxfp4-pack-quantized", "nvfp4-pack-quantized", "mixed-precision"),
 )
+_STRATEGIES = ("tensor", "channel", "group", "block")
 _PACKED_BITS = (4, 8)
 _OTHER_PARTS = (
     *("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale"),
@@ -123,7 +127,9 @@ class CompressedSettings:
         """(kind of the weights, whether they are 8-bit without groups), read from the settings."""
         kind: str = fields.one_of("type", ("int", "float"), "int")
         num_bits = fields.one_of("num_bits", (4, 8), 8)
-        strategy = fields.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
+        is_float4 = (kind, num_bits) == ("float", 4)
+        strategies = (*_STRATEGIES, "tensor_group") if is_float4 else _STRATEGIES
+        strategy = fields.one_of("strategy", strategies, "tensor")
         block = read_block(fields, "block_structure")
         if strategy == "block" and block is not None:
             self.blocks.append(block)
@@ -141,6 +147,8 @@ class CompressedSettings:
         fields.one_of("type", ("int", "float"), "int")
         self.rounds_inputs = self.rounds_inputs or kind == "int"
         strategy = fields.value("strategy")
+        if strategy == "tensor_group":
+            self.remarks.append(KEEPS_INPUTS)
         if kind == "int" and (bits, strategy, fields.value("dynamic")) != (8, "token", True):
             self.remarks.append(
                 "activations are rounded to int8 with a scale per token or per 32 inputs, computed"
@@ -171,7 +179,11 @@ def _weight(tensors: Tensors, part: str, settings: CompressedSettings) -> Stored
     """The quantized weight that a tensor belongs to; None if the tensor is not quantized."""
     dtype = tensors.files.stored_dtype(tensors.name(part))
     if part == "weight_packed":
-        return _MXFP4(tensors) if dtype == torch.uint8 else _PackedWords(tensors)
+        if dtype != torch.uint8:
+            return _PackedWords(tensors)
+        if tensors.has("weight_global_scale"):
+            return NVFP4Weight(tensors, part, "weight_global_scale", is_reciprocal=True)
+        return _MXFP4(tensors)
     if dtype == torch.float8_e4m3fn:
         return Fp8Weight(tensors, "weight_scale", settings.blocks)
     if dtype == torch.int8:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import UnsupportedModelError, shown
-from quire.models.checkpoints.quantized import awq, compressed_tensors, fp8, gptq, mxfp4
+from quire.models.checkpoints.quantized import awq, compressed_tensors, fp8, gptq, mxfp4, nvfp4
 from quire.models.checkpoints.quantized.quantized_files import FoundWeights, QuantizedFiles
 from quire.models.checkpoints.quantized.settings import ADVICE, Quantized, SettingFields
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
@@ -31,6 +31,7 @@ class _Method:
 
 
 _FP8 = _Method(fp8.NAME, fp8.Fp8Settings, fp8.find_weights)
+_MODELOPT = _Method(nvfp4.NAME, nvfp4.ModelOptSettings, nvfp4.find_weights)
 _METHODS = {
     "awq": _Method(awq.NAME, awq.AWQSettings, awq.find_weights),
     "compressed-tensors": _Method(
@@ -41,6 +42,8 @@ _METHODS = {
     "fbgemm_fp8": _FP8,
     "fp8": _FP8,
     "gptq": _Method(gptq.NAME, gptq.GPTQSettings, gptq.find_weights),
+    "modelopt": _MODELOPT,
+    "modelopt_fp4": _MODELOPT,
     "mxfp4": _Method(mxfp4.NAME, mxfp4.MXFP4Settings, mxfp4.find_weights),
 }
 _REFUSED = {
@@ -52,8 +55,6 @@ _REFUSED = {
     "exl3": "EXL3",
     "hqq": "HQQ",
     "marlin": "Marlin",
-    "modelopt": "NVIDIA ModelOpt",
-    "modelopt_fp4": "NVIDIA ModelOpt (NVFP4)",
     "quark": "AMD Quark",
     "torchao": "torchao",
     "vptq": "VPTQ",
