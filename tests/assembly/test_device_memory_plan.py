@@ -308,7 +308,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(
     with pytest.raises(InsufficientMemoryError, match=r"950\.0 MiB free of 1000\.0 MiB") as caught:
         check_weights_fit(weights * MIB, device, options, has_experts=False)
     assert said in str(caught.value) and unsaid not in str(caught.value)
-    assert "cpu_experts" not in str(caught.value)
+    assert "set cpu_layers='auto'" in str(caught.value)
 
 
 def test_experts_that_do_not_fit_are_advised_to_be_left_to_the_cpu() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.test_mixtures import GREEDY, PROMPTS, make_llm, save
 from tests.models.checkpoints.quantized.writers import mxfp4_blocks, set_settings
 
-from quire.assembly import host_experts
+from quire.assembly import host_part
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.kernels.routing import Routing
@@ -137,14 +137,14 @@ def test_what_is_not_served_is_refused_by_name(
 
 
 def test_experts_need_the_machines_memory(gpt_oss: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_experts, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(host_part, "available_memory_bytes", lambda: 1000)
     with pytest.raises(InsufficientMemoryError, match="the machine has 1000 B available"):
         make_llm(gpt_oss, kernels="torch", cpu_experts=1, dtype="float32")
 
 
 def test_auto_takes_the_fewest_layers_that_make_room() -> None:
     def chosen(room_bytes: int) -> int:
-        return host_experts.fewest_layers(100, [30, 20, 10], room_bytes)
+        return host_part.fewest_layers(100, [30, 20, 10], room_bytes)
 
     assert [chosen(room) for room in (100, 99, 90, 89, 70, 69, 40, 0)] == [0, 1, 1, 2, 2, 3, 3, 3]
 
@@ -160,7 +160,7 @@ def test_auto_leaves_room_for_the_cache_and_a_step() -> None:
         vocab_size = 1 << 17
 
     def room(**options: Any) -> int:
-        found: int = host_experts._room_bytes(EngineOptions(**options), Config(), Card())  # type: ignore[arg-type]
+        found: int = host_part._room_bytes(EngineOptions(**options), Config(), Card())  # type: ignore[arg-type]
         return found
 
     options = {"max_num_seqs": 64, "gpu_memory_utilization": 1.0}

@@ -123,12 +123,14 @@ def check_weights_fit(
     weight_bytes: int, memory: CudaMemory, options: EngineOptions, *, has_experts: bool
 ) -> None:
     """Raises InsufficientMemoryError if the weights, which are not loaded yet, will not fit.
-    `has_experts` says whether the model has experts, which the CPU may compute."""
+    `has_experts` says whether the model has experts, which the CPU may compute alone."""
     free = memory.free_bytes()
     if weight_bytes <= free:
         return
     others = memory.total_bytes - free - memory.held_bytes()
-    offload = " set cpu_experts='auto'," if has_experts and options.cpu_experts is None else ""
+    offload = ""
+    if options.host_part is None:
+        offload = f" set {'cpu_experts' if has_experts else 'cpu_layers'}='auto',"
     raise InsufficientMemoryError(
         f"the weights take {format_bytes(weight_bytes)}, but the GPU has {format_bytes(free)} free"
         f" of {format_bytes(memory.total_bytes)} ({format_bytes(others)} are held by others);"
@@ -312,7 +314,9 @@ def _remedies(
         yield f"lower max_num_batched_tokens to about {num_tokens}"
     if quantized := _quantize(measured.weights, missing, needs.quantization):
         yield quantized.strip(" ,")
-    if options.cpu_experts not in (None, ALL_LAYERS):
+    if options.cpu_layers is not None:
+        yield "leave more layers to the CPU (cpu_layers)"
+    elif options.cpu_experts not in (None, ALL_LAYERS):
         yield "leave the experts of more layers to the CPU (cpu_experts)"
     yield (
         f"free {format_bytes(missing)} on the GPU (a smaller model, fewer other programs, a"

@@ -18,6 +18,7 @@ from quire.attention.backends import select
 from quire.attention.interface import AttentionBackend
 from quire.attention.kv_format import KVFormat
 from quire.attention.kv_registry import AUTO, load_kv_format
+from quire.attention.split_layers import SplitAttention
 from quire.errors import ConfigurationError
 from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
 from quire.formats.format_registry import load_weight_format
@@ -26,10 +27,11 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.selection import select_kernels, set_torch_threads
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.kernels.options import ALL_LAYERS, FITTING_LAYERS
-from quire.layers.sharded import HostExperts, LinearMethods
+from quire.layers.sharded import HostPart, LinearMethods
 from quire.models.config import ModelConfig
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
+from quire.runtime.page_layout import HostLayers
 
 TRITON, TORCH = "triton", "torch"
 
@@ -72,13 +74,31 @@ class DeviceSetup:
 
     def new_backend(self) -> AttentionBackend:
         """A new attention backend, which is not bound to a KV cache yet."""
-        return select(
+        own = select(
             self.device.type,
             self.attention_backend or (TRITON if self.is_triton else None),
             self.kernels,
             kv_format=self.kv_format.name,
             batch_invariant=self.batch_invariant,
         )
+        host = self.methods.host
+        if host is None or host.has_experts_only:
+            return own
+        there = select(
+            "cpu",
+            None,
+            host.kernels,
+            kv_format=self.kv_format.name,
+            batch_invariant=self.batch_invariant,
+        )
+        return SplitAttention(own, there, host.num_layers)
+
+    def page_sides(self) -> tuple[type[AttentionBackend], HostLayers | None]:
+        """The backend whose pages are on the device, and the layers whose pages are on the host."""
+        backend = self.new_backend()
+        if not isinstance(backend, SplitAttention):
+            return type(backend), None
+        return type(backend.device), HostLayers(backend.num_host_layers, type(backend.host))
 
     def new_adapter_kernels(self, max_num_tokens: int, *, captures: bool) -> AdapterKernels:
         """New kernels for adapters, which are not attached to linears yet.
@@ -167,8 +187,8 @@ def choose_setup(
     if options.dtype == AUTO and kernels is None and device.type == "cpu":
         dtype = _computed_by_torch(dtype)
     set_torch_threads(kernels, num_threads)
-    if kernels is not None and options.cpu_experts is not None:
-        _refuse_cpu_experts(options.cpu_experts, "the CPU computes the whole model; leave it out")
+    if kernels is not None and options.host_part is not None:
+        _refuse_host_part(options, "the CPU computes the whole model; leave it out")
     linears = _triton_linears(options) if is_triton else None
     # Then check that the weight format suits the model, the dtype and the device.
     weight_format = load_weight_format(options.quantization)
@@ -200,7 +220,7 @@ def choose_setup(
             head=weight_format.head_method(kernels, linears),
             block_quantized=BlockQuantizedMethods(kernels, linears),
             groups_experts=is_triton,
-            host=_host_experts(options, config, device, dtype, num_threads),
+            host=_host_part(options, config, device, dtype, num_threads),
         ),
         attention_backend=options.attention_backend,
         batch_invariant=options.batch_invariant,
@@ -215,33 +235,34 @@ def dense_methods(setup: DeviceSetup) -> LinearMethods:
     return replace(setup.methods, method=dense, head=None, sharding=None, host=None)
 
 
-def _host_experts(
+def _host_part(
     options: EngineOptions,
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
     num_threads: int | None,
-) -> HostExperts | None:
-    """The experts that the CPU computes for `device`; None if the options name none. "auto" counts
-    as no layers until `host_experts` has chosen their number.
+) -> HostPart | None:
+    """The part of the model that the CPU computes for `device`; None if the options name none.
+    "auto" counts as no layers until `host_part` has chosen their number.
 
     Raises ConfigurationError.
     """
-    wanted = options.cpu_experts
-    if wanted is None:
+    # First, refuse what can't be computed by two devices.
+    if options.host_part is None:
         return None
-    if not config.num_experts_per_token:
-        _refuse_cpu_experts(wanted, "the model has no experts; leave it out")
+    _, wanted = options.host_part
+    has_experts_only = options.cpu_layers is None
+    if has_experts_only and not config.num_experts_per_token:
+        _refuse_host_part(options, "the model has no experts; leave it out")
     if wanted == FITTING_LAYERS and device.type == "cpu":
-        _refuse_cpu_experts(
-            wanted, "the device is 'cpu', whose memory is the machine's; leave it out"
-        )
+        _refuse_host_part(options, "the device is 'cpu', which has no memory of its own")
     if dtype is torch.float16:
-        _refuse_cpu_experts(
-            wanted,
+        _refuse_host_part(
+            options,
             "the dtype is float16, and the CPU's kernels compute bfloat16 and float32; set"
             " dtype='bfloat16'",
         )
+    # Then choose the CPU's kernels and methods.
     native = select_kernels(AUTO, num_threads, dtype, takes_fewer=options.num_threads is None)
     weight_format = load_weight_format(options.quantization)
     methods = LinearMethods(
@@ -249,13 +270,16 @@ def _host_experts(
         dense=load_weight_format(None).method(native),
         block_quantized=BlockQuantizedMethods(native),
     )
+    num_layers = wanted if isinstance(wanted, int) else 0
     if wanted == ALL_LAYERS:
-        return HostExperts(methods, native, config.num_layers)
-    return HostExperts(methods, native, wanted if isinstance(wanted, int) else 0)
+        num_layers = config.num_layers
+    return HostPart(methods, native, num_layers, has_experts_only)
 
 
-def _refuse_cpu_experts(wanted: int | str, reason: str) -> NoReturn:
-    raise ConfigurationError(f"cpu_experts is {wanted!r}, but {reason}")
+def _refuse_host_part(options: EngineOptions, reason: str) -> NoReturn:
+    assert options.host_part is not None
+    name, wanted = options.host_part
+    raise ConfigurationError(f"{name} is {wanted!r}, but {reason}")
 
 
 def _check_triton(options: EngineOptions, device: torch.device) -> None:

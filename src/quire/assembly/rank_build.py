@@ -4,6 +4,7 @@ Without tensor parallelism there is one rank, which has the whole model. All ran
 the same time and agree on sizes that depend on free memory. Called by `build`.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,8 +33,8 @@ from quire.assembly.format_checks.weight_format_check import (
     rounding_of,
 )
 from quire.assembly.format_checks.wide_inputs import split_wide_inputs
-from quire.assembly.host_experts import PlacedWeights, place_weights
 from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
+from quire.assembly.host_part import PlacedWeights, host_blocks, place_weights
 from quire.assembly.model_kind import DraftSource, tokenizer_folder
 from quire.assembly.reports.model_work import model_work
 from quire.assembly.tier_identity import PageIdentity, answer_digest
@@ -143,14 +144,17 @@ def build_rank(
     # First, check the checkpoint's sizes. Then plan pages; this takes long for many layers.
     placed = place_weights(options, folder, config, setup)
     setup = placed.setup
-    backend = setup.new_backend()
+    pages, host_layers = setup.page_sides()
+    if host_layers is not None:
+        _check_host_layers(options, draft, tower)
     layout = plan_layout(
         (*share.attention_specs, *draft_specs(draft)),
-        type(backend),
+        pages,
         options.block_size,
         setup.kv_format,
         recurrent_specs=share.recurrent_specs,
         typical_tokens=max(1, wanted_model_len(options, config) // 2),
+        host=host_layers,
     )
     # Then load the model and make the runner.
     is_named = options.tells_fingerprint or options.cache_dir is not None
@@ -185,6 +189,20 @@ def build_rank(
         binding,
         built.model_drafts,
     )
+
+
+def _check_host_layers(
+    options: EngineOptions, draft: DraftSource | None, tower: TowerSource | None
+) -> None:
+    """Raises ConfigurationError for what a model with layers on two devices doesn't serve."""
+    reason = None
+    if draft is not None:
+        reason = "a model drafts for it (speculation), which reads layers of one device"
+    elif tower is not None:
+        reason = "the model takes images, which are not served with layers on two devices; set"
+        reason += " language_model_only=True"
+    if reason is not None:
+        raise ConfigurationError(f"cpu_layers is {options.cpu_layers!r}, but {reason}")
 
 
 def _choose_setup(
@@ -388,7 +406,11 @@ class _Builder:
             encoding_bytes,
             self._most_step_tokens - options.max_num_batched_tokens,
         )
-        agree = {} if self.group is None else {"agree": self.group.least}
+        agree: dict[str, Callable[[int], int]] = {}
+        if self.group is not None:
+            agree["agree"] = self.group.least
+        elif self.layout.num_host_layers:
+            agree["agree"] = partial(min, host_blocks(self.layout))
         sized = plan_on_device(needs, memory, partial(self._runner, model, adapters), **agree)
         runner, work = sized.runner, self._work(model)
         runner.contents = step_contents

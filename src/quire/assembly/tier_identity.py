@@ -207,7 +207,8 @@ def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
         facts["library"] = _file_digest(setup.kernels.library.path)
     host = setup.methods.host
     if host is not None:
-        facts["host_experts"] = {"layers": host.num_layers, **_host_kernels(host.kernels)}
+        kind = "experts" if host.has_experts_only else "layers"
+        facts["host"] = {kind: host.num_layers, **_host_kernels(host.kernels)}
     if is_native:
         return facts
     facts["matmul_precision"] = torch.get_float32_matmul_precision()

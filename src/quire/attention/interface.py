@@ -151,6 +151,9 @@ class AttentionBatch:
     visible_ends: torch.Tensor | None = None
     #: `visible_ends` on the host.
     visible_ends_list: list[int] | None = None
+    #: The same step in the host's memory, if the tensors are on another device; None if they are in
+    #: the host's memory themselves.
+    host: "AttentionBatch | None" = None
     #: The plan of a captured mixed step: `plan` and `run` must read its words instead of the lists.
     #: None in other steps. Only backends with `serves_mixed_graphs` get it.
     mixed: MixedPlan | None = None

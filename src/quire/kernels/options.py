@@ -81,3 +81,31 @@ class KernelOptions(Options):
         " Steps are then launched without CUDA graphs. See docs/gpu.md.",
         flag=Flag(shown="none"),
     )
+    cpu_layers: int | str | None = option(
+        None,
+        LayerCount(),
+        group="computation",
+        help="layers, the last ones, that the CPU computes, with their KV cache, for models larger"
+        " than the GPU: a number or auto",
+        doc="for models larger than the GPU: this many layers, the last ones, and their part of the"
+        " KV cache stay in the machine's memory, and the CPU computes them with num_threads"
+        ' threads. "auto": as few as let the rest fit on the GPU. Steps are then launched without'
+        " CUDA graphs. See docs/gpu.md.",
+        flag=Flag(shown="none"),
+    )
+
+    @property
+    def host_part(self) -> tuple[str, int | str] | None:
+        """The option that leaves a part of the model to the CPU, and its value; None if neither is
+        given."""
+        if self.cpu_layers is not None:
+            return "cpu_layers", self.cpu_layers
+        return None if self.cpu_experts is None else ("cpu_experts", self.cpu_experts)
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.cpu_layers is not None and self.cpu_experts is not None:
+            raise ConfigurationError(
+                f"cpu_layers is {self.cpu_layers!r}, but cpu_experts is {self.cpu_experts!r}; give"
+                " one of them"
+            )

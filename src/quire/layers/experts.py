@@ -139,19 +139,26 @@ class Experts(nn.ModuleList):
             spec.gating,
         )
         self._alike: tuple[LinearMethod | None, bool] = (None, False)
-        #: Whether the CPU computes the experts, and another device the rest of the model.
-        self.is_on_host = False
+        #: Whether the CPU computes the experts, and another device the rest of the layer.
+        self.crosses = False
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the CPU computes the experts for a model on another device."""
+        first = self.linears.gate_up[0]
+        assert isinstance(first, Linear)
+        return first.is_on_host
 
     def place_on_host(self) -> None:
         """Let the CPU store and compute the experts, before their linears get methods."""
-        self.is_on_host = True
+        self.crosses = True
         for module in self.modules():
             if isinstance(module, Linear):
                 module.is_on_host = True
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, H] -> weighted sums of the experts' outputs [T, H]."""
-        if not self.is_on_host:
+        if not self.crosses:
             return self._mix(x, routing)
         link = DeviceLink(x.device)
         there, ids, weights = link.fetch(x, routing.ids, routing.weights)

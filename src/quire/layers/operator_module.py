@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from quire.formats.block_quantized.linear_methods import RecordedPartsMethod, packed_parts
@@ -22,6 +23,8 @@ class OperatorModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.operators: Operators = TORCH_OPERATORS
+        #: Whether the CPU computes the module for a model on another device.
+        self.is_on_host = False
 
 
 class NormReader(OperatorModule, ABC):
@@ -45,10 +48,26 @@ class RecurrentModule(nn.Module):
 
 
 def use_operators(model: nn.Module, operators: Operators) -> None:
-    """Replace the operators of all the model's modules. Linears keep their methods."""
+    """Replace the operators of all the model's modules on the model's device. Linears keep their
+    methods."""
     for module in model.modules():
-        if isinstance(module, OperatorModule):
+        if isinstance(module, OperatorModule) and not module.is_on_host:
             module.operators = operators
+
+
+def place_on_host(layer: nn.Module) -> None:
+    """Let the CPU store and compute a whole layer, before its linears get methods. Parameters keep
+    their values."""
+    cpu = torch.device("cpu")
+    for module in layer.modules():
+        if isinstance(module, Linear | OperatorModule):
+            module.is_on_host = True
+        for name, tensor in module._parameters.items():
+            if tensor is not None and not tensor.is_meta:
+                module._parameters[name] = nn.Parameter(tensor.to(cpu), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(cpu)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from quire.formats.weight_format import LinearMethod, LinearModule, Shape
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import RowTable
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.experts import Experts, SparseMLP
+from quire.layers.experts import SparseMLP
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 
 
@@ -110,20 +110,13 @@ class LinearMethods:
     #: Whether a layer's experts must be multiplied in one call, since steps can't wait for the
     #: device.
     groups_experts: bool = False
-    #: The experts that the CPU computes for a model on another device; None if it computes none.
-    host: "HostExperts | None" = None
+    #: The layers that the CPU computes for a model on another device; None if it computes none.
+    host: "HostPart | None" = None
 
     def with_host(self, num_layers: int) -> "LinearMethods":
-        """A copy in which the host computes the experts of `num_layers` layers instead."""
+        """A copy in which the host computes `num_layers` layers, or their experts, instead."""
         assert self.host is not None
         return replace(self, host=replace(self.host, num_layers=num_layers) if num_layers else None)
-
-    def place(self, model: nn.Module) -> None:
-        """Place the experts of `host` there. Must be called before methods are chosen."""
-        if self.host is not None:
-            layers = [each for each in model.modules() if isinstance(each, Experts)]
-            for experts in layers[max(0, len(layers) - self.host.num_layers) :]:
-                experts.place_on_host()
 
     def of(self, linear: Linear, block_formats: PartBlockFormats = ()) -> LinearMethod:
         """The method for this linear.
@@ -173,15 +166,19 @@ class LinearMethods:
 
 
 @dataclass(frozen=True, slots=True)
-class HostExperts:
-    """The experts that the CPU stores and computes, while another device computes the model."""
+class HostPart:
+    """The part of a model that the CPU stores and computes, while another device computes the
+    rest."""
 
     #: The methods of the CPU.
     methods: LinearMethods
     #: The kernels that they use; None if torch computes.
     kernels: NativeKernels | None
-    #: Number of layers, the last ones that have experts. More than there are means all.
+    #: Number of layers, the last ones. If only experts are computed, layers without any are not
+    #: counted, and more layers than there are means all.
     num_layers: int
+    #: Whether only the layers' experts are computed by the CPU.
+    has_experts_only: bool
 
 
 @dataclass(frozen=True, slots=True)

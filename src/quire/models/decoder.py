@@ -14,7 +14,9 @@ from torch import nn
 
 from quire.attention.interface import AttentionCall
 from quire.errors import UnsupportedModelError
+from quire.kernels.operators import TORCH_OPERATORS
 from quire.kernels.rotary import Angles
+from quire.kernels.transfers import DeviceLink
 from quire.layers.attention import Attention, AttentionBias
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
 from quire.layers.encoder import FeedForward
@@ -22,6 +24,7 @@ from quire.layers.experts import SparseMLP
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.operator_module import place_on_host
 from quire.layers.position_scale import GrowthFactors
 from quire.layers.residual import ResidualStream
 from quire.layers.rotary import AxisRotations, RopeLimits, RotaryEmbedding
@@ -187,13 +190,52 @@ class HeadlessDecoder(TextModel):
         stream = ResidualStream(start, self.operators)
         kept = self.kept_inputs
         for index, layer in enumerate(self.model.layers):
+            if index == len(self.model.layers) - self.num_host_layers:
+                stream, angles = self._on_host(stream, angles)
             if kept is not None and index in kept.layers:
                 place = kept.layers.index(index) * self.hidden_size
                 self.operators.keep(stream.read(), kept.rows, place)
             layer(stream, angles[index], attention)
             if input_embeds is not None and index < self.num_embed_parts - 1:
                 stream.add_rows(*input_embeds, (index + 1) * self.hidden_size)
+        if self.num_host_layers:
+            hidden = DeviceLink(positions.device).send(stream.read())
+            stream = ResidualStream(hidden, self.operators)
         return stream.normed(self.model.norm)
+
+    def _on_host(
+        self, stream: ResidualStream, angles: list[Angles | None]
+    ) -> tuple[ResidualStream, list[Angles | None]]:
+        """The residual stream and the angles of the host's layers, in the host's memory."""
+        total = stream.read()
+        link = DeviceLink(total.device)
+        kept = {id(each): each for each in angles[-self.num_host_layers :] if each is not None}
+        tables = [each.table.index_select(0, each.positions) for each in kept.values()]
+        growth = [each.growth for each in kept.values() if each.growth is not None]
+        there, *fetched = link.fetch(total, *tables, *growth)
+        moved: dict[int, Angles] = {}
+        places = torch.arange(len(there))
+        for at, (key, each) in enumerate(kept.items()):
+            moved[key] = Angles(fetched[at], places, each.dtype)
+            if growth:  # all rotations have factors, or no rotation has any
+                moved[key].growth = fetched[len(tables) + at]
+        there = there.clone() if there is total else there
+        return ResidualStream(there, TORCH_OPERATORS), [
+            None if each is None else moved.get(id(each), each) for each in angles
+        ]
+
+    def place_on_host(self, num_layers: int) -> None:
+        if type(self).forward is not HeadlessDecoder.forward or self.recurrent_specs:
+            super().place_on_host(num_layers)
+        layers = self.model.layers
+        if num_layers >= len(layers):
+            raise UnsupportedModelError(
+                f"cpu_layers is {num_layers}, but the model has {len(layers)} layers, of which at"
+                " least one stays on the device; lower it, or set device='cpu'"
+            )
+        self.num_host_layers = num_layers
+        for layer in layers[len(layers) - num_layers :]:
+            place_on_host(layer)
 
     def keep_inputs(self, layers: tuple[int, ...], max_num_tokens: int) -> None:
         if type(self).forward is not HeadlessDecoder.forward:  # it keeps nothing

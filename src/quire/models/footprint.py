@@ -59,8 +59,8 @@ class WeightReads:
 
 
 def weight_reads(model: nn.Module, dtype: torch.dtype) -> WeightReads:
-    """Count the weight reads of `model`, a loaded model or a blueprint, at this dtype. Experts that
-    the host computes for another device are left out."""
+    """Count the weight reads of `model`, a loaded model or a blueprint, at this dtype. What
+    the host computes for another device is left out."""
     experts: dict[float, tuple[int, int]] = {}
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -76,7 +76,8 @@ def weight_reads(model: nn.Module, dtype: torch.dtype) -> WeightReads:
     others = [module for module in model.modules() if module not in inside]
     heads = [module for module in others if isinstance(module, LMHead)]
     tables = [module for module in others if isinstance(module, VocabEmbedding | PositionEmbedding)]
-    layers = [module for module in others if module not in {*heads, *tables}]
+    apart = {*heads, *tables, *(each for each in others if getattr(each, "is_on_host", False))}
+    layers = [module for module in others if module not in apart]
     return WeightReads(
         layer_bytes=sum(module_bytes(each, dtype) for each in layers),
         layer_weights=sum(map(_num_multiplied, layers)),

@@ -66,6 +66,8 @@ class TextModel(OperatorModule, ABC):
     content_token_id: int | None = None
     #: Rotates tokens with positions on three axes; None if all positions have one axis.
     axis_rotations: AxisRotations | None = None
+    #: Number of layers, the last ones, that the CPU computes for a model on another device.
+    num_host_layers: int = 0
 
     @abstractmethod
     def __init__(
@@ -123,6 +125,15 @@ class TextModel(OperatorModule, ABC):
                 f"{type(self).__name__} computes no images whose features are added to several"
                 " layers or whose positions have several axes; set language_model_only=True"
             )
+
+    def place_on_host(self, num_layers: int) -> None:
+        """Let the CPU compute the last layers. The first layers and the head stay on the device.
+
+        Called before linears get methods. Raises UnsupportedModelError if the model can't.
+        """
+        raise UnsupportedModelError(
+            f"{type(self).__name__} can't have its layers on two devices; leave out cpu_layers"
+        )
 
     def use_states(self, recurrence: StateBackend) -> None:
         """Set the backend of all recurrent layers' states, before the first step."""

@@ -241,7 +241,7 @@ class ComputeOptions(Options):
         group="computation",
         help="plan a step while the previous one runs",
         doc="plan a step while the previous one runs; None: on a GPU only, and not with"
-        " cpu_experts. On the CPU steps then"
+        " cpu_experts or cpu_layers. On the CPU steps then"
         " run on a thread of their own, but with tiers, adapters, images or several ranks they"
         " don't overlap.",
         flag=Flag(shown="yes on a GPU, no on a CPU"),
@@ -346,17 +346,30 @@ class EngineOptions(
                 f"enable_lora is set, but tensor_parallel_size is {self.tensor_parallel_size}:"
                 " adapters are not served over several ranks in this version; leave one of them out"
             )
-        if self.cpu_experts is not None and self.tensor_parallel_size > 1:
-            raise ConfigurationError(
-                f"cpu_experts is {self.cpu_experts!r}, but tensor_parallel_size is"
-                f" {self.tensor_parallel_size}: experts are left to the CPU by engines of one rank"
-                " in this version; leave one of them out"
-            )
+        self._check_host_part()
         if self.host_cache_size is not None and self.tensor_parallel_size > 1:
             raise ConfigurationError(
                 f"host_cache_size is {self.host_cache_size}, but tensor_parallel_size is"
                 f" {self.tensor_parallel_size}: a tier in the host's memory is not served for"
                 " several ranks in this version; leave one of them out"
+            )
+
+    def _check_host_part(self) -> None:
+        """Raises ConfigurationError for options that a part of the model on the CPU excludes."""
+        if self.host_part is None:
+            return
+        name, value = self.host_part
+        excluded = []
+        if self.tensor_parallel_size > 1:
+            excluded.append(f"tensor_parallel_size is {self.tensor_parallel_size}")
+        if self.cpu_layers is not None:
+            excluded += [f"{tier} is {given}" for tier, given in self.given_tiers.items()]
+            if self.enable_lora:
+                excluded.append("enable_lora is set")
+        if excluded:
+            raise ConfigurationError(
+                f"{name} is {value!r}, but {excluded[0]}, which is not served with a model on two"
+                " devices in this version; leave one of them out"
             )
 
     @classmethod

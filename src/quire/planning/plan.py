@@ -308,6 +308,7 @@ class Planner:
             "batch_invariant": options.batch_invariant,
             "enforce_eager": options.enforce_eager,
             "cpu_experts": options.cpu_experts,
+            "cpu_layers": options.cpu_layers,
             "version": __version__,
         }
 
@@ -351,7 +352,7 @@ def _overlaps(options: EngineOptions, fit: MemoryFit) -> bool:
     if fit.device_type == "cpu":
         return may_overlap_on_cpu(options)
     if options.async_scheduling is None:
-        return options.cpu_experts is None
+        return options.host_part is None
     return options.async_scheduling
 
 

@@ -403,7 +403,7 @@ class DeviceRows:
         if host.visible_ends is not None:
             attention.visible_ends = self._link.upload(host.visible_ends.numpy())
             attention.visible_ends_list = host.visible_ends_list
-        attention.mixed = place.plan(variant)
+        attention.mixed, attention.host = place.plan(variant), host
         states = state_batch(attention, self._state_tables)
         if drafts is not None and self._state_tables:
             states.num_drafts_list = step.states.num_drafts_list

@@ -4,6 +4,8 @@
 
         block i | layer 0 of its group | layer 1 | ... | unused |
 
+    host      the same for the layers that the CPU computes for another device, if there are any
+
 A page belongs to the KV group that currently holds its block id. All groups share the storage, and
 each divides a page among its own layers (`page_layout.py`). The attention backend defines the
 layout within the bytes of a layer.
@@ -24,7 +26,7 @@ from quire.runtime.page_layout import KVCacheLayout
 
 
 class KVCache:
-    """The storage of one device, and the copies within it."""
+    """The storage of one device, and of its layers on the host, and the copies within them."""
 
     def __init__(self, layout: KVCacheLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
@@ -37,6 +39,10 @@ class KVCache:
                 self.storage = allocate(num_blocks * layout.bytes_per_block).view(shape)
             else:
                 self.storage = torch.empty(shape, dtype=torch.uint8, device=device)
+            self._host = self.storage[:, :0]
+            if layout.num_host_layers:
+                host_shape = (num_blocks, layout.host_bytes_per_block)
+                self._host = allocate(num_blocks * layout.host_bytes_per_block).view(host_shape)
         except (RuntimeError, OSError) as error:
             raise InsufficientMemoryError(
                 f"{num_blocks} KV blocks of {layout.bytes_per_block} bytes"
@@ -56,6 +62,8 @@ class KVCache:
         """Return the memory to the system. The blocks lose their content; views stay valid."""
         if self._first_touch is not None:
             self._first_touch.stop()
+        if self.layout.num_host_layers:
+            release_pages(self._host)
         if self.storage.device.type == "cpu":
             release_pages(self.storage)
         else:
@@ -82,12 +90,15 @@ class KVCache:
         return True
 
     def layers(self) -> tuple[LayerKV, ...]:
-        """Each layer's view into the storage, for `AttentionBackend.bind`."""
+        """Each layer's view into the storage of its side, for `AttentionBackend.bind`."""
+        layout = self.layout
+        num_own = len(layout.formats) - layout.num_host_layers
         return tuple(
-            LayerKV(self.storage[:, first : first + form.bytes_per_layer], group, form)
-            for (group, first), form in zip(
-                self.layout.layer_places, self.layout.formats, strict=True
+            LayerKV(storage[:, first : first + form.bytes_per_layer], group, form)
+            for layer, ((group, first), form) in enumerate(
+                zip(layout.layer_places, layout.formats, strict=True)
             )
+            for storage in [self.storage if layer < num_own else self._host]
         )
 
     def states(self) -> tuple[LayerStates, ...]:
@@ -105,6 +116,8 @@ class KVCache:
         if copies:
             copy = copy_at_once if self.storage.device.type == "cuda" else copy_in_turn
             copy(self.storage, copies)
+            if self.layout.num_host_layers:
+                copy_in_turn(self._host, copies)
 
 
 def copy_in_turn(storage: torch.Tensor, copies: Sequence[BlockCopy]) -> None:

@@ -55,7 +55,7 @@ class KVCacheLayout:
 
     #: Groups of tokens come first, then groups of states; see ORDER.
     groups: tuple[KVGroup, ...]
-    #: The number of bytes of a page, the same for all groups.
+    #: The number of bytes of a page on the device, the same for all groups.
     bytes_per_block: int
     #: For each attention layer, its group and its first byte in the page.
     layer_places: tuple[tuple[int, int], ...]
@@ -63,6 +63,10 @@ class KVCacheLayout:
     formats: tuple[KVPageFormat, ...]
     #: For each recurrent layer, the place of its units.
     state_places: tuple[StatePlace, ...] = ()
+    #: Number of attention layers, the last ones, whose pages are in the host's memory.
+    num_host_layers: int = 0
+    #: Bytes of a block in the host's memory; `bytes_per_block` are those on the device.
+    host_bytes_per_block: int = 0
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
@@ -83,6 +87,15 @@ class KVCacheLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class HostLayers:
+    """The last attention layers of a model, whose pages are in the host's memory."""
+
+    num_layers: int
+    #: The backend that computes their attention.
+    backend: type[AttentionBackend]
+
+
+@dataclass(frozen=True, slots=True)
 class PageNeeds:
     """The bytes that layers need, from which a layout is planned."""
 
@@ -100,14 +113,22 @@ def plan_layout(
     *,
     recurrent_specs: Sequence[RecurrentSpec] = (),
     typical_tokens: int = 4096,
+    host: HostLayers | None = None,
 ) -> KVCacheLayout:
     """Form KV groups of layers with the same growth rule, and choose the page size.
 
-    The choice minimises unused memory for sequences of about `typical_tokens` tokens.
-    Raises ConfigurationError for layers that the backend can't serve.
+    The choice minimises unused memory for sequences of about `typical_tokens` tokens. `host` are
+    the layers whose pages are in the host's memory; None if all are on the device. Raises
+    ConfigurationError for layers that the backend can't serve.
     """
     # First, collect the bytes that each layer needs.
-    formats = tuple(backend.page_format(spec, block_size, kv_format) for spec in specs)
+    num_own = len(specs) - (0 if host is None else host.num_layers)
+    formats = tuple(
+        (backend if host is None or layer < num_own else host.backend).page_format(
+            spec, block_size, kv_format
+        )
+        for layer, spec in enumerate(specs)
+    )
     layers: dict[tuple[KVKind, int | None], dict[int, int]] = {}
     for layer, spec in enumerate(specs):
         layers.setdefault(_rule(spec), {})[layer] = formats[layer].bytes_per_layer
@@ -118,24 +139,32 @@ def plan_layout(
     needs = PageNeeds(dict(ordered), states)
     # Then form the groups and choose the page size.
     groups = plan_groups(needs, block_size, typical_tokens)
-    # Last, place the layers of each group one after the other in its page.
+    # Last, place the layers of each group one after the other in its page on their side.
+    own_bytes = host_bytes = 0
     layer_places: dict[int, tuple[int, int]] = {}
     state_places: dict[int, StatePlace] = {}
     for index, group in enumerate(groups):
         if group.kind is KVKind.STATE:
             state_places |= _places_of_state(index, group, needs)
             continue
-        first = 0
+        firsts = {True: 0, False: 0}
         for layer in group.layers:
-            layer_places[layer] = (index, first)
-            first += formats[layer].bytes_per_layer
+            layer_places[layer] = (index, firsts[layer < num_own])
+            firsts[layer < num_own] += formats[layer].bytes_per_layer
+        own_bytes, host_bytes = max(own_bytes, firsts[True]), max(host_bytes, firsts[False])
     return KVCacheLayout(
         groups,
-        groups[0].bytes_per_block,
+        groups[0].bytes_per_block if host is None else _aligned(own_bytes),
         tuple(layer_places[layer] for layer in range(len(specs))),
         formats,
         tuple(state_places[layer] for layer in range(len(recurrent_specs))),
+        0 if host is None else host.num_layers,
+        _aligned(host_bytes),
     )
+
+
+def _aligned(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % PAGE_ALIGNMENT_BYTES
 
 
 def _rule(spec: AttentionSpec) -> tuple[KVKind, int | None]:
@@ -214,7 +243,7 @@ def _page_sizes(needs: PageNeeds) -> set[int]:
         )
     for unit_bytes in needs.states:
         found |= {size + -size % unit_bytes for size in found}
-    aligned = {size + -size % PAGE_ALIGNMENT_BYTES for size in found}
+    aligned = set(map(_aligned, found))
     return {size for size in aligned if size >= max(least)}
 
 

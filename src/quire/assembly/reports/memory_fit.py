@@ -7,8 +7,8 @@ Called by `planning`.
 from dataclasses import dataclass
 
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup, device_name
-from quire.assembly.host_experts import place_weights
 from quire.assembly.host_memory_plan import plan_memory, wanted_model_len
+from quire.assembly.host_part import place_weights
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.assembly.rank_build import choose_part_of_host
 from quire.assembly.vision_build import plan_vision
@@ -78,8 +78,9 @@ def fit_memory(options: EngineOptions, kind: ModelKind) -> MemoryFit:
         binding = choose_part_of_host(options, device)
     num_threads = options.num_threads if binding is None else binding.num_threads
     setup = choose_setup(options, config, device, num_threads)
-    layout = _layout(options, kind, setup)
     placed = place_weights(options, kind.folder, config, setup)
+    setup = placed.setup
+    layout = _layout(options, kind, setup)
     if setup.device.type != "cpu":
         return _on_device(options, kind, setup, layout, placed.device_bytes)
     num_bytes = placed.device_bytes + placed.host_bytes
@@ -112,13 +113,15 @@ def _on_device(
 
 
 def _layout(options: EngineOptions, kind: ModelKind, setup: DeviceSetup) -> KVCacheLayout:
+    pages, host_layers = setup.page_sides()
     return plan_layout(
         kind.config.attention_specs,
-        type(setup.new_backend()),
+        pages,
         options.block_size,
         setup.kv_format,
         recurrent_specs=kind.config.recurrent_specs,
         typical_tokens=max(1, wanted_model_len(options, kind.config) // 2),
+        host=host_layers,
     )
 
 

@@ -27,12 +27,13 @@ STATE_BYTES = 4
 
 def model_work(model: TextModel, dtype: torch.dtype, layout: KVCacheLayout) -> StepWork:
     """The work of a loaded model of this dtype. `layout` describes this rank's pages; the layers
-    of a model that drafts, which follow the model's own, are left out."""
+    of a model that drafts, which follow the model's own, and what the host computes for another
+    device are left out."""
     reads = weight_reads(model, dtype)
     kv_bytes: dict[int | None, int] = defaultdict(int)
     pair_operations: dict[int | None, int] = defaultdict(int)
-    formats = layout.formats[: len(model.attention_specs)]
-    for spec, form in zip(model.attention_specs, formats, strict=True):
+    specs = model.attention_specs[: len(model.attention_specs) - model.num_host_layers]
+    for spec, form in zip(specs, layout.formats[: len(specs)], strict=True):
         kv_bytes[spec.window] += form.bytes_per_layer // form.block_size
         pair_operations[spec.window] += _pair_operations(spec)
     state_bytes = sum(spec.num_units * spec.unit_bytes for spec in model.recurrent_specs)

@@ -14,8 +14,8 @@ from torch import nn
 
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.format_checks.compensated_rounding import compensate_rounding
-from quire.assembly.host_experts import place_weights
 from quire.assembly.host_memory_plan import wanted_model_len
+from quire.assembly.host_part import place_weights
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.attention.backends import default_backends, is_read
 from quire.attention.kv_registry import AUTO, load_kv_format

@@ -120,7 +120,7 @@ def load_model(
         share = split_config(config, sharding.group.rank, sharding.group.size)
     with nullcontext() if methods is None else without_weights():
         model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
-    stored.place(model)
+    _place_on_host(model, stored)
     # Choose a method for each linear by the block format of its weights, and allocate the weights.
     block_formats = _block_formats(whole, config, entry, checkpoint, stored)
     block_formats.log_dequantized(folder, dtype)
@@ -468,6 +468,20 @@ def _ends_differ(checkpoint: CheckpointSource, entry: ModelEntry) -> bool:
     return both and not checkpoint.equal(entry.embedding, entry.head)
 
 
+def _place_on_host(model: TextModel, methods: LinearMethods) -> None:
+    """Mark the part of the model that the CPU computes for another device, before methods are
+    chosen. Raises UnsupportedModelError if the model's layers can't be on two devices."""
+    host = methods.host
+    if host is None:
+        return
+    if not host.has_experts_only:
+        model.place_on_host(host.num_layers)
+        return
+    layers = [each for each in model.modules() if isinstance(each, Experts)]
+    for experts in layers[max(0, len(layers) - host.num_layers) :]:
+        experts.place_on_host()
+
+
 def tensor_shapes(whole: TextModel, entry: ModelEntry) -> dict[str, tuple[int, ...]]:
     """The shapes of all tensors of the blueprint `whole`, by their names in the checkpoint."""
     slots = checkpoint_slots(whole, entry.checkpoint_parts)
@@ -478,7 +492,7 @@ def blueprint(config: ModelConfig, entry: ModelEntry, methods: LinearMethods) ->
     """The model on the meta device, to compute sizes. Its embedding and head are not tied."""
     untied = dataclasses.replace(config, tie_word_embeddings=False)
     model = entry.model(untied, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
-    methods.place(model)
+    _place_on_host(model, methods)
     for module in model.modules():
         if isinstance(module, Linear):
             module.method = methods.stored_by(module)

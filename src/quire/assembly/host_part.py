@@ -1,8 +1,9 @@
-"""Chooses the layers whose experts the CPU computes for a model on a GPU.
+"""Chooses the layers or experts that the CPU computes for a model on a GPU.
 
-    cpu_experts=N       the last N layers that have experts
-    cpu_experts="all"   all of them
-    cpu_experts="auto"  as few as let the rest of the model fit on the GPU
+    cpu_layers=N         the last N layers, with their part of the KV cache
+    cpu_experts=N        the experts of the last N layers that have any
+    cpu_experts="all"    the experts of all layers
+    "auto"               as few of either as let the rest of the model fit on the GPU
 
 "auto" is chosen before the weights are loaded, from their sizes and from the GPU's free memory, of
 which shares are reserved for the KV cache and for the largest step. `device_memory_plan` then
@@ -13,19 +14,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import nn
+
 from quire.assembly.device_memory_plan import DEFAULT_UTILIZATION
 from quire.assembly.device_setup import DeviceSetup
 from quire.core.memory.memory_report import format_bytes
 from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.kernels.options import FITTING_LAYERS
 from quire.layers.experts import Experts
+from quire.layers.linear import Linear
 from quire.models.checkpoints.loader import module_bytes, served_blueprint, stored_bytes
 from quire.models.config import ModelConfig
+from quire.models.decoder import HeadlessDecoder
 from quire.models.interface import TextModel
 from quire.observability.log import get_logger
 from quire.observability.machine_memory import available_memory_bytes
 from quire.options.engine_options import EngineOptions
 from quire.runtime.device_memory import CudaMemory
+from quire.runtime.page_layout import KVCacheLayout
 
 KV_SHARE = 1 / 4
 """The share of the GPU's memory that "auto" leaves for the KV cache if no option gives its size."""
@@ -35,6 +41,9 @@ STEP_SHARE = 1 / 16
 
 LOGITS_COPIES = 3
 """Tensors of the logits' size in fp32 that exist at once while tokens are chosen."""
+
+HOST_KV_SHARE = 0.9
+"""The share of the machine's free memory that the KV cache of layers on the CPU may take."""
 
 logger = get_logger(__name__)
 
@@ -47,54 +56,60 @@ class PlacedWeights:
     setup: DeviceSetup
     #: Bytes of weights on the device.
     device_bytes: int
-    #: Number of layers whose experts the CPU computes for another device.
+    #: Number of layers that the CPU computes for another device, wholly or their experts.
     num_host_layers: int = 0
-    #: Bytes of these experts, in the machine's memory.
+    #: Bytes of their weights in the machine's memory.
     host_bytes: int = 0
 
     def facts(self) -> dict[str, int]:
-        """The facts about experts on the host; empty if there are none."""
-        if not self.num_host_layers:
+        """The facts about the part on the host; empty if there is none."""
+        host = self.setup.methods.host
+        if host is None:
             return {}
-        return {"cpu_experts": self.num_host_layers, "host_weight_bytes": self.host_bytes}
+        name = "cpu_experts" if host.has_experts_only else "cpu_layers"
+        return {name: self.num_host_layers, "host_weight_bytes": self.host_bytes}
 
 
 def place_weights(
     options: EngineOptions, folder: Path, config: ModelConfig, setup: DeviceSetup
 ) -> PlacedWeights:
-    """Choose the layers whose experts stay on the host, and count the bytes of all weights.
+    """Choose the part of the model that the CPU computes, and count the bytes of all weights.
 
     Raises ConfigurationError for more layers than have experts, InsufficientMemoryError if the
     machine's memory is too small, and the errors of `served_blueprint`.
     """
     # First, choose the layers if the option says "auto".
     methods = setup.methods
-    if methods.host is not None and options.cpu_experts == FITTING_LAYERS:
+    _, wanted = options.host_part or ("", None)
+    if methods.host is not None and wanted == FITTING_LAYERS:
         whole = served_blueprint(folder, config, replace(methods, host=None))
         room = _room_bytes(options, config, CudaMemory(setup.device))
-        sizes = [_bytes_of(experts, setup) for experts in _experts_of(whole)]
+        parts = _parts_of(whole, methods.host.has_experts_only)
+        sizes = [_bytes_of(part, setup) for part in parts]
         num_layers = fewest_layers(stored_bytes(whole, config, setup.dtype), sizes, room)
         methods = methods.with_host(num_layers)
         setup = replace(setup, methods=methods)
     whole = served_blueprint(folder, config, methods)
     num_bytes = stored_bytes(whole, config, setup.dtype)
-    if methods.host is None:
+    host = methods.host
+    if host is None:
         return PlacedWeights(setup, num_bytes)
     # Then check the number of layers, and the machine's memory.
-    layers = _experts_of(whole)
-    placed = [experts for experts in layers if experts.is_on_host]
-    is_number = isinstance(options.cpu_experts, int)
-    if not layers or (is_number and methods.host.num_layers > len(layers)):
+    layers = _parts_of(whole, host.has_experts_only)
+    placed = [part for part in layers if _is_on_host(part)]
+    is_number = isinstance(wanted, int)
+    if not layers or (is_number and host.num_layers > len(layers)):
         raise ConfigurationError(
-            f"cpu_experts is {options.cpu_experts!r}, but {len(layers)} layers of the model have"
-            " experts that quire can leave to the CPU; lower it, or leave it out"
+            f"cpu_experts is {wanted!r}, but {len(layers)} layers of the model have experts that"
+            " quire can leave to the CPU; lower it, or leave it out"
         )
     setup = replace(setup, methods=methods.with_host(len(placed)))
-    host_bytes = sum(_bytes_of(experts, setup) for experts in placed)
+    host_bytes = sum(_bytes_of(part, setup) for part in placed)
     _check_host(host_bytes)
     logger.info(
-        "the CPU computes the experts of the last %d of %d layers that have any: %s in the"
-        " machine's memory; steps wait for them, so they are launched without CUDA graphs",
+        "the CPU computes %s the last %d of %d layers: %s of weights in the machine's memory; steps"
+        " wait for it, so they are launched without CUDA graphs",
+        "the experts of" if host.has_experts_only else "all of",
         len(placed),
         len(layers),
         format_bytes(host_bytes),
@@ -103,8 +118,8 @@ def place_weights(
 
 
 def fewest_layers(num_bytes: int, layer_bytes: Sequence[int], room_bytes: int) -> int:
-    """The smallest number of last layers without whose experts `num_bytes` of weights fit into
-    `room_bytes`; all layers if none suffices. `layer_bytes` has the bytes of each layer's
+    """The smallest number of last layers without which `num_bytes` of weights fit into
+    `room_bytes`; all layers if none suffices. `layer_bytes` has the bytes of each layer, or of its
     experts."""
     num_layers = 0
     while num_bytes > room_bytes and num_layers < len(layer_bytes):
@@ -127,15 +142,30 @@ def _check_host(host_bytes: int) -> None:
     available = available_memory_bytes()
     if host_bytes > available:
         raise InsufficientMemoryError(
-            f"the experts that cpu_experts leaves to the CPU take {format_bytes(host_bytes)}, but"
-            f" the machine has {format_bytes(available)} available; lower cpu_experts, free memory,"
-            " or choose a smaller model or a quantization"
+            f"the weights that are left to the CPU take {format_bytes(host_bytes)}, but the machine"
+            f" has {format_bytes(available)} available; lower cpu_layers or cpu_experts, free"
+            " memory, or choose a smaller model or a quantization"
         )
 
 
-def _experts_of(whole: TextModel) -> list[Experts]:
-    return [module for module in whole.modules() if isinstance(module, Experts)]
+def host_blocks(layout: KVCacheLayout) -> int:
+    """The most KV blocks whose host part fits into the machine's memory; the weights must be loaded
+    already."""
+    return int(available_memory_bytes() * HOST_KV_SHARE) // max(1, layout.host_bytes_per_block)
 
 
-def _bytes_of(experts: Experts, setup: DeviceSetup) -> int:
-    return sum(module_bytes(module, setup.dtype) for module in experts.modules())
+def _parts_of(whole: TextModel, has_experts_only: bool) -> list[nn.Module]:
+    """The layers of which the CPU may compute the last ones, or the experts of each."""
+    if has_experts_only:
+        return [module for module in whole.modules() if isinstance(module, Experts)]
+    return [*whole.model.layers] if isinstance(whole, HeadlessDecoder) else []
+
+
+def _is_on_host(part: nn.Module) -> bool:
+    """Whether the CPU computes all of it. A layer whose experts alone are on the host is not."""
+    linears = [each for each in part.modules() if isinstance(each, Linear)]
+    return bool(linears) and all(each.is_on_host for each in linears)
+
+
+def _bytes_of(part: nn.Module, setup: DeviceSetup) -> int:
+    return sum(module_bytes(module, setup.dtype) for module in part.modules())
