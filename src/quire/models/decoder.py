@@ -219,7 +219,6 @@ class HeadlessDecoder(TextModel):
             moved[key] = Angles(fetched[at], places, each.dtype)
             if growth:  # all rotations have factors, or no rotation has any
                 moved[key].growth = fetched[len(tables) + at]
-        there = there.clone() if there is total else there
         return ResidualStream(there, TORCH_OPERATORS), [
             None if each is None else moved.get(id(each), each) for each in angles
         ]
