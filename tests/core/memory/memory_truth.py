@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from quire.core.content_spans import ContentSpan
-from quire.core.memory.hash_chain import DIGEST_BYTES, hash_tail
+from quire.core.memory.hash_chain import DIGEST_BYTES, hash_block
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.memory.packed_tokens import pack
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
@@ -81,7 +81,7 @@ class Truth:
             self.prefixes[digest] = domain, tokens[: (index + 1) * self.size]
         packed = pack(token_ids, len(chain) * self.size, num_tokens, spans)
         if packed:
-            digest = hash_tail(chain[-1] if chain else sequence.chain_root, packed)
+            digest = hash_block(chain[-1] if chain else sequence.chain_root, packed)
             self.prefixes[digest] = domain, tokens[:num_tokens]
 
     def carry_out(self, step: Step) -> None:

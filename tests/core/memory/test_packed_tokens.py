@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.core.memory.memory_truth import digest_of, make_spans
 
 from quire.core.content_spans import ContentSpan
-from quire.core.memory.hash_chain import HashChains, hash_tail
+from quire.core.memory.hash_chain import HashChains, hash_block
 from quire.core.memory.packed_tokens import NOT_A_TOKEN, num_packed, pack, pack_tokens, unpack
 from quire.core.memory.prefix_cache import PrefixCache
 
@@ -93,7 +93,7 @@ def test_the_neighbour_agrees_as_long_as_any(
     root = cache.root("")
     blocks = {pack(ids, 0, SIZE, spans): positions((ids, spans))[:SIZE] for ids, spans in prompts}
     for block, tokens in enumerate(blocks):
-        cache.insert_run(0, [hash_tail(root, tokens)], [block], [tokens], root)
+        cache.insert_run(0, [hash_block(root, tokens)], [block], [tokens], root)
     cache.check()
     own = positions(wanted)[:SIZE]
     near = cache.closest_block(root, pack(*wanted[:1], 0, SIZE, wanted[1]), is_whole=is_whole)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.memory.hash_chain import DIGEST_BYTES, hash_tail
+from quire.core.memory.hash_chain import DIGEST_BYTES, hash_block
 from quire.core.memory.packed_tokens import pack_tokens, unpack
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN, Eviction, PrefixCache
 
@@ -95,9 +95,9 @@ def test_token_ids_use_all_their_31_bits() -> None:
 def test_a_partly_filled_block_has_a_hash_of_its_own() -> None:
     cache = make()
     (full,) = chain_of(cache, [1, 2, 3, 4])
-    hashes = {hash_tail(cache.root(""), pack_tokens([1, 2, 3, 4][:end])) for end in range(1, 4)}
+    hashes = {hash_block(cache.root(""), pack_tokens([1, 2, 3, 4][:end])) for end in range(1, 4)}
     assert len(hashes | {full}) == 4
-    assert hash_tail(full, pack_tokens([1])) != hash_tail(cache.root(""), pack_tokens([1]))
+    assert hash_block(full, pack_tokens([1])) != hash_block(cache.root(""), pack_tokens([1]))
 
 
 # ---- contents -----------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_the_longest_block_that_agrees_whole_is_that_of_the_definition() -> None
         root = cache.root("")
         contents = {tuple(rng.choices((1, 2), k=rng.randrange(1, 5))) for _ in range(6)}
         for block, tokens in enumerate(contents):
-            name = hash_tail(root, pack_tokens(tokens))
+            name = hash_block(root, pack_tokens(tokens))
             cache.insert_run(0, [name], [block], [pack_tokens(tokens)], root)
         wanted = rng.choices((1, 2), k=rng.randrange(1, 5))
         found = cache.closest_block(root, pack_tokens(wanted), is_whole=True)
@@ -258,5 +258,5 @@ def test_the_longest_block_that_agrees_whole_is_that_of_the_definition() -> None
         num_found += found is not None
         if found is not None:
             assert found.num_common_tokens == len(unpack(found.tokens))
-            assert found.digest == hash_tail(root, found.tokens)
+            assert found.digest == hash_block(root, found.tokens)
     assert 100 < num_found < 300

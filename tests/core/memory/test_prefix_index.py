@@ -487,3 +487,35 @@ def test_reasons_are_counted_once_for_each_first_admission() -> None:
     miss(memory, [77] * 9)
     counts = {reason: count for reason, count in memory.prefixes.misses.items() if count}
     assert counts == {MissReason.NEVER_SEEN: 1, MissReason.DIFFERS: 1}
+
+
+# ---- publishing together ------------------------------------------------------------------------
+
+
+def decode_block(memory: KVCacheManager, sequence: Sequence, first_token: int) -> None:
+    """Let a sequence generate the tokens of a block, without publishing it."""
+    sequence.token_ids += range(first_token, first_token + 4)
+    assert memory.grow(sequence, len(sequence.token_ids)) is not None
+    sequence.num_computed_tokens = sequence.num_confirmed_tokens = len(sequence.token_ids)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_blocks_published_together_equal_blocks_published_one_by_one(num_groups: int) -> None:
+    found = []
+    for is_together in (True, False):
+        memory = make_memory(num_blocks=120, num_groups=num_groups)
+        # The first two prompts are equal, and the first and the third generate equal tokens.
+        sequences = [write(memory, list(range(at, at + 8))) for at in (0, 0, 20, 40)]
+        for sequence, first_token in zip(sequences, (60, 60, 60, 80), strict=True):
+            decode_block(memory, sequence, first_token)
+        decode_block(memory, sequences[3], 90)  # it fills two blocks
+        if is_together:
+            memory.publish_filled(sequences)
+        else:
+            for sequence in sequences:
+                memory.publish(sequence, sequence.num_confirmed_tokens)
+        invariants.check_memory(memory, sequences)
+        entries = [memory.cache.entries(group) for group in range(num_groups)]
+        assert len(entries[0]) == 2 + 2 + 2 + 1 + 1 + 2
+        found.append((entries, [sequence.num_published_blocks for sequence in sequences]))
+    assert found[0] == found[1]

@@ -256,15 +256,24 @@ class BlockPool:
         self.demoted.add(block)
 
     def set_contents(
-        self, group: int, found: Sequence[tuple[int, bytes]], is_reused: bool = False
+        self,
+        group: int,
+        found: Sequence[tuple[int, bytes]],
+        is_reused: bool = False,
+        *,
+        is_run: bool = True,
     ) -> None:
         """Call `set_content` for (block, digest) pairs of one KV group.
 
         is_reused: whether the contents count as used once, because the prefix that they extend was
-        reused.
+        reused. is_run: whether the contents follow each other in one prompt.
         """
         content, num_uses, ref_count = self.content, self.num_uses, self.ref_count
-        recalled = self._order.recall([digest for _, digest in found])
+        recall = self._order.recall
+        if is_run:
+            recalled = recall([digest for _, digest in found])
+        else:
+            recalled = [recall((digest,))[0] for _, digest in found]
         for (block, digest), is_recalled in zip(found, recalled, strict=True):
             assert ref_count[block] and content[block] is None
             content[block] = group, digest

@@ -75,6 +75,6 @@ class HashChains:
         return chain
 
 
-def hash_tail(parent: bytes, packed: bytes) -> bytes:
-    """The hash of a partly filled block, which differs from the hash of any full block."""
+def hash_block(parent: bytes, packed: bytes) -> bytes:
+    """The hash of a block, full or partly filled; a block's hash changes as it is filled."""
     return hashlib.blake2b(parent + packed, digest_size=DIGEST_BYTES).digest()

@@ -472,6 +472,10 @@ class KVCacheManager:
         """Make the full blocks among the first num_confirmed_tokens findable by their content."""
         self.prefixes.publish(sequence, num_confirmed_tokens)
 
+    def publish_filled(self, sequences: list[Sequence]) -> None:
+        """`publish` the confirmed tokens of each of these sequences."""
+        self.prefixes.publish_filled(sequences)
+
     def set_time(self, now_s: float) -> None:
         """Set the engine time before a step is planned: evictions are recorded with it, pins end by
         it, and moves advance."""

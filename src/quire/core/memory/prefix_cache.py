@@ -160,7 +160,7 @@ class PrefixCache:
         first block, or the root if it is the first of the chain (is_first). Returns (block, digest)
         of the new contents.
         """
-        known, nodes, children = self._blocks[group], self.nodes, self._children
+        known = self._blocks[group]
         parents = [parent, *digests][: len(digests)]
         # First, leave out contents that are known already.
         if any(map(known.__contains__, digests)):
@@ -168,20 +168,37 @@ class PrefixCache:
             is_first = is_first and 0 in new
             digests, blocks = [digests[at] for at in new], [blocks[at] for at in new]
             tokens, parents = [tokens[at] for at in new], [parents[at] for at in new]
-        # Then list the new contents by digest and, in the main group, in the tree of tokens.
-        known.update(zip(digests, blocks, strict=True))
-        if group == self._main:
-            for digest, block, own, before in zip(digests, blocks, tokens, parents, strict=True):
-                nodes[block] = before, own, is_first
-                siblings = children.setdefault(before, digest)
-                if siblings is not digest:
-                    listed = self._listed(siblings)
-                    insort(listed, (own, digest))
-                    children[before] = listed
-                if is_first:
-                    self._roots_of_first.setdefault(own, Counter())[before] += 1
-                    is_first = False
+        # Then list the new contents.
+        self.insert(group, digests, blocks, tokens, parents, is_first)
         return list(zip(blocks, digests, strict=True))
+
+    def insert(
+        self,
+        group: int,
+        digests: Sequence[bytes],
+        blocks: Sequence[int],
+        tokens: Sequence[bytes],
+        parents: Sequence[bytes],
+        is_first: bool = False,
+    ) -> None:
+        """Make blocks findable whose contents are not cached, each behind its own parent.
+
+        is_first: whether the first of them is the first of its chain; the others are not.
+        """
+        nodes, children = self.nodes, self._children
+        self._blocks[group].update(zip(digests, blocks, strict=True))
+        if group != self._main:
+            return
+        for digest, block, own, before in zip(digests, blocks, tokens, parents, strict=True):
+            nodes[block] = before, own, is_first
+            siblings = children.setdefault(before, digest)
+            if siblings is not digest:
+                listed = self._listed(siblings)
+                insort(listed, (own, digest))
+                children[before] = listed
+            if is_first:
+                self._roots_of_first.setdefault(own, Counter())[before] += 1
+                is_first = False
 
     def remove_run(
         self, keys: Sequence[tuple[int, bytes]], eviction: Eviction | None = None

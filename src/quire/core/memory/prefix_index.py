@@ -17,8 +17,8 @@ from quire.core.content_spans import last_cut
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.group_match import GroupMatch, GroupPart, StatePages
 from quire.core.memory.growth import Growth
-from quire.core.memory.hash_chain import hash_tail
-from quire.core.memory.packed_tokens import NOT_A_TOKEN, num_packed, pack, unpack
+from quire.core.memory.hash_chain import hash_block
+from quire.core.memory.packed_tokens import NOT_A_TOKEN, num_packed, pack, pack_tokens, unpack
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN, PrefixCache
 from quire.core.memory.resume_points import ResumePoints
 from quire.core.memory.state_snapshots import StateSnapshots, forget_unheld
@@ -60,6 +60,17 @@ class PrefixMatch(NamedTuple):
     def copied(self) -> tuple[int, ...]:
         """All blocks that are to be copied."""
         return (*self.partial, *[page for pages in self.states for page in pages])
+
+
+class _FilledBlock(NamedTuple):
+    """A block of a sequence that is full now."""
+
+    sequence: Sequence
+    #: Its place in the sequence.
+    place: int
+    digest: bytes
+    #: The digest of the block before it.
+    parent: bytes
 
 
 class PrefixIndex:
@@ -303,6 +314,62 @@ class PrefixIndex:
             if is_settled and snapshots.stops_at(sequence, num_confirmed_tokens):
                 snapshots.publish(sequence, sequence.chain[full - 1])
 
+    def publish_filled(self, sequences: list[Sequence]) -> None:
+        """`publish` the confirmed tokens of each of these sequences, in this order.
+
+        Each decoding row fills a block now and then, so in a large batch many rows fill one in the
+        same step. These blocks are published together.
+        """
+        filled: dict[bytes, _FilledBlock] = {}
+        for sequence in sequences:
+            block = self._filled_block(sequence)
+            if block is not None and block.digest not in filled:
+                filled[block.digest] = block
+                continue
+            self._insert_filled(filled)
+            filled.clear()
+            self.publish(sequence, sequence.num_confirmed_tokens)
+        self._insert_filled(filled)
+
+    def _filled_block(self, sequence: Sequence) -> _FilledBlock | None:
+        """The one block that the sequence has filled, if it has a new content behind another full
+        block, and publishing it changes nothing else. None if it must be published by `publish`."""
+        size, chain, spans = self.cache.block_size, sequence.chain, sequence.content_spans
+        place = sequence.num_confirmed_tokens // size - 1
+        if (
+            not self.enabled
+            or self._is_hybrid
+            or place < max(1, sequence.num_registered_blocks)
+            or place != sequence.num_published_blocks
+            or (spans and spans[-1].end > place * size)
+        ):
+            return None
+        if len(chain) == place:
+            packed = pack_tokens(sequence.token_ids[place * size : (place + 1) * size])
+            chain.append(hash_block(chain[-1], packed))
+            sequence.chain_tokens.append(packed)
+        digest, content = chain[place], self._pool.content
+        for group in self._growing:
+            has_content = content[sequence.block_tables[group][place]] is not None
+            if has_content or self.cache.find(group, digest) is not None:
+                return None
+        return _FilledBlock(sequence, place, digest, chain[place - 1])
+
+    def _insert_filled(self, filled: dict[bytes, _FilledBlock]) -> None:
+        """Publish these blocks, by digest."""
+        if not filled:
+            return
+        digests = list(filled)
+        tokens = [block.sequence.chain_tokens[block.place] for block in filled.values()]
+        parents = [block.parent for block in filled.values()]
+        for group in self._growing:
+            blocks = [each.sequence.block_tables[group][each.place] for each in filled.values()]
+            self.cache.insert(group, digests, blocks, tokens, parents)
+            found = list(zip(blocks, digests, strict=True))
+            self._pool.set_contents(group, found, is_run=False)
+        for block in filled.values():
+            block.sequence.num_published_blocks = block.place + 1
+
     def publish_tail(self, sequence: Sequence) -> None:
         """Make the partly filled last block findable too, and the states after it.
 
@@ -319,7 +386,7 @@ class PrefixIndex:
         parent = digest = sequence.chain[index - 1] if index else sequence.chain_root
         if offset:
             tokens = pack(sequence.token_ids, index * size, num_confirmed, sequence.content_spans)
-            digest = hash_tail(parent, tokens)
+            digest = hash_block(parent, tokens)
             self._insert(sequence, index, [digest], [tokens])
         if self._snapshots.enabled and num_confirmed == sequence.num_computed_tokens:
             self._snapshots.publish(sequence, digest)

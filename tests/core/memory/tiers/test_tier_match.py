@@ -8,7 +8,7 @@ from tests.core.memory.tiers.slow_tiers import SlowTiers
 from quire.core.content_spans import ContentSpan
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.growth import Growth
-from quire.core.memory.hash_chain import hash_tail
+from quire.core.memory.hash_chain import hash_block
 from quire.core.memory.packed_tokens import pack_tokens
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.state_snapshots import page_name
@@ -86,7 +86,7 @@ class Prefix:
         token_ids = self.token_ids[index * SIZE : num_tokens]
         if self._rng.random() < 0.3:
             token_ids = [token + 1 for token in token_ids]
-        name = hash_tail(parent, pack_tokens(token_ids))
+        name = hash_block(parent, pack_tokens(token_ids))
         if token_ids == self.token_ids[index * SIZE : num_tokens]:
             self.tails[num_tokens] = name
         self.tiers.kept_tails[parent] = [Tail(pack_tokens(token_ids), name)]
