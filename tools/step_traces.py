@@ -17,7 +17,7 @@ that one that is always empty may go, and so are counts of 0 in a report.
 import argparse
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -79,18 +79,21 @@ class SchedulerDriver(Engine):
         device, scheduler = self._runner, self.scheduler
         assert isinstance(device, CheckedDevice)
         outputs: list[SequenceOutput] = []
+        places: Sequence[int] = ()
         try:
             plan = self._execute(device) if scheduler.has_unfinished else None
             device.watcher.on_sampled()
             in_flight = scheduler.num_steps_in_flight
             if in_flight > self.overlap or (in_flight and plan is None):
                 outputs = scheduler.apply(device.runner.result())
+                places = scheduler.event_places
             elif plan is None:
                 self.tier_work.wait()
         except InjectedFailureError as failure:
             device.runner.reset()
             outputs = scheduler.recover(str(failure))
-        self._record_outputs(outputs, 0, self.clock())
+            places = range(len(outputs))
+        self._record_outputs(outputs, places, 0, self.clock())
         return outputs
 
     def _execute(self, device: CheckedDevice) -> StepPlan | None:

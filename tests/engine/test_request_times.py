@@ -33,6 +33,16 @@ def output(name: str, branch: int = 0, num_tokens: int = 1, *, ends: bool = Fals
     return SequenceOutput(name, branch, [7] * num_tokens, finish_reason=reason)
 
 
+def on_outputs(
+    times: RequestTimes,
+    outputs: list[SequenceOutput],
+    known: dict[str, list[Sequence]],
+    now_s: float,
+) -> int:
+    """Record outputs any of which may begin or end a branch."""
+    return times.on_outputs(outputs, range(len(outputs)), known, now_s)
+
+
 def only(histogram: Histogram) -> float:
     """The one value that it holds."""
     assert sum(histogram.counts) == 1
@@ -41,9 +51,9 @@ def only(histogram: Histogram) -> float:
 
 def test_a_request_s_time_falls_into_three_parts() -> None:
     times, known = RequestTimes(), {"a": [sequence("a")]}
-    times.on_outputs([output("a")], known, 102.0)
-    times.on_outputs([output("a")], known, 102.1)
-    times.on_outputs([output("a", ends=True)], known, 105.0)
+    on_outputs(times, [output("a")], known, 102.0)
+    on_outputs(times, [output("a")], known, 102.1)
+    on_outputs(times, [output("a", ends=True)], known, 105.0)
     assert only(times.queue_s) == pytest.approx(0.5)
     assert only(times.prefill_s) == pytest.approx(1.5)
     assert only(times.decode_s) == pytest.approx(3.0)
@@ -54,7 +64,7 @@ def test_the_outputs_that_begin_and_end_a_request_tell_its_times() -> None:
     times, known = RequestTimes(), {"a": [sequence("a")]}
     begins, goes_on, ends = [output("a")], [output("a")], [output("a", ends=True)]
     for outputs, now_s in ((begins, 102.0), (goes_on, 102.1), (ends, 105.0)):
-        times.on_outputs(outputs, known, now_s)
+        on_outputs(times, outputs, known, now_s)
     assert begins[0].phases == pytest.approx((0.5, 1.5, 0.0))
     assert goes_on[0].phases is None
     assert ends[0].phases == pytest.approx((0.5, 1.5, 3.0))
@@ -63,29 +73,29 @@ def test_the_outputs_that_begin_and_end_a_request_tell_its_times() -> None:
 def test_a_beam_s_outputs_tell_no_times() -> None:
     times, known = RequestTimes(), {"a": [sequence("a", beam_width=2)]}
     outputs = [output("a", ends=True)]
-    times.on_outputs(outputs, known, 102.0)
+    on_outputs(times, outputs, known, 102.0)
     assert outputs[0].phases is None
 
 
 def test_branches_wait_and_compute_their_prompt_once_and_decode_each() -> None:
     times, known = RequestTimes(), {"a": [sequence("a", branch) for branch in range(3)]}
-    times.on_outputs([output("a", branch) for branch in range(3)], known, 101.0)
-    times.on_outputs([output("a", 0, ends=True), output("a", 1)], known, 102.0)
-    times.on_outputs([output("a", 1, ends=True)], known, 103.0)
+    on_outputs(times, [output("a", branch) for branch in range(3)], known, 101.0)
+    on_outputs(times, [output("a", 0, ends=True), output("a", 1)], known, 102.0)
+    on_outputs(times, [output("a", 1, ends=True)], known, 103.0)
     assert sum(times.queue_s.counts) == sum(times.prefill_s.counts) == 1
     assert sum(times.decode_s.counts) == 2 and times.decode_s.total == pytest.approx(3.0)
 
 
 def test_a_single_token_is_not_decoded() -> None:
     times = RequestTimes()
-    times.on_outputs([output("a", ends=True)], {"a": [sequence("a")]}, 101.0)
+    on_outputs(times, [output("a", ends=True)], {"a": [sequence("a")]}, 101.0)
     assert sum(times.prefill_s.counts) == 1 and sum(times.decode_s.counts) == 0
 
 
 def test_a_beam_search_counts_in_the_queue_only() -> None:
     times, known = RequestTimes(), {"a": [sequence("a", beam_width=2)]}
     outputs = [output("a", branch, 5, ends=True) for branch in range(2)]
-    times.on_outputs(outputs, known, 101.0)
+    on_outputs(times, outputs, known, 101.0)
     assert only(times.queue_s) == pytest.approx(0.5)
     assert sum(times.prefill_s.counts) == sum(times.decode_s.counts) == 0
     assert times.num_generated_tokens == 10
@@ -94,7 +104,7 @@ def test_a_beam_search_counts_in_the_queue_only() -> None:
 def test_an_output_without_a_token_is_no_first_token() -> None:
     times = RequestTimes()
     failed = SequenceOutput("a", 0, (), finish_reason=FinishReason.ERROR, error="no")
-    times.on_outputs([failed], {"a": [sequence("a")]}, 101.0)
+    on_outputs(times, [failed], {"a": [sequence("a")]}, 101.0)
     assert sum(times.queue_s.counts) == 0 and times.num_generated_tokens == 0
 
 
@@ -103,7 +113,7 @@ def test_why_the_cache_had_no_more_is_counted_once_a_request() -> None:
     ended.miss = PrefixMiss(MissReason.EVICTED, 2)
     times = RequestTimes()
     for _ in range(3):
-        times.on_outputs([output("a")], {"a": [ended, sequence("a", 1)]}, 101.0)
+        on_outputs(times, [output("a")], {"a": [ended, sequence("a", 1)]}, 101.0)
     assert times.prefix_misses == {"evicted": 1}
 
 
@@ -112,15 +122,15 @@ def test_prefixes_of_another_domain_count_as_never_seen() -> None:
     for name, reason in (("a", MissReason.OTHER_DOMAIN), ("b", MissReason.NEVER_SEEN)):
         ended = sequence(name)
         ended.miss = PrefixMiss(reason, 0)
-        times.on_outputs([output(name)], {name: [ended]}, 101.0)
+        on_outputs(times, [output(name)], {name: [ended]}, 101.0)
     assert times.prefix_misses == {"never_seen": 2}
 
 
 def test_a_forgotten_request_s_id_may_be_used_again() -> None:
     times, known = RequestTimes(), {"a": [sequence("a")]}
     for _ in range(2):
-        times.on_outputs([output("a")], known, 101.0)
-        times.on_outputs([output("a", ends=True)], known, 102.0)
+        on_outputs(times, [output("a")], known, 101.0)
+        on_outputs(times, [output("a", ends=True)], known, 102.0)
         times.forget("a")
     times.forget("never seen")
     assert sum(times.queue_s.counts) == sum(times.decode_s.counts) == 2

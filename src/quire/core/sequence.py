@@ -217,9 +217,12 @@ class Sequence:
         self.params = params
         #: Whether it belongs to a beam search, which chooses its tokens.
         self.is_beam = params.beam_width > 0
-        #: Whether a step's output for it is its token alone, unless it asks for log-probabilities.
+        #: Whether a step's output for it is its token alone.
         self.has_plain_outputs = (
-            not self.is_beam and params.pooling is None and params.prompt_logprobs is None
+            not self.is_beam
+            and params.pooling is None
+            and params.prompt_logprobs is None
+            and params.logprobs is None
         )
         #: The grammar that its tokens obey, or None. With a grammar, its next step is planned only
         #: once all its tokens are known.

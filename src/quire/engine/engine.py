@@ -11,6 +11,7 @@ the scheduler drops the tokens that this step samples for it.
 import logging
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Indices
 from typing import Any, Protocol
 
 from quire.core.adapters import BASE_MODEL
@@ -308,7 +309,7 @@ class Engine:
         except (RuntimeError, ValueError, IndexError, MemoryError, FloatingPointError):
             logger.exception("a step failed; its sequences start again")
             outputs = self._drop_steps(STEP_FAILED)
-            self._record_outputs(outputs, 0, self.clock())
+            self._record_outputs(outputs, range(len(outputs)), 0, self.clock())
         except BaseException:  # a bug, or Ctrl-C: drop the steps, so that the engine stays usable
             self._drop_steps(None)
             raise
@@ -329,7 +330,7 @@ class Engine:
             *self.contents.pop_ended(),
         ]
         if refused:
-            self._record_outputs(refused, 0, self.clock())
+            self._record_outputs(refused, range(len(refused)), 0, self.clock())
         left_s = self.clock()
         self._in_flight.end_call(left_s)
         if not self.has_work():
@@ -465,16 +466,22 @@ class Engine:
             if self.watch.is_on:
                 self.watch.on_step(record, totals(self), ended_s)
             log_step(record)
-        self._record_outputs(outputs, num_tokens, ended_s)
+        self._record_outputs(outputs, self.scheduler.event_places, num_tokens, ended_s)
         return outputs
 
     def _record_outputs(
-        self, outputs: list[SequenceOutput], num_computed_tokens: int, now_s: float
+        self,
+        outputs: list[SequenceOutput],
+        places: Indices[int],
+        num_computed_tokens: int,
+        now_s: float,
     ) -> None:
-        """Record a step's outputs, and forget the requests that ended with it."""
-        num_tokens = self.times.on_outputs(outputs, self._requests, now_s)
-        for output in [each for each in outputs if each.finish_reason is not None]:
-            self._forget_if_finished(output.request_id)
+        """Record a step's outputs, and forget the requests that ended with it. places: the indices
+        of all outputs that may begin or end a branch."""
+        num_tokens = self.times.on_outputs(outputs, places, self._requests, now_s)
+        for output in [outputs[at] for at in places]:
+            if output.finish_reason is not None:
+                self._forget_if_finished(output.request_id)
         if self.stats_log is not None:
             worked_s = self.utilization.worked_s
             self.stats_log.observe(num_computed_tokens, num_tokens, self.stats, worked_s)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as Tokens
 from typing import Any
 
 from quire.core.request import PhaseTimes, SequenceOutput
@@ -46,23 +47,26 @@ class RequestTimes:
     def on_outputs(
         self,
         outputs: list[SequenceOutput],
+        places: Tokens[int],
         requests: Mapping[str, list[Sequence]],
         now_s: float,
     ) -> int:
         """Record the outputs of a step, and put `phases` into those that begin or end a sequence.
         Returns the number of their tokens.
 
-        requests: the branches of all known requests, including those that have just ended. now_s:
-        engine time.
+        places: the indices of all outputs that may begin or end a branch; each of the others has
+        one token. requests: the branches of all known requests, including those that have just
+        ended. now_s: engine time.
         """
-        num_tokens = sum([len(output.token_ids) for output in outputs])
+        num_tokens = len(outputs) + sum([len(outputs[at].token_ids) - 1 for at in places])
         self.num_generated_tokens += num_tokens
         first_tokens = self._first_tokens
-        for at, output in enumerate(outputs):
+        for at in places:
+            output = outputs[at]
             request_id, branch_index = output.request_id, output.branch_index
             begun, is_end = first_tokens.get(request_id), output.finish_reason is not None
             if begun is not None and branch_index in begun and not is_end:
-                continue  # nearly every output: a token between the first and the last
+                continue
             if not output.token_ids and output.pooled is None:
                 continue
             is_first = begun is None

@@ -8,7 +8,7 @@ from tests.core.test_sequence import make
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.request import FinishReason
-from quire.core.scheduling.step_results import StepInFlight, extend, failure
+from quire.core.scheduling.step_results import NO_PLAIN_ROWS, StepInFlight, extend, failure
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import StepResult, TokenLogprobs
 from quire.simulation.fakes.fake_model import fake_logprobs
@@ -26,8 +26,8 @@ def running(memory: KVCacheManager) -> Sequence:
 
 
 def take_in(sequence: Sequence, memory: KVCacheManager, **more: Any) -> None:
-    step = StepInFlight(0, {3: (sequence, 1, 9)}, num_tokens=9, num_sampling=1)
-    step.apply_result(StepResult(0, (3,), ((5,),), prompt_logprobs={3: ENTRIES}, **more), memory)
+    step = StepInFlight(0, rows={3: (sequence, 1, 9)}, num_tokens=9, num_sampling=1)
+    step.confirm(StepResult(0, (3,), ((5,),), prompt_logprobs={3: ENTRIES}, **more), (), memory)
 
 
 def test_full_blocks_are_published_and_log_probabilities_kept() -> None:
@@ -114,3 +114,43 @@ def test_a_failure_says_what_went_wrong(given: int | None, index: int) -> None:
     output = failure(make(), "NaN", given)
     assert (output.branch_index, output.token_ids, output.error) == (index, (), "NaN")
     assert output.finish_reason is FinishReason.ERROR
+
+
+def decoding(row: int, *end_token_ids: int) -> Sequence:
+    """A sequence of 1 + row tokens that decodes in `row`."""
+    sequence = make(1 + row, max_tokens=100, end_token_ids=end_token_ids)
+    sequence.move_to(SequenceState.RUNNING)
+    sequence.row, sequence.num_admissions, sequence.num_pending_tokens = row, 1, 1
+    sequence.num_computed_tokens = 1 + row
+    return sequence
+
+
+def test_plain_rows_stay_sorted_and_share_no_column_with_the_rows_before() -> None:
+    first, second, third = decoding(5), decoding(2), decoding(3)
+    before = NO_PLAIN_ROWS.changed((), (first, second))
+    after = before.changed((second,), (third,))
+    assert before.rows == [2, 5] and before.sequences == [second, first]
+    assert after.rows == [3, 5] and after.sequences == [third, first]
+    assert after.token_ids[0] is third.token_ids and not NO_PLAIN_ROWS.rows
+    outputs = after.outputs([(7,), (8,)])
+    assert [(each.request_id, each.token_ids) for each in outputs] == [
+        (third.request_id, (7,)),
+        (first.request_id, (8,)),
+    ]
+    assert all(each.finish_reason is None and each.phases is None for each in outputs)
+
+
+def test_rows_that_end_fail_or_were_released_are_no_longer_plain() -> None:
+    goes_on, ends, fails, released = (decoding(row, 2) for row in range(4))
+    plain = NO_PLAIN_ROWS.changed((), (goes_on, ends, fails, released))
+    step = StepInFlight(0, 0, plain, num_sampling=4)
+    released.move_to(SequenceState.PREEMPTED)
+    released.row = None
+    result = StepResult(0, (0, 1, 3), ((7,), (2,), (9,)), failed={2: "NaN"})
+    assert step.split(result, num_released=1) == [(7,)]
+    assert step.plain.sequences == [goes_on] and plain.rows == [0, 1, 2, 3]
+    assert step.rows == {1: (ends, 1, 2), 2: (fails, 1, 3), 3: (released, 1, 4)}
+    step.confirm(result, [(7,)], make_memory())
+    assert goes_on.token_ids[-1] == 7 and goes_on.num_confirmed_tokens == 1
+    assert goes_on.num_pending_tokens == 0 and ends.num_pending_tokens == 1
+    assert ends.num_confirmed_tokens == 2 and fails.num_confirmed_tokens == 0

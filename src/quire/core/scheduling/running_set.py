@@ -62,6 +62,8 @@ class RunningSet:
         self.preempted: list[Sequence] = []
         #: A heap of the rows without a sequence.
         self.free_rows = list(range(num_rows))
+        #: How often a sequence lost its row.
+        self.num_released = 0
         self.stats = PreemptionStats()
         self._memory = memory
         self._builder = builder
@@ -218,6 +220,7 @@ class RunningSet:
 
     def _release_row(self, sequence: Sequence) -> None:
         assert sequence.row is not None
+        self.num_released += 1
         remove_ranked(self.running, sequence)
         self.adapters.release(sequence.adapter)
         sequence.adapter_slot = NO_SLOT

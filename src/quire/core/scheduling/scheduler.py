@@ -18,6 +18,7 @@ that would not fit alone.
 """
 
 from collections import deque
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 
 from quire.core.content_spans import spans_between
@@ -38,11 +39,10 @@ from quire.core.scheduling.proposals import Speculator
 from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.running_set import AppendSlots, RunningSet
 from quire.core.scheduling.step_results import (
-    OTHER_FIELDS,
+    NO_PLAIN_ROWS,
     StepInFlight,
     extend,
     failure,
-    new_output,
     pooled_output,
 )
 from quire.core.scheduling.waiting import WaitingQueue
@@ -129,6 +129,12 @@ class Scheduler:
         )
         self._fault_isolation = FaultIsolation()
         self._in_flight: deque[StepInFlight] = deque()
+        #: The sequences of the last step that decode without a check, and their rows.
+        self._plain: set[Sequence] = set()
+        self._plain_rows = NO_PLAIN_ROWS
+        #: The places of outputs that may begin or end a branch in the list that `apply` returned
+        #: last. The others have one token each.
+        self.event_places: list[int] = []
         self._num_added = 0
         self._next_step_id = 0
 
@@ -241,6 +247,8 @@ class Scheduler:
                 self._builder.edit_tables(self.memory.forget_passed(sequence))
         # Then choose the tokens of each sequence; a suspected sequence runs alone.
         chunks: dict[Sequence, int] = {}
+        plain: list[Sequence] = []
+        num_released = self.running_set.num_released
         if self.drafting is not None:
             self.drafting.begin(now_s)
         suspect = self._fault_isolation.next_suspect()
@@ -248,7 +256,7 @@ class Scheduler:
             self._plan_alone(suspect, chunks, now_s)
             joins: list[Sequence] = []
         else:
-            joins = self._plan_all(chunks, now_s)
+            joins = self._plan_all(chunks, plain, now_s)
         self.running_set.content_loads.end_plan()
         # Nothing to compute is an error unless a step, mask, move, adapter or content is awaited.
         if not chunks:
@@ -258,9 +266,11 @@ class Scheduler:
                 raise SchedulerStalledError(_describe(self))
             return None
         # Last, count the tokens as computed and let forks join the step.
+        if self.running_set.num_released != num_released:  # a row that was lost is not plain
+            plain = [sequence for sequence in plain if sequence.plain_end]
         if self.policy.counts_steps:
             self.policy.on_step(now_s)
-        step, named = self._launch(chunks)
+        step, named = self._launch(chunks, plain)
         orders: tuple[DraftOrder, ...] = ()
         if self.drafting is not None and not self.drafting.is_resting:
             named += self.drafting.launch(step)
@@ -272,15 +282,17 @@ class Scheduler:
         num_rows = len(self.running)
         return self._builder.build(step.step_id, num_rows, step.num_tokens, named, orders)
 
-    def _plan_all(self, chunks: dict[Sequence, int], now_s: float) -> list[Sequence]:
-        """Fill `chunks` from all sequences; returns the sequences whose forks may join this
-        step."""
+    def _plan_all(
+        self, chunks: dict[Sequence, int], plain: list[Sequence], now_s: float
+    ) -> list[Sequence]:
+        """Fill `chunks` from all sequences, and `plain` with those that decode without a check.
+        Returns the sequences whose forks may join this step."""
         # First, let the first waiting sequence take memory from those that it outranks.
         self.waiting.refresh(now_s)
         self.admission.make_room_for_first()
         num_preemptions = self.running_set.stats.num_preemptions
         # Then plan the running sequences, and admit waiting ones with the rest of the budget.
-        budget = self._plan_running(chunks)
+        budget = self._plan_running(chunks, plain)
         has_preempted = self.running_set.stats.num_preemptions != num_preemptions
         # After a preemption, admit only if no other work is left: a new sequence would take the
         # freed blocks.
@@ -332,7 +344,7 @@ class Scheduler:
             self._slots.append(suspect, self._next_step_id)
         chunks[suspect] = self.admission.chunk(suspect, budget)
 
-    def _plan_running(self, chunks: dict[Sequence, int]) -> StepBudget:
+    def _plan_running(self, chunks: dict[Sequence, int], plain: list[Sequence]) -> StepBudget:
         """Give tokens to running sequences: one to each that decodes, then chunks by rank.
 
         Decoding rows come first at any rank: each costs one token, and the budget has room for all
@@ -340,7 +352,8 @@ class Scheduler:
         """
         partial: list[Sequence] = []
         replays: list[Sequence] = []
-        num_pairs = num_paused = 0
+        others: list[Sequence] = []
+        num_paused, num_released = 0, self.running_set.num_released
         # Sequences may have to wait for a step in flight: with drafts, or else with states.
         drafting = self.drafting if self._in_flight else None
         snapshots = self.memory.snapshots
@@ -348,14 +361,15 @@ class Scheduler:
         if drafting is not None:
             awaits = drafting.awaits
         contents = self.running_set.content_loads
-        # First, give one token to each decoding row, and collect the rows that need a chunk.
-        # Nearly all rows take the first branch, which reads few fields and makes no calls.
-        for sequence in self.running:  # preemption removes from the end of the list
+        # First, find the sequences that decode without any check: nearly all.
+        for sequence in self.running:
+            is_plain = sequence.num_computed_tokens < sequence.plain_end and awaits is None
+            (plain if is_plain else others).append(sequence)
+        # Then give one token to each other row that decodes, and collect those that need a chunk.
+        for sequence in others:
+            if sequence.row is None:
+                continue  # it was preempted for a sequence that it follows
             computed = sequence.num_computed_tokens
-            if computed < sequence.plain_end and awaits is None:
-                chunks[sequence] = 1
-                num_pairs += computed + 1
-                continue
             num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
             gap = num_tokens - computed
             if awaits is not None and awaits(sequence):
@@ -380,14 +394,20 @@ class Scheduler:
             elif sequence.is_beam:
                 for beam in self.beams.make_writable(sequence, self._next_step_id):
                     chunks[beam] = 1
-                    num_pairs += beam.num_tokens
             elif (
                 computed < sequence.num_slots and not sequence.shares_tail
             ) or self._slots.make_writable(sequence, self._next_step_id):
-                chunks[sequence] = 1
-                num_pairs += num_tokens
+                # Its first step is not plain, since that may sample the first token of its output.
+                has_decoded = sequence.plain_end > 0
                 if self.drafting is None:
                     sequence.plain_end = find_plain_end(sequence)
+                if has_decoded and computed < sequence.plain_end:
+                    plain.append(sequence)
+                else:
+                    chunks[sequence] = 1
+        if self.running_set.num_released != num_released:
+            plain[:] = [sequence for sequence in plain if sequence.row is not None]
+        chunks.update(dict.fromkeys(plain, 1))
         # If a beam was preempted, so were all beams of its search, including beams already planned
         # or collected. Other sequences take blocks only from those of a later rank.
         if self.memory.growth.bounded:
@@ -395,25 +415,39 @@ class Scheduler:
                 del chunks[sequence]
             replays = [each for each in replays if each.row is not None]
             partial = [each for each in partial if each.row is not None]
-        return _plan_chunks(self, chunks, partial, replays, num_pairs, num_paused)
+        return _plan_chunks(self, chunks, partial, replays, num_paused)
 
-    def _launch(self, chunks: dict[Sequence, int]) -> tuple[StepInFlight, tuple[Chunk, ...]]:
+    def _launch(
+        self, chunks: dict[Sequence, int], plain: list[Sequence]
+    ) -> tuple[StepInFlight, tuple[Chunk, ...]]:
         """Count the planned tokens as computed, and keep the step's record until its result is
         fetched."""
-        step = StepInFlight(self._next_step_id)
+        # First the plain rows. Steps with the same plain rows follow each other, and share them.
+        planned = set(plain)
+        if planned != self._plain:
+            gone, new = self._plain - planned, planned - self._plain
+            self._plain, self._plain_rows = planned, self._plain_rows.changed(gone, new)
+        step = StepInFlight(self._next_step_id, self.running_set.num_released, self._plain_rows)
         self._next_step_id += 1
-        named: list[Chunk] = []
         step_id, rows = step.step_id, step.rows
+        for sequence in step.plain.sequences:
+            sequence.num_computed_tokens += 1
+            sequence.num_pending_tokens += 1
+            sequence.last_step_id = step_id
+        # Then all others.
+        others: list[Sequence] = []
+        if len(planned) != len(self.running):
+            others = [sequence for sequence in self.running if sequence not in planned]
+        named: list[Chunk] = []
         # The step may copy a state for a row that got no tokens; then it holds the row's blocks.
         may_copy = bool(self.memory.growth.states and self._builder.copies)
-        num_tokens = num_sampling = 0
-        for sequence in self.running:
+        num_tokens = num_sampling = len(planned)
+        for sequence in others:
             num_new_tokens = chunks.get(sequence, 0)
             row = sequence.row
             assert row is not None
             computed = sequence.num_computed_tokens + num_new_tokens
-            is_plain = num_new_tokens and computed <= sequence.plain_end
-            closes_gap = is_plain or computed == sequence.num_tokens
+            closes_gap = computed == sequence.num_tokens
             if num_new_tokens != 1 or not closes_gap:
                 if num_new_tokens == 0:
                     named.append(Chunk(row, 0))
@@ -429,12 +463,6 @@ class Scheduler:
             if closes_gap:
                 sequence.num_pending_tokens += 1
                 num_sampling += 1
-                if not is_plain and (
-                    not sequence.has_plain_outputs
-                    or sequence.constraint is not None
-                    or computed + 1 >= sequence.max_num_tokens
-                ):
-                    step.events.add(row)
         step.num_tokens, step.num_sampling = num_tokens, num_sampling
         self._in_flight.append(step)
         return step, tuple(named)
@@ -476,7 +504,6 @@ class Scheduler:
         self._builder.fork(child, parent, joins_step=True)
         assert child.row is not None
         step.rows[child.row] = (child, child.num_admissions, child.num_computed_tokens)
-        step.events.add(child.row)
         step.num_sampling += 1
 
     # ---- results ----------------------------------------------------------------------------
@@ -490,46 +517,56 @@ class Scheduler:
         assert num_answered == step.num_sampling, f"{num_answered} of {step.num_sampling} rows came"
         self.stats.num_steps += 1
         self.memory.end_step(step.step_id)
-        step.apply_result(result, self.memory)
-        # Then append the sampled tokens, and end sequences that are complete or failed.
-        outputs: list[SequenceOutput] = []
-        counts_service = self.policy.counts_service
-        rows, logprobs, pooled = step.rows, result.logprobs, result.pooled
-        events = step.events.union(step.drafts or (), logprobs, pooled)
-        finished = SequenceState.FINISHED
-        for row, token_ids in zip(result.rows, result.token_ids, strict=True):
-            sequence = rows[row][0]
-            if sequence.state is finished:
+        token_ids = step.split(result, self.running_set.num_released)
+        step.confirm(result, token_ids, self.memory)
+        outputs = step.plain.outputs(token_ids)
+        if self.policy.counts_service:
+            for sequence in step.plain.sequences:
+                self.policy.on_service(sequence, 0, 1)
+        # Then append the tokens of all other rows, and end sequences that are complete or failed.
+        # The outputs keep the order of the result.
+        self.event_places = places = []
+        num_dropped = 0  # results without an output of their own
+        for at, row in enumerate(result.rows) if step.rows else ():
+            if row not in step.rows:
                 continue
-            sequence.num_pending_tokens -= 1
-            if counts_service:
-                self.policy.on_service(sequence, 0, len(token_ids))
-            # Nearly every row gets one token and goes on, without a call of a Python function.
-            if row not in events and token_ids[0] not in sequence.end_token_ids:
-                known = sequence.token_ids
-                known += token_ids
-                index, num_cached = sequence.branch_index, sequence.num_cached_tokens
-                fields = (sequence.request_id, index, token_ids, num_cached)
-                outputs.append(new_output(SequenceOutput, fields + OTHER_FIELDS))
-                continue
-            if sequence.is_beam:
-                outputs += self._apply_beam(sequence, logprobs[row][0])
-                continue
-            if row in pooled:
-                outputs.append(pooled_output(sequence, pooled[row]))
-            else:
-                outputs.append(extend(sequence, token_ids, logprobs.get(row)))
-            if sequence.finish_reason is not None:
-                if self.drafting is not None and step.drafts and row in step.drafts:
-                    self.drafting.confirm(step, row)  # before its blocks are freed
-                self._finish(sequence, sequence.finish_reason)
+            found = self._apply_row(step, row, result.token_ids[at], result)
+            place = at - num_dropped
+            outputs[place:place] = found
+            places += range(place, place + len(found))
+            num_dropped += 1 - len(found)
+        num_applied = len(outputs)
         for row, message in result.failed.items():
             outputs += self.fail(step.rows[row][0], message)
+        places += range(num_applied, len(outputs))
         if self.drafting is not None and (step.drafts or step.drafts_s):
             self.drafting.end(step, result)
         if self._fault_isolation.next_suspect() is not None:
-            self._fault_isolation.clear(step.rows[row][0] for row in result.rows)
+            of_rows = [step.rows[row][0] for row in result.rows if row in step.rows]
+            self._fault_isolation.clear([*step.plain.sequences, *of_rows])
         return outputs
+
+    def _apply_row(
+        self, step: StepInFlight, row: int, token_ids: Tokens[int], result: StepResult
+    ) -> list[SequenceOutput]:
+        """Append the tokens that a row has sampled, which is not plain. Returns the outputs."""
+        sequence = step.rows[row][0]
+        if sequence.is_finished:
+            return []
+        sequence.num_pending_tokens -= 1
+        if self.policy.counts_service:
+            self.policy.on_service(sequence, 0, len(token_ids))
+        if sequence.is_beam:
+            return self._apply_beam(sequence, result.logprobs[row][0])
+        if row in result.pooled:
+            output = pooled_output(sequence, result.pooled[row])
+        else:
+            output = extend(sequence, token_ids, result.logprobs.get(row))
+        if sequence.finish_reason is not None:
+            if self.drafting is not None and step.drafts and row in step.drafts:
+                self.drafting.confirm(step, row)  # before its blocks are freed
+            self._finish(sequence, sequence.finish_reason)
+        return [output]
 
     def _apply_beam(self, sequence: Sequence, entry: TokenLogprobs) -> list[SequenceOutput]:
         outcome = self.beams.add_candidates(sequence, entry)
@@ -559,7 +596,7 @@ class Scheduler:
         None: no sequence is at fault, since the step was interrupted from outside.
         """
         self.stats.num_failed_steps += 1
-        in_flight = {entry[0] for step in self._in_flight for entry in step.rows.values()}
+        in_flight = {sequence for step in self._in_flight for sequence in step.sequences}
         self._in_flight.clear()
         self.memory.end_step(self._next_step_id - 1, has_failed=True)
         blamed = None if message is None else self._fault_isolation.blame(in_flight)
@@ -590,16 +627,16 @@ def _plan_chunks(
     chunks: dict[Sequence, int],
     partial: list[Sequence],
     replays: list[Sequence],
-    num_pairs: int,
     num_paused: int,
 ) -> StepBudget:
     """Open the budget of a step whose decoding rows are in `chunks`, and give tokens of it to
     `replays`, and then to `partial`, while it lasts. Returns the budget.
 
-    num_pairs, num_paused: those of `StepDemand`, without `replays`.
+    num_paused: that of `StepDemand`.
     """
     admission = scheduler.admission
     num_decodes = len(chunks) + len(replays)
+    num_pairs = len(chunks) + sum([sequence.num_computed_tokens for sequence in chunks])
     num_pairs += sum([sequence.num_tokens for sequence in replays])
     num_left = scheduler.config.max_num_batched_tokens - num_decodes
     decodes = StepDemand(num_left, num_decodes, num_pairs, num_paused=num_paused)

@@ -3,22 +3,81 @@
 `scheduler` uses all of this module; beam search uses only `failure`.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import NamedTuple
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.scheduling.model_drafts import OrderedDrafts
 from quire.core.scheduling.proposals import Proposal
+from quire.core.scheduling.running_set import rank_of
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Drafted, StepResult, TokenLogprobs
 
+# The fields of an output behind `num_cached_tokens`, of a sequence that goes on.
 OTHER_FIELDS = tuple(SequenceOutput._field_defaults.values())[1:]
-"""The fields of an output behind `num_cached_tokens`, of a sequence that goes on."""
 
+# new_output(SequenceOutput, fields) takes 65% of the time of the constructor.
 new_output = tuple.__new__
-"""new_output(SequenceOutput, fields) takes 65% of the time of the constructor."""
+
+
+class PlainRows(NamedTuple):
+    """The rows of a step whose sequences only append a token, unless it is an end token.
+
+    Nearly all rows of nearly all steps are such rows, so they are kept as columns, parallel to
+    `rows`: a result is applied to all of them at once. Their sequences have sampled before.
+    """
+
+    #: In ascending order, like the decoding rows of a result.
+    rows: list[int]
+    sequences: list[Sequence]
+    #: The sequences' own lists of tokens.
+    token_ids: list[list[int]]
+    nums_admissions: list[int]
+    end_token_ids: list[frozenset[int]]
+    request_ids: list[str]
+    branch_indices: list[int]
+    nums_cached_tokens: list[int]
+
+    def changed(self, gone: Iterable[Sequence], new: Iterable[Sequence]) -> "PlainRows":
+        """A copy without the sequences in `gone`, and with those in `new`, which are running."""
+        changed = PlainRows(*map(list, self))
+        for sequence in gone:
+            place = changed.sequences.index(sequence)
+            for column in changed:
+                del column[place]
+        for sequence in new:
+            row, *values = _values_of(sequence)
+            place = bisect_left(changed.rows, row)
+            for column, value in zip(changed, (row, sequence, *values), strict=True):
+                column.insert(place, value)
+        return changed
+
+    def outputs(self, token_ids: Tokens[Tokens[int]]) -> list[SequenceOutput]:
+        """The outputs of a step that sampled these tokens."""
+        changing = (self.request_ids, self.branch_indices, token_ids, self.nums_cached_tokens)
+        # `repeat` has no end, so the columns differ in length.
+        fields = zip(*changing, *map(repeat, OTHER_FIELDS), strict=False)
+        return list(map(new_output, repeat(SequenceOutput), fields))
+
+
+NO_PLAIN_ROWS = PlainRows([], [], [], [], [], [], [], [])
+
+# The values of a sequence in the columns of `PlainRows`, itself aside.
+_values_of = attrgetter(
+    "row",
+    "token_ids",
+    "num_admissions",
+    "end_token_ids",
+    "request_id",
+    "branch_index",
+    "num_cached_tokens",
+)
 
 
 @dataclass(slots=True)
@@ -26,12 +85,12 @@ class StepInFlight:
     """A launched step, recorded until `Scheduler.apply` gets its result."""
 
     step_id: int
-    #: Row -> (its sequence, the sequence's num_admissions at that time, tokens written when the
-    #: step has ended).
+    #: `RunningSet.num_released` at its launch.
+    num_released: int = 0
+    plain: PlainRows = NO_PLAIN_ROWS
+    #: The other rows that compute: row -> (its sequence, the sequence's num_admissions at that
+    #: time, tokens written when the step has ended).
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
-    #: The rows that sample and whose sequences may do more with a token than append it, even if it
-    #: is no end token; without those of `drafts`, and those that get log-probabilities.
-    events: set[int] = field(default_factory=set)
     #: Row -> the drafts that the step verifies behind the row's tokens; None if it has none.
     drafts: dict[int, Proposal] | None = None
     #: Row -> the drafts that are ordered from the runner's drafter.
@@ -45,8 +104,44 @@ class StepInFlight:
     #: Number of rows that close their gap: the result must have a token for each.
     num_sampling: int = 0
 
-    def apply_result(self, result: StepResult, memory: KVCacheManager) -> None:
-        """Publish the blocks that the step filled, and keep the log-probabilities of prompts.
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of all rows that compute."""
+        return [*self.plain.sequences, *(entry[0] for entry in self.rows.values())]
+
+    def split(self, result: StepResult, num_released: int) -> list[Tokens[int]]:
+        """Move the plain rows for which this result does more than append a token to `rows`: those
+        that failed or end, or whose sequence has lost its row since the launch. Returns the tokens
+        of the rows that stay plain.
+
+        num_released: `RunningSet.num_released` now.
+        """
+        token_ids = dict(zip(result.rows, result.token_ids, strict=True))
+        plain, unplain = self.plain, set(result.failed)
+        if num_released != self.num_released:
+            each = zip(plain.rows, plain.sequences, plain.nums_admissions, strict=True)
+            for row, sequence, num_admissions in each:
+                if sequence.row is None or sequence.num_admissions != num_admissions:
+                    unplain.add(row)
+        any_end_token_id = frozenset().union(*set(plain.end_token_ids))
+        if not any_end_token_id.isdisjoint(chain.from_iterable(result.token_ids)):
+            for row, end_token_ids in zip(plain.rows, plain.end_token_ids, strict=True):
+                if not end_token_ids.isdisjoint(token_ids.get(row, ())):
+                    unplain.add(row)
+        if unplain:
+            gone: list[Sequence] = []
+            for row, sequence, known, num_admissions, *_ in zip(*plain, strict=True):
+                if row in unplain:  # the step has computed all tokens that are known now
+                    gone.append(sequence)
+                    self.rows[row] = sequence, num_admissions, len(known)
+            self.plain = plain = plain.changed(gone, ())
+        return list(map(token_ids.__getitem__, plain.rows))
+
+    def confirm(
+        self, result: StepResult, plain_tokens: Tokens[Tokens[int]], memory: KVCacheManager
+    ) -> None:
+        """Append the tokens of plain rows, publish the blocks that the step filled, and keep the
+        log-probabilities of prompts.
 
         Leaves out rows with drafts, of which only the sampled tokens say how many are confirmed.
         """
@@ -57,8 +152,18 @@ class StepInFlight:
             is_kept = sequence.state is not SequenceState.PREEMPTED or sequence.num_pending_tokens
             if is_current and is_kept and sequence.needs_prompt_logprobs:
                 sequence.prompt_logprobs.extend(prompt_logprobs)
-        # A sequence that was preempted since the step began must not publish blocks again.
+        # A plain row's step has computed all tokens that were known before.
+        filled: list[Sequence] = []
         block_size, running = memory.block_size, SequenceState.RUNNING
+        plain = self.plain
+        each = zip(plain.sequences, plain.token_ids, plain_tokens, strict=True)
+        for sequence, token_ids, new_token_ids in each:
+            sequence.num_confirmed_tokens = num_confirmed = len(token_ids)
+            sequence.num_pending_tokens -= 1
+            token_ids += new_token_ids
+            if not num_confirmed % block_size:
+                filled.append(sequence)
+        # A sequence that was preempted since the step began must not publish blocks again.
         left_out = {*result.failed, *self.drafts} if self.drafts else result.failed
         for row, (sequence, num_admissions, num_confirmed) in self.rows.items():
             if (
@@ -69,7 +174,9 @@ class StepInFlight:
                 continue
             sequence.num_confirmed_tokens = num_confirmed
             if num_confirmed >= (sequence.num_published_blocks + 1) * block_size:
-                memory.publish(sequence, num_confirmed)
+                filled.append(sequence)
+        filled.sort(key=rank_of)  # of equal contents, that of the first-ranked is published
+        memory.publish_filled(filled)
 
 
 def extend(
