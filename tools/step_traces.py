@@ -104,7 +104,7 @@ class SchedulerDriver(Engine):
             return None
         seconds = world.on_plan(plan)
         world.clock.now_s += seconds
-        masks = self.grammars.begin_masks(plan.step_id, scheduler.running)
+        masks = self.grammars.begin_masks(plan.step_id, scheduler.constrained)
         device.runner.execute(plan)
         device.runner.sample(masks.collect())
         scheduler.pacer.observe(plan.step_id, seconds)

@@ -234,16 +234,16 @@ def choose_for_another_beam(original: Any) -> Any:
 
 
 def leave_single_tokens_unnamed(original: Any) -> Any:
-    def launch(self: Scheduler, chunks: dict[Sequence, int]) -> tuple[Any, tuple[Chunk, ...]]:
-        step, named = original(self, chunks)
+    def launch(self: Scheduler, *planned: Any) -> tuple[Any, tuple[Chunk, ...]]:
+        step, named = original(self, *planned)
         return step, tuple(chunk for chunk in named if chunk.num_new_tokens != 1)
 
     return launch
 
 
 def drop_pauses(original: Any) -> Any:
-    def launch(self: Scheduler, chunks: dict[Sequence, int]) -> tuple[Any, tuple[Chunk, ...]]:
-        step, named = original(self, chunks)
+    def launch(self: Scheduler, *planned: Any) -> tuple[Any, tuple[Chunk, ...]]:
+        step, named = original(self, *planned)
         return step, tuple(chunk for chunk in named if chunk.num_new_tokens)
 
     return launch

@@ -399,7 +399,7 @@ class Engine:
             assert scheduler.drafting is not None
             drafts = self._runner.draft(plan)
             plan, draft_s = scheduler.drafting.add(plan, drafts), drafts.seconds
-        masks = self.grammars.begin_masks(plan.step_id, scheduler.running)
+        masks = self.grammars.begin_masks(plan.step_id, scheduler.constrained)
         self._runner.execute(plan)
         self._runner.sample(masks.collect())
         num_preemptions = scheduler.running_set.stats.num_preemptions
@@ -444,7 +444,7 @@ class Engine:
         self, step: LaunchedStep, result: StepResult, landing: Landing
     ) -> list[SequenceOutput]:
         outputs = self.scheduler.apply(result)
-        self.grammars.begin_early(self.scheduler.running)
+        self.grammars.begin_early(self.scheduler.constrained)
         ended_s = self.clock()
         elapsed_s, is_known = self._in_flight.end(step, ended_s)
         if is_known:

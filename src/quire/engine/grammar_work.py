@@ -195,13 +195,15 @@ class GrammarWork:
         compiled = self.compile(params.grammar)
         return self._constraint(compiled, parent.token_ids[parent.num_prompt_tokens :], params)
 
-    def begin_masks(self, step_id: int, running: list[Sequence]) -> PendingMasks:
-        """Begin the masks of the sequences that sample in the step that was just planned."""
+    def begin_masks(self, step_id: int, constrained: list[Sequence]) -> PendingMasks:
+        """Begin the masks of the sequences that sample in the step that was just planned.
+
+        constrained: the running sequences with a constraint.
+        """
         found = [
             (sequence.row, sequence.constraint, sequence.draft_token_ids)
-            for sequence in running
-            if sequence.constraint is not None  # a check without a call leaves out most rows
-            and isinstance(sequence.constraint, GrammarConstraint)
+            for sequence in constrained
+            if isinstance(sequence.constraint, GrammarConstraint)
             and sequence.row is not None
             and sequence.last_step_id == step_id
             and sequence.num_pending_tokens
@@ -209,9 +211,9 @@ class GrammarWork:
         self._last = self._begin(found) if found else NO_MASKS
         return self._last
 
-    def begin_early(self, running: list[Sequence]) -> None:
+    def begin_early(self, constrained: list[Sequence]) -> None:
         """Begin the slow masks, now that all tokens are known."""
-        for sequence in [each for each in running if each.constraint is not None]:
+        for sequence in constrained:
             constraint = sequence.constraint
             if isinstance(constraint, GrammarConstraint) and not sequence.num_pending_tokens:
                 constraint.begin_early(self._slow)

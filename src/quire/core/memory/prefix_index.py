@@ -66,8 +66,9 @@ class _FilledBlock(NamedTuple):
     """A block of a sequence that is full now."""
 
     sequence: Sequence
-    #: Its place in the sequence.
+    #: Its place in the sequence, and its number in the pool.
     place: int
+    block: int
     digest: bytes
     #: The digest of the block before it.
     parent: bytes
@@ -333,12 +334,17 @@ class PrefixIndex:
 
     def _filled_block(self, sequence: Sequence) -> _FilledBlock | None:
         """The one block that the sequence has filled, if it has a new content behind another full
-        block, and publishing it changes nothing else. None if it must be published by `publish`."""
+        block, and publishing it changes nothing else. None if it must be published by `publish`.
+
+        Models with several groups are left to `publish`, so that tiers store contents in the order
+        of the sequences.
+        """
         size, chain, spans = self.cache.block_size, sequence.chain, sequence.content_spans
         place = sequence.num_confirmed_tokens // size - 1
         if (
             not self.enabled
             or self._is_hybrid
+            or len(self._growing) > 1
             or place < max(1, sequence.num_registered_blocks)
             or place != sequence.num_published_blocks
             or (spans and spans[-1].end > place * size)
@@ -348,12 +354,11 @@ class PrefixIndex:
             packed = pack_tokens(sequence.token_ids[place * size : (place + 1) * size])
             chain.append(hash_block(chain[-1], packed))
             sequence.chain_tokens.append(packed)
-        digest, content = chain[place], self._pool.content
-        for group in self._growing:
-            has_content = content[sequence.block_tables[group][place]] is not None
-            if has_content or self.cache.find(group, digest) is not None:
-                return None
-        return _FilledBlock(sequence, place, digest, chain[place - 1])
+        (group,) = self._growing
+        block, digest = sequence.block_tables[group][place], chain[place]
+        if self._pool.content[block] is not None or self.cache.find(group, digest) is not None:
+            return None
+        return _FilledBlock(sequence, place, block, digest, chain[place - 1])
 
     def _insert_filled(self, filled: dict[bytes, _FilledBlock]) -> None:
         """Publish these blocks, by digest."""
@@ -362,11 +367,10 @@ class PrefixIndex:
         digests = list(filled)
         tokens = [block.sequence.chain_tokens[block.place] for block in filled.values()]
         parents = [block.parent for block in filled.values()]
-        for group in self._growing:
-            blocks = [each.sequence.block_tables[group][each.place] for each in filled.values()]
-            self.cache.insert(group, digests, blocks, tokens, parents)
-            found = list(zip(blocks, digests, strict=True))
-            self._pool.set_contents(group, found, is_run=False)
+        blocks = [block.block for block in filled.values()]
+        (group,) = self._growing
+        self.cache.insert(group, digests, blocks, tokens, parents)
+        self._pool.set_contents(group, list(zip(blocks, digests, strict=True)), is_run=False)
         for block in filled.values():
             block.sequence.num_published_blocks = block.place + 1
 

@@ -116,6 +116,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert sorted(row for row in rows if row is not None) == list(
         range(scheduler.config.max_num_seqs)
     )
+    assert running_set.num_constrained == len(
+        [sequence for sequence in running_set.running if sequence.constraint is not None]
+    )
     scheduler.adapters.check(
         Counter(sequence.adapter for sequence in running_set.running if sequence.adapter)
     )

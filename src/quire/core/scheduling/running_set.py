@@ -62,6 +62,8 @@ class RunningSet:
         self.preempted: list[Sequence] = []
         #: A heap of the rows without a sequence.
         self.free_rows = list(range(num_rows))
+        #: Number of running sequences with a grammar.
+        self.num_constrained = 0
         #: How often a sequence lost its row.
         self.num_released = 0
         self.stats = PreemptionStats()
@@ -120,6 +122,7 @@ class RunningSet:
         sequence.row = heapq.heappop(self.free_rows)
         sequence.move_to(SequenceState.RUNNING)
         insort(self.running, sequence, key=rank_of)
+        self.num_constrained += sequence.constraint is not None
         sequence.adapter_slot = self.adapters.acquire(sequence.adapter)
         load = self.adapters.take_load(sequence.adapter)
         if load is not None:
@@ -221,6 +224,7 @@ class RunningSet:
     def _release_row(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         self.num_released += 1
+        self.num_constrained -= sequence.constraint is not None
         remove_ranked(self.running, sequence)
         self.adapters.release(sequence.adapter)
         sequence.adapter_slot = NO_SLOT

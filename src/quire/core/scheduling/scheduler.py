@@ -144,6 +144,13 @@ class Scheduler:
         return self.running_set.running
 
     @property
+    def constrained(self) -> list[Sequence]:
+        """The running sequences with a grammar, by rank."""
+        if not self.running_set.num_constrained:
+            return []
+        return [sequence for sequence in self.running if sequence.constraint is not None]
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self.running_set.running or len(self.waiting))
 

@@ -116,15 +116,19 @@ class StepInFlight:
 
         num_released: `RunningSet.num_released` now.
         """
-        token_ids = dict(zip(result.rows, result.token_ids, strict=True))
+        # Nearly always no plain row ends, and often there are no others.
         plain, unplain = self.plain, set(result.failed)
+        any_end_token_id = frozenset().union(*set(plain.end_token_ids))
+        may_end = not any_end_token_id.isdisjoint(chain.from_iterable(result.token_ids))
+        if result.rows == plain.rows and not may_end and num_released == self.num_released:
+            return list(result.token_ids)
+        token_ids = dict(zip(result.rows, result.token_ids, strict=True))
         if num_released != self.num_released:
             each = zip(plain.rows, plain.sequences, plain.nums_admissions, strict=True)
             for row, sequence, num_admissions in each:
                 if sequence.row is None or sequence.num_admissions != num_admissions:
                     unplain.add(row)
-        any_end_token_id = frozenset().union(*set(plain.end_token_ids))
-        if not any_end_token_id.isdisjoint(chain.from_iterable(result.token_ids)):
+        if may_end:
             for row, end_token_ids in zip(plain.rows, plain.end_token_ids, strict=True):
                 if not end_token_ids.isdisjoint(token_ids.get(row, ())):
                     unplain.add(row)
@@ -175,8 +179,9 @@ class StepInFlight:
             sequence.num_confirmed_tokens = num_confirmed
             if num_confirmed >= (sequence.num_published_blocks + 1) * block_size:
                 filled.append(sequence)
-        filled.sort(key=rank_of)  # of equal contents, that of the first-ranked is published
-        memory.publish_filled(filled)
+        if filled:
+            filled.sort(key=rank_of)  # of equal contents, that of the first-ranked is published
+            memory.publish_filled(filled)
 
 
 def extend(
