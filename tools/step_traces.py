@@ -24,6 +24,7 @@ from typing import Any
 
 from quire.core.adapters import BASE_MODEL
 from quire.core.request import Request, SequenceOutput
+from quire.core.scheduling.running_set import constrained
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import make_sequences
 from quire.core.step import StepPlan
@@ -104,7 +105,7 @@ class SchedulerDriver(Engine):
             return None
         seconds = world.on_plan(plan)
         world.clock.now_s += seconds
-        masks = self.grammars.begin_masks(plan.step_id, scheduler.constrained)
+        masks = self.grammars.begin_masks(plan.step_id, constrained(scheduler.running_set))
         device.runner.execute(plan)
         device.runner.sample(masks.collect())
         scheduler.pacer.observe(plan.step_id, seconds)

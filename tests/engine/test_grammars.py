@@ -353,7 +353,7 @@ def test_a_row_whose_mask_takes_long_waits_alone() -> None:
 
     constraint._state.mask = held
     constraint._is_slow = True
-    engine.grammars.begin_early(engine.scheduler.constrained)
+    engine.grammars.begin_early(engine.scheduler.running)
     num_before = slow.num_output_tokens
     found = []
     while not any(output.finish_reason for output in found):

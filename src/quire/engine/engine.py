@@ -26,6 +26,7 @@ from quire.core.request import (
     check_resumed,
 )
 from quire.core.sampling_params import DecodingParams, ModelLimits
+from quire.core.scheduling.running_set import constrained
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import PrefixMiss, Sequence, make_sequences
 from quire.core.step import Runner, StepPlan, StepResult
@@ -399,7 +400,7 @@ class Engine:
             assert scheduler.drafting is not None
             drafts = self._runner.draft(plan)
             plan, draft_s = scheduler.drafting.add(plan, drafts), drafts.seconds
-        masks = self.grammars.begin_masks(plan.step_id, scheduler.constrained)
+        masks = self.grammars.begin_masks(plan.step_id, constrained(scheduler.running_set))
         self._runner.execute(plan)
         self._runner.sample(masks.collect())
         num_preemptions = scheduler.running_set.stats.num_preemptions
@@ -444,7 +445,7 @@ class Engine:
         self, step: LaunchedStep, result: StepResult, landing: Landing
     ) -> list[SequenceOutput]:
         outputs = self.scheduler.apply(result)
-        self.grammars.begin_early(self.scheduler.constrained)
+        self.grammars.begin_early(constrained(self.scheduler.running_set))
         ended_s = self.clock()
         elapsed_s, is_known = self._in_flight.end(step, ended_s)
         if is_known:

@@ -510,7 +510,7 @@ def test_blocks_published_together_equal_blocks_published_one_by_one(num_groups:
             decode_block(memory, sequence, first_token)
         decode_block(memory, sequences[3], 90)  # it fills two blocks
         if is_together:
-            memory.publish_filled(sequences)
+            memory.filled_blocks.publish(sequences)
         else:
             for sequence in sequences:
                 memory.publish(sequence, sequence.num_confirmed_tokens)

@@ -17,6 +17,7 @@ from quire.core.kv_groups import KVGroup
 from quire.core.memory.block_pool import BlockPool, DeferredFrees
 from quire.core.memory.copy_on_write import CopyOnWrite
 from quire.core.memory.eviction import DEFAULT_ORDER, EVICTION_ORDERS
+from quire.core.memory.filled_blocks import FilledBlocks
 from quire.core.memory.growth import Growth
 from quire.core.memory.hybrid_demotion import HybridDemotion
 from quire.core.memory.prefix_cache import PrefixCache
@@ -81,6 +82,7 @@ class KVCacheManager:
         self.prefixes = PrefixIndex(
             self.cache, self.pool, growth, self.snapshots, self.resume_points, enabled
         )
+        self.filled_blocks = FilledBlocks(self.prefixes, self.pool, growth)
         self.deferred = DeferredFrees(self.pool)
         self.demotion = HybridDemotion(
             self.cache, self.pool, growth, self.snapshots, self.resume_points
@@ -471,10 +473,6 @@ class KVCacheManager:
     def publish(self, sequence: Sequence, num_confirmed_tokens: int) -> None:
         """Make the full blocks among the first num_confirmed_tokens findable by their content."""
         self.prefixes.publish(sequence, num_confirmed_tokens)
-
-    def publish_filled(self, sequences: list[Sequence]) -> None:
-        """`publish` the confirmed tokens of each of these sequences."""
-        self.prefixes.publish_filled(sequences)
 
     def set_time(self, now_s: float) -> None:
         """Set the engine time before a step is planned: evictions are recorded with it, pins end by

@@ -217,7 +217,7 @@ class PrefixCache:
             parent, tokens, is_first = nodes.pop(block)
             siblings = children.pop(parent)
             if siblings != digest:
-                self._remove_sibling(parent, siblings, (tokens, digest))
+                _remove_sibling(children, parent, siblings, (tokens, digest))
             if is_first:
                 _forget_first(self._roots_of_first, parent, tokens)
         if remembers and eviction is not None:
@@ -297,10 +297,16 @@ class PrefixCache:
         assert self._main is not None
         return [(self.nodes[self._blocks[self._main][siblings]][1], siblings)]
 
-    def _remove_sibling(self, parent: bytes, siblings: bytes | list[_Child], child: _Child) -> None:
-        assert isinstance(siblings, list), "an only child is another one"
-        del siblings[bisect_left(siblings, child)]
-        self._children[parent] = siblings if len(siblings) > 1 else siblings[0][1]
+
+def _remove_sibling(
+    children: dict[bytes, bytes | list[_Child]],
+    parent: bytes,
+    siblings: bytes | list[_Child],
+    child: _Child,
+) -> None:
+    assert isinstance(siblings, list), "an only child is another one"
+    del siblings[bisect_left(siblings, child)]
+    children[parent] = siblings if len(siblings) > 1 else siblings[0][1]
 
 
 def _longest_whole(listed: Sequence[_Child], wanted: bytes) -> Neighbour | None:

@@ -18,7 +18,7 @@ from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.group_match import GroupMatch, GroupPart, StatePages
 from quire.core.memory.growth import Growth
 from quire.core.memory.hash_chain import hash_block
-from quire.core.memory.packed_tokens import NOT_A_TOKEN, num_packed, pack, pack_tokens, unpack
+from quire.core.memory.packed_tokens import NOT_A_TOKEN, num_packed, pack, unpack
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN, PrefixCache
 from quire.core.memory.resume_points import ResumePoints
 from quire.core.memory.state_snapshots import StateSnapshots, forget_unheld
@@ -60,18 +60,6 @@ class PrefixMatch(NamedTuple):
     def copied(self) -> tuple[int, ...]:
         """All blocks that are to be copied."""
         return (*self.partial, *[page for pages in self.states for page in pages])
-
-
-class _FilledBlock(NamedTuple):
-    """A block of a sequence that is full now."""
-
-    sequence: Sequence
-    #: Its place in the sequence, and its number in the pool.
-    place: int
-    block: int
-    digest: bytes
-    #: The digest of the block before it.
-    parent: bytes
 
 
 class PrefixIndex:
@@ -314,65 +302,6 @@ class PrefixIndex:
             is_settled = num_confirmed_tokens == sequence.num_computed_tokens
             if is_settled and snapshots.stops_at(sequence, num_confirmed_tokens):
                 snapshots.publish(sequence, sequence.chain[full - 1])
-
-    def publish_filled(self, sequences: list[Sequence]) -> None:
-        """`publish` the confirmed tokens of each of these sequences, in this order.
-
-        Each decoding row fills a block now and then, so in a large batch many rows fill one in the
-        same step. These blocks are published together.
-        """
-        filled: dict[bytes, _FilledBlock] = {}
-        for sequence in sequences:
-            block = self._filled_block(sequence)
-            if block is not None and block.digest not in filled:
-                filled[block.digest] = block
-                continue
-            self._insert_filled(filled)
-            filled.clear()
-            self.publish(sequence, sequence.num_confirmed_tokens)
-        self._insert_filled(filled)
-
-    def _filled_block(self, sequence: Sequence) -> _FilledBlock | None:
-        """The one block that the sequence has filled, if it has a new content behind another full
-        block, and publishing it changes nothing else. None if it must be published by `publish`.
-
-        Models with several groups are left to `publish`, so that tiers store contents in the order
-        of the sequences.
-        """
-        size, chain, spans = self.cache.block_size, sequence.chain, sequence.content_spans
-        place = sequence.num_confirmed_tokens // size - 1
-        if (
-            not self.enabled
-            or self._is_hybrid
-            or len(self._growing) > 1
-            or place < max(1, sequence.num_registered_blocks)
-            or place != sequence.num_published_blocks
-            or (spans and spans[-1].end > place * size)
-        ):
-            return None
-        if len(chain) == place:
-            packed = pack_tokens(sequence.token_ids[place * size : (place + 1) * size])
-            chain.append(hash_block(chain[-1], packed))
-            sequence.chain_tokens.append(packed)
-        (group,) = self._growing
-        block, digest = sequence.block_tables[group][place], chain[place]
-        if self._pool.content[block] is not None or self.cache.find(group, digest) is not None:
-            return None
-        return _FilledBlock(sequence, place, block, digest, chain[place - 1])
-
-    def _insert_filled(self, filled: dict[bytes, _FilledBlock]) -> None:
-        """Publish these blocks, by digest."""
-        if not filled:
-            return
-        digests = list(filled)
-        tokens = [block.sequence.chain_tokens[block.place] for block in filled.values()]
-        parents = [block.parent for block in filled.values()]
-        blocks = [block.block for block in filled.values()]
-        (group,) = self._growing
-        self.cache.insert(group, digests, blocks, tokens, parents)
-        self._pool.set_contents(group, list(zip(blocks, digests, strict=True)), is_run=False)
-        for block in filled.values():
-            block.sequence.num_published_blocks = block.place + 1
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Make the partly filled last block findable too, and the states after it.

@@ -349,6 +349,13 @@ def _drop_prompt_logprobs(sequence: Sequence) -> None:
         sequence.prompt_logprobs = sequence.prompt_logprobs[: sequence.num_computed_tokens]
 
 
+def constrained(running_set: RunningSet) -> list[Sequence]:
+    """The running sequences with a grammar, by rank."""
+    if not running_set.num_constrained:
+        return []
+    return [sequence for sequence in running_set.running if sequence.constraint is not None]
+
+
 def rank_of(sequence: Sequence) -> tuple[float, ...]:
     """The sort key of lists of sequences."""
     return sequence.rank

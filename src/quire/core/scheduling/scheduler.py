@@ -144,13 +144,6 @@ class Scheduler:
         return self.running_set.running
 
     @property
-    def constrained(self) -> list[Sequence]:
-        """The running sequences with a grammar, by rank."""
-        if not self.running_set.num_constrained:
-            return []
-        return [sequence for sequence in self.running if sequence.constraint is not None]
-
-    @property
     def has_unfinished(self) -> bool:
         return bool(self.running_set.running or len(self.waiting))
 
@@ -365,8 +358,7 @@ class Scheduler:
         drafting = self.drafting if self._in_flight else None
         snapshots = self.memory.snapshots
         awaits = snapshots.awaits if snapshots.enabled else None
-        if drafting is not None:
-            awaits = drafting.awaits
+        awaits = awaits if drafting is None else drafting.awaits
         contents = self.running_set.content_loads
         # First, find the sequences that decode without any check: nearly all.
         for sequence in self.running:
@@ -404,8 +396,7 @@ class Scheduler:
             elif (
                 computed < sequence.num_slots and not sequence.shares_tail
             ) or self._slots.make_writable(sequence, self._next_step_id):
-                # Its first step is not plain, since that may sample the first token of its output.
-                has_decoded = sequence.plain_end > 0
+                has_decoded = sequence.plain_end > 0  # else the step may begin its output
                 if self.drafting is None:
                     sequence.plain_end = find_plain_end(sequence)
                 if has_decoded and computed < sequence.plain_end:
@@ -532,12 +523,13 @@ class Scheduler:
                 self.policy.on_service(sequence, 0, 1)
         # Then append the tokens of all other rows, and end sequences that are complete or failed.
         # The outputs keep the order of the result.
-        self.event_places = places = []
+        places: list[int] = []
+        self.event_places = places
         num_dropped = 0  # results without an output of their own
         for at, row in enumerate(result.rows) if step.rows else ():
             if row not in step.rows:
                 continue
-            found = self._apply_row(step, row, result.token_ids[at], result)
+            found = _apply_row(self, step, row, result.token_ids[at], result)
             place = at - num_dropped
             outputs[place:place] = found
             places += range(place, place + len(found))
@@ -552,28 +544,6 @@ class Scheduler:
             of_rows = [step.rows[row][0] for row in result.rows if row in step.rows]
             self._fault_isolation.clear([*step.plain.sequences, *of_rows])
         return outputs
-
-    def _apply_row(
-        self, step: StepInFlight, row: int, token_ids: Tokens[int], result: StepResult
-    ) -> list[SequenceOutput]:
-        """Append the tokens that a row has sampled, which is not plain. Returns the outputs."""
-        sequence = step.rows[row][0]
-        if sequence.is_finished:
-            return []
-        sequence.num_pending_tokens -= 1
-        if self.policy.counts_service:
-            self.policy.on_service(sequence, 0, len(token_ids))
-        if sequence.is_beam:
-            return self._apply_beam(sequence, result.logprobs[row][0])
-        if row in result.pooled:
-            output = pooled_output(sequence, result.pooled[row])
-        else:
-            output = extend(sequence, token_ids, result.logprobs.get(row))
-        if sequence.finish_reason is not None:
-            if self.drafting is not None and step.drafts and row in step.drafts:
-                self.drafting.confirm(step, row)  # before its blocks are freed
-            self._finish(sequence, sequence.finish_reason)
-        return [output]
 
     def _apply_beam(self, sequence: Sequence, entry: TokenLogprobs) -> list[SequenceOutput]:
         outcome = self.beams.add_candidates(sequence, entry)
@@ -627,6 +597,29 @@ def fail_item(scheduler: Scheduler, digest: str, message: str) -> list[SequenceO
         if digest in (sequence.adapter, *(span.digest for span in rest)):
             outputs += scheduler.fail(sequence, message)
     return outputs
+
+
+def _apply_row(
+    scheduler: Scheduler, step: StepInFlight, row: int, token_ids: Tokens[int], result: StepResult
+) -> list[SequenceOutput]:
+    """Append the tokens that a row has sampled, which is not plain. Returns the outputs."""
+    sequence = step.rows[row][0]
+    if sequence.is_finished:
+        return []
+    sequence.num_pending_tokens -= 1
+    if scheduler.policy.counts_service:
+        scheduler.policy.on_service(sequence, 0, len(token_ids))
+    if sequence.is_beam:
+        return scheduler._apply_beam(sequence, result.logprobs[row][0])
+    if row in result.pooled:
+        output = pooled_output(sequence, result.pooled[row])
+    else:
+        output = extend(sequence, token_ids, result.logprobs.get(row))
+    if sequence.finish_reason is not None:
+        if scheduler.drafting is not None and step.drafts and row in step.drafts:
+            scheduler.drafting.confirm(step, row)  # before its blocks are freed
+        scheduler._finish(sequence, sequence.finish_reason)
+    return [output]
 
 
 def _plan_chunks(

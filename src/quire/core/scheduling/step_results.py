@@ -9,7 +9,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.request import FinishReason, SequenceOutput
@@ -46,17 +46,18 @@ class PlainRows(NamedTuple):
 
     def changed(self, gone: Iterable[Sequence], new: Iterable[Sequence]) -> "PlainRows":
         """A copy without the sequences in `gone`, and with those in `new`, which are running."""
-        changed = PlainRows(*map(list, self))
+        columns: list[list[Any]] = [list(column) for column in self]
+        rows, sequences, *_ = columns
         for sequence in gone:
-            place = changed.sequences.index(sequence)
-            for column in changed:
+            place = sequences.index(sequence)
+            for column in columns:
                 del column[place]
         for sequence in new:
             row, *values = _values_of(sequence)
-            place = bisect_left(changed.rows, row)
-            for column, value in zip(changed, (row, sequence, *values), strict=True):
+            place = bisect_left(rows, row)
+            for column, value in zip(columns, (row, sequence, *values), strict=True):
                 column.insert(place, value)
-        return changed
+        return PlainRows(*columns)
 
     def outputs(self, token_ids: Tokens[Tokens[int]]) -> list[SequenceOutput]:
         """The outputs of a step that sampled these tokens."""
@@ -181,7 +182,7 @@ class StepInFlight:
                 filled.append(sequence)
         if filled:
             filled.sort(key=rank_of)  # of equal contents, that of the first-ranked is published
-            memory.publish_filled(filled)
+            memory.filled_blocks.publish(filled)
 
 
 def extend(
