@@ -78,6 +78,35 @@ def test_heads_change_nothing_of_an_answer(name: str, tmp_path: Path) -> None:
     assert bool(crowded) == (stats.num_preemptions > 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("glm4-moe", {}),
+        ("qwen3_next", {"dtype": "bfloat16"}),
+        ("llama", {"quantization": "int8", "num_blocks": 40}),
+    ],
+)
+@pytest.mark.usefixtures("native_engine", "forked_ranks")
+def test_the_first_of_two_ranks_drafts_with_the_whole_vocabulary(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Ranks have shards of the embedding and the vocabulary projection, which a head shares."""
+    method = "eagle3" if name == "llama" else "mtp"
+    options = save(name, tmp_path) | {"speculation": method}
+    given = OPTIONS | changes | {"tensor_parallel_size": 2}
+    prompts, params = (each[:4] for each in crowd())
+    plain = LLM(**{**given, "model": options["model"], "num_blocks": 200, "speculation": "off"})
+    expected = seen(plain.generate(prompts, params, use_tqdm=False))
+    llm = LLM(**{**given, **options})
+    llm.engine.scheduler.pacer = ConstantPacer()
+    for _ in range(2):  # the second time with a warm prefix cache
+        assert seen(llm.generate(prompts, params, use_tqdm=False)) == expected
+    verified = llm.engine.stats().drafts["by_proposer"][method]["verified"]
+    assert sum(verified) > 60
+    facts = llm.engine.facts
+    assert facts["draft_weight_bytes"] > 4096 * load_config(tmp_path).hidden_size
+
+
 @pytest.mark.usefixtures("native_engine")
 def test_heads_with_other_options(tmp_path: Path) -> None:
     """Compressed K and V, tiers that a second engine reads, overlap, and known drafts beside."""
@@ -155,9 +184,9 @@ def test_heads_that_can_not_draft_are_refused_by_name(tmp_path: Path) -> None:
             "reads the inputs of the layers 2, 1, 0, but the model has 3 layers",
         ),
         (
-            {"model": str(model), "speculative_model": head, "tensor_parallel_size": 2},
+            {"model": str(model), "speculative_model": head, "kernels": "triton"},
             ConfigurationError,
-            "in this version a head drafts for a model on one rank only",
+            "in this version a head drafts on the CPU only",
         ),
         (
             {"model": str(model), "speculative_model": head, "speculation": "draft_model"},

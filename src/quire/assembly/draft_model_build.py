@@ -2,7 +2,7 @@
 
 It is computed by the same kernels, in the same dtype, with weights as its checkpoint has them. Its
 attention layers follow the model's own in the layout of pages. With several ranks, all plan the
-same pages, but only rank 0 loads the model, whole: it alone drafts. Called by `build` and
+same pages, but only rank 0 loads the model or head, whole: it alone drafts. Called by `build` and
 `rank_build`.
 """
 
@@ -11,7 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from quire.assembly.device_setup import TRITON, DeviceSetup, choose_device, dense_methods
-from quire.assembly.draft_head_build import find_mtp, head_drafter, is_eagle3, read_eagle3
+from quire.assembly.draft_head_build import (
+    TargetFiles,
+    ends_bytes,
+    find_mtp,
+    head_drafter,
+    is_eagle3,
+    load_shared_ends,
+    read_eagle3,
+)
 from quire.assembly.draft_vocabularies import Vocabulary, has_same_ids, pair_tokens
 from quire.assembly.model_kind import DraftSource, ModelKind, tokenizer_folder
 from quire.attention.interface import AttentionSpec
@@ -22,7 +30,7 @@ from quire.hub.model_folder import resolve_model_folder
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.layers.operator_module import use_operators
 from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
-from quire.models.config import ModelConfig
+from quire.models.config import DecoderConfig, ModelConfig
 from quire.models.heads.draft_head import DraftHead
 from quire.models.interface import CausalLM
 from quire.models.registry import find_entry, load_config
@@ -54,11 +62,17 @@ def draft_specs(source: DraftSource | None) -> tuple[AttentionSpec, ...]:
     return tuple(spec if spec.window is None else replace(spec, window=None) for spec in specs)
 
 
-def draft_weight_bytes(source: DraftSource | None, setup: DeviceSetup) -> int:
-    """The bytes of the loaded weights of the model that drafts."""
+def draft_weight_bytes(
+    source: DraftSource | None, setup: DeviceSetup, target: TargetFiles | None
+) -> int:
+    """The bytes of the loaded weights of the model that drafts. `target`: see `add_draft_model`."""
     if source is None:
         return 0
-    return weight_bytes(source.folder, source.config, setup.dtype, dense_methods(setup))
+    own = weight_bytes(source.folder, source.config, setup.dtype, dense_methods(setup))
+    if target is None or source.method == DRAFT_MODEL:
+        return own
+    assert isinstance(source.config, DecoderConfig), "a head"
+    return own + ends_bytes(source.config, target.config, setup.dtype)
 
 
 def with_draft_model(kind: ModelKind, on_progress: OnProgress | None) -> ModelKind:
@@ -171,11 +185,13 @@ def add_draft_model(
     setup: DeviceSetup,
     max_model_len: int,
     reading: Reading,
+    target: TargetFiles | None,
 ) -> ModelDrafts:
     """Load the model or head that drafts, and make it the drafter of a runner without rows.
 
     Its layers are the last ones of the runner's KV cache. The result plans its drafts, by the times
-    of runs that are measured here.
+    of runs that are measured here. `target`: the files of the runner's model, if that is one rank's
+    shard of the model; None if it is whole.
     """
     most = max_model_len
     if source.method == DRAFT_MODEL:  # a head follows its model, however far
@@ -192,7 +208,8 @@ def add_draft_model(
     use_operators(model, setup.operators)
     model.check_loaded()
     if isinstance(model, DraftHead):
-        drafter = runner.add_drafter(head_drafter(model, runner.model, setup))
+        ends = None if target is None else load_shared_ends(model, target, setup, reading)
+        drafter = runner.add_drafter(head_drafter(model, runner.model, setup, ends))
     else:
         assert isinstance(model, CausalLM), "checked by with_draft_model"
         drafter = runner.add_drafter(partial(_make_drafter, model, setup, source.pairs))

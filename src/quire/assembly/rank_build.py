@@ -23,7 +23,7 @@ from quire.assembly.device_memory_plan import (
     plan_on_device,
 )
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
-from quire.assembly.draft_head_build import prepare_target
+from quire.assembly.draft_head_build import TargetFiles, prepare_target
 from quire.assembly.draft_model_build import add_draft_model, draft_specs, draft_weight_bytes
 from quire.assembly.format_checks.compensated_rounding import compensate_rounding
 from quire.assembly.format_checks.kv_format_check import check_keys
@@ -299,6 +299,11 @@ class _Builder:
     def num_ranks(self) -> int:
         return 1 if self.group is None else self.group.size
 
+    @property
+    def target(self) -> TargetFiles | None:
+        """The files of the model, if ranks have shards of it; None if this rank has it whole."""
+        return None if self.group is None else TargetFiles(self.folder, self.config)
+
     def facts(self, placed: PlacedWeights, adapters: ModelAdapters | None) -> Facts:
         """The facts that are reported on every device."""
         found: Facts = {
@@ -310,7 +315,7 @@ class _Builder:
         }
         if self.draft is not None:
             found["speculative_model"] = self.draft.name
-            found["draft_weight_bytes"] = draft_weight_bytes(self.draft, self.setup)
+            found["draft_weight_bytes"] = draft_weight_bytes(self.draft, self.setup, self.target)
         if adapters is not None:
             found["adapter_bytes"] = adapters.slots.num_bytes
             found["max_loras"] = self.options.num_lora_slots
@@ -346,7 +351,7 @@ class _Builder:
         binding = self.binding
         free_bytes = None if binding is None else binding.free_bytes
         vision = plan_vision(options, self.tower, setup)
-        num_weight_bytes += draft_weight_bytes(self.draft, setup) + vision.total_bytes
+        num_weight_bytes += draft_weight_bytes(self.draft, setup, self.target) + vision.total_bytes
         memory_plan = plan_memory(
             options,
             config,
@@ -365,7 +370,8 @@ class _Builder:
         with nullcontext() if binding is None else binding.memory_of_part():
             model = self._load(memory_plan.max_model_len)
             adapters = self._adapters(model)
-            prepare_target(model, self.draft, self._most_step_tokens)
+            if self.group is None or self.group.rank == 0:  # the others keep nothing for a head
+                prepare_target(model, self.draft, self._most_step_tokens)
             runner = self._runner(model, adapters, memory_plan)
             model_drafts = self._add_drafter(runner, memory_plan.max_model_len)
             contents, runner.contents = self._contents(model)
@@ -463,7 +469,12 @@ class _Builder:
         on_progress = partial(self.on_progress, "loading the model that drafts")
         digest = None if self.identity is None else self.identity.draft_weights
         return add_draft_model(
-            runner, self.draft, self.setup, max_model_len, Reading(1, on_progress, digest)
+            runner,
+            self.draft,
+            self.setup,
+            max_model_len,
+            Reading(1, on_progress, digest),
+            self.target,
         )
 
     def _contents(self, model: TextModel) -> tuple[ContentStore | None, StepContents | None]:

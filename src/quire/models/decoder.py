@@ -29,7 +29,7 @@ from quire.layers.position_scale import GrowthFactors
 from quire.layers.residual import ResidualStream
 from quire.layers.rotary import AxisRotations, RopeLimits, RotaryEmbedding
 from quire.layers.storage import Storage
-from quire.models.config import DecoderConfig
+from quire.models.config import DecoderConfig, ModelConfig
 from quire.models.interface import CausalLM, InputEmbeds, KeptInputs, TextModel
 
 
@@ -279,6 +279,26 @@ class DecoderForCausalLM(HeadlessDecoder, CausalLM):
         logits = self._scaled(self.lm_head(hidden), self.logits_scale)
         cap = self.logits_soft_cap
         return logits if cap is None else self.operators.soft_cap(logits, cap)
+
+
+class DecoderEnds(nn.Module):
+    """The embedding of a decoder, and its vocabulary projection, at the decoder's own paths."""
+
+    def __init__(self, config: ModelConfig, *, has_head: bool, **storage: Unpack[Storage]) -> None:
+        super().__init__()
+        embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, **storage)
+        self.model = nn.ModuleDict({"embed_tokens": embed_tokens})
+        #: None if only the embedding is wanted.
+        self.lm_head: LMHead | None = None
+        if has_head:
+            self.lm_head = LMHead(embed_tokens, tied=config.tie_word_embeddings)
+
+    @property
+    def embed_tokens(self) -> VocabEmbedding:
+        """The embedding."""
+        found = self.model["embed_tokens"]
+        assert isinstance(found, VocabEmbedding)
+        return found
 
 
 class DecoderForScores(HeadlessDecoder):

@@ -33,6 +33,7 @@ from quire.models.checkpoints.quantized.methods import refuse_quantized_names
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.weights_digest import WeightsDigest
 from quire.models.config import ModelConfig
+from quire.models.decoder import DecoderEnds
 from quire.models.interface import TextModel
 from quire.models.model_entry import ModelEntry
 from quire.models.registry import find_entry
@@ -144,6 +145,40 @@ def load_model(
     return model.eval()
 
 
+@_no_collections()
+def load_ends(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    has_head: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    methods: LinearMethods,
+    reading: Reading = ONE_THREAD,
+) -> DecoderEnds:
+    """Load the embedding of a decoder whole and, if `has_head`, its vocabulary projection, too.
+
+    `load_model` must have loaded the model, or a shard of it, since it checks the checkpoint.
+    """
+    entry = find_entry(config)
+    checkpoint = _open(folder, config, entry)
+    if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    whole = blueprint(config, entry, methods)
+    block_formats = _block_formats(whole, config, entry, checkpoint, methods)
+    with without_weights():
+        ends = DecoderEnds(config, has_head=has_head, dtype=dtype, device=device)
+    _use_methods(ends, block_formats, methods, dtype, device)
+    slots = checkpoint_slots(ends, entry.checkpoint_parts)
+    if config.tie_word_embeddings:
+        _merge_ends(slots, checkpoint, entry)
+    fill(slots, checkpoint, reading)
+    for module in ends.modules():
+        if isinstance(module, Linear | VocabEmbedding):
+            module.finish()
+    return ends.eval()
+
+
 def load_again(
     linears: Collection[Linear],
     model: TextModel,
@@ -221,7 +256,7 @@ def _block_formats(
 
 
 def _use_methods(
-    model: TextModel,
+    model: nn.Module,
     block_formats: BlockFormats,
     methods: LinearMethods,
     dtype: torch.dtype,

@@ -18,16 +18,16 @@ and sequences with the same prefix can share them.
 Shapes: T tokens of a step, R rows, H hidden size of the head, V vocabulary size of the target.
 """
 
-from abc import abstractmethod
 from typing import ClassVar
 
 import torch
 
 from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import Linear
 from quire.layers.rotary import RopeLimits, RotaryEmbedding
 from quire.layers.storage import Storage
 from quire.models.config import DecoderConfig
-from quire.models.decoder import DecoderForCausalLM
+from quire.models.decoder import DecoderEnds, DecoderForCausalLM
 from quire.models.interface import CausalLM, InputEmbeds
 
 
@@ -48,21 +48,30 @@ class DraftHead(CausalLM):
     states: torch.Tensor
     #: [own vocabulary size] int64, the token id of the target for each own id; None if equal.
     token_ids: torch.Tensor | None = None
+    #: Whether the head uses the target's embedding and its vocabulary projection.
+    shares_embedding: bool = True
+    shares_head: ClassVar[bool] = False
     #: The target's embedding, or the head's own.
     embed_tokens: VocabEmbedding
+    #: The projection to the head's vocabulary, which may be the target's.
+    lm_head: Linear
 
-    def use_target(self, target: DecoderForCausalLM, max_num_tokens: int) -> None:
+    def use_target(
+        self, target: DecoderForCausalLM, max_num_tokens: int, ends: DecoderEnds | None = None
+    ) -> None:
         """Take the modules over that the head shares with its target, and allocate `states` for
-        steps of at most `max_num_tokens`."""
+        steps of at most `max_num_tokens`. `ends` replace those of a target that is one rank's
+        shard."""
         weight = next(self.parameters())
         self.states = torch.zeros(
             max_num_tokens, self.hidden_size, dtype=weight.dtype, device=weight.device
         )
-        self._take_modules(target)
-
-    @abstractmethod
-    def _take_modules(self, target: DecoderForCausalLM) -> None:
-        """Set the modules that belong to the target."""
+        if self.shares_embedding:
+            self.embed_tokens = target.model.embed_tokens if ends is None else ends.embed_tokens
+        if self.shares_head:
+            lm_head = target.lm_head if ends is None else ends.lm_head
+            assert lm_head is not None
+            self.lm_head = lm_head
 
     def states_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's states [T, H], of its hidden states or the inputs of its `target_layers`

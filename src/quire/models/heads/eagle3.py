@@ -27,7 +27,7 @@ from quire.models.checkpoints.readers import find_reader
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 from quire.models.config import DecoderConfig, ModelConfig
 from quire.models.config_fields import ConfigFields
-from quire.models.decoder import DecoderForCausalLM, make_mlp, make_norm
+from quire.models.decoder import make_mlp, make_norm
 from quire.models.heads.draft_head import DraftHead, make_rotary
 from quire.models.interface import InputEmbeds
 from quire.models.model_entry import ModelEntry
@@ -148,7 +148,7 @@ class Eagle3Head(DraftHead):
         self.target_layers = config.target_layers or ()
         if config.has_embedding:
             self.embed_tokens = VocabEmbedding(config.vocab_size, size, **storage)
-        self.has_embedding = config.has_embedding
+        self.shares_embedding = not config.has_embedding
         self.fc = Linear(config.target_size, (size,), LinearKind.REPLICATED, bias=False, **storage)
         self.midlayer = Eagle3Layer(config, **storage)
         self.norm = make_norm(config, **storage)
@@ -158,10 +158,6 @@ class Eagle3Head(DraftHead):
         self.rotary = make_rotary(config, max_model_len, storage)
         if config.token_ids is not None:
             self.token_ids = torch.tensor(config.token_ids, device=storage["device"])
-
-    def _take_modules(self, target: DecoderForCausalLM) -> None:
-        if not self.has_embedding:
-            self.embed_tokens = target.model.embed_tokens
 
     def states_of(self, hidden: torch.Tensor) -> torch.Tensor:
         states: torch.Tensor = self.fc(hidden)

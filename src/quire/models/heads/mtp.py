@@ -19,14 +19,13 @@ from torch import nn
 from quire.attention.interface import AttentionCall
 from quire.errors import CheckpointError, ConfigurationError
 from quire.hub.model_files import shown_name
-from quire.layers.embedding import LMHead
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.residual import ResidualStream
 from quire.layers.storage import Storage
 from quire.models.checkpoints.renamed import Rename, RenamedCheckpoint
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.config import DecoderConfig, ModelConfig
-from quire.models.decoder import DecoderForCausalLM, DecoderLayer, make_norm
+from quire.models.decoder import DecoderLayer, make_norm
 from quire.models.families.hybrids import delta_hybrid
 from quire.models.families.latent.latent_decoder import LatentLayer
 from quire.models.heads.draft_head import DraftHead, make_rotary
@@ -41,6 +40,7 @@ class MTPHead(DraftHead):
     which is also its next state."""
 
     method = "mtp"
+    shares_head = True
     layer_type: ClassVar[Callable[..., nn.Module]] = DecoderLayer
 
     def __init__(
@@ -56,11 +56,6 @@ class MTPHead(DraftHead):
         self.layer = self.layer_type(config, 0, **storage)
         self.norm = make_norm(config, **storage)
         self.rotary = make_rotary(config, max_model_len, storage)
-        #: The target's vocabulary projection.
-        self.lm_head: LMHead
-
-    def _take_modules(self, target: DecoderForCausalLM) -> None:
-        self.embed_tokens, self.lm_head = target.model.embed_tokens, target.lm_head
 
     def forward(
         self,
