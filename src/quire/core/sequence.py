@@ -464,7 +464,7 @@ class Sequence:
 
 
 def find_plain_end(sequence: Sequence) -> int:
-    """`plain_end` of a running sequence that decodes without drafts.
+    """`plain_end` of a running sequence that decodes, and computes no accepted drafts again.
 
     Up to there, each token has a slot in a block of the sequence's own and is sampled without a
     mask. The token behind it is only appended, unless it is an end token.

@@ -397,7 +397,7 @@ class Scheduler:
                 computed < sequence.num_slots and not sequence.shares_tail
             ) or self._slots.make_writable(sequence, self._next_step_id):
                 has_decoded = sequence.plain_end > 0  # else the step may begin its output
-                if self.drafting is None:
+                if self.drafting is None or not self.memory.growth.states:
                     sequence.plain_end = find_plain_end(sequence)
                 if has_decoded and computed < sequence.plain_end:
                     plain.append(sequence)
@@ -406,6 +406,8 @@ class Scheduler:
         if self.running_set.num_released != num_released:
             plain[:] = [sequence for sequence in plain if sequence.row is not None]
         chunks.update(dict.fromkeys(plain, 1))
+        if self.drafting is not None and not self.drafting.is_resting:
+            plain.clear()  # they may get drafts
         # If a beam was preempted, so were all beams of its search, including beams already planned
         # or collected. Other sequences take blocks only from those of a later rank.
         if self.memory.growth.bounded:
