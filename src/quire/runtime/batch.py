@@ -261,7 +261,8 @@ class RowBatch:
         if drafts is not None:
             places = drafts.places(self.num_tokens, self.token_ids.shape[1])
             self.token_ids.reshape(-1)[places] = drafts.token_ids
-        self._fill_decodes(rows[:num_decodes])
+        if num_decodes:
+            self._fill_decodes(rows[:num_decodes])
         for index in range(num_decodes, len(rows)):
             self._fill_chunk(int(rows[index]), int(query_start[index]), int(counts[index]))
         # Count the tokens, drafts aside, as computed. Rows that thereby close their gap sample.

@@ -6,6 +6,7 @@ on. Rows whose tokens depend on nothing but logits are sampled before, at all po
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -36,28 +37,25 @@ class StepDrafts:
     #: [D]: the index of each draft among the step's tokens. The hidden state of a draft predicts
     #: the token after it.
     index: torch.Tensor
+    #: [D]: the row of each draft.
+    rows: Int64
+    #: [D]: the number of each draft's round, from 0.
+    ahead: Int64
+    #: [D]: the drafted tokens.
+    token_ids: Int64
 
     def places(self, num_tokens: Int32, length: int) -> Int64:
         """[D]: the index of each draft in the flattened token ids of all rows.
 
         A row has `length` places, of which its tokens take num_tokens[row].
         """
-        return np.concatenate(
-            [rows * length + num_tokens[rows] + at for at, (rows, _) in enumerate(self.rounds)]
-        )
-
-    @property
-    def token_ids(self) -> Int64:
-        """[D]: the drafted tokens."""
-        return np.concatenate([drafts.token_ids for drafts in self.rounds])
+        return self.rows * length + num_tokens[self.rows] + self.ahead
 
     def lines_of(self, is_chosen: Bools) -> tuple[Int64, Int64, Int64]:
         """The drafts of the rows for which is_chosen [max_rows] holds: the index of each draft in
         `index`, its row, and the number of its round, from 0."""
-        rows = np.concatenate([drafts.rows for drafts in self.rounds])
-        sizes = [len(drafts.rows) for drafts in self.rounds]
-        lines = np.flatnonzero(is_chosen[rows])
-        return lines, rows[lines], np.repeat(np.arange(len(sizes)), sizes)[lines]
+        lines = np.flatnonzero(is_chosen[self.rows])
+        return lines, self.rows[lines], self.ahead[lines]
 
 
 def find_drafts(plan: StepPlan, rows: Int64, query_start: Int32) -> StepDrafts | None:
@@ -68,13 +66,23 @@ def find_drafts(plan: StepPlan, rows: Int64, query_start: Int32) -> StepDrafts |
     of_row = {chunk.row: chunk.draft_token_ids for chunk in plan.chunks if chunk.draft_token_ids}
     if not of_row:
         return None
-    counts = np.array([len(of_row.get(row, ())) for row in rows.tolist()], np.int64)
-    firsts = query_start[1:] - counts
-    rounds: list[DraftRound] = []
-    index: list[Int64] = []
-    for place in range(int(counts.max())):
-        has_draft = counts > place
-        token_ids = [of_row[row][place] for row in rows[has_draft].tolist()]
-        rounds.append(DraftRound(rows[has_draft], np.array(token_ids, np.int64)))
-        index.append(firsts[has_draft] + place)
-    return StepDrafts(counts, tuple(rounds), torch.from_numpy(np.concatenate(index)))
+    counts = [len(of_row.get(row, ())) for row in rows.tolist()]
+    ends = query_start[1:].tolist()
+    # In each round, list the row, the round, the token and the index of each draft.
+    found: list[tuple[int, int, int, int]] = []
+    bounds = [0]
+    for place in range(max(counts)):
+        for row, count, end in zip(rows.tolist(), counts, ends, strict=True):
+            if place < count:
+                found.append((row, place, of_row[row][place], end - count + place))
+        bounds.append(len(found))
+    of_drafts, ahead, token_ids, index = np.array(found, np.int64).T.copy()
+    rounds = [DraftRound(of_drafts[a:b], token_ids[a:b]) for a, b in pairwise(bounds)]
+    return StepDrafts(
+        np.array(counts, np.int64),
+        tuple(rounds),
+        torch.from_numpy(index),
+        of_drafts,
+        ahead,
+        token_ids,
+    )

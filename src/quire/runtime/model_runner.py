@@ -363,7 +363,10 @@ class ModelRunner:
         """
         num_computing = len(step.sample_rows) - len(step.joined_lines)
         index, drafts = step.sample_index[:num_computing], step.drafts
-        if drafts is not None and num_computing + len(drafts.index) <= PROMPT_LOGPROB_ROWS:
+        num_drafts = 0 if drafts is None else len(drafts.index)
+        if num_computing == 1 and len(hidden) == 1 + num_drafts <= PROMPT_LOGPROB_ROWS:
+            pass  # the tokens of one row are in this order already
+        elif drafts is not None and num_computing + num_drafts <= PROMPT_LOGPROB_ROWS:
             hidden = hidden[torch.cat([index, drafts.index])]
         elif num_computing < len(hidden):  # otherwise each token is the last one of its sequence
             hidden = hidden[index]
