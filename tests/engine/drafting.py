@@ -1,6 +1,5 @@
 """A proposer that knows the answers, and errs at random positions."""
 
-import math
 import random
 
 from quire.core.sampling_params import SamplingParams
@@ -58,7 +57,12 @@ def use_proposer(engine: Engine, answers: dict[Key, list[int]]) -> None:
     drafting = scheduler.drafting
     drafting.speculator = Recorded(answers)
     # Ask at each step, although that takes much of a tiny model's time.
-    drafting.begin = lambda now_s: Drafting.begin(drafting, math.inf)
+
+    def begin() -> None:
+        drafting._num_to_rest = 0
+        Drafting.begin(drafting)
+
+    drafting.begin = begin
 
 
 def recorded(outputs: list[RequestOutput], params: list[SamplingParams]) -> dict[Key, list[int]]:

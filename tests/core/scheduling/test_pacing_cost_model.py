@@ -236,3 +236,14 @@ def test_the_same_calls_give_the_same_model() -> None:
     loads = mixed_loads(20, seed=9)
     assert [first.predict_s(load) for load in loads] == [second.predict_s(load) for load in loads]
     assert first.predict_s(loads[0]) != fitted(overhead).predict_s(loads[0])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 2000])
+def test_the_first_draft_takes_the_difference_of_two_predictions(num_rows: int) -> None:
+    model = StepCostModel(
+        [1e-5 * place for place in range(1, 1 + len(fitted(overhead).coefficients))]
+    )
+    load = StepLoad(num_rows, 100)
+    with_draft = load.with_drafts(0, 1)._replace(num_chunk_pairs=0)
+    difference_s = model.predict_s(with_draft) - model.predict_s(load)
+    assert model.first_draft_s(load) == pytest.approx(difference_s)

@@ -82,10 +82,16 @@ class StepLoad(NamedTuple):
     def with_drafts(self, num_computed_tokens: int, num_drafts: int) -> "StepLoad":
         """Return this load with drafts behind the token of a row that it has already."""
         pairs = num_drafts * (num_computed_tokens + 1) + num_drafts * (num_drafts + 1) // 2
-        return self._replace(
-            num_decodes=self.num_decodes + num_drafts,
-            num_chunk_pairs=self.num_chunk_pairs + pairs,
-            num_drafts=self.num_drafts + num_drafts,
+        return StepLoad(  # `_replace` would take twice as long
+            self.num_decodes + num_drafts,
+            self.num_decode_pairs,
+            self.num_chunk_tokens,
+            self.num_chunk_pairs + pairs,
+            self.num_logprob_tokens,
+            self.num_chunks,
+            self.num_context_tokens,
+            self.num_drafts + num_drafts,
+            self.num_replay_tokens,
         )
 
     def without_drafts(self, num_drafts: int) -> "StepLoad":
@@ -195,6 +201,14 @@ class StepCostModel:
             + values[_DRAFTS] * load.num_drafts
             + values[_DRAFTING] * (load.num_drafts > 0)
         )
+
+    def first_draft_s(self, load: StepLoad) -> float:
+        """Predicted seconds that the first draft adds to a step with this load, without what its
+        row's context adds."""
+        values = self._coefficients
+        segment = min(max(1, load.num_tokens).bit_length(), NUM_SEGMENTS) - 1
+        row_s = values[_FIRST_SEGMENT + segment] + values[_ROWS]
+        return row_s + values[_DRAFTS] + values[_DRAFTING]
 
     def most_tokens(
         self,

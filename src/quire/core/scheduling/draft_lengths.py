@@ -15,10 +15,11 @@ In models with states an accepted draft is computed twice. The choice of a draft
 The step that computes the draft again counts it like the chunks of prompts.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.core.scheduling.cost_model import StepLoad
+from quire.core.scheduling.cost_model import SHORTEST_S, StepLoad
 from quire.core.scheduling.drafter_costs import DrafterCosts
 from quire.core.scheduling.pacing import StepBudget
 
@@ -58,17 +59,20 @@ class DraftChoice(NamedTuple):
     rate: float
 
 
-def is_worth_drafts(budget: StepBudget) -> bool:
-    """Whether a draft that is sure to be accepted would pay in this step."""
+def least_tokens(budget: StepBudget) -> float:
+    """The number of tokens that steps without drafts give in the time that the first draft takes.
+    Drafts of any number pay only if they are expected to bring more tokens. From 1 on, no draft
+    pays in this step."""
     if budget.num_tokens <= 0:
-        return False
+        return math.inf
     model, load = budget.model, budget.load
     if model is None:
-        return True
-    decodes, step_s = decodes_of(load), model.predict_s(load)
-    cost_s = model.predict_s(load.with_drafts(0, 1)) - step_s
-    decodes_s = step_s if decodes == load else model.predict_s(decodes)
-    return cost_s * load.num_decodes < decodes_s
+        return 0.0
+    has_others = load.num_chunks or load.num_replay_tokens
+    decodes_s = model.predict_s(decodes_of(load) if has_others else load)
+    if decodes_s < SHORTEST_S:
+        return math.inf
+    return model.first_draft_s(load) * load.num_decodes / decodes_s
 
 
 def choose_lengths(

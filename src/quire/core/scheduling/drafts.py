@@ -16,15 +16,14 @@ drafts: it computes them again, before the row's last token. It may verify furth
 that token. All other parts of the engine see a row that lacks a few tokens.
 """
 
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import asdict, replace
 from typing import Any
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.scheduling.cost_model import NO_LOAD
-from quire.core.scheduling.draft_lengths import choose_lengths, decodes_of, is_worth_drafts
+from quire.core.scheduling.cost_model import NO_LOAD, SHORTEST_S
+from quire.core.scheduling.draft_lengths import choose_lengths, decodes_of, least_tokens
 from quire.core.scheduling.draft_options import (
     DraftingRow,
     DraftOption,
@@ -52,7 +51,8 @@ ASKING_S = 20e-6
 
 ASKING_SHARE = 0.005
 """Asking in vain takes at most about this share of the time. A row of a large model is then asked
-in each step. A tiny model, or a crowd that has rarely use for drafts, is asked now and then."""
+in each step. A tiny model, or a crowd that has rarely use for drafts, is asked now and then. The
+steps between are counted, since their time would pass sooner on a busy machine."""
 
 LEAST_GAIN = 1.02
 """Drafts of the drafter must be expected to bring this many times the tokens per second that known
@@ -101,8 +101,8 @@ class Drafting:
         #: Whether the step that is being planned asks for no drafts and computes none again. Then
         #: `plan`, `launch` and `order` need not be called, which a tiny model's steps would notice.
         self.is_resting = False
-        # Engine time of the step that is being planned, and from which drafts are asked for again.
-        self._now_s = self._next_ask_s = -math.inf
+        # The number of steps that ask for no drafts, from the one that is being planned on.
+        self._num_to_rest = 0
         # Number of rows that were asked for this step, and whether one waits for its last token.
         self._num_asked, self._is_awaited = 0, False
         #: Proposer -> the counts of its drafts in steps that have ended.
@@ -111,10 +111,10 @@ class Drafting:
         #: verifying all drafts and of replays. 0 without a cost model.
         self.saved_s = 0.0
 
-    def begin(self, now_s: float) -> None:
-        """Begin to plan a step at the engine time now_s."""
-        self._now_s = now_s
-        self.is_resting = now_s < self._next_ask_s and not self._has_states
+    def begin(self) -> None:
+        """Begin to plan a step."""
+        self._num_to_rest = max(0, self._num_to_rest - 1)
+        self.is_resting = self._num_to_rest > 0 and not self._has_states
         if not self.is_resting:
             self._num_asked, self._is_awaited = 0, False
             self._budget, self._load_before = _NO_BUDGET, NO_LOAD
@@ -130,7 +130,7 @@ class Drafting:
             return True
         if sequence.num_pending_tokens != 1 or not self._may_have_drafts(sequence):
             return False
-        if self._now_s < self._next_ask_s or self._most_drafts(sequence) < 1:
+        if self._num_to_rest or self._most_drafts(sequence) < 1:
             return False
         self._num_waits += 1
         is_awaited = self.model is not None and (
@@ -158,23 +158,23 @@ class Drafting:
         self._budget, self._load_before = budget, budget.load
         if budget.load.num_replay_tokens:
             self._load_before = budget.load._replace(num_replay_tokens=0)
-        if self._now_s < self._next_ask_s:
+        if self._num_to_rest:
             return
         model = self.model
         if model is not None and not model.is_considered():
             if not self.speculator.has_proposers:
                 return
             model = None
-        if is_worth_drafts(budget):
+        least = least_tokens(budget)
+        if least < 1:
             rows = self._find_rows(chunks, budget, model)
-            if rows:
+            # Most guesses have too low chances, and need not be weighed.
+            if rows and (model or sum([sum(row.known.survival) for row in rows]) > least):
                 self._choose(rows, budget, model)
                 if model is not None:
                     model.end_plan(has_ordered=bool(self._ordered))
-        # Without a model the time of a step is unknown, and so is what asking costs beside it.
-        if not (self._planned or self._ordered or self._is_awaited or budget.model is None):
-            asking_s = (1 + self._num_asked) * ASKING_S
-            self._next_ask_s = self._now_s + asking_s / ASKING_SHARE
+        if not (self._planned or self._ordered or self._is_awaited):
+            self._num_to_rest = 1 + _num_rests(budget, self._num_asked)
 
     def _choose(
         self, rows: list[DraftingRow], budget: StepBudget, model: ModelDrafts | None
@@ -234,7 +234,8 @@ class Drafting:
                 continue
             self._num_asked += 1
             known = self.speculator.propose(sequence, most)
-            known = cut(known, num_useful(sequence, known.token_ids[:most]))
+            if known.token_ids:
+                known = cut(known, num_useful(sequence, known.token_ids[:most]))
             expected = NO_PROPOSAL
             if model is not None and not self._would_write_stored(model, sequence):
                 expected = model.expect(self.speculator, sequence, most)
@@ -421,3 +422,12 @@ class Drafting:
             or sequence.params.pooling is not None
             or len(sequence.token_ids) == sequence.num_prompt_tokens
         )
+
+
+def _num_rests(budget: StepBudget, num_asked: int) -> int:
+    """The number of steps without asking that make it cheap to have asked num_asked rows in vain.
+    0 if the time of a step is unknown."""
+    step_s = 0.0 if budget.model is None else budget.model.predict_s(budget.load)
+    if step_s < SHORTEST_S:
+        return 0
+    return int((1 + num_asked) * ASKING_S / (ASKING_SHARE * step_s))

@@ -250,7 +250,7 @@ class Scheduler:
         plain: list[Sequence] = []
         num_released = self.running_set.num_released
         if self.drafting is not None:
-            self.drafting.begin(now_s)
+            self.drafting.begin()
         suspect = self._fault_isolation.next_suspect()
         if suspect is not None:
             self._plan_alone(suspect, chunks, now_s)
