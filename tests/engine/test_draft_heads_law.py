@@ -81,7 +81,6 @@ def test_heads_change_nothing_of_an_answer(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("glm4-moe", {}),
         ("qwen3_next", {"dtype": "bfloat16"}),
         ("llama", {"quantization": "int8", "num_blocks": 40}),
     ],
