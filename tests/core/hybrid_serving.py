@@ -66,7 +66,8 @@ class Serving:
     def answer(self, plan: StepPlan) -> None:
         """Every row that closes its gap gets a token."""
         step = next(step for step in self.scheduler._in_flight if step.step_id == plan.step_id)
-        rows = [
+        rows = list(step.plain.rows)
+        rows += [
             row
             for row, (sequence, _, num_computed) in step.rows.items()
             if num_computed >= len(sequence.token_ids)

@@ -171,6 +171,7 @@ def test_tokens_before_one_that_the_grammar_refuses_are_returned_with_the_error(
     )
     constraint.allowed_prefix = lambda token_ids: 2
     sequence.constraint = constraint
+    harness.scheduler.running_set.num_constrained += 1
     assert drafts_of(harness.launch()) == {0: 2}
     (output,) = harness.land()
     assert output.token_ids == harness.expected["a"][0][1:3]

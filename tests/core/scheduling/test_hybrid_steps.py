@@ -231,7 +231,7 @@ def test_a_sequence_that_ends_during_its_last_step_leaves_its_state() -> None:
     assert sequence.is_finished and serving.memory.leaving == [sequence]
     length = len(sequence.token_ids)
     step = serving.scheduler._in_flight[0]
-    serving.scheduler.apply(StepResult(ahead.step_id, list(step.rows), [(1,)]))
+    serving.scheduler.apply(StepResult(ahead.step_id, [*step.plain.rows, *step.rows], [(1,)]))
     invariants.check_idle(serving.scheduler)
     follow_up = serving.serve([*sequence.token_ids, 3, 4, 5])
     assert follow_up.num_cached_tokens == length
