@@ -23,8 +23,8 @@ _KNOWN = Path(__file__).with_name("known_quality.json")
 _FORMAT = 1
 _ARITHMETIC = {"": 2, "int8": 3, "int4": 3}
 """Versions of the weight formats' arithmetic; formats that are not listed have version 1. "" stands
-for weights as the checkpoint has them, quantized or not. Every change of arithmetic or rounding must
-raise the version, so that older results are not found."""
+for weights as the checkpoint has them, quantized or not. Every change of arithmetic or rounding
+must raise the version, so that older results are not found."""
 _FIGURES = ("change", "loss_change_error", "divergence", "agreement", "num_tokens")
 
 

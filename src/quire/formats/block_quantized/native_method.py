@@ -119,10 +119,11 @@ class NativeBlockQuantizedMethod(PackedMethod, WideInputsMethod):
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         code_format = code_format_struct(self._form, None, dtype)
         struct = weights_struct(self._form, code_format, num_outputs, num_inputs)
-        struct.num_wide = self._num_wide(num_inputs)
+        num_wide: int = self._num_wide(num_inputs)
+        struct.num_wide = num_wide
         library = self._kernels.library
         num_bytes: int = library.packed_bytes(struct)
-        return num_bytes + 4 * (library.num_scales(struct) + struct.num_wide)
+        return num_bytes + 4 * (library.num_scales(struct) + num_wide)
 
 
 class GivenMethod(PackedMethod):
