@@ -54,7 +54,7 @@ class RequestTimes:
         """Record the outputs of a step, and put `phases` into those that begin or end a sequence.
         Returns the number of their tokens.
 
-        places: the indices of all outputs that may begin or end a branch; each of the others has
+        places: the indices of all outputs that may begin or end a branch. Each of the others has
         one token. requests: the branches of all known requests, including those that have just
         ended. now_s: engine time.
         """

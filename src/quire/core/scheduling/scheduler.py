@@ -266,7 +266,9 @@ class Scheduler:
                 raise SchedulerStalledError(_describe(self))
             return None
         # Last, count the tokens as computed and let forks join the step.
-        if self.running_set.num_released != num_released:  # a row that was lost is not plain
+        if self.drafting is not None and not self.drafting.is_resting:
+            plain = []  # rows may have drafts
+        elif self.running_set.num_released != num_released:  # a row that was lost is not plain
             plain = [sequence for sequence in plain if sequence.plain_end]
         if self.policy.counts_steps:
             self.policy.on_step(now_s)
@@ -406,8 +408,6 @@ class Scheduler:
         if self.running_set.num_released != num_released:
             plain[:] = [sequence for sequence in plain if sequence.row is not None]
         chunks.update(dict.fromkeys(plain, 1))
-        if self.drafting is not None and not self.drafting.is_resting:
-            plain.clear()  # they may get drafts
         # If a beam was preempted, so were all beams of its search, including beams already planned
         # or collected. Other sequences take blocks only from those of a later rank.
         if self.memory.growth.bounded:

@@ -29,8 +29,8 @@ new_output = tuple.__new__
 class PlainRows(NamedTuple):
     """The rows of a step whose sequences only append a token, unless it is an end token.
 
-    Nearly all rows of nearly all steps are such rows, so they are kept as columns, parallel to
-    `rows`: a result is applied to all of them at once. Their sequences have sampled before.
+    Nearly all rows of nearly all steps are such rows, so they are kept as columns of equal length:
+    a result is applied to all of them at once. Their sequences have sampled before.
     """
 
     #: In ascending order, like the decoding rows of a result.

@@ -122,8 +122,8 @@ class NativeBlockQuantizedMethod(PackedMethod, WideInputsMethod):
         num_wide: int = self._num_wide(num_inputs)
         struct.num_wide = num_wide
         library = self._kernels.library
-        num_bytes: int = library.packed_bytes(struct)
-        return num_bytes + 4 * (library.num_scales(struct) + num_wide)
+        num_bytes: int = library.packed_bytes(struct) + 4 * library.num_scales(struct)
+        return num_bytes + 4 * num_wide
 
 
 class GivenMethod(PackedMethod):
