@@ -1,6 +1,7 @@
 """A scheduler over groups of unlike growth, answered without a runner: every token is a number."""
 
 from collections.abc import Sequence as Ids
+from typing import Any
 
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
@@ -42,14 +43,16 @@ class Serving:
         self.scheduler = Scheduler(limits, self.memory)
         self._num_added = 0
 
-    def add(self, prompt: Ids[int], max_tokens: int = 4, n: int = 1) -> list[Sequence]:
+    def add(
+        self, prompt: Ids[int], max_tokens: int = 4, n: int = 1, **params: Any
+    ) -> list[Sequence]:
         self._num_added += 1
         root = self.memory.prefixes.start_chain("")
         branches = [
             Sequence(
                 str(self._num_added),
                 list(prompt),
-                DecodingParams(max_tokens),
+                DecodingParams(max_tokens, **params),
                 branch_index=index,
                 chain_root=root,
             )

@@ -219,14 +219,14 @@ def test_a_step_that_fails_leaves_snapshots_alone() -> None:
 def test_a_sequence_that_ends_during_its_last_step_leaves_its_state() -> None:
     """With overlap, the step that computes the end token is in flight when the end is known."""
     serving = Serving(FULL, state(3))
-    sequence = serving.add(tokens(21), max_tokens=50)[0]
+    ends = {"end_token_ids": tuple(range(500)), "min_tokens": 6}
+    sequence = serving.add(tokens(21), max_tokens=50, **ends)[0]
     while sequence.num_output_tokens < 5:
         serving.step()
     last = serving.plan()
     assert last is not None
     ahead = serving.plan()
     assert ahead is not None and sequence.num_computed_tokens == len(sequence.token_ids) + 1
-    sequence.end_token_ids = frozenset(range(500))
     serving.answer(last)
     assert sequence.is_finished and serving.memory.leaving == [sequence]
     length = len(sequence.token_ids)
