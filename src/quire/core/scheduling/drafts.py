@@ -46,8 +46,12 @@ from quire.core.scheduling.step_results import StepInFlight
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, DraftOrder, Drafts, StepPlan, StepResult
 
-ASKING_S = 20e-6
-"""About the seconds that asking for drafts takes, and again for each row (Zen 4, 2026-11)."""
+ASKING_S = 40e-6
+"""About the seconds that asking for drafts takes, and again for each row (Zen 3, 2026-12)."""
+
+NUM_TRIES = 4
+"""Number of steps in a row that may ask in vain without rests. Accepted drafts begin a new row, so
+text that repeats other text in parts is asked about in each step."""
 
 ASKING_SHARE = 0.005
 """Asking in vain takes at most about this share of the time. A row of a large model is then asked
@@ -103,6 +107,7 @@ class Drafting:
         self.is_resting = False
         # The number of steps that ask for no drafts, from the one that is being planned on.
         self._num_to_rest = 0
+        self._num_vain = 0  # steps in a row that asked in vain
         # Number of rows that were asked for this step, and whether one waits for its last token.
         self._num_asked, self._is_awaited = 0, False
         #: Proposer -> the counts of its drafts in steps that have ended.
@@ -174,7 +179,9 @@ class Drafting:
                 if model is not None:
                     model.end_plan(has_ordered=bool(self._ordered))
         if not (self._planned or self._ordered or self._is_awaited):
-            self._num_to_rest = 1 + _num_rests(budget, self._num_asked)
+            self._num_vain += 1
+            if self._num_vain > NUM_TRIES:
+                self._num_to_rest = 1 + _num_rests(budget, self._num_asked)
 
     def _choose(
         self, rows: list[DraftingRow], budget: StepBudget, model: ModelDrafts | None
@@ -363,6 +370,8 @@ class Drafting:
             if proposal is not None:
                 counts = self.counts.setdefault(proposal.proposer, DraftCounts())
                 counts.add(len(proposal.token_ids), num_accepted)
+                if num_accepted:
+                    self._num_vain = 0
                 self.saved_s += num_accepted * step.token_s
                 if row not in step.drafted:
                     self.speculator.learn(step.rows[row][0], proposal, num_accepted)
