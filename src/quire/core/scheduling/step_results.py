@@ -19,18 +19,20 @@ from quire.core.scheduling.running_set import rank_of
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Drafted, StepResult, TokenLogprobs
 
-# The fields of an output behind `num_cached_tokens`, of a sequence that goes on.
-OTHER_FIELDS = tuple(SequenceOutput._field_defaults.values())[1:]
+# The fields of an output behind `num_cached_tokens`, of a sequence that goes on, without end.
+OTHER_FIELDS = [repeat(value) for value in SequenceOutput._field_defaults.values()][1:]
 
 # new_output(SequenceOutput, fields) takes 65% of the time of the constructor.
 new_output = tuple.__new__
+OUTPUT_CLASS = repeat(SequenceOutput)
 
 
 class PlainRows(NamedTuple):
     """The rows of a step whose sequences only append a token, unless it is an end token.
 
-    Nearly all rows of nearly all steps are such rows, so they are kept as columns of equal length:
-    a result is applied to all of them at once. Their sequences have sampled before.
+    Nearly all rows of nearly all steps are such rows, so they are kept as columns of equal length,
+    `all_end_token_ids` aside: a result is applied to all of them at once. Their sequences
+    have sampled before.
     """
 
     #: In ascending order, like the decoding rows of a result.
@@ -43,11 +45,13 @@ class PlainRows(NamedTuple):
     request_ids: list[str]
     branch_indices: list[int]
     nums_cached_tokens: list[int]
+    #: The union of `end_token_ids`.
+    all_end_token_ids: frozenset[int]
 
     def changed(self, gone: Iterable[Sequence], new: Iterable[Sequence]) -> "PlainRows":
         """A copy without the sequences in `gone`, and with those in `new`, which are running."""
-        columns: list[list[Any]] = [list(column) for column in self]
-        rows, sequences, *_ = columns
+        columns: list[list[Any]] = [list(column) for column in self[:-1]]
+        rows, sequences, _, _, end_token_ids, *_ = columns
         for sequence in gone:
             place = sequences.index(sequence)
             for column in columns:
@@ -57,17 +61,17 @@ class PlainRows(NamedTuple):
             place = bisect_left(rows, row)
             for column, value in zip(columns, (row, sequence, *values), strict=True):
                 column.insert(place, value)
-        return PlainRows(*columns)
+        return PlainRows._make([*columns, frozenset().union(*set(end_token_ids))])
 
     def outputs(self, token_ids: Tokens[Tokens[int]]) -> list[SequenceOutput]:
         """The outputs of a step that sampled these tokens."""
         changing = (self.request_ids, self.branch_indices, token_ids, self.nums_cached_tokens)
         # `repeat` has no end, so the columns differ in length.
-        fields = zip(*changing, *map(repeat, OTHER_FIELDS), strict=False)
-        return list(map(new_output, repeat(SequenceOutput), fields))
+        fields = zip(*changing, *OTHER_FIELDS, strict=False)
+        return list(map(new_output, OUTPUT_CLASS, fields))
 
 
-NO_PLAIN_ROWS = PlainRows([], [], [], [], [], [], [], [])
+NO_PLAIN_ROWS = PlainRows([], [], [], [], [], [], [], [], frozenset())
 
 # The values of a sequence in the columns of `PlainRows`, itself aside.
 _values_of = attrgetter(
@@ -118,11 +122,11 @@ class StepInFlight:
         num_released: `RunningSet.num_released` now.
         """
         # Nearly always no plain row ends, and often there are no others.
-        plain, unplain = self.plain, set(result.failed)
-        any_end_token_id = frozenset().union(*set(plain.end_token_ids))
-        may_end = not any_end_token_id.isdisjoint(chain.from_iterable(result.token_ids))
+        plain = self.plain
+        may_end = not plain.all_end_token_ids.isdisjoint(chain.from_iterable(result.token_ids))
         if result.rows == plain.rows and not may_end and num_released == self.num_released:
             return list(result.token_ids)
+        unplain = set(result.failed)
         token_ids = dict(zip(result.rows, result.token_ids, strict=True))
         if num_released != self.num_released:
             each = zip(plain.rows, plain.sequences, plain.nums_admissions, strict=True)
@@ -135,7 +139,7 @@ class StepInFlight:
                     unplain.add(row)
         if unplain:
             gone: list[Sequence] = []
-            for row, sequence, known, num_admissions, *_ in zip(*plain, strict=True):
+            for row, sequence, known, num_admissions, *_ in zip(*plain[:-1], strict=True):
                 if row in unplain:  # the step has computed all tokens that are known now
                     gone.append(sequence)
                     self.rows[row] = sequence, num_admissions, len(known)
