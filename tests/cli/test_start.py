@@ -86,3 +86,22 @@ def test_a_command_that_returns_ends_without_freeing_what_it_holds(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     printed = f"printed by the command\nregistered by the command\n{freed}"
     assert (done.returncode, done.stdout, done.stderr) == (code, printed, "")
+
+
+# A command whose first file must not get the number of a closed standard stream.
+OPENING = """
+import os, sys
+from quire.cli import start
+
+def command():
+    return os.open(os.devnull, os.O_RDONLY)
+
+start.main = command
+sys.exit(start.run_process())
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_file_never_gets_the_number_of_a_closed_standard_stream(closed: str) -> None:
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", OPENING]
+    assert subprocess.run(words, timeout=60).returncode > 2

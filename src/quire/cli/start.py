@@ -22,10 +22,19 @@ KILLED = 128
 
 def run_process() -> int:
     """Run the command as all that this process does, and return the process's exit code."""
+    _open_standard_descriptors()
     codes: list[int] = []
     atexit.register(_end_at_once, codes)  # the first function that is registered is called last
     codes.append(main())
     return codes[0]
+
+
+def _open_standard_descriptors() -> None:
+    """Open the null device as those of the descriptors 0, 1 and 2 that are closed. Otherwise files
+    would get these numbers, and child processes could not inherit them."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def _end_at_once(codes: list[int]) -> None:
