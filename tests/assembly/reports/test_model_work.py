@@ -23,6 +23,8 @@ BLOCK_SIZE = 16
 class Model(nn.Module):
     """attention: names of layers; states: likewise."""
 
+    num_host_layers = 0
+
     def __init__(self, *attention: str, states: tuple[str, ...] = (), **modules: nn.Module):
         super().__init__()
         self.attention_specs = tuple(ATTENTION[name] for name in attention)

@@ -112,9 +112,9 @@ def _merge(  # type: ignore[no-untyped-def]
         mask = (dims < HEAD_DIM)[None, :]
         # Then fold its parts.
         rows = first * NUM_HEADS + head + one
-        memory = parts_ptr, scales_ptr
+        partial = parts_ptr, scales_ptr
         m, sums, acc = fold_parts(
-            memory, rows, one == 0, num_parts, dims, NUM_HEADS, HEAD_DIM, UNROLL
+            partial, rows, one == 0, num_parts, dims, NUM_HEADS, HEAD_DIM, UNROLL
         )
         # Last, add the sink and store the result.
         sinks = None
