@@ -6,12 +6,15 @@ agent     a tool's results, then tool calls that replace the changed lines
 schema    a file, then a list of its functions as JSON, by a schema
 prose     the beginning of a page of documentation, then more of it
 code      the beginning of a file, then more of it
+random    random letters, then more of them: nothing repeats, so hardly a draft is found
 """
 
 import ast
 import difflib
 import itertools
 import json
+import random
+import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,6 +108,14 @@ def sources(repository: Path) -> Iterator[Task]:
         yield from _halves(path.read_text()[:MOST_CHARS])
 
 
+def random_letters(repository: Path) -> Iterator[Task]:
+    """Random letters, in two parts. `repository` is not read."""
+    rng = random.Random(0)
+    while True:
+        prompt, answer = ("".join(rng.choices(string.ascii_letters, k=500)) for _ in range(2))
+        yield Task(prompt, answer)
+
+
 WORKLOADS: dict[str, Callable[[Path], Iterator[Task]]] = {
     "rewrite": rewrites,
     "diff": diffs,
@@ -112,6 +123,7 @@ WORKLOADS: dict[str, Callable[[Path], Iterator[Task]]] = {
     "schema": lists_of_functions,
     "prose": pages,
     "code": sources,
+    "random": random_letters,
 }
 
 
