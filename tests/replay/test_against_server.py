@@ -60,7 +60,9 @@ def test_lengths_are_forced_and_turns_wait(recorded) -> None:
     assert sorted(answered) == [0, 1, 3, 4, 6]
     assert [answered[number].num_output_tokens for number in (0, 1, 6)] == [6, 12, 6]
     assert answered[6].at_s >= answered[0].end_s + 0.1
-    assert len(answered[0].gaps_s) == 5
+    # A busy machine may send several tokens in the first chunk, which have no gaps between them.
+    assert 1 <= len(answered[0].gaps_s) <= 5
+    assert 0 < sum(answered[0].gaps_s) <= answered[0].end_s - answered[0].first_s
     assert figures.left_out == {"refused when recorded": 1, "longer than max_model_len": 1}
     assert figures.notes == ["1 requests had a grammar, which is not replayed"]
     # What the server recorded of it: the second prompt has the first one's blocks.
