@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from tests.virtual_loop import VirtualLoop
 
 from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError, EngineDeadError, OverloadedError
@@ -82,7 +83,8 @@ def run(scenario):
             assert (model.reserved_bytes == 0) == (model.phase is Phase.UNLOADED), model.name
         await world.room.close()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
 
 
 def test_a_model_is_loaded_by_its_first_call_alone():
