@@ -1,8 +1,8 @@
 """Publishes the blocks that decoding rows fill, many at a time.
 
 Each decoding row fills a block every block_size steps, so in a large batch many rows fill one in
-the same step. These blocks are inserted into the prefix cache in one pass. All others are left to
-`prefix_index`, which says what publishing means.
+the same step. These blocks are inserted into the prefix cache in one pass. `prefix_index` publishes
+the blocks of prompts and of models with several groups, and explains publishing.
 """
 
 from typing import NamedTuple
@@ -35,8 +35,8 @@ class FilledBlocks:
         self._prefixes = prefixes
         self._cache = prefixes.cache
         self._pool = pool
-        #: The one group of a model that has one, which keeps all tokens. Otherwise None: with
-        #: several groups, tiers store contents in the order of the sequences.
+        #: The model's only group, which keeps all tokens. None if the model has several groups,
+        #: because tiers then store contents in the order of the sequences.
         self._group = growth.main if len(growth.rules) == 1 and not growth.bounded else None
 
     def publish(self, sequences: list[Sequence]) -> None:

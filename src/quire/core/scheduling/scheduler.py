@@ -366,7 +366,7 @@ class Scheduler:
         for sequence in self.running:
             is_plain = sequence.num_computed_tokens < sequence.plain_end and awaits is None
             (plain if is_plain else others).append(sequence)
-        # Then give one token to each other row that decodes, and collect those that need a chunk.
+        # Then give one token to each other decoding row, and collect the rows that need a chunk.
         for sequence in others:
             if sequence.row is None:
                 continue  # it was preempted for a sequence that it follows
