@@ -75,8 +75,10 @@ def pass_windows_by_what_was_planned(self: Drafting, sequence: Sequence, planned
 def publish_before_the_result(original: Any) -> Any:
     """By the planned count, as if all drafts were the sequence's tokens."""
 
-    def apply_result(self: StepInFlight, result: StepResult, memory: KVCacheManager) -> None:
-        original(self, result, memory)
+    def confirm(
+        self: StepInFlight, result: StepResult, plain_tokens: list[Any], memory: KVCacheManager
+    ) -> None:
+        original(self, result, plain_tokens, memory)
         for row, drafts in (self.drafts or {}).items():
             sequence, num_admissions, planned = self.rows[row]
             if sequence.row is None or sequence.num_admissions != num_admissions:
@@ -86,7 +88,7 @@ def publish_before_the_result(original: Any) -> Any:
             memory.publish(sequence, planned + len(drafts.token_ids))
             sequence.token_ids[:] = known
 
-    return apply_result
+    return confirm
 
 
 def confirm_whatever_happened(original: Any) -> Any:
@@ -289,7 +291,7 @@ MUTATIONS: dict[str, Patch] = {
         Drafting, "confirm", confirm_with(pass_windows_by_what_was_planned)
     ),
     "blocks are published by the planned count": replace(
-        StepInFlight, "apply_result", publish_before_the_result
+        StepInFlight, "confirm", publish_before_the_result
     ),
     "a preempted sequence keeps its drafts": replace(
         Drafting, "confirm", confirm_whatever_happened

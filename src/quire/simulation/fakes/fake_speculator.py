@@ -17,6 +17,9 @@ from quire.simulation.fakes.fake_model import (
 )
 
 
+LEAST_CHANCE = 0.1
+
+
 class FakeSpeculator:
     """Proposes what a running sequence will get, and at some positions another token.
 
@@ -31,7 +34,10 @@ class FakeSpeculator:
         error_rate: float,
         seed: int,
     ) -> None:
-        """most: the largest number of drafts. error_rate: the share of wrong drafts."""
+        """most: the largest number of drafts. error_rate: the share of wrong drafts.
+
+        The chances that it gives are at least LEAST_CHANCE, so that wrong drafts are verified.
+        """
         self.has_proposers = True
         self._model = model
         self._most = most
@@ -55,7 +61,7 @@ class FakeSpeculator:
             if constraint is not None and constraint.accept_token(token_id):
                 break
             fingerprint = extend(fingerprint, token_id)
-        chance = 1 - self._error_rate
+        chance = max(LEAST_CHANCE, 1 - self._error_rate)
         survival = [chance**count for count in range(1, len(drafts) + 1)]
         return Proposal(tuple(drafts), tuple(survival), "fake")
 
