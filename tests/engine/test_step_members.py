@@ -54,7 +54,7 @@ class Watched:
     def check(self) -> None:
         self.num_steps += 1
         steps = self.scheduler._in_flight
-        in_flight = {row[0].request_id for step in steps for row in step.rows.values()}
+        in_flight = {sequence.request_id for step in steps for sequence in step.sequences}
         assert self.reported >= in_flight if self.overlap else self.reported == in_flight
 
 
