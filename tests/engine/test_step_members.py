@@ -1,4 +1,4 @@
-"""Which requests are reported to be in a step, against those that the scheduler has put there."""
+"""Which requests and seconds are reported of a step, against what the scheduler has put there."""
 
 import random
 from collections.abc import Collection
@@ -9,7 +9,9 @@ from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, ModelLimits
+from quire.core.scheduling.cost_model import StepLoad, typical_model
 from quire.core.scheduling.options import SchedulerConfig
+from quire.core.scheduling.pacing import LearningPacer
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan
 from quire.engine.engine import Engine
@@ -30,6 +32,9 @@ class Watched:
             KVCacheManager(KVCacheConfig(GROUPS, NUM_BLOCKS, 8, True, b"secret")),
             lengths=NoGrowth(),
         )
+        self.scheduler.pacer = pacer = LearningPacer()
+        pacer.model = self.model = typical_model(StepLoad(1, 1), 0.01)
+        self.last_step_s = 0.0
         self.overlap = overlap
         self.reported: set[str] = set()
         self.num_reported = self.num_steps = 0
@@ -46,13 +51,19 @@ class Watched:
         self.engine = Engine(self.scheduler, runner, limits, clock=lambda: 0.0, overlap=overlap)
         self.engine.on_step = self.on_step
 
-    def on_step(self, request_ids: Collection[str] | None) -> None:
+    def on_step(self, request_ids: Collection[str] | None, predicted_s: float) -> None:
+        self.predicted_s = predicted_s
         if request_ids is not None:
             self.reported = set(request_ids)
             self.num_reported += 1
 
     def check(self) -> None:
         self.num_steps += 1
+        step_s, others_s = self.model.predict_s(self.scheduler.budget.load), 0.0
+        if self.overlap and len(self.engine._in_flight):
+            others_s = self.last_step_s
+        assert self.predicted_s == others_s + step_s > 0
+        self.last_step_s = step_s
         steps = self.scheduler._in_flight
         in_flight = {sequence.request_id for step in steps for sequence in step.sequences}
         assert self.reported >= in_flight if self.overlap else self.reported == in_flight

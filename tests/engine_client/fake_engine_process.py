@@ -1,9 +1,9 @@
 """An engine process without a model: counts up from the prompt's last token, one token a step.
 
 Run in place of `quire.engine_process.engine_main`; tests also import FakeEngine. Options:
-step_s (a step takes so long), hang_at_step (that step never ends; hang_mark is a file that appears
-when it has begun), hang_s (building takes so long),
-num_progress (so often it tells how far the building is),
+step_s (a step takes so long), predicted_s (so long is each step predicted to take),
+hang_at_step (that step never ends; hang_mark is a file that appears when it has begun),
+hang_s (building takes so long), num_progress (so often it tells how far the building is),
 vocab_size, facts (more of what it says of itself),
 fail and crash (the engine can't be built, for a reason of its own and for a bug),
 max_builds with build_marks (a folder: after so many builds, no more succeed).
@@ -62,6 +62,7 @@ class FakeEngine:
         self.limits = ModelLimits(options.get("vocab_size", 4096), 512, end_token_ids=(0,))
         self.facts = {"kernels": "fake", "num_blocks": 12, **options.get("facts", {})}
         self.step_s = options.get("step_s", 0.0)
+        self.predicted_s = options.get("predicted_s", 0.0)
         self.hang_at_step = options.get("hang_at_step")
         self.hang_mark = options.get("hang_mark")
         self.running = {}
@@ -106,7 +107,7 @@ class FakeEngine:
 
     def step(self, *, launches=True):
         if self.on_step is not None:
-            self.on_step({request_id for request_id, _ in self.running})
+            self.on_step({request_id for request_id, _ in self.running}, self.predicted_s)
         time.sleep(self.step_s)
         self.num_steps += 1
         if self.num_steps == self.hang_at_step:

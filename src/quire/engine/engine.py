@@ -109,7 +109,7 @@ class Engine:
         self.watch = Watch()
         #: Logs statistics from time to time; None if it is off.
         self.stats_log: StatsLog | None = None
-        #: Called before a step runs, with the requests in it; None if no one listens.
+        #: Called before a step runs, with its requests and times; None if no one listens.
         self.on_step: OnStep | None = None
         self.grammars = GrammarWork(None, limits.end_token_ids)
         self.adapters = AdapterWork(scheduler)
@@ -393,8 +393,11 @@ class Engine:
 
     def _launch(self, plan: StepPlan, began_s: float, planned_s: float) -> None:
         scheduler = self.scheduler
+        predicted_s = 0.0
         if self.on_step is not None:
-            self.on_step(self._members.launch(plan, scheduler.running, is_overlapping=self.overlap))
+            predicted_s = scheduler.budget.predict_s()
+            members = self._members.launch(plan, scheduler.running, is_overlapping=self.overlap)
+            self.on_step(members, self._in_flight.predicted_s + predicted_s)
         draft_s = 0.0
         if plan.draft_orders:
             assert scheduler.drafting is not None
@@ -413,6 +416,7 @@ class Engine:
             num_preemptions=num_preemptions - self._num_traced_preemptions,
             load=scheduler.budget.load,
             draft_s=draft_s,
+            predicted_s=predicted_s,
         )
         self._num_traced_preemptions = num_preemptions
         self._in_flight.launch(step)

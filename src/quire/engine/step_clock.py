@@ -16,8 +16,9 @@ from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult
 from quire.observability.step_trace import StepRecord, StepTiming
 
-OnStep: TypeAlias = Callable[[Collection[str] | None], None]
-"""Called before a planned step runs, with the result of `StepMembers.launch`."""
+OnStep: TypeAlias = Callable[[Collection[str] | None, float], None]
+"""Called before a planned step runs, with the result of `StepMembers.launch` and the predicted
+seconds of all steps in flight, including this step (0 if unknown)."""
 
 
 class LaunchedStep(NamedTuple):
@@ -37,6 +38,8 @@ class LaunchedStep(NamedTuple):
     load: StepLoad = NO_LOAD
     #: Duration of the drafter's work for the step, in seconds.
     draft_s: float = 0.0
+    #: Duration in seconds that was predicted before the launch; 0 if unknown.
+    predicted_s: float = 0.0
 
     @property
     def launched_s(self) -> float:
@@ -105,6 +108,11 @@ class StepClock:
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    @property
+    def predicted_s(self) -> float:
+        """The predicted seconds of all steps together."""
+        return sum([step.predicted_s for step in self._steps])
 
     def begin_call(self, now_s: float) -> None:
         """Note that `Engine.step` begins. Time between two calls of it is not charged to a step."""

@@ -90,7 +90,7 @@ class FleetEngine:
     @property
     def last_step_age_s(self) -> float:
         """Seconds since the last message of the process; 0 while there is no process. It is sent
-        several pings per `heartbeat_timeout_s`, and answers them between steps."""
+        several pings before a step counts as hanging, and answers them between steps."""
         return self.supervisor.silence_s
 
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:

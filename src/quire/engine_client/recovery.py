@@ -23,6 +23,15 @@ OWN_SIGNALS = frozenset(
 )
 """Signals that a process gets for its own faults. All other signals are sent from outside."""
 
+LEAST_STEP_LIMIT_S = 30.0
+STEP_LIMIT_RATIO = 20.0
+"""A step of known time counts as hanging after LEAST_STEP_LIMIT_S, in which kernels may be compiled
+or CUDA graphs captured, and STEP_LIMIT_RATIO times its predicted time. So a busy machine, on which
+steps take several times as long as usual, is left alone."""
+
+UNKNOWN_STEP_LIMIT_S = 60.0
+"""Seconds after which a step of unknown time counts as hanging, and any other activity."""
+
 
 class EngineState(StrEnum):
     """State of the engine, as seen by the server."""
@@ -110,9 +119,10 @@ class RecoveryConfig:
     max_restarts: int = 5
     #: Seconds within which deaths are counted.
     window_s: float = 300.0
-    #: An engine that sends no answer for this many seconds counts as hanging in a step, and is
-    #: killed.
-    heartbeat_timeout_s: float = 60.0
+    #: An engine that sends no answer and makes no progress for this many seconds counts as hanging
+    #: in a step, and is killed. None: the seconds follow from the step's predicted time; see
+    #: `step_limit_s`.
+    heartbeat_timeout_s: float | None = None
     #: The first restart comes at once, and the second after this many seconds. Each further pause
     #: is twice as long.
     first_backoff_s: float = 0.5
@@ -126,13 +136,21 @@ class RecoveryConfig:
         if self.max_restarts < 0:
             raise ConfigurationError(f"max_restarts is {self.max_restarts}, but must be at least 0")
         for name in ("window_s", "heartbeat_timeout_s", "cooldown_s"):
-            if not getattr(self, name) > 0:
+            if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be above 0")
         if not 0 <= self.first_backoff_s <= self.max_backoff_s:
             raise ConfigurationError(
                 f"first_backoff_s is {self.first_backoff_s} and max_backoff_s {self.max_backoff_s},"
                 " but must be 0 <= first_backoff_s <= max_backoff_s"
             )
+
+
+def step_limit_s(predicted_s: float) -> float:
+    """Seconds after which a step counts as hanging. `predicted_s` is its predicted time, or 0 if
+    that is unknown."""
+    if predicted_s <= 0:
+        return UNKNOWN_STEP_LIMIT_S
+    return LEAST_STEP_LIMIT_S + STEP_LIMIT_RATIO * predicted_s
 
 
 class RestartBudget:

@@ -450,8 +450,11 @@ class ServerConfig(Options):
         help="a model that is unloaded keeps a process with the engine's libraries, so that its"
         " next load takes less time",
     )
-    heartbeat_timeout_s: float = option(
-        60.0, Seconds(), group="recovery", help="restart the engine if a step takes longer"
+    heartbeat_timeout_s: float | None = option(
+        None,
+        Seconds(),
+        group="recovery",
+        help="restart the engine if a step takes longer (30 s and 20 times its predicted time)",
     )
     max_engine_restarts: int = option(
         5,

@@ -126,7 +126,7 @@ def test_hanging_engine_is_killed_for_the_next_server(
     says_how_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not says_how_long:
-        monkeypatch.setattr(agent_module, "FLUSH_LIMIT_S", 0.2)
+        monkeypatch.setattr(agent_module, "UNKNOWN_STEP_LIMIT_S", 0.2)
 
     async def test(agent: Agent, port: int) -> None:
         server = await busy_with_a_step_that_never_ends(port)

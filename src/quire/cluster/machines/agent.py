@@ -42,7 +42,7 @@ from quire.engine_client.messages import (
 )
 from quire.engine_client.process.early_process import ENGINE_COMMAND
 from quire.engine_client.process.process_link import ProcessLink
-from quire.engine_client.recovery import Death
+from quire.engine_client.recovery import UNKNOWN_STEP_LIMIT_S, Death
 from quire.errors import QuireError
 from quire.ipc import MessageError, encode
 from quire.observability.log import get_logger
@@ -57,10 +57,6 @@ closes the oldest of these. So strangers who stay silent can't use up the file d
 out an API server, which sends its proof at once."""
 
 REFUSALS_EVERY_S = 5.0
-
-FLUSH_LIMIT_S = 60.0
-"""Seconds that a step may still take after its API server is gone, if no `StepLimit` was
-received."""
 
 _LENGTH_BYTES = 4
 
@@ -168,8 +164,8 @@ class Session:
         #: Body of the `Start` message for the engine that the API server wants; None until the API
         #: server has sent it.
         self.start: bytes | None = None
-        #: Seconds that a step of the engine may take.
-        self.step_limit_s = FLUSH_LIMIT_S
+        #: Seconds that a step of the engine may still take when this connection has ended.
+        self.step_limit_s = UNKNOWN_STEP_LIMIT_S
         #: Whether messages pass between the API server and the engine.
         self.is_served = False
         self._agent = agent

@@ -24,7 +24,7 @@ from quire.engine_client.messages import Fatal, Ready, decode_to_server, start_e
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
 from quire.engine_client.process.outgoing_frames import Frame
-from quire.engine_client.recovery import Death
+from quire.engine_client.recovery import UNKNOWN_STEP_LIMIT_S, Death
 from quire.errors import EngineDeadError, QuireError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -90,9 +90,10 @@ class RemoteLink(EngineLink):
             for each in (frame,) if isinstance(frame, bytes) else frame:
                 self._channel.send(FrameKind.ENGINE, each[_LENGTH_BYTES:])
 
-    def watch(self, timeout_s: float) -> None:
+    def watch(self, timeout_s: float | None) -> None:
         """See `EngineLink`. Also sends the limit to the agent, which applies the limit once this
-        API server is gone."""
+        API server is gone. None: UNKNOWN_STEP_LIMIT_S, since the progress is not known here."""
+        timeout_s = timeout_s or UNKNOWN_STEP_LIMIT_S
         if self._pulse is None and self._channel is not None:
             self._channel.send_message(StepLimit(timeout_s))
         super().watch(timeout_s)

@@ -134,6 +134,10 @@ class StepBudget:
         self.num_tokens -= num_drafts
         self.load = self.load.with_drafts(num_computed_tokens, num_drafts)
 
+    def predict_s(self) -> float:
+        """Predicted seconds of the step as it is planned; 0 if no model is known."""
+        return 0.0 if self.model is None else self.model.predict_s(self.load)
+
     def _count(self, num_computed_tokens: int, num_taken: int, wants_logprobs: bool) -> None:
         self.num_tokens -= num_taken
         self.load = self.load.with_chunk(

@@ -2,8 +2,9 @@
 
 The API server and the engine share a piece of memory. The engine writes its next activity there
 (handling a message, planning, running a step), without a system call. After any death of the
-process, even by kill -9, the record tells the API server whose step was running. Made by `link`,
-written by `engine_process`, judged by `recovery`.
+process, even by kill -9, the record tells the API server whose step was running. While the process
+lives, the number of records shows that it makes progress. Made by `link`, written by
+`engine_process`, judged by `recovery`.
 """
 
 import mmap
@@ -21,7 +22,9 @@ NUM_BYTES = 256 << 10
 """Size of the shared memory; pages that are not written take no memory. It holds the ids of some
 thousand requests. If the ids don't fit, the record stands for all requests of the process."""
 
-_HEAD = struct.Struct("=II")  # the activity, and the length of the request ids that follow
+# The number of records, the predicted seconds, the activity, and the length of the request ids that
+# follow.
+_HEAD = struct.Struct("=QdII")
 _ALL = 0xFFFF_FFFF  # as a length: no ids follow; stands for all requests
 
 _encoder = msgspec.msgpack.Encoder()
@@ -56,6 +59,16 @@ class Activity(NamedTuple):
         return self.request_ids is not None and not self.request_ids <= {request_id}
 
 
+class Pace(NamedTuple):
+    """The progress of a process, and the predicted time until its next record."""
+
+    #: Number of records that the process has written. While it grows, the process makes progress.
+    num_records: int
+    #: Predicted seconds of the steps in flight when the last step began; 0 if no time is known, or
+    #: if the process has been idle since.
+    predicted_s: float
+
+
 def make_shared_memory() -> int:
     """A descriptor of zeroed memory without a path. The caller has to close it."""
     fd = unnamed_file("quire-activity")
@@ -70,38 +83,55 @@ class ActivityRecord:
         """`fd` comes from `make_shared_memory`, and may be closed afterwards. With None, the memory
         is private to this process. Raises OSError, ValueError."""
         self._memory = mmap.mmap(-1 if fd is None else fd, NUM_BYTES)
-        #: The last record of a step, for steps with the same requests.
-        self._computed = _HEAD.pack(Doing.COMPUTING, _ALL)
+        #: The encoded ids of the last step, for steps with the same requests; None stands for all.
+        self._step_ids: bytes | None = None
+        #: The ids in the memory behind the head.
+        self._written_ids = b""
+        self._num_records = 0
+        self._predicted_s = 0.0
 
     # ---- the engine's side ------------------------------------------------------------------
 
     def idle(self) -> None:
         """Record that there is no work until a message comes."""
-        self._memory[: _HEAD.size] = _HEAD.pack(Doing.IDLE, 0)
+        self._predicted_s = 0.0
+        self._write(Doing.IDLE, b"")
 
     def record_request(self, request_id: str) -> None:
         """Record that a message about this request is handled."""
-        self._write(_record(Doing.TAKING_IN, [request_id]))
+        self._write(Doing.TAKING_IN, _encoded([request_id]))
 
     def plan(self) -> None:
         """Record that the engine chooses the work of the next step."""
-        self._memory[: _HEAD.size] = _HEAD.pack(Doing.PLANNING, _ALL)
+        self._write(Doing.PLANNING, None)
 
-    def compute(self, request_ids: Collection[str] | None) -> None:
-        """Record that a step is about to run. `request_ids` are those of all steps in flight,
-        including this step; None repeats the ids of the last call."""
+    def compute(self, request_ids: Collection[str] | None, predicted_s: float) -> None:
+        """Record that a step is about to run.
+
+        `request_ids` are those of all steps in flight, including this step; None repeats the ids of
+        the last call. `predicted_s` is the predicted time of these steps in seconds; 0 if unknown.
+        """
         if request_ids is not None:
-            self._computed = _record(Doing.COMPUTING, request_ids)
-        self._write(self._computed)
+            self._step_ids = _encoded(request_ids)
+        self._predicted_s = predicted_s
+        self._write(Doing.COMPUTING, self._step_ids)
 
-    def _write(self, record: bytes) -> None:
-        self._memory[: len(record)] = record
+    def _write(self, doing: Doing, ids: bytes | None) -> None:
+        """Write a record. ids: None for all requests."""
+        self._num_records += 1
+        length = _ALL if ids is None else len(ids)
+        # A process that dies between the two lines leaves ids that don't fit the length before
+        # them, which `read` takes for all requests.
+        if ids and ids is not self._written_ids:
+            self._memory[_HEAD.size : _HEAD.size + length] = ids
+            self._written_ids = ids
+        _HEAD.pack_into(self._memory, 0, self._num_records, self._predicted_s, doing, length)
 
     # ---- the API server's side -------------------------------------------------------------------
 
     def read(self) -> Activity:
         """The last record. Never raises, even if a broken process wrote invalid data."""
-        number, length = _HEAD.unpack(self._memory[: _HEAD.size])
+        _, _, number, length = _HEAD.unpack(self._memory[: _HEAD.size])
         try:
             doing = Doing(number)
             if length == _ALL:
@@ -111,9 +141,13 @@ class ActivityRecord:
         except (ValueError, msgspec.DecodeError):
             return Activity(Doing.COMPUTING, None)
 
+    def pace(self) -> Pace:
+        """The progress of the process. Never raises."""
+        num_records, predicted_s, _, _ = _HEAD.unpack(self._memory[: _HEAD.size])
+        return Pace(num_records, predicted_s)
 
-def _record(doing: Doing, request_ids: Collection[str]) -> bytes:
+
+def _encoded(request_ids: Collection[str]) -> bytes | None:
+    """The encoded ids. Returns None, which stands for all requests, if the memory is too small."""
     ids = _encoder.encode(list(request_ids))
-    if _HEAD.size + len(ids) > NUM_BYTES:
-        return _HEAD.pack(doing, _ALL)
-    return _HEAD.pack(doing, len(ids)) + ids
+    return ids if _HEAD.size + len(ids) <= NUM_BYTES else None

@@ -36,8 +36,9 @@ from quire.engine_client.messages import (
     decode_to_server,
     error_from,
 )
+from quire.engine_client.process.activity import Pace
 from quire.engine_client.process.outgoing_frames import Frame, OutgoingFrames
-from quire.engine_client.recovery import Death
+from quire.engine_client.recovery import LEAST_STEP_LIMIT_S, Death, step_limit_s
 from quire.errors import EngineDeadError, QuireError
 from quire.ipc import FrameSplitter, MessageError, encode
 
@@ -142,8 +143,12 @@ class EngineLink(asyncio.Protocol):
         self._is_aborted = False
         self._dead = asyncio.Event()
         self._pulse: asyncio.TimerHandle | None = None
-        #: When the oldest unanswered heartbeat ping was sent; None if all are answered.
-        self._asked_s: float | None = None
+        #: When the oldest unanswered heartbeat ping was sent or, if later, when the process last
+        #: made progress; None if all pings are answered.
+        self._silent_since_s: float | None = None
+        self._pace = Pace(0, 0.0)
+        #: Reads the progress of the process. It stays the same where the process can't be observed.
+        self._read_pace: Callable[[], Pace] = lambda: Pace(0, 0.0)
         self.last_heard_s = self._loop.time()
 
     @property
@@ -199,24 +204,33 @@ class EngineLink(asyncio.Protocol):
 
         self.ask(Ping()).add_done_callback(on_answer)
 
-    def watch(self, timeout_s: float) -> None:
-        """From now on, kill the process if it sends no answer for `timeout_s`."""
+    def watch(self, timeout_s: float | None) -> None:
+        """From now on, kill the process if it sends no answer and makes no progress for
+        `timeout_s`. None: for a time that depends on its step; see `step_limit_s`."""
+        # First, read the process's progress, and set the timer for the next check.
+        pulse_s = (timeout_s or LEAST_STEP_LIMIT_S) / _PULSES_PER_TIMEOUT
         now_s, pulse = self._loop.time(), self._pulse
-        if pulse is not None and now_s > pulse.when() + timeout_s / _PULSES_PER_TIMEOUT:
-            self._asked_s = None  # this process itself was suspended, so an answer may be unread
-        self._pulse = self._loop.call_later(timeout_s / _PULSES_PER_TIMEOUT, self.watch, timeout_s)
-        if self._asked_s is None:
-            self._asked_s = now_s
+        self._pulse = self._loop.call_later(pulse_s, self.watch, timeout_s)
+        last, self._pace = self._pace, self._read_pace()
+        limit_s = step_limit_s(self._pace.predicted_s) if timeout_s is None else timeout_s
+        # Then send a ping, or judge how long one has not been answered.
+        if pulse is not None and now_s > pulse.when() + pulse_s:
+            # This process itself was suspended, so an answer may be unread.
+            self._silent_since_s = None
+        if self._silent_since_s is None:
+            self._silent_since_s = now_s
             self.call_between_steps(self._record_pulse)
-        elif now_s - self._asked_s >= timeout_s:
+        elif self._pace.num_records != last.num_records:
+            self._silent_since_s = now_s  # many messages come before the ping
+        elif now_s - self._silent_since_s >= limit_s:
             self._has_hung = True
             self.kill(
-                f"its step had not ended after {timeout_s:g} s, so it was killed"
+                f"its step had not ended after {limit_s:.3g} s, so it was killed"
                 " (heartbeat_timeout_s says how long a step may take)"
             )
 
     def _record_pulse(self) -> None:
-        self._asked_s = None
+        self._silent_since_s = None
 
     async def wait_dead(self) -> None:
         """Wait until the process is gone and the owner was notified."""

@@ -71,6 +71,7 @@ class ProcessLink(EngineLink):
             self._process, ends = self._early, self._early.ends
             self._early.is_taken = True
         self._record, self._start_text = ends.record, ends.start_text
+        self._read_pace = ends.record.pace
         # Then connect this process's end of the socket to this object.
         try:
             await self._loop.create_unix_connection(lambda: self, sock=ends.sock)
