@@ -15,6 +15,7 @@ from tests.engine.drafting import check_counts, recorded, use_proposer
 from tests.runtime.device_path import CountedCalls, move_to_device
 
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
+from quire.errors import InsufficientMemoryError
 from quire.offline.llm import LLM
 from quire.runtime.graphs import graph_sizes, mixed_graph_sizes
 
@@ -132,6 +133,50 @@ def test_a_crowd_gets_the_tokens_that_it_gets_without_a_device(
         assert {32, 48} <= set(runner.graphs.mixed_sizes)
         assert capture.num_captured == len(graph_sizes(6)) + len(runner.graphs.mixed_sizes)
         assert capture.num_replayed > 40
+
+
+class FullOnce(CountedCalls):
+    """Has no memory for the capture of this number; counts the calls of `drop`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full_at = -1
+        self.num_drops = 0
+
+    def capture(self, computation):
+        if self.num_captured == self.full_at:
+            self.full_at = -1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().capture(computation)
+
+    def drop(self) -> None:
+        self.num_drops += 1
+
+
+def test_asleep_it_has_no_graphs_and_awake_the_same_answers(
+    folders: dict[str, str], expected
+) -> None:
+    prompts, params = make_crowd()
+    llm = make_llm(folders["llama"])
+    capture = FullOnce()
+    runner = move_to_device(llm.engine, overlap=True, capture=capture)
+    llm.engine.kv_memory = runner
+    sizes = graph_sizes(6)
+    runner.capture_graphs(sizes)
+    assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected["llama"]
+    assert runner.graphs is not None
+    assert runner.graphs.sizes == sizes and runner.graphs.mixed_sizes
+    llm.sleep()
+    assert (runner.graphs.sizes, runner.graphs.mixed_sizes, capture.num_drops) == ((), (), 1)
+    # Without memory for the second graph, it stays asleep, and gives back what it has allocated.
+    capture.full_at = capture.num_captured + 1
+    with pytest.raises(InsufficientMemoryError, match="call wake_up once more"):
+        llm.wake_up()
+    assert llm.is_sleeping() and (runner.graphs.sizes, capture.num_drops) == ((), 2)
+    llm.wake_up()
+    assert (runner.graphs.sizes, runner.graphs.mixed_sizes) == (sizes, ())
+    assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected["llama"]
+    assert runner.graphs.sizes == sizes and runner.graphs.mixed_sizes
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])

@@ -1,6 +1,7 @@
 """When steps are captured and what is replayed, with calls that are repeated in place of graphs."""
 
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -99,6 +100,8 @@ def test_mixed_steps_are_captured_for_each_size_and_variant_and_share_their_resu
     assert len({result.data_ptr() for result in results}) == 1
     assert (forward.sizes, forward.mixed_sizes) == ((), (2, 4))
     assert run(forward, make_step(1, 2, static_size=2)) == [2, 4]
+    forward.drop()
+    assert (forward.sizes, forward.mixed_sizes) == ((), ())
     forward.capture_anew()
     assert (forward.sizes, forward.mixed_sizes) == ((2,), ())
     assert run(forward, make_step(3, 4, static_size=2, variant=(64,))) == [6, 8]
@@ -203,6 +206,14 @@ class FakeCuda:
         yield
 
 
+class FakeGraph:
+    def replay(self) -> None:
+        pass
+
+    def pool(self) -> str:
+        return "the pool"
+
+
 class FakeStream:
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name = name
@@ -232,6 +243,32 @@ def test_cuda_graphs_are_captured_after_a_warm_up_and_share_a_pool(monkeypatch) 
     capture.capture(compute)
     assert "capture on side gpu into the pool" in cuda.calls
     assert (capture.num_bytes, len(cuda.streams)) == (2000, 1)
+    cuda.calls.clear()
+    capture.drop()
+    capture.capture(compute)
+    assert "capture on side gpu into None" in cuda.calls, "the pool has gone with its graphs"
+    assert capture.num_bytes == 1000
+
+
+def test_no_object_keeps_a_dropped_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    graphs: list[weakref.ref[FakeGraph]] = []
+
+    def new_graph() -> "FakeGraph":
+        graph = FakeGraph()
+        graphs.append(weakref.ref(graph))
+        return graph
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
+    forward = GraphForward(Doubling(), CudaGraphCapture("gpu"), padding)
+    forward.capture_all((1, 2))
+    forward(make_step(1, 2, static_size=2, variant=(64,)))
+    assert len(graphs) == 3 and all(graph() is not None for graph in graphs)
+    forward.drop()
+    assert [graph() for graph in graphs] == [None] * 3
+    assert forward.num_bytes == 0
+    forward.capture_anew()
+    assert forward.sizes == (1, 2)
 
 
 class Full(RepeatedCalls):

@@ -81,6 +81,11 @@ class GraphCapture(Protocol):
         """Run `computation` once. Returns a call that runs it again on the same tensors."""
         ...
 
+    def drop(self) -> None:
+        """Forget all captured computations. The caller has dropped the calls that replay them, so
+        their memory is free."""
+        ...
+
 
 class CudaGraphCapture:
     """Captures CUDA graphs on one device, all in one pool of memory."""
@@ -117,6 +122,11 @@ class CudaGraphCapture:
 
         return replay
 
+    def drop(self) -> None:
+        """See `GraphCapture`. Torch frees a graph, and at last their pool, with its object."""
+        self._graphs.clear()
+        self.num_bytes = 0
+
     def _free_bytes(self) -> int:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
@@ -136,6 +146,9 @@ class RepeatedCalls:
         computation()
         return computation
 
+    def drop(self) -> None:
+        """See `GraphCapture`; there is nothing to forget."""
+
 
 class GraphForward:
     """Replays steps of a static size and calls `eager` for others. See `forward.Forward`."""
@@ -151,6 +164,8 @@ class GraphForward:
         self._capture = capture
         self._build_padding = build_padding
         self._replays: dict[_Key, Computation] = {}
+        #: The static sizes of decode steps whose graphs were dropped, for `capture_anew`.
+        self._dropped: set[int] = set()
         #: The hidden states of all captured mixed steps, [T of the largest, H].
         self._hidden: torch.Tensor | None = None
 
@@ -176,12 +191,19 @@ class GraphForward:
             if (size, None) not in self._replays:
                 self._replays[size, None] = self._captured(self._build_padding(size))
 
-    def capture_anew(self) -> None:
-        """Capture again, because tensors that the steps read have moved: decode steps now, mixed
-        steps when the next one of their size is run."""
-        sizes = self.sizes
+    def drop(self) -> None:
+        """Free the memory of all graphs, since the tensors that they read will be freed. No step
+        may run before `capture_anew`."""
+        self._dropped.update(self.sizes)
         self._replays.clear()
-        self.capture_all(sizes)
+        self._hidden = None
+        self._capture.drop()
+
+    def capture_anew(self) -> None:
+        """Capture what was dropped again: decode steps now, mixed steps when the next one of their
+        size is run. Raises the device's errors."""
+        self.capture_all(self._dropped)
+        self._dropped.clear()
 
     def plan(self, step: StepBatch) -> None:
         if not step.static_size:

@@ -70,15 +70,14 @@ class KVCache:
             self.storage.untyped_storage().resize_(0)
             torch.cuda.empty_cache()
 
-    def restore(self) -> bool:
-        """Allocate the memory again that `release` returned. Returns whether its address may have
-        changed.
+    def restore(self) -> None:
+        """Allocate the memory again that `release` returned. On a device, its address may change.
 
         On the CPU, the system commits the memory when it is written. Raises
         InsufficientMemoryError.
         """
         if self.storage.device.type == "cpu":
-            return False
+            return
         num_bytes = self.num_blocks * self.layout.bytes_per_block
         try:
             self.storage.untyped_storage().resize_(num_bytes)
@@ -87,7 +86,6 @@ class KVCache:
                 f"the KV cache's {num_bytes / 2**30:.1f} GiB can't be allocated again; free memory"
                 " of the device and call wake_up once more"
             ) from error
-        return True
 
     def layers(self) -> tuple[LayerKV, ...]:
         """Each layer's view into the storage of its side, for `AttentionBackend.bind`."""

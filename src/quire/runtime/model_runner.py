@@ -18,6 +18,7 @@ import torch
 from quire.adapters.row_adapters import RowAdapters
 from quire.attention.interface import AttentionBackend
 from quire.core.step import Drafts, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from quire.errors import InsufficientMemoryError
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.transfers import current
 from quire.models.interface import TextModel
@@ -234,17 +235,29 @@ class ModelRunner:
         self.graphs.capture_all(sizes)
 
     def release_memory(self) -> None:
-        """Return the KV cache's memory to the system.
+        """Return the memory of the KV cache and of CUDA graphs to the system.
 
         No step may run before `restore_memory`. Later steps must not read earlier contents.
         """
+        if self.graphs is not None:
+            self.graphs.drop()
         self._kv_cache.release()
 
     @torch.inference_mode()
     def restore_memory(self) -> None:
-        """Allocate the KV cache's memory again, without content. Raises InsufficientMemoryError."""
-        if self._kv_cache.restore() and self.graphs is not None:
+        """Allocate the KV cache's memory again, without content, and capture the graphs again.
+        Raises InsufficientMemoryError; then all memory is released again."""
+        self._kv_cache.restore()
+        if self.graphs is None:
+            return
+        try:
             self.graphs.capture_anew()
+        except torch.OutOfMemoryError as error:
+            self.release_memory()
+            raise InsufficientMemoryError(
+                "the CUDA graphs can't be captured again; free memory of the device and call"
+                f" wake_up once more: {error}"
+            ) from error
 
     @torch.inference_mode()
     def draft(self, plan: StepPlan) -> Drafts:
