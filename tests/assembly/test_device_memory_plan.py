@@ -4,10 +4,13 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from quire.assembly import rank_build
 from quire.assembly.device_memory_plan import (
     DeviceNeeds,
     check_weights_fit,
@@ -189,6 +192,14 @@ def test_graphs_that_come_later_are_reserved_for() -> None:
     assert graph_reserve_bytes(21, 0) == 20 * graph_reserve_bytes(2, 0) > 20 * MIB
     assert graph_reserve_bytes(0, 33) == 32 * graph_reserve_bytes(0, 2) >= 32 * MIB
     assert graph_reserve_bytes(21, 33) == graph_reserve_bytes(21, 0) + graph_reserve_bytes(0, 33)
+
+
+def test_each_variant_of_a_mixed_step_is_reserved_for() -> None:
+    backend: Any = SimpleNamespace(most_plan_variants=lambda specs: 1 + len(specs))
+    model: Any = SimpleNamespace(attention_specs=("a", "b"))
+    for mixed_sizes, num_mixed in (((4, 8, 16), 9), ((), 0)):
+        reserved = rank_build._reserve_bytes(model, backend, (1, 2, 4, 8), mixed_sizes)
+        assert reserved == graph_reserve_bytes(4, num_mixed)
 
 
 def test_refusal_of_too_many_blocks_names_the_possible_number() -> None:

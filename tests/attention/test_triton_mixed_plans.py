@@ -158,3 +158,26 @@ def test_short_and_long_chunks_are_different_variants():
         words = np.zeros(step.backend.num_plan_words(size), np.int64)
         batch = make_batch([1, longest], [900, longest])
         assert step.backend.write_plan(batch, size, words)[0] == (rows,)
+
+
+@pytest.mark.parametrize(
+    ("heads", "invariant", "most"),
+    [
+        ([(32, 8)], False, 2),
+        ([(32, 8), (64, 16)], False, 2),
+        ([(32, 8), (16, 8)], False, 3),
+        ([(32, 8), (16, 8)], True, 1),
+    ],
+    ids=["one kind", "equal ratios", "two ratios", "invariant"],
+)
+def test_all_variants_of_a_size_are_known_beforehand(heads, invariant, most):
+    specs = [make_spec(*each, 128, window=30 + place) for place, each in enumerate(heads)]
+    backend = TritonPagedAttention(batch_invariant=invariant)
+    assert backend.most_plan_variants(specs) == most
+    groups = tuple(range(len(specs)))
+    step = TritonStep(backend, tuple(specs), [9], groups=groups, dtype=torch.bfloat16)
+    size, variants = MixedSize(200, 4, 4096), set()
+    for longest in (2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 150):
+        words = np.zeros(step.backend.num_plan_words(size), np.int64)
+        variants.add(backend.write_plan(make_batch([1, longest], [900, longest]), size, words)[0])
+    assert len(variants) == most

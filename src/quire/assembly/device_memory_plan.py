@@ -34,10 +34,10 @@ DEFAULT_UTILIZATION = 0.9
 MOST_UTILIZATION = 0.98
 
 # Bytes of the CUDA graph of a decode step outside the shared pool: its nodes in the driver and its
-# outputs. The graphs of mixed steps share a buffer for their outputs, so a size takes only their
-# nodes and the step's inputs. Most models have up to two variants of a size.
+# outputs. The graphs of mixed steps share a buffer for their outputs, so each takes only its nodes
+# and the step's inputs.
 GRAPH_BYTES = 12 << 20
-MIXED_GRAPH_BYTES = 4 << 20
+MIXED_GRAPH_BYTES = 2 << 20
 
 # Divisors of (max_num_batched_tokens, max_num_seqs) that are tried if steps of the full size do not
 # fit.
@@ -140,11 +140,11 @@ def check_weights_fit(
     )
 
 
-def graph_reserve_bytes(num_sizes: int, num_mixed_sizes: int) -> int:
-    """Bytes to reserve for the graphs of decode steps and of mixed steps. Those of the largest size
-    of each were measured already."""
-    num_bytes = max(0, num_sizes - 1) * GRAPH_BYTES
-    return num_bytes + max(0, num_mixed_sizes - 1) * MIXED_GRAPH_BYTES
+def graph_reserve_bytes(num_decode_graphs: int, num_mixed_graphs: int) -> int:
+    """Bytes to reserve for the graphs of decode steps and of mixed steps. One of the largest size
+    of each was measured already."""
+    num_bytes = max(0, num_decode_graphs - 1) * GRAPH_BYTES
+    return num_bytes + max(0, num_mixed_graphs - 1) * MIXED_GRAPH_BYTES
 
 
 def plan_on_device(

@@ -4,7 +4,7 @@ Without tensor parallelism there is one rank, which has the whole model. All ran
 the same time and agree on sizes that depend on free memory. Called by `build`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -398,13 +398,14 @@ class _Builder:
         adapters = self._adapters(model)
         contents, step_contents = self._contents(model)
         encoding_bytes = 0 if contents is None else _encoding_bytes(contents, model_len, memory)
+        backend = self.setup.new_backend()
         needs = DeviceNeeds(
             self.options,
             self.layout,
             model_len,
             self.config.vocab_size,
             options.bound_of_logprobs(self.config.vocab_size),
-            graph_reserve_bytes(*map(len, self._graph_sizes(model, self.setup.new_backend()))),
+            _reserve_bytes(model, backend, *self._graph_sizes(model, backend)),
             options.quantization,
             isinstance(model, CausalLM),
             0 if adapters is None else adapters.slots.num_bytes,
@@ -619,6 +620,19 @@ def _encoding_bytes(contents: ContentStore, model_len: int, memory: CudaMemory) 
     peak = memory.peak_bytes()
     memory.release_and_reset_peak()
     return max(0, peak - memory.held_bytes())
+
+
+def _reserve_bytes(
+    model: TextModel,
+    backend: AttentionBackend,
+    decode_sizes: Sequence[int],
+    mixed_sizes: Sequence[int],
+) -> int:
+    """Bytes to reserve for CUDA graphs of these sizes."""
+    num_mixed = len(mixed_sizes)
+    if num_mixed:
+        num_mixed *= backend.most_plan_variants(model.attention_specs)
+    return graph_reserve_bytes(len(decode_sizes), num_mixed)
 
 
 def _serves_graphs(model: TextModel, backend: AttentionBackend) -> bool:

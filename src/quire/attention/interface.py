@@ -17,7 +17,7 @@ Hq query heads, Hkv KV heads, D head size, Dv value size (D in most layers).
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -299,6 +299,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Do the part of a step's work that does not depend on any layer's q, k and v."""
+
+    def most_plan_variants(self, specs: Iterable[AttentionSpec]) -> int:
+        """The most variants of `write_plan` for one size, if the layers are `specs`. They need not
+        be bound."""
+        raise NotImplementedError
 
     def num_plan_words(self, size: MixedSize) -> int:
         """The most 64-bit words that `write_plan` writes for a step of this size."""

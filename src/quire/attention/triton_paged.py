@@ -24,6 +24,7 @@ Shapes as in `interface.py`.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -204,6 +205,13 @@ class TritonPagedAttention(AttentionBackend):
         plan = self._plan_decode if is_decode else self._plan_mixed
         for key, bound in self._kinds.items():
             self._work[key] = plan(bound, batch)
+
+    def most_plan_variants(self, specs: Iterable[AttentionSpec]) -> int:
+        if self.is_batch_invariant:
+            return 1
+        # A kind has at most two shapes, and `mixed_shape` chooses one by this ratio.
+        ratios = {spec.num_heads // spec.num_kv_heads for spec in specs if spec.value_dim is None}
+        return 1 + len(ratios)
 
     def num_plan_words(self, size: MixedSize) -> int:
         return self._layout(size).num_words
