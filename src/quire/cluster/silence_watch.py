@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.cluster.longest_step import longest_step_s
 from quire.core.sampling_params import ModelLimits
-from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.engine_client.fleet_dispatcher import FleetDispatcher
 from quire.engine_client.fleet_engine import FleetEngine
 from quire.engine_client.fleet_engines import FleetEngines
@@ -51,16 +51,10 @@ def silence_limit_s(
     `slowness` is the ratio of the engine's measured to its predicted step times.
     """
     most_s = MOST_SILENCE_S if knows_processor_time else None
-    coefficients = facts.get("step_costs")
-    if not coefficients:  # the engine has not measured its steps
+    step_s = longest_step_s(limits, facts)
+    if not step_s:
         return most_s
-    rows = int(facts["max_num_seqs"])
-    num_tokens = int(facts["num_blocks"]) * int(facts["block_size"])
-    longest = StepLoad(rows, min(num_tokens, rows * limits.max_model_len)).with_chunk(
-        limits.max_model_len, int(facts["max_num_batched_tokens"])
-    )
-    step_s = max(1.0, slowness) * StepCostModel(list(coefficients)).predict_s(longest)
-    limit_s = max(LEAST_SILENCE_S, STEP_FACTOR * step_s)
+    limit_s = max(LEAST_SILENCE_S, STEP_FACTOR * max(1.0, slowness) * step_s)
     return limit_s if most_s is None else min(limit_s, most_s)
 
 

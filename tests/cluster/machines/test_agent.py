@@ -14,7 +14,7 @@ from tests.cluster.machines.cluster_keys import KEY, OTHER_KEY
 from tests.cluster.test_fleet import generate, tokens, until
 from tests.engine_client.engine_harness import Pulled, engines, own_processes, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
-from tests.engine_client.fleet_world import GivenSlots, LeastOpen, add_engine
+from tests.engine_client.fleet_world import GivenSlots, LeastOpen, add_engine, costs
 
 from quire.cluster.engine_slots import AgentSlots
 from quire.cluster.machines import agent_main, remote_link
@@ -160,6 +160,28 @@ def test_an_engine_that_is_killed_elsewhere_is_noticed_at_once() -> None:
         assert all(each.pid is None for each in fleet.engines_by_name.values())
 
     with_machines(test, SLOW, SLOW)
+
+
+@pytest.mark.parametrize("token_s", [None, 0.003])
+def test_a_step_elsewhere_may_take_as_long_as_the_longest_one_is_predicted_to(
+    token_s: float | None,
+) -> None:
+    sizes = {"max_num_seqs": 1, "num_blocks": 64, "block_size": 16, "max_num_batched_tokens": 1023}
+    facts: dict[str, Any] = dict(sizes)
+    if token_s is not None:
+        facts["step_costs"] = costs(token_s)
+
+    async def test(machines: Machines) -> None:
+        link = machines.fleet.engines.all["r0"].supervisor.link
+        assert link is not None and link._pulse is not None
+        longest_s = link._pace.predicted_s
+        assert longest_s == pytest.approx(1024 * (token_s or 0.0), rel=0.05)
+        limit_s = 60.0 if token_s is None else 30.0 + 20.0 * longest_s
+        session = machines.agents[0]._session
+        assert session is not None
+        await until(lambda: session.step_limit_s == limit_s)
+
+    with_machines(test, {"facts": facts})
 
 
 def test_streams_behind_a_cut_link_go_on_after_a_heartbeat() -> None:

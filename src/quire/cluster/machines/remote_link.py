@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from quire.cluster.longest_step import longest_step_s
 from quire.cluster.machines import DEFAULT_HEARTBEAT_S
 from quire.cluster.machines.agent_messages import (
     EngineDied,
@@ -21,10 +22,10 @@ from quire.cluster.machines.agent_messages import (
 )
 from quire.cluster.machines.channel import AgentChannel, FrameKind, connect
 from quire.engine_client.messages import Fatal, Ready, decode_to_server, start_error_from
-from quire.engine_client.process.activity import Activity, Doing
+from quire.engine_client.process.activity import Activity, Doing, Pace
 from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
 from quire.engine_client.process.outgoing_frames import Frame
-from quire.engine_client.recovery import UNKNOWN_STEP_LIMIT_S, Death
+from quire.engine_client.recovery import Death, step_limit_s
 from quire.errors import EngineDeadError, QuireError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -91,11 +92,12 @@ class RemoteLink(EngineLink):
                 self._channel.send(FrameKind.ENGINE, each[_LENGTH_BYTES:])
 
     def watch(self, timeout_s: float | None) -> None:
-        """See `EngineLink`. Also sends the limit to the agent, which applies the limit once this
-        API server is gone. None: UNKNOWN_STEP_LIMIT_S, since the progress is not known here."""
-        timeout_s = timeout_s or UNKNOWN_STEP_LIMIT_S
+        """See `EngineLink`. The progress is not known here, so each step gets the time of the
+        longest one. Also sends the limit to the agent, which applies the limit once this API server
+        is gone."""
         if self._pulse is None and self._channel is not None:
-            self._channel.send_message(StepLimit(timeout_s))
+            limit_s = timeout_s or step_limit_s(self._read_pace().predicted_s)
+            self._channel.send_message(StepLimit(limit_s))
         super().watch(timeout_s)
 
     def kill(self, why: str) -> None:
@@ -127,7 +129,11 @@ class RemoteLink(EngineLink):
         """See `FrameHandler`."""
         self.last_heard_s = self._loop.time()
         if kind is FrameKind.ENGINE:
-            self._receive(decode_to_server(body))
+            received = decode_to_server(body)
+            if isinstance(received, Ready):
+                pace = Pace(0, longest_step_s(received.limits, received.facts))
+                self._read_pace = lambda: pace
+            self._receive(received)
             return
         message = decode_from_agent(body)
         if isinstance(message, EngineDied):
