@@ -11,6 +11,7 @@ from quire.core.scheduling import step_results as results
 from quire.core.scheduling.policy import POLICIES
 from quire.core.scheduling.scheduler import Scheduler
 from quire.engine import engine as engine_module
+from quire.engine.engine import Engine
 from quire.simulation.report import SimulationReport, add_up
 from quire.simulation.simulator import SimulationError, run
 from quire.simulation.workload import SimulationConfig
@@ -140,12 +141,12 @@ def broken_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lost_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler.apply
+    original = Engine.step
 
-    def apply(self: Scheduler, result: Any) -> Any:
-        return [output for output in original(self, result) if not output.finish_reason]
+    def step(self: Engine) -> Any:
+        return [output for output in original(self) if not output.finish_reason]
 
-    monkeypatch.setattr(Scheduler, "apply", apply)
+    monkeypatch.setattr(Engine, "step", step)
 
 
 def lost_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
