@@ -1,5 +1,6 @@
-"""Signals that come while the command still imports what it needs."""
+"""The start and the end of the command's process: signals, standard streams, exit functions."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -88,13 +89,51 @@ def test_a_command_that_returns_ends_without_freeing_what_it_holds(
     assert (done.returncode, done.stdout, done.stderr) == (code, printed, "")
 
 
-# A command whose first file must not get the number of a closed standard stream.
+def test_functions_that_were_registered_before_the_command_are_called() -> None:
+    """A tracer or a measurement of coverage registers one before the command's first line."""
+    program = f"import atexit; atexit.register(print, 'registered before'){ENDING}"
+    command = [sys.executable, "-c", program, "returns", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    *_, before, freed = done.stdout.splitlines()
+    assert (done.returncode, before, freed) == (3, "registered before", "freed")
+
+
+FULL = "quire: error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "is_full", "expected", "errors"),
+    [(0, True, 1, FULL), (3, True, 3, FULL), (0, False, 1, ""), (3, False, 3, "")],
+)
+def test_output_that_cannot_be_written_is_reported_unless_its_reader_has_gone(
+    code: int, is_full: bool, expected: int, errors: str
+) -> None:
+    read, write = (None, os.open("/dev/full", os.O_WRONLY)) if is_full else os.pipe()
+    if read is not None:
+        os.close(read)
+    # The output is written at the end, as that of an unbuffered process is not.
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", ENDING, "returns", str(code)]
+    with open(write, "wb") as out:
+        pipe = subprocess.PIPE
+        done = subprocess.run(
+            command, stdout=out, stderr=pipe, text=True, env=environment, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (expected, errors)
+
+
+# A command whose first file and whose child process must not get, or lack, a standard stream.
 OPENING = """
-import os, sys
+import os, subprocess, sys
 from quire.cli import start
 
 def command():
-    return os.open(os.devnull, os.O_RDONLY)
+    assert os.open(os.devnull, os.O_RDONLY) > 2
+    assert not sys.stdin.isatty()
+    print("printed")
+    print("printed", file=sys.stderr)
+    child = "import os; [os.fstat(number) for number in range(3)]"
+    return subprocess.run([sys.executable, "-c", child]).returncode
 
 start.main = command
 sys.exit(start.run_process())
@@ -102,6 +141,6 @@ sys.exit(start.run_process())
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_file_never_gets_the_number_of_a_closed_standard_stream(closed: str) -> None:
+def test_standard_streams_that_are_closed_are_replaced(closed: str) -> None:
     words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", OPENING]
-    assert subprocess.run(words, timeout=60).returncode > 2
+    assert subprocess.run(words, timeout=60, stdin=subprocess.DEVNULL).returncode == 0

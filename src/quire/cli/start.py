@@ -6,6 +6,7 @@ once the server has something to clean up.
 """
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -22,32 +23,50 @@ KILLED = 128
 
 def run_process() -> int:
     """Run the command as all that this process does, and return the process's exit code."""
-    _open_standard_descriptors()
+    _open_standard_streams()
     codes: list[int] = []
-    atexit.register(_end_at_once, codes)  # the first function that is registered is called last
+    # The function that is registered first is called last. If others were registered before, such
+    # as by a sitecustomize module that traces or measures coverage, the interpreter ends as usual.
+    if not atexit._ncallbacks():
+        atexit.register(_end_at_once, codes)
     codes.append(main())
     return codes[0]
 
 
-def _open_standard_descriptors() -> None:
-    """Open the null device as those of the descriptors 0, 1 and 2 that are closed. Otherwise files
-    would get these numbers, and child processes could not inherit them."""
+def _open_standard_streams() -> None:
+    """Open the null device in place of the standard streams that are closed. Otherwise files would
+    get their numbers, child processes could not inherit them, and sys.stderr would be None."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(descriptor, True)
     os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = os.fdopen(number, "w" if number else "r", encoding="utf-8")
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def _end_at_once(codes: list[int]) -> None:
     """End this process with the code in `codes`, if there is one, and leave its memory to the
-    operating system. The interpreter would first free each object, which takes 0.15 s."""
+    operating system. The interpreter would first free each object, which takes 0.15 s.
+
+    Output that can't be written makes a code of 0 a 1. A closed pipe (`quire ... | head`) is no
+    error that is reported.
+    """
     if not codes:
         return
-    try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
+    code = codes[0]
+    for stream in (sys.stderr, sys.stdout):
+        try:
             stream.flush()
-    except (OSError, ValueError):
-        return  # the interpreter tries again, and reports it
-    os._exit(codes[0])
+        except ValueError:  # the command has closed it
+            continue
+        except OSError as error:
+            code = code or 1
+            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+                with contextlib.suppress(OSError):
+                    os.write(2, f"quire: error: {error}\n".encode())
+    os._exit(code)
 
 
 def main() -> int:
