@@ -10,6 +10,7 @@ from tests.engine_client.fake_engine_process import COMMAND
 
 from quire.engine_client.engine_slot import ONLY_ENGINE
 from quire.engine_client.one_engine import start_one_engine
+from quire.engine_client.process import early_process, process_link
 from quire.engine_client.process.early_process import EarlyProcess
 from quire.errors import EngineDeadError
 
@@ -50,6 +51,17 @@ def test_a_process_that_ended_early_says_why() -> None:
     talk = "import sys; sys.exit('no library here')"
     early = EarlyProcess((sys.executable, "-c", talk))
     with pytest.raises(EngineDeadError, match="exit code 1: no library here"):
+        start(early)
+
+
+def test_memory_that_ran_out_before_the_link_took_the_process_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system's count of kills is read before the process starts, and after its end."""
+    monkeypatch.setattr(early_process, "num_oom_kills", lambda: 4)
+    early = EarlyProcess((sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    monkeypatch.setattr(process_link, "num_oom_kills", lambda: 5)
+    with pytest.raises(EngineDeadError, match="the system did that because memory ran out"):
         start(early)
 
 

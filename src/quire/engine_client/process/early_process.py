@@ -17,6 +17,7 @@ from quire.engine_client.messages import Prepare
 from quire.engine_client.process.activity import ActivityRecord, make_shared_memory
 from quire.ipc import encode
 from quire.observability import log
+from quire.observability.machine_memory import num_oom_kills
 
 ENGINE_COMMAND = python_command("quire.engine_process.engine_main")
 
@@ -81,6 +82,8 @@ class EarlyProcess:
         self.ends = EngineEnds()
         #: Whether a link has taken the process, which ends it.
         self.is_taken = False
+        #: The system's count of out-of-memory kills before the process started.
+        self.num_oom_kills = num_oom_kills()
         try:
             words = [*command, *self.ends.arguments]
             self._process = subprocess.Popen(words, **self.ends.options)

@@ -54,9 +54,9 @@ class ProcessLink(EngineLink):
 
     async def open(self, start_frame: bytes) -> None:
         """See `EngineLink`."""
-        self._num_oom_kills = num_oom_kills()
         # First, start the process, or take the one that has started.
         if self._early is None:
+            self._num_oom_kills = num_oom_kills()
             ends = EngineEnds()
             try:
                 self._process = await asyncio.create_subprocess_exec(
@@ -69,7 +69,7 @@ class ProcessLink(EngineLink):
                 ends.close_inherited()
         else:
             self._process, ends = self._early, self._early.ends
-            self._early.is_taken = True
+            self._early.is_taken, self._num_oom_kills = True, self._early.num_oom_kills
         self._record, self._start_text = ends.record, ends.start_text
         self._read_pace = ends.record.pace
         # Then connect this process's end of the socket to this object.
