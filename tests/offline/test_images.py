@@ -19,6 +19,7 @@ from tests.images.tiny_folders import (
 from tests.images.tiny_model import NUM_TOKENS, TinyModel, save_tiny
 from tests.models.vision import internvl_files, lfm2_vl_files, pixtral_files, qwen3_vl_files
 from tests.models.vision.gguf_pairs import round_matrices, write_mmproj, write_text
+from tests.models.vision.idefics3_files import SIDE
 from tests.text.gguf.metadata import byte_level_metadata
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -58,6 +59,25 @@ def test_generate_and_chat_give_transformers_tokens(llm: LLM, tiny: TinyModel) -
     first, second = tiny.answer_to(TEXT, PICTURE), tiny.answer_to(TEXT, OTHER)
     assert tokens == [first, second, first]
     assert list(found[0].prompt_token_ids or ()) == list(found[2].prompt_token_ids or ())
+
+
+def test_settings_of_a_call_are_those_of_its_prompts(llm: LLM) -> None:
+    """A picture of one tile has fewer tokens. A prompt's own settings replace the call's."""
+    small, large = ({"size": {"longest_edge": side}} for side in (SIDE, 4 * SIDE))
+    parts = [{"type": "image", "image": PICTURE}, {"type": "text", "text": "What is it?"}]
+    found = llm.generate(
+        [prompt_of(PICTURE), {**prompt_of(PICTURE), "mm_processor_kwargs": large}, "text"],
+        PARAMS,
+        use_tqdm=False,
+        mm_processor_kwargs=small,
+    )
+    found += llm.chat(
+        [{"role": "user", "content": parts}], PARAMS, use_tqdm=False, mm_processor_kwargs=small
+    )
+    tile, cut, _, chat = (len(output.prompt_token_ids or ()) for output in found)
+    assert tile == chat < cut
+    with pytest.raises(InvalidRequestError, match="fps is no setting"):
+        llm.generate("text", PARAMS, mm_processor_kwargs={"fps": 1})
 
 
 def test_a_pair_of_gguf_files_gives_transformers_tokens(tmp_path: Path) -> None:

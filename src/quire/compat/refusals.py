@@ -15,6 +15,5 @@ KV_FORMAT = "kv_cache_dtype says how keys and values are stored"
 REPLICAS = (
     "`quire serve` starts engines by --replicas, on other machines by --agents, --ray-address"
 )
-IMAGE_SETTINGS = "the engine's option of this name has the settings of all images"
 TEXT_ONLY = "of media only images and videos are read, with the options that docs/images.md names"
 TRANSFER = "no engine sends its KV cache to another; cache_dir keeps prefixes over restarts"

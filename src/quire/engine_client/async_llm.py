@@ -174,7 +174,7 @@ class AsyncLLM:
         (given,) = with_adapters([read], lora_request)
         adapter = await _find_adapter(engine, self._adapters, given.adapter)
         # Reading images takes long, so it is done in a thread.
-        if given.pictures:
+        if given.pictures or given.picture_settings:
             images = ImagePrompts(self._reader, self._tokenizer, engine.limits)
             given = await asyncio.to_thread(images.read, given)
         name = request_id or f"{self._seeds.getrandbits(64):016x}"

@@ -92,6 +92,7 @@ class ImagePrompts:
     def read(self, given: PromptInput) -> PromptInput:
         """The prompt, with its images placed in its tokens. Raises InvalidRequestError."""
         if not given.pictures:
+            check_settings(self._reader, given.picture_settings)
             return given
         pictures = [GivenImage(*each) for each in given.pictures]
         reader, tokenizer = self._checked(pictures)
@@ -145,8 +146,22 @@ class ImagePrompts:
         return self._reader, self._tokenizer
 
 
+def check_settings(reader: ImageReader | None, settings: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError for settings that images of a prompt could not have. `reader` is
+    None for models and calls that take text only."""
+    if settings and reader is None:
+        raise InvalidRequestError(
+            f"mm_processor_kwargs is {dict(settings)!r:.200}, but only text is taken here, which"
+            " has no such settings; leave it out",
+            "mm_processor_kwargs",
+        )
+    if reader is not None:
+        reader.processor_with(settings)
+
+
 def no_images(given: PromptInput) -> PromptInput:
-    """The prompt. Raises InvalidRequestError if it has images."""
+    """The prompt. Raises InvalidRequestError if it has images or settings of images."""
+    check_settings(None, given.picture_settings)
     if given.pictures:
         raise InvalidRequestError(
             "multi_modal_data has images, but this call takes text only; leave them out",

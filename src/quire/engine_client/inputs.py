@@ -361,13 +361,7 @@ def read_prompt(prompt: Any) -> PromptInput:
         prediction = read_prediction(prompt.get("prediction"))
         pictures = _read_pictures(prompt.get("multi_modal_data"))
         _check_uuids(prompt.get("multi_modal_uuids"), pictures)
-        settings = prompt.get("mm_processor_kwargs") or {}
-        if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
-            raise InvalidRequestError(
-                f"mm_processor_kwargs is {shown(settings)}, but must be an object with the names of"
-                " settings",
-                "mm_processor_kwargs",
-            )
+        settings = read_picture_settings(prompt.get("mm_processor_kwargs"))
         more = (options, None, prediction, pictures, settings)
         token_ids = as_python(prompt.get("prompt_token_ids"))
         if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes)):
@@ -378,6 +372,18 @@ def read_prompt(prompt: Any) -> PromptInput:
     raise InvalidRequestError(
         f'a prompt is {prompt!r:.80}, but must be text or {{"prompt_token_ids": [...]}}', "prompt"
     )
+
+
+def read_picture_settings(given: Any) -> Mapping[str, Any]:
+    """The `picture_settings` in mm_processor_kwargs of a call or prompt; empty for None."""
+    settings = {} if given is None else given
+    if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+        raise InvalidRequestError(
+            f"mm_processor_kwargs is {shown(settings)}, but must be an object with the names of"
+            " settings",
+            "mm_processor_kwargs",
+        )
+    return settings
 
 
 def _read_pictures(given: Any) -> tuple[tuple[str, Any, bool], ...]:

@@ -94,14 +94,19 @@ class ImageReader:
     ) -> "ImageCall":
         """The images of one prompt, for a model with these limits. settings: those of the processor
         that the prompt replaces. Raises InvalidRequestError for others."""
-        processor = self.processor
-        if settings:
-            assert self._changed is not None, "only an engine in this process reads settings"
-            name, processor = self._last_changed  # read once, since another thread may change it
-            if name != repr(settings):
-                processor = self._changed(settings)
-                self._last_changed = repr(settings), processor
-        return ImageCall(self, limits, processor)
+        return ImageCall(self, limits, self.processor_with(settings or {}))
+
+    def processor_with(self, settings: Mapping[str, Any]) -> ImageProcessor:
+        """The processor with a prompt's settings, which reads the model's files for new ones.
+        Raises InvalidRequestError for settings that it does not read or obey."""
+        if not settings:
+            return self.processor
+        assert self._changed is not None, "the reader of a model's files reads settings"
+        name, processor = self._last_changed  # read once, since another thread may change it
+        if name != repr(settings):
+            processor = self._changed(settings)
+            self._last_changed = repr(settings), processor
+        return processor
 
     def check_count(self, given: Sequence[GivenImage], param: str) -> None:
         """Raise InvalidRequestError for more images or videos than one prompt may have, and for

@@ -16,13 +16,13 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from quire.compat.refusals import IMAGE_SETTINGS
 from quire.core.adapters import LoRARequest
 from quire.core.checked_fields import check_harmless
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, sampling_params_of
 from quire.engine_client.inputs import (
     PromptInput,
+    read_picture_settings,
     read_prediction,
     read_prompt,
     with_adapters,
@@ -47,7 +47,6 @@ logger = get_logger(__name__)
 
 FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "chat_template_content_format": (("auto",), "the template tells the content format"),
-    "mm_processor_kwargs": (({},), IMAGE_SETTINGS),
     "prediction": ((), "it stands in each prompt, as in {'prompt': ..., 'prediction': '...'}"),
     "priority": ((), "it stands in each prompt, as in {'prompt': ..., 'priority': 1}"),
     "prompt_token_ids": ((), "prompts takes it, as in [{'prompt_token_ids': [...]}]"),
@@ -148,15 +147,18 @@ class LLM(PoolingEngine):
         `use_tqdm`: whether a progress bar is shown if the call takes long.
         `lora_request`: the adapter for all prompts, or a list with an adapter or None for each;
             needs enable_lora.
-        `others`: vLLM's further arguments, such as priority, with values that change nothing.
+        `others`: mm_processor_kwargs, settings of the image processor for this call; vLLM's further
+            arguments, such as priority, with values that change nothing.
 
         Raises InvalidRequestError before any prompt of this call is run. If a request's own
         computation fails, or its adapter can't be read, its finish_reason is "error" and its
         `error` says why; the others go on. Prompts behind 2 GiB of images (as the encoder's input)
         are read while others run, so they end in this way if they are wrong.
         """
+        settings = others.pop("mm_processor_kwargs", None)
         _check_others("generate", others)
-        listed = with_adapters(_read_prompts(prompts), lora_request)
+        listed = _with_settings(_read_prompts(prompts), settings)
+        listed = with_adapters(listed, lora_request)
         return self._run(listed, _one_each(sampling_params, len(listed)), use_tqdm)
 
     def beam_search(
@@ -207,6 +209,7 @@ class LLM(PoolingEngine):
         # First, check the arguments that are not the messages.
         source, adapters = others.pop("chat_template", None), others.pop("lora_request", None)
         prediction = read_prediction(others.pop("prediction", None))
+        settings = others.pop("mm_processor_kwargs", None)
         _check_others("chat", others)
         template = None if source is None else self._template(source)
         # Then render each conversation, and run all prompts together.
@@ -223,7 +226,7 @@ class LLM(PoolingEngine):
             )._replace(prediction=prediction)
             for conversation in conversations
         ]
-        prompts = with_adapters(prompts, adapters)
+        prompts = with_adapters(_with_settings(prompts, settings), adapters)
         return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
 
     def stream(
@@ -479,6 +482,15 @@ def _read_prompts(prompts: Prompt | Sequence[Prompt] | None) -> list[PromptInput
         )
     listed: list[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
     return [read_prompt(prompt) for prompt in listed]
+
+
+def _with_settings(prompts: list[PromptInput], given: Any) -> list[PromptInput]:
+    """The prompts with a call's mm_processor_kwargs, which a prompt's own replace."""
+    settings = read_picture_settings(given)
+    merged = [{**settings, **prompt.picture_settings} for prompt in prompts]
+    return [
+        prompt._replace(picture_settings=each) for prompt, each in zip(prompts, merged, strict=True)
+    ]
 
 
 def _one_each(

@@ -313,6 +313,7 @@ def test_prompts_of_the_offline_api(smolvlm: Service) -> None:
         ({**by_ids, "mm_processor_kwargs": {"fps": 1}}, "fps is no setting"),
         ({**by_ids, "mm_processor_kwargs": {"size": 3}}, "size of the image processor is 3"),
         ({**by_ids, "mm_processor_kwargs": [1]}, "must be an object"),
+        ({"prompt": "a", "mm_processor_kwargs": {"fps": 1}}, "fps is no setting"),
         ({"prompt": "no place", "multi_modal_data": {"image": PICTURE}}, "0 placeholders"),
         ({"prompt": text, "multi_modal_data": {"video": PICTURE}}, "takes images only"),
         ({"prompt": text, "multi_modal_data": {"audio": np.zeros(3)}}, "only images and videos"),
@@ -326,3 +327,30 @@ def test_prompts_of_the_offline_api(smolvlm: Service) -> None:
     text_only = ImagePrompts(None, tokenizer, LIMITS)
     with pytest.raises(InvalidRequestError, match="the model takes text"):
         text_only.read(read_prompt({"prompt": text, "multi_modal_data": {"image": PICTURE}}))
+    with pytest.raises(InvalidRequestError, match="only text is taken here"):
+        text_only.read(read_prompt({"prompt": text, **settings}))
+
+
+def test_settings_of_a_call(smolvlm: Service, tmp_path: Path) -> None:
+    """With the size of one tile, the picture is not cut."""
+    settings = {"mm_processor_kwargs": {"size": {"longest_edge": 64}}}
+    cut, whole = (prompt_of(smolvlm, chat(PART, TEXT, **fields)) for fields in ({}, settings))
+    assert [len(each.images[0].spans) for each in (cut, whole)] == [5, 1]
+    tokens = TokenizeRequest.model_validate(
+        {"messages": [{"role": "user", "content": [PART, TEXT]}], **settings}
+    )
+    assert prompt_of(smolvlm, tokens).token_ids == whole.token_ids
+    # Settings of a call without images are checked, too.
+    text = prompt_of(smolvlm, chat(TEXT, **settings))
+    assert text.token_ids == prompt_of(smolvlm, chat(TEXT)).token_ids
+    limits = ModelLimits(vocab_size=1000, max_model_len=512)
+    text_only = service_of(write_smolvlm(tmp_path / "model"), limits)
+    wrong = {"mm_processor_kwargs": {"fps": 1}}
+    for service, body, reason in (
+        (smolvlm, chat(PART, **wrong), "fps is no setting"),
+        (smolvlm, chat(TEXT, **wrong), "fps is no setting"),
+        (text_only, chat(TEXT, **settings), "only text is taken here"),
+    ):
+        with pytest.raises(InvalidRequestError, match=reason) as refused:
+            prompt_of(service, body)
+        assert refused.value.param == "mm_processor_kwargs"

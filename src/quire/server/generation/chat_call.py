@@ -35,6 +35,8 @@ class ChatCall:
     #: Constraint on the text of an answer that calls no tool; None means free text.
     answer_format: StructuredOutputsParams | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    #: Settings that replace those of the image processor.
+    picture_settings: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False

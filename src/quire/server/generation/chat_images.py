@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine_client.image_prompts import check_settings
 from quire.images.placing import NO_IMAGES, PromptImages
 from quire.images.processors.processor import ProcessedImage
 from quire.images.reader import GivenImage, ImageCall
@@ -51,6 +52,8 @@ async def read_images(service: Service, call: ChatCall, *, has_tools: bool) -> C
     a cancelled call are not begun.
     """
     if not has_images(call.messages):
+        if call.picture_settings:
+            await asyncio.to_thread(check_settings, service.image_reader, call.picture_settings)
         return ChatImages(call.messages)
     # First, take the images out of the messages, and refuse what else can't be read: the messages
     # are checked before the length of their texts, since a data: URL is longer than any text.
@@ -65,8 +68,9 @@ async def read_images(service: Service, call: ChatCall, *, has_tools: bool) -> C
         return ChatImages(messages, left_out=list(left_out or ()))
     given = [GivenImage(*each) for each in taken]
     reader.check_count(given, "messages")
-    # Then read all of them. A failure cancels images that wait for a thread.
-    images = reader.open_call(service.engine.limits)
+    # Then read all of them. A failure cancels images that wait for a thread. Settings of the call
+    # are read in a thread, too, since they replace some of the model's files.
+    images = await asyncio.to_thread(reader.open_call, service.engine.limits, call.picture_settings)
     futures = [asyncio.wrap_future(images.submit(each)) for each in given]
     try:
         found = await asyncio.gather(*futures)

@@ -32,7 +32,7 @@ from quire.server.routes.anthropic.call_fields import (
     shows_thinking,
     tool_use_of,
 )
-from quire.server.routes.openai.chat_body import check_template_arguments
+from quire.server.routes.openai.chat_body import check_few_values
 from quire.text.chat_messages import LeftOut
 
 FIELD_NAMES = {
@@ -140,7 +140,7 @@ class PromptFields(Body):
         cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
     ) -> None:
         super().check_fields(fields, limits, max_model_len)
-        check_template_arguments(fields.get("chat_template_kwargs"))
+        check_few_values(fields, "chat_template_kwargs")
 
     @property
     def ignored_tools(self) -> list[str]:

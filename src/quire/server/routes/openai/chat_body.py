@@ -24,8 +24,9 @@ from quire.text.json_values import has_more_values
 
 _OLD_NAMES = {"functions": "tools", "function_call": "tool_choice"}
 
-MAX_TEMPLATE_VALUES = 10_000
-"""Maximum number of JSON values in chat_template_kwargs, at all depths."""
+MAX_OBJECT_VALUES = 10_000
+"""Maximum number of JSON values in chat_template_kwargs, and in mm_processor_kwargs, at all
+depths."""
 
 
 _TOOL = {
@@ -143,7 +144,7 @@ class TemplateOptions(Body):
         cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
     ) -> None:
         super().check_fields(fields, limits, max_model_len)
-        check_template_arguments(fields.get("chat_template_kwargs"))
+        check_few_values(fields, "chat_template_kwargs")
 
 
 class ChatPromptFields(TemplateOptions):
@@ -156,6 +157,8 @@ class ChatPromptFields(TemplateOptions):
         "reasoning_effort": "handed to the model's template; `none` turns reasoning off",
         "reasoning": "`effort`, `max_tokens`, `enabled` and `exclude` together",
         "enable_thinking": "the same as `reasoning.enabled`",
+        "mm_processor_kwargs": "settings of the model's image processor for this call, as"
+        ' `{"max_pixels": 500000}`',
     }
 
     tools: Tools | None = None
@@ -163,6 +166,14 @@ class ChatPromptFields(TemplateOptions):
     # extensions to OpenAI's API
     reasoning: ReasoningFields | None = None
     enable_thinking: bool | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def check_fields(
+        cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
+    ) -> None:
+        super().check_fields(fields, limits, max_model_len)
+        check_few_values(fields, "mm_processor_kwargs")
 
     def reasoning_options(self, budget_tokens: int | None = None) -> ReasoningOptions:
         """The reasoning options in the fields. `budget_tokens` is the value of a further field for
@@ -328,6 +339,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
             tool_use=make_tool_use(tools, mode, names, is_parallel=is_parallel),
             reasoning=self.reasoning_options(self.thinking_token_budget),
             chat_template_kwargs=self.chat_template_kwargs,
+            picture_settings=self.mm_processor_kwargs or {},
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             add_special_tokens=self.add_special_tokens,
@@ -347,11 +359,11 @@ def _one_of(*given: tuple[str, Any]) -> Any:
     return found[0][1] if found else None
 
 
-def check_template_arguments(value: Any) -> None:
-    """Check the number of values in chat_template_kwargs. Raises InvalidRequestError."""
-    if has_more_values(value, MAX_TEMPLATE_VALUES):
+def check_few_values(fields: Mapping[str, Any], name: str) -> None:
+    """Check the number of values in an object of the body's fields. Raises InvalidRequestError."""
+    if has_more_values(fields.get(name), MAX_OBJECT_VALUES):
         raise InvalidRequestError(
-            "chat_template_kwargs has more values, at all depths together, than the bound"
-            f" of {MAX_TEMPLATE_VALUES}; send fewer",
-            "chat_template_kwargs",
+            f"{name} has more values, at all depths together, than the bound of"
+            f" {MAX_OBJECT_VALUES}; send fewer",
+            name,
         )

@@ -83,6 +83,7 @@ class TokenizeRequest(ChatPromptFields):
             tool_use=make_tool_use(openai_tools(self.tools or ()), None),
             reasoning=self.reasoning_options(),
             chat_template_kwargs=self.chat_template_kwargs,
+            picture_settings=self.mm_processor_kwargs or {},
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             add_special_tokens=bool(self.add_special_tokens),
