@@ -185,6 +185,23 @@ def test_the_encoder_beside_a_model_is_fetched_with_it(start_hub, cache, monkeyp
     assert not hub.fetched()
 
 
+def test_the_encoder_above_a_models_folder_is_fetched_with_it(start_hub, cache):
+    """Repositories with a folder for each quantization have the encoder at their root."""
+    remote_headers._folder.cache_clear()
+    files = {name: model_file(name, IDEFICS) for name in ("mmproj-F16.gguf", "other/mmproj.gguf")}
+    models = {f"{label}/a-{label}.gguf": model_file("a", FITTING) for label in ("BF16", "Q8_0")}
+    hub = start_hub(FakeHub(files | models, "org/b-GGUF"))
+    path = resolve_model_folder("org/b-GGUF:Q8_0")
+    assert {*hub.fetched()} == {"Q8_0/a-Q8_0.gguf", "mmproj-F16.gguf"}
+    encoder = find_image_encoder(path)
+    assert encoder is not None and encoder.path == path.parent.with_name("mmproj-F16.gguf")
+    # The one beside the model goes first.
+    beside = path.with_name("mmproj-BF16.gguf")
+    beside.write_bytes(hub.files["mmproj-F16.gguf"])
+    encoder = find_image_encoder(path)
+    assert encoder is not None and encoder.path == beside
+
+
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [

@@ -65,8 +65,8 @@ class ImageOptions(Options):
         group="model",
         help="GGUF file with the encoder of images of a model in GGUF format",
         doc="GGUF file with the encoder of images of a model in GGUF format, as llama.cpp's"
-        " converter writes it (mmproj-*.gguf). None: the only such file beside the model, if it"
-        " fits.",
+        " converter writes it (mmproj-*.gguf). None: the only such file beside the model, or"
+        " else in the folder above, if it fits.",
         flag=Flag(metavar="FILE", shown="mmproj-*.gguf beside the model"),
     )
 

@@ -11,7 +11,14 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePosixPath
 
 from quire.errors import CheckpointError, shown
-from quire.hub.gguf.naming import SUFFIX, is_encoder_name, model_stem, models_of, quant_label
+from quire.hub.gguf.naming import (
+    SUFFIX,
+    encoder_folders,
+    is_encoder_name,
+    model_stem,
+    models_of,
+    quant_label,
+)
 from quire.hub.model_files import shown_name
 
 USUAL = "Q4_K_M"
@@ -67,21 +74,25 @@ def choose_gguf(
 
 
 def choose_encoder(names: Collection[str], model: str) -> str | None:
-    """The file with an encoder of images in the folder of a model's file; None if there is none.
+    """The file with an encoder of images in the folder of a model's file, or else in the folder
+    above; None if there is none.
 
     Of several, the first by quantization in the order of _ENCODER_LABELS: numbers of 16 bits first,
     which most encoders are published in.
     """
-    folder = PurePosixPath(model).parent
+    folders = encoder_folders(PurePosixPath(model))
     found = [
         name
         for name in sorted(names)
-        if is_encoder_name(PurePosixPath(name).name) and PurePosixPath(name).parent == folder
+        if is_encoder_name(PurePosixPath(name).name) and PurePosixPath(name).parent in folders
     ]
 
-    def rank(name: str) -> int:
-        label = quant_label(PurePosixPath(name).name)
-        return _ENCODER_LABELS.index(label) if label in _ENCODER_LABELS else len(_ENCODER_LABELS)
+    def rank(name: str) -> tuple[int, int]:
+        path = PurePosixPath(name)
+        label = quant_label(path.name)
+        known = label in _ENCODER_LABELS
+        type_rank = _ENCODER_LABELS.index(label) if known else len(_ENCODER_LABELS)
+        return folders.index(path.parent), type_rank
 
     return min(found, key=rank, default=None)
 

@@ -1,12 +1,13 @@
 """Finds the GGUF file that holds a GGUF model's encoder of images.
 
     qwen3-vl-2b-Q4_K_M.gguf      the language model
-    mmproj-F16.gguf              its encoder, beside it or named by the option mmproj
+    mmproj-F16.gguf              its encoder, beside it, in the folder above, or named by mmproj
 
 Called by the front, which reads the settings of the image processor, and by the engine, which loads
 the encoder. Imports no torch.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from typing import Any
 
 from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.hub.gguf.header import GGUFFile, read_gguf
-from quire.hub.gguf.naming import find_gguf, is_encoder_name
+from quire.hub.gguf.naming import encoder_folders, find_gguf, is_encoder_name
 from quire.hub.gguf.projectors import PROJECTORS, EncoderFields, EncoderSettings
 from quire.hub.model_files import shown_name
 from quire.observability.log import get_logger
@@ -78,12 +79,15 @@ def projector_of(metadata: Mapping[str, Any]) -> str:
 
 
 def _beside(model: Path) -> Path | None:
-    """The only encoder in the model's folder; None if there are none or several."""
-    found = sorted(each for each in model.parent.iterdir() if is_encoder_name(each.name))
+    """The only encoder in the nearest folder that has any; None if there are none or several."""
+    found: list[Path] = []
+    for folder in encoder_folders(model.absolute()):
+        if not found and os.access(folder, os.R_OK):  # the folder above may be another user's
+            found = sorted(each for each in folder.iterdir() if is_encoder_name(each.name))
     if len(found) > 1:
         names = ", ".join(shown_name(each.name) for each in found)
         _warn_once(
-            f"no images are taken: {model.parent} has several encoders of images ({names}); name"
+            f"no images are taken: {found[0].parent} has several encoders of images ({names}); name"
             " one by --mmproj (mmproj= in Python)"
         )
     return found[0] if len(found) == 1 else None

@@ -11,10 +11,13 @@ fetching of models and by the readers of weights, configs and tokenizers.
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from quire.errors import CheckpointError
 from quire.hub.model_files import is_gguf, shown_name
+
+AnyPath = TypeVar("AnyPath", Path, PurePosixPath)
 
 SUFFIX = ".gguf"
 _MAX_FILES = 9999
@@ -119,6 +122,13 @@ def gguf_paths(path: Path) -> list[Path]:
 def is_encoder_name(name: str) -> bool:
     """Whether a file's name is that of a GGUF file with an encoder of images."""
     return _is_gguf_name(name) and _ENCODER in _words(name)
+
+
+def encoder_folders(model: AnyPath) -> tuple[AnyPath, ...]:
+    """The folders in which a model's encoder of images may be, the nearest first. Repositories with
+    a folder for each quantization have the encoder above these folders."""
+    nearest = model.parent
+    return (nearest,) if nearest == nearest.parent else (nearest, nearest.parent)
 
 
 def _is_gguf_name(name: str) -> bool:
