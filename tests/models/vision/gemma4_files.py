@@ -50,12 +50,13 @@ _LARGE = {"standardize": True}
 _SMALL = {"use_clipped_linears": True}
 
 
-def reference(family: str = "gemma4") -> PreTrainedModel:
-    """A model: "gemma4", or "small" for clipped linears, and tokens that see no later ones."""
+def reference(family: str = "gemma4", **text: Any) -> PreTrainedModel:
+    """A model: "gemma4", or "small" for clipped linears, and tokens that see no later ones. text:
+    changes to TEXT."""
     is_small = family == "small"
     config = Gemma4Config(
         vision_config=VISION | (_SMALL if is_small else _LARGE),
-        text_config=TEXT | ({"use_bidirectional_attention": None} if is_small else {}),
+        text_config=TEXT | ({"use_bidirectional_attention": None} if is_small else {}) | text,
         boi_token_id=BEGIN,
         image_token_id=IMAGE,
         eoi_token_id=END,

@@ -12,6 +12,7 @@ import torch
 from tests.gguf_writer import Raw, write_gguf
 from tests.models.checkpoints.gguf.conversion import Conversion, convert, permute_heads, permuted
 from tests.models.checkpoints.gguf.conversions import CONVERSIONS
+from tests.models.vision.gemma4_files import TEXT as GEMMA4_TEXT
 from transformers import PreTrainedModel
 
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
@@ -19,6 +20,12 @@ _LLAMA = Conversion("llama", "llama", modify=permute_heads)
 
 
 _MOST_LAYERS = 32
+GLOBAL_HEAD_DIM: int = GEMMA4_TEXT["global_head_dim"]
+"""Size of the heads of Gemma 4's layers with full attention."""
+
+
+def _turned_quarter(head_dim: int) -> torch.Tensor:
+    return torch.tensor([1.0] * (head_dim // 8) + [1e30] * (3 * head_dim // 8))
 
 
 def _sections(config: Any) -> list[int]:
@@ -36,6 +43,16 @@ _TEXTS = {
             "attention.sliding_window": config.sliding_window,
             "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
         },
+    ),
+    "gemma4_text": replace(
+        CONVERSIONS["gemma4"],
+        fields=lambda config: {
+            **CONVERSIONS["gemma4"].fields(config),
+            "attention.key_length": GLOBAL_HEAD_DIM,
+            "attention.value_length": GLOBAL_HEAD_DIM,
+            "rope.dimension_count": GLOBAL_HEAD_DIM,
+        },
+        extra=lambda config: {"rope_freqs.weight": _turned_quarter(GLOBAL_HEAD_DIM)},
     ),
     "lfm2": replace(
         CONVERSIONS["lfm2"],
@@ -107,7 +124,7 @@ def write_mmproj(
     vision: Any = model.config.vision_config
     family = str(model.config.model_type)
     write = {"smolvlm": _idefics3, "internvl": _internvl, "mistral3": _pixtral, "llava": _pixtral}
-    write |= {"gemma3": _gemma3, "lfm2_vl": _lfm2_vl}
+    write |= {"gemma3": _gemma3, "gemma4": _gemma4, "lfm2_vl": _lfm2_vl}
     fields, tensors = write.get(family, _qwen)(model)
     sizes = {
         "embedding_length": vision.hidden_size,
@@ -152,6 +169,9 @@ def _stored(name: str, tensor: torch.Tensor, kind: str) -> "torch.Tensor | Raw":
     return tensor.to(dtype)
 
 
+_SUFFIXES = (".weight", ".bias", ".input_min", ".input_max", ".output_min", ".output_max")
+
+
 def _named(
     model: PreTrainedModel, prefixes: tuple[str, ...], names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -164,8 +184,8 @@ def _named(
         asked = name
         for word, other in (names or {}).items():
             asked = asked.replace(word, other)
-        found = known.get_name(asked, try_suffixes=(".weight", ".bias"))
-        found = found or known.get_name(asked.removeprefix("model."), (".weight", ".bias"))
+        found = known.get_name(asked, try_suffixes=_SUFFIXES)
+        found = found or known.get_name(asked.removeprefix("model."), _SUFFIXES)
         assert found is not None, name
         yield name, found, tensor
 
@@ -206,6 +226,30 @@ def _gemma3(model: PreTrainedModel) -> Written:
     names = {**_SIGLIP_NAMES, "input_projection_weight": "input_projection.weight"}
     named = _named(model, prefixes, names)
     return fields, {new: tensor + ("soft_emb_norm" in new) for _, new, tensor in named}
+
+
+def _gemma4(model: PreTrainedModel) -> Written:
+    """With an encoder of sound, which quire does not read."""
+    size = model.config.vision_config.patch_size
+    fields = {
+        "clip.vision.projector_type": "gemma4v",
+        "clip.audio.projector_type": "gemma4a",
+        "clip.has_audio_encoder": True,
+        "clip.audio.num_mel_bins": 128,
+        "projector.scale_factor": model.config.vision_config.pooling_kernel_size,
+        "image_size": 224,
+        "attention.layer_norm_epsilon": 1e-6,
+        "image_mean": [0.0] * 3,
+        "image_std": [1.0] * 3,
+    }
+    names = {"model.vision_tower.encoder.": "vision_model.model.", ".linear.weight": ".weight"}
+    names |= {"_table": "_table.weight"}
+    tensors = {"a.blk.0.ln1.weight": torch.ones(4)}
+    for _, new, tensor in _named(model, ("vision_tower.", "embed_vision."), names):
+        is_patches = new == "v.patch_embd.weight"
+        kernel = tensor.view(-1, size, size, 3).permute(0, 3, 1, 2) if is_patches else tensor
+        tensors[new] = kernel.contiguous().reshape(kernel.shape or (1,))
+    return fields, tensors
 
 
 def _lfm2_vl(model: PreTrainedModel) -> Written:

@@ -103,7 +103,8 @@ def _why_unfit(file: GGUFFile, text: Mapping[str, Any]) -> str | None:
             f"its projector_type is {shown_name(kind)}, and quire reads only"
             f" {', '.join(sorted(PROJECTORS))}"
         )
-    if file.metadata.get("clip.has_audio_encoder", False) is not False:
+    has_sound = file.metadata.get("clip.has_audio_encoder", False) is not False
+    if has_sound and not PROJECTORS[kind].may_have_sound:
         return "it holds an encoder of sound, too"
     if architecture not in PROJECTORS[kind].text_architectures:
         return f"its projector {kind} belongs to no model of the architecture {architecture!r:.80}"

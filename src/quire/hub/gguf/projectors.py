@@ -108,11 +108,22 @@ class EncoderFields:
         """llama.cpp's name of the language model's architecture."""
         return str(self._text.get("general.architecture"))
 
+    def skip(self, prefix: str) -> None:
+        """Let `finish` accept every metadata field whose name has this prefix."""
+        whole = _PREFIX + prefix
+        self._read.update(name for name in self._metadata if name.startswith(whole))
+
     def rows_of(self, tensor: str) -> int:
         """The first dimension of a tensor. Raises CheckpointError if it is missing."""
-        if not self._shapes.get(tensor):
-            raise broken(self.path, f"it has no tensor {tensor}")
-        return self._shapes[tensor][0]
+        return self.shape_of(tensor, 1)[0]
+
+    def shape_of(self, tensor: str, least_dimensions: int) -> tuple[int, ...]:
+        """The shape of a tensor. Raises CheckpointError if it is missing or has fewer
+        dimensions."""
+        shape = self._shapes.get(tensor, ())
+        if len(shape) < least_dimensions:
+            raise broken(self.path, f"it has no tensor {tensor} of {least_dimensions} dimensions")
+        return shape
 
     def finish(self) -> None:
         """Raises UnsupportedModelError if a field was not read and is not 0, false or empty."""
@@ -198,6 +209,42 @@ def _gemma3(fields: EncoderFields) -> EncoderSettings:
         },
         {"size": {"height": side, "width": side}, **_normalization(fields)},
         {"image_seq_length": num_tokens},
+    )
+
+
+def _gemma4(fields: EncoderFields) -> EncoderSettings:
+    """The settings of Gemma 4. The activation is a constant of transformers' config, and the number
+    of tokens one of its image processor."""
+    vision = _vision(fields)
+    del vision["image_size"]  # a constant of the converter, which the encoder has no use for
+    head_dim = fields.rows_of("v.blk.0.attn_q_norm.weight")
+    pool = fields.integer("vision.projector.scale_factor", 3)
+    vision |= {
+        "model_type": "gemma4_vision",
+        "head_dim": head_dim,
+        "num_key_value_heads": fields.rows_of("v.blk.0.attn_k.weight") // head_dim,
+        "pooling_kernel_size": pool,
+        "position_embedding_size": fields.shape_of("v.position_embd.weight", 3)[1],
+        "rms_norm_eps": fields.number("vision.attention.layer_norm_epsilon"),
+        "hidden_activation": "silu" if fields.flag("use_silu") else "gelu_pytorch_tanh",
+        "use_clipped_linears": "v.blk.0.attn_q.input_max" in fields.tensors,
+        "standardize": "v.std_bias" in fields.tensors,
+    }
+    fields.flag("use_gelu")  # missing in files of the published models
+    for name in ("has_audio_encoder", "audio."):  # files of the small models have one
+        fields.skip(name)
+    return EncoderSettings(
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "model_type": "gemma4",
+            "vision_config": vision,
+        },
+        {
+            "patch_size": vision["patch_size"],
+            "pooling_kernel_size": pool,
+            "do_normalize": True,
+            **_normalization(fields),
+        },
     )
 
 
@@ -336,12 +383,15 @@ class Projector:
     settings: Callable[[EncoderFields], EncoderSettings]
     #: The architectures of the language models that have such an encoder, in llama.cpp's names.
     text_architectures: frozenset[str]
+    #: Whether the file may have an encoder of sound, too, which is not read.
+    may_have_sound: bool = False
 
 
 _QWEN3_VL = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})
 
 PROJECTORS: Mapping[str, Projector] = {
     "gemma3": Projector(_gemma3, frozenset({"gemma3"})),
+    "gemma4v": Projector(_gemma4, frozenset({"gemma4"}), may_have_sound=True),
     "idefics3": Projector(_idefics3, frozenset({"llama"})),
     "internvl": Projector(_internvl, frozenset({"llama", "qwen2", "qwen3"})),
     "lfm2": Projector(_lfm2, frozenset({"lfm2", "lfm2moe"})),

@@ -232,7 +232,12 @@ CONVERSIONS = {
         "gemma4", "gemma4", fields=gemma4_fields, modify=gemma4, extra=turned_quarter
     ),
     "gemma4-moe": Conversion(
-        "gemma4-moe", "gemma4", fields=gemma4_fields, modify=gemma4, extra=turned_quarter
+        "gemma4-moe",
+        "gemma4",
+        fields=gemma4_fields,
+        modify=gemma4,
+        extra=turned_quarter,
+        unlike={"sees_ahead": True},
     ),
     "qwen3-moe": Conversion(
         "qwen3-moe",

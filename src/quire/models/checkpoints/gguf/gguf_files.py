@@ -77,10 +77,10 @@ class GGUFFiles(CheckpointSource):
 
     def pieces(self, name: str) -> list[range]:
         location = self._locations[name]
+        if not isinstance(location, Computed):
+            return super().pieces(name)
         # Reading any part of a computed tensor computes the whole tensor, so it is one piece.
-        return (
-            [range(location.shape[0])] if isinstance(location, Computed) else super().pieces(name)
-        )
+        return [range(location.shape[0] if location.shape else 1)]
 
     def row_bytes(self, name: str) -> int:
         block_format = self.block_format(name)

@@ -185,7 +185,8 @@ class Computed(TensorLocation):
         return torch.float32
 
     def lend(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
-        yield self.compute().view(self.shape)[span.start : span.stop]
+        whole = self.compute().view(self.shape or (1,))  # a single number is one row
+        yield whole[span.start : span.stop]
 
 
 def _row_bytes(info: TensorInfo, shape: tuple[int, ...]) -> int:

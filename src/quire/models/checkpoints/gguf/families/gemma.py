@@ -164,6 +164,7 @@ def _gemma4(model: GGUFModel) -> dict[str, Any]:
         final_logit_softcapping=_soft_cap(model, "final_logit_softcapping"),
         rope_parameters=_gemma4_ropes(model),
         enable_moe_block=bool(num_experts),
+        use_bidirectional_attention=_gemma4_direction(model),
     )
     # The remaining fields are redundant, or belong to the experts of a model without experts.
     model.skip("attention.value_length_swa", "expert_feed_forward_length", "expert_used_count")
@@ -173,6 +174,13 @@ def _gemma4(model: GGUFModel) -> dict[str, Any]:
         config["top_k_experts"] = model.integer("expert_used_count")
         config["moe_intermediate_size"] = model.integer("expert_feed_forward_length")
     return config
+
+
+def _gemma4_direction(model: GGUFModel) -> str | None:
+    """The value of use_bidirectional_attention, which GGUF files lack. The published models have
+    "vision", except the small ones, which have embeddings for each layer."""
+    is_small = model.integer("embedding_length_per_layer_input", 0) > 0
+    return None if is_small else "vision"
 
 
 def _gemma4_ropes(model: GGUFModel) -> dict[str, Any]:

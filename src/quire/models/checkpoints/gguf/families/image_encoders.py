@@ -15,6 +15,9 @@ from quire.models.checkpoints.gguf.tensor_map import Change, TensorRules, missha
 PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 """The projections of a patch of the first and of the second frame, in Qwen's encoder."""
 
+CLIP_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+"""The parameters of a clipped linear of Gemma 4 beside its weight."""
+
 _QKV = {f"attn_{part}": f"{part}_proj" for part in "qkv"}
 
 
@@ -54,6 +57,41 @@ def _gemma3_rules(model: GGUFModel) -> TensorRules:
     return _siglip_rules(model, "vision_tower.vision_model.", connector, changes)
 
 
+def _gemma4_rules(model: GGUFModel) -> TensorRules:
+    """The rules for Gemma 4. Clipped linears have four bounds, of one number each. The checkpoint's
+    patches have each pixel's channels side by side, as those of LFM2-VL. Tensors of an encoder of
+    sound have no rule."""
+    linears = {name: f"self_attn.{linear}" for name, linear in _QKV.items()}
+    linears |= {"attn_out": "self_attn.o_proj"}
+    linears |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+    layer = {f"{name}.weight": f"{linear}.linear.weight" for name, linear in linears.items()}
+    layer |= linears  # their bounds
+    layer |= {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
+    layer |= {
+        "ln1": "input_layernorm",
+        "attn_post_norm": "post_attention_layernorm",
+        "ln2": "pre_feedforward_layernorm",
+        "ffn_post_norm": "post_feedforward_layernorm",
+    }
+    embedder = "vision_tower.patch_embedder"
+    top = {
+        "v.patch_embd": f"{embedder}.input_proj",
+        "v.position_embd.weight": f"{embedder}.position_embedding_table",
+        "v.std_bias": "vision_tower.std_bias",
+        "v.std_scale": "vision_tower.std_scale",
+        "mm.input_projection": "embed_vision.embedding_projection",
+    }
+    bounds = [f"{name}.{bound}" for name in linears for bound in CLIP_BOUNDS]
+    changes: dict[str, Change] = dict.fromkeys(bounds, lambda bound: bound.reshape(()))
+    changes[PATCHES[0]] = _channels_last
+    return TensorRules({**layer}, top, changes=changes, prefix="vision_tower.encoder.layers.")
+
+
+def _channels_last(kernel: torch.Tensor) -> torch.Tensor:
+    """[outputs, 3, patch, patch] -> [outputs, pixels of a patch with their channels]."""
+    return kernel.permute(0, 2, 3, 1).flatten(1)
+
+
 def _lfm2_rules(model: GGUFModel) -> TensorRules:
     """The rules for LFM2-VL. The checkpoint's patches have each pixel's channels side by side; the
     file's have the channels one after the other."""
@@ -62,9 +100,7 @@ def _lfm2_rules(model: GGUFModel) -> TensorRules:
         "mm.1": "multi_modal_projector.linear_1",
         "mm.2": "multi_modal_projector.linear_2",
     }
-    changes: dict[str, Change] = {
-        PATCHES[0]: lambda kernel: kernel.permute(0, 2, 3, 1).flatten(1),
-    }
+    changes: dict[str, Change] = {PATCHES[0]: _channels_last}
     return _siglip_rules(model, "vision_tower.", connector, changes)
 
 
@@ -153,6 +189,7 @@ def joined_patches(model: GGUFModel) -> dict[str, TensorLocation]:
 
 ENCODER_RULES: dict[str, Callable[[GGUFModel], TensorRules]] = {
     "gemma3": _gemma3_rules,
+    "gemma4v": _gemma4_rules,
     "idefics3": _idefics3_rules,
     "internvl": _internvl_rules,
     "lfm2": _lfm2_rules,
