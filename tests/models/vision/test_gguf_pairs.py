@@ -151,11 +151,15 @@ def test_refusals(tmp_path: Path) -> None:
         write_mmproj(model, tmp_path / "mmproj-bad.gguf", **changes)
         with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
             find_tower(text, config)
-    write_mmproj(model, tmp_path / "mmproj-bad.gguf", names={"mm": "no"})
-    with pytest.raises(CheckpointError, match="lack connector"):
-        found = find_tower(text, config)
-        assert found is not None
-        load_found(found, model)
+    for names, message in (
+        ({"mm": "a"}, "lack connector"),
+        ({"mm": "no"}, "does not know the tensors no.model.fc.weight"),
+    ):
+        write_mmproj(model, tmp_path / "mmproj-bad.gguf", names=names)
+        with pytest.raises(CheckpointError, match=message):
+            found = find_tower(text, config)
+            assert found is not None
+            load_found(found, model)
     # If there are two encoders, the model is served for text.
     write_mmproj(model, tmp_path / "mmproj-other.gguf")
     assert find_tower(text, config) is None
