@@ -312,6 +312,9 @@ def test_prompts_of_the_offline_api(smolvlm: Service) -> None:
     for wrong, reason in (
         ({**by_ids, "mm_processor_kwargs": {"fps": 1}}, "fps is no setting"),
         ({**by_ids, "mm_processor_kwargs": {"size": 3}}, "size of the image processor is 3"),
+        ({**by_ids, "mm_processor_kwargs": {"image_mean": [10**400] * 3}}, "to 1e.09"),
+        ({**by_ids, "mm_processor_kwargs": {"image_std": [1e-45] * 3}}, "nearer to 0"),
+        ({**by_ids, "mm_processor_kwargs": {"rescale_factor": 1e308}}, "a number from"),
         ({**by_ids, "mm_processor_kwargs": [1]}, "must be an object"),
         ({"prompt": "a", "mm_processor_kwargs": {"fps": 1}}, "fps is no setting"),
         ({"prompt": "no place", "multi_modal_data": {"image": PICTURE}}, "0 placeholders"),

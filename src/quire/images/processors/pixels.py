@@ -23,6 +23,8 @@ NEAREST, LANCZOS, BILINEAR, BICUBIC = range(4)
 """Pillow's numbers of filters, which preprocessor_config.json uses."""
 
 _MAX_SIDE = 1 << 15
+_LEAST, _MOST = 1e-9, 1e9
+"""Bounds of numbers that need not be whole. Within them, the numbers of pixels are finite."""
 
 
 class Settings:
@@ -69,17 +71,16 @@ class Settings:
         value = self._get(name, default)
         if isinstance(value, int | float):
             value = [value] * 3
-        if not isinstance(value, list | tuple) or len(value) != 3:
-            raise self.wrong(name, "three numbers")
-        if any(isinstance(each, bool) or not isinstance(each, int | float) for each in value):
-            raise self.wrong(name, "three numbers")
+        is_triple = isinstance(value, list | tuple) and len(value) == 3
+        if not is_triple or not all(_is_number(each) and abs(each) <= _MOST for each in value):
+            raise self.wrong(name, f"three numbers from -{_MOST:g} to {_MOST:g}")
         return float(value[0]), float(value[1]), float(value[2])
 
     def number(self, name: str, default: float) -> float:
-        """A number above 0."""
+        """A number above 0, and not so small or large that products with it overflow."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.wrong(name, "a number above 0")
+        if not _is_number(value) or not _LEAST <= value <= _MOST:
+            raise self.wrong(name, f"a number from {_LEAST:g} to {_MOST:g}")
         return float(value)
 
     def resample(self, default: int) -> int:
@@ -99,6 +100,10 @@ class Settings:
     def _get(self, name: str, default: Any) -> Any:
         value = self._fields.get(name)
         return default if value is None else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class Normalizer:
@@ -124,8 +129,10 @@ class Normalizer:
         is_normalized = settings.flag("do_normalize", do_normalize)
         self.mean = settings.triple("image_mean", mean) if is_normalized else (0.0,) * 3
         self.std = settings.triple("image_std", std) if is_normalized else (1.0,) * 3
-        if 0.0 in self.std:
-            raise settings.wrong("image_std", "three numbers, none of them 0")
+        if any(abs(each) < _LEAST for each in self.std):
+            raise settings.wrong(
+                "image_std", f"three numbers, none of them nearer to 0 than {_LEAST:g}"
+            )
         values = (np.arange(256, dtype=np.float64) * self.factor).astype(np.float32)
         means, stds = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         self._tables = (values[None] - means[:, None]) / stds[:, None]
