@@ -1,10 +1,13 @@
 """Times encoders of images beside transformers', in turns, on the same random weights.
 
     python -m benchmarks.images.encoders [--towers base-512,so400m-384] [--threads 2] [--rounds 5]
+        [--layers 2] [--clock processor]
 
-Both encode one tile: quire in bfloat16 by its native kernels, transformers in float32 and bfloat16
+Both encode one image: quire in bfloat16 by its native kernels, transformers in float32 and bfloat16
 by torch. The table has the median milliseconds of each, how many times faster quire is than the
-faster one, and quire's products in GFLOP/s.
+faster one, and quire's products in GFLOP/s. All layers of an encoder cost the same, so the first
+few are enough to compare large images. Processor time of one thread is less sensitive to other work
+on the machine.
 """
 
 import argparse
@@ -17,7 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
+from transformers import (
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedModel,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
 
 from quire.formats.format_registry import load_weight_format
 from quire.kernels.cpu.selection import select_kernels
@@ -29,7 +38,7 @@ from quire.models.vision.vision_tower import VisionTower, finish
 
 
 class Size(NamedTuple):
-    """The sizes of a SigLIP encoder and its image."""
+    """The sizes of an encoder and its image."""
 
     hidden_size: int
     intermediate_size: int
@@ -37,6 +46,8 @@ class Size(NamedTuple):
     num_heads: int
     patch_size: int
     image_size: int
+    #: Whether it is Pixtral's encoder, whose MLP has a gate; else SigLIP's.
+    is_pixtral: bool = False
 
     @property
     def num_patches(self) -> int:
@@ -46,7 +57,8 @@ class Size(NamedTuple):
     @property
     def num_flops(self) -> int:
         """Operations of the linears and the attention for one image."""
-        weights = 4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size
+        mlp = (3 if self.is_pixtral else 2) * self.hidden_size * self.intermediate_size
+        weights = 4 * self.hidden_size**2 + mlp
         pairs = 2 * self.num_patches * self.hidden_size
         return 2 * self.num_layers * self.num_patches * (weights + pairs)
 
@@ -56,11 +68,13 @@ TOWERS = {
     "base-512": Size(768, 3072, 12, 12, 16, 512),
     "so400m-384": Size(1152, 4304, 27, 16, 14, 378),
     "so400m-896": Size(1152, 4304, 27, 16, 14, 896),
+    "pixtral-1540": Size(1024, 4096, 24, 16, 14, 1540, is_pixtral=True),
 }
-"""base is SmolVLM's encoder (93 million parameters); so400m that of Gemma 3 and Idefics 3."""
+"""base is SmolVLM's encoder (93 million parameters); so400m that of Gemma 3 and Idefics 3; pixtral
+that of Mistral Small 3."""
 
 
-def save(size: Size, folder: Path) -> SmolVLMForConditionalGeneration:
+def save(size: Size, folder: Path) -> PreTrainedModel:
     """Write a random model of this encoder, with a small language model, in bfloat16."""
     torch.manual_seed(0)
     vision = {
@@ -82,10 +96,17 @@ def save(size: Size, folder: Path) -> SmolVLMForConditionalGeneration:
     }
     side = size.image_size // size.patch_size
     factor = next(factor for factor in (2, 3, 1) if side % factor == 0)
-    config = SmolVLMConfig(
-        vision_config=vision, text_config=text, scale_factor=factor, image_token_id=5
-    )
-    model = SmolVLMForConditionalGeneration(config).eval().to(torch.bfloat16)
+    made: PreTrainedModel
+    if size.is_pixtral:
+        vision |= {"model_type": "pixtral", "hidden_act": "silu"}
+        config = Mistral3Config(vision_config=vision, text_config=text, spatial_merge_size=factor)
+        made = Mistral3ForConditionalGeneration(config)
+    else:
+        small = SmolVLMConfig(
+            vision_config=vision, text_config=text, scale_factor=factor, image_token_id=5
+        )
+        made = SmolVLMForConditionalGeneration(small)
+    model = made.eval().to(torch.bfloat16)
     model.save_pretrained(folder)
     return model
 
@@ -102,32 +123,43 @@ def load(folder: Path, num_threads: int) -> VisionTower:
         methods=LinearMethods(method, dense=method),
     )
     tower = finish(loading)
+    width = source.config.output_size
+    tower.use_embedding(lambda ids: torch.zeros(len(ids), width, dtype=torch.bfloat16))
     use_kernels(tower, kernels)
     return tower
 
 
-def milliseconds(call: Callable[[], object]) -> float:
+Clock = Callable[[], float]
+"""Returns seconds."""
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "processor": time.process_time}
+
+
+def milliseconds(call: Callable[[], object], clock: Clock) -> float:
     """The time of one call."""
-    begin = time.perf_counter()
+    begin = clock()
     call()
-    return 1000 * (time.perf_counter() - begin)
+    return 1000 * (clock() - begin)
 
 
 @torch.inference_mode()
-def measure(size: Size, dtype: torch.dtype, num_threads: int, num_rounds: int) -> list[float]:
+def measure(
+    size: Size, dtype: torch.dtype, num_threads: int, num_rounds: int, clock: Clock
+) -> list[float]:
     """Median milliseconds of quire and of transformers, which computes in dtype."""
     torch.set_num_threads(num_threads)
     with tempfile.TemporaryDirectory() as name:
         model, tower = save(size, Path(name)).to(dtype), load(Path(name), num_threads)
     tile = torch.rand(3, size.image_size, size.image_size) * 2 - 1
-    pixels = tile[None, None].to(dtype)
+    given: dict[str, object] = {"pixel_values": tile[None, None].to(dtype)}
+    if size.is_pixtral:
+        given = {"pixel_values": tile[None].to(dtype), "image_sizes": [[size.image_size] * 2]}
     calls = (
         lambda: finish(tower.encode(tile, (1, 1, 1))),
-        lambda: model.model.get_image_features(pixels),
+        lambda: model.model.get_image_features(**given),
     )
     for call in calls:
         call()  # the first calls prepare what later ones reuse
-    rounds = [[milliseconds(call) for call in calls] for _ in range(num_rounds)]
+    rounds = [[milliseconds(call, clock) for call in calls] for _ in range(num_rounds)]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
@@ -137,13 +169,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--towers", default=",".join(TOWERS), help="names (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of each side (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of calls (%(default)s)")
+    parser.add_argument("--layers", type=int, help="of each encoder; all without it")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="(%(default)s)")
     options = parser.parse_args(arguments)
+    clock = CLOCKS[options.clock]
     print("| encoder | patches | quire ms | GFLOP/s | transformers fp32 ms | bf16 ms | ratio |")
     print("|---|---|---|---|---|---|---|")
     for name in options.towers.split(","):
         size, own, theirs = TOWERS[name], [], []
+        if options.layers is not None:
+            size = size._replace(num_layers=options.layers)
         for dtype in (torch.float32, torch.bfloat16):
-            ours, other = measure(size, dtype, options.threads, options.rounds)
+            ours, other = measure(size, dtype, options.threads, options.rounds, clock)
             own.append(ours)
             theirs.append(other)
         median = statistics.median(own)
