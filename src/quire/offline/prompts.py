@@ -12,6 +12,8 @@ class TextPrompt(TypedDict):
     multi_modal_data: NotRequired[Mapping[str, Any]]
     #: vLLM's names of the images as {"image": name}, which change nothing.
     multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    #: Settings of the image processor that replace those of the call and of the model.
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     #: The text, or the token ids, that the caller expects to get: a source of draft tokens. It
     #: changes no output.
     prediction: NotRequired[str | Sequence[int]]
@@ -31,6 +33,8 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[Mapping[str, Any]]
     #: As in TextPrompt.
     multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    #: As in TextPrompt.
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     #: As in TextPrompt.
     prediction: NotRequired[str | Sequence[int]]
     priority: NotRequired[int]
