@@ -220,7 +220,7 @@ class ContentStore:
             is_loaded = self._load is None  # errors of loading name files of the server
             self._num_failed_loads += not is_loaded
             reason = error if is_loaded else "its encoder can't be loaded, as the server's log says"
-            self._failed[running.digest] = f"an image of the prompt can't be encoded: {reason}"
+            self._failed[running.digest] = f"an image or video can't be encoded: {reason}"
             return False
         running.encode_s += time.perf_counter() - begin_s
         return True
