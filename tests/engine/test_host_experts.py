@@ -31,8 +31,12 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mxfp4(tmp_path_factory.mktemp("mxfp4"))
+
+
+def save_mxfp4(folder: Path) -> Path:
     """A model of two layers whose experts are MXFP4, as in published checkpoints."""
-    folder = save("gpt-oss", tmp_path_factory.mktemp("mxfp4"), num_hidden_layers=2)
+    save("gpt-oss", folder, num_hidden_layers=2)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         blocks, scales = mxfp4_blocks(tensors.pop(name).float().transpose(1, 2))

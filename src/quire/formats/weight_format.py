@@ -49,6 +49,10 @@ class LinearModule(nn.Module):
     #: LoRA adapters that the native kernels add to the output; other kernels ignore them.
     packed_adapters: PackedAdapters | None
 
+    #: Whether inputs may be wide (`WideInputsMethod`). Not of linears that one call multiplies
+    #: together, since the call has one list of wide inputs.
+    may_have_wide: bool
+
     def __init__(
         self, input_size: int, part_sizes: tuple[int, ...], *, has_bias: bool, gated: bool = False
     ) -> None:
@@ -61,6 +65,7 @@ class LinearModule(nn.Module):
         self.gated = gated
         self.state = None
         self.packed_adapters = None
+        self.may_have_wide = True
 
     def part_start(self, index: int) -> int:
         """The first output of part `index`."""
@@ -244,6 +249,10 @@ class WideInputsMethod(LinearMethod):
     @abstractmethod
     def num_wide(self, linear: LinearModule) -> int:
         """How many of the linear's inputs `set_wide_inputs` takes. If 0, it must not be called."""
+
+    @abstractmethod
+    def wide_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        """Bytes that `set_wide_inputs` adds to `num_bytes` for a weight of this size."""
 
     @abstractmethod
     def set_wide_inputs(self, linear: LinearModule, inputs: torch.Tensor) -> None:

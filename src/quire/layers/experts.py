@@ -123,6 +123,7 @@ class Expert(nn.Module):
         )
         self.down_proj = Linear(size, (hidden_size,), LinearKind.ROW, bias=spec.bias, **storage)
         self.down_proj.is_summed_later = True
+        self.gate_up_proj.may_have_wide = self.down_proj.may_have_wide = False
 
 
 class Experts(nn.ModuleList):

@@ -12,19 +12,24 @@ from tests.assembly.format_checks.test_compensated_rounding import (
     log_probabilities,
 )
 from tests.distributed.ranks import run_ranks
+from tests.engine.test_host_experts import save_mxfp4
+from tests.models.checkpoints.quantized.test_gptq import gptq, settings
+from tests.models.checkpoints.quantized.writers import rewrite_folder
+from tests.models.family_shapes import save_wide
 from tests.outlier_model import FEW, make_massive_channels
 from tests.quantized_copies import folder_copy
 
 from quire.assembly.format_checks.wide_inputs import split_wide_inputs
 from quire.attention.kv_rounding import divergence
 from quire.distributed.group import ProcessGroup
+from quire.formats.block_quantized import native_method
 from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
 from quire.formats.dense import DenseMethod
 from quire.formats.packed import is_packed, packed
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.quantize import widest_activations
 from quire.layers.sharded import LinearMethods, Sharding
-from quire.models.checkpoints.loader import load_model
+from quire.models.checkpoints.loader import load_model, weight_bytes
 from quire.models.checkpoints.weights_digest import WeightsDigest
 from quire.models.interface import CausalLM
 from quire.models.registry import load_config
@@ -115,6 +120,29 @@ def test_models_that_cannot_run_the_prompt_round_all_inputs(
     monkeypatch.setattr(model, "recurrent_specs", (object(),))
     split_wide_inputs(model, MODEL_LEN)
     assert not chosen(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3, dense", "lfm2", "gpt-oss"])
+def test_the_memory_of_wide_inputs_is_known_before_loading(
+    family: str, tmp_path: Path, kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family == "gpt-oss":
+        save_mxfp4(tmp_path)
+    else:
+        save_wide(family, tmp_path)
+        rewrite_folder(tmp_path, {"": gptq(size=32)}, settings(group_size=32))
+    methods = LinearMethods(DenseMethod(), block_quantized=BlockQuantizedMethods(kernels))
+    counted = []
+    for inputs_per_wide in (16, 10_000):
+        monkeypatch.setattr(native_method, "_INPUTS_PER_WIDE", inputs_per_wide)
+        counted.append(weight_bytes(tmp_path, load_config(tmp_path), torch.float32, methods))
+    monkeypatch.setattr(native_method, "_INPUTS_PER_WIDE", 16)
+    model = load(tmp_path, BlockQuantizedMethods(kernels))
+    split_wide_inputs(model, MODEL_LEN)
+    wide = [packed(linears(model)[path]) for path in chosen(model)]
+    assert bool(wide) == (family not in ("lfm2", "gpt-oss"))  # recurrent layers, only experts
+    num_bytes = sum(each._scales.nbytes + each._wide_inputs.nbytes for each in wide)
+    assert counted[0] - counted[1] == num_bytes
 
 
 def test_torch_rounds_all_inputs(folder: Path) -> None:

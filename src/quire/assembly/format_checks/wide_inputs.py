@@ -12,9 +12,7 @@ import time
 from quire.assembly.format_checks.calibration_prompt import linears_outside, measure_inputs
 from quire.formats.weight_format import WideInputsMethod
 from quire.kernels.quantize import widest_activations
-from quire.layers.experts import Experts
 from quire.layers.linear import Linear
-from quire.layers.mixers.head_linears import HeadLinears
 from quire.models.checkpoints.weights_digest import WeightsDigest
 from quire.models.interface import TextModel
 from quire.observability.log import get_logger
@@ -27,11 +25,11 @@ def split_wide_inputs(
 ) -> None:
     """Split the wide inputs of a loaded model's linears, if their methods can.
 
-    Linears that one call multiplies together, as experts, are left out, since they would need the
-    same wide inputs. `max_model_len` limits the prompt's length. `digest`, if given, is updated
-    with the chosen inputs. All ranks that share a model must call this at the same time.
+    Linears that one call multiplies together, as experts, are left out. `max_model_len` limits the
+    prompt's length. `digest`, if given, is updated with the chosen inputs. All ranks that share a
+    model must call this at the same time.
     """
-    paths = linears_outside(model, (Experts, HeadLinears), lambda linear: _num_wide(linear) > 0)
+    paths = linears_outside(model, (), lambda linear: _num_wide(linear) > 0)
     if not paths:
         return
     if model.recurrent_specs:
@@ -57,4 +55,6 @@ def split_wide_inputs(
 
 def _num_wide(linear: Linear) -> int:
     method = linear.method.storage
-    return method.num_wide(linear) if isinstance(method, WideInputsMethod) else 0
+    if not (linear.may_have_wide and isinstance(method, WideInputsMethod)):
+        return 0
+    return method.num_wide(linear)

@@ -228,6 +228,11 @@ class PartsMethod(WideInputsMethod):
     def num_wide(self, linear: LinearModule) -> int:
         return max((method.num_wide(part) for method, part in self._splitting(linear)), default=0)
 
+    def wide_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        parts = zip(self._methods, self._part_sizes, strict=True)
+        wide = [(each, size) for each, size in parts if isinstance(each, WideInputsMethod)]
+        return sum(method.wide_bytes(size, num_inputs) for method, size in wide)
+
     def set_wide_inputs(self, linear: LinearModule, inputs: torch.Tensor) -> None:
         for method, part in self._splitting(linear):
             method.set_wide_inputs(part, inputs)

@@ -66,10 +66,14 @@ class NativeBlockQuantizedMethod(PackedMethod, WideInputsMethod):
         return True
 
     def num_wide(self, linear: LinearModule) -> int:
-        return self._num_wide(linear.input_size)
+        return linear.input_size // _INPUTS_PER_WIDE
 
-    def _num_wide(self, num_inputs: int) -> int:
-        return num_inputs // _INPUTS_PER_WIDE
+    def wide_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        code_format = code_format_struct(self._form, None, torch.float32)
+        struct = weights_struct(self._form, code_format, num_outputs, num_inputs)
+        struct.num_wide = num_wide = num_inputs // _INPUTS_PER_WIDE
+        num_weights: int = self._kernels.library.num_scales(struct)
+        return 4 * (num_weights + num_wide)
 
     def set_wide_inputs(self, linear: LinearModule, inputs: torch.Tensor) -> None:
         packed(linear).set_wide_inputs(inputs)
@@ -119,11 +123,8 @@ class NativeBlockQuantizedMethod(PackedMethod, WideInputsMethod):
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         code_format = code_format_struct(self._form, None, dtype)
         struct = weights_struct(self._form, code_format, num_outputs, num_inputs)
-        num_wide: int = self._num_wide(num_inputs)
-        struct.num_wide = num_wide
-        library = self._kernels.library
-        num_bytes: int = library.packed_bytes(struct) + 4 * library.num_scales(struct)
-        return num_bytes + 4 * num_wide
+        num_bytes: int = self._kernels.library.packed_bytes(struct)
+        return num_bytes
 
 
 class GivenMethod(PackedMethod):

@@ -36,6 +36,8 @@ class HeadLinears(nn.ModuleDict):
         }
         super().__init__(linears)
         self._linears = tuple(linears.values())
+        for each in self._linears:
+            each.may_have_wide = False
         for each in self._linears[1:]:
             each.shared_half = SharedHalf(self._linears[0], shared)
 

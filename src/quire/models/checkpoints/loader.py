@@ -21,7 +21,7 @@ from torch import nn
 
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.formats.dense import DenseMethod
-from quire.formats.weight_format import SampledMethod
+from quire.formats.weight_format import SampledMethod, WideInputsMethod
 from quire.hub.model_files import shown_name
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.experts import Experts
@@ -313,6 +313,8 @@ def stored_bytes(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> i
     if config.tie_word_embeddings and all(each.method.is_exact for each in heads):
         # The blueprint has the embedding and the head; a tied model stores them once.
         num_bytes -= config.vocab_size * config.hidden_size * dtype.itemsize
+    if whole.recurrent_specs:  # the engine can't choose wide inputs of such a model
+        num_bytes -= sum(map(_wide_bytes, whole.modules()))
     return num_bytes
 
 
@@ -326,7 +328,17 @@ def module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     biases = module.output_size if module.has_bias else 0
     own = sum(buffer.nbytes for buffer in module.buffers(recurse=False))
     weight = module.method.num_bytes(module.output_size, module.input_size, dtype)
-    return weight + biases * dtype.itemsize + own
+    return weight + biases * dtype.itemsize + own + _wide_bytes(module)
+
+
+def _wide_bytes(module: nn.Module) -> int:
+    """The bytes of the weights of a module's wide inputs."""
+    if not (isinstance(module, Linear) and module.may_have_wide):
+        return 0
+    method = module.method.storage
+    if not isinstance(method, WideInputsMethod):
+        return 0
+    return method.wide_bytes(module.output_size, module.input_size)
 
 
 def checkpoint_slots(
