@@ -21,7 +21,7 @@ from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduling.growth_forecast import GrowthForecast
 from quire.core.step import BlockCopy
-from quire.errors import ConfigurationError, UnsupportedModelError
+from quire.errors import ConfigurationError, InsufficientMemoryError, UnsupportedModelError
 from quire.kernels.transfers import DeviceLink
 from quire.models.checkpoints.loader import weight_bytes
 from quire.models.registry import load_config
@@ -169,3 +169,22 @@ def test_blocks_are_divided_by_sides() -> None:
     cache.copy_blocks([BlockCopy(1, 2)])
     assert all(bool((page[2] == page[1]).all()) for page in pages)
     assert split.bytes_per_block + split.host_bytes_per_block >= whole.bytes_per_block
+
+
+def test_the_hosts_memory_bounds_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+    layout = plan_layout(
+        (spec, spec),
+        TorchPagedAttention,
+        16,
+        KVFormat.plain(torch.float32),
+        host=HostLayers(1, CpuPagedAttention),
+    )
+    memory = 10 * layout.host_bytes_per_block / host_part.HOST_KV_SHARE + 1
+    monkeypatch.setattr(host_part, "available_memory_bytes", lambda: int(memory))
+    assert host_part.host_blocks(EngineOptions(), layout, 10) == 10
+    assert host_part.host_blocks(EngineOptions(), layout, 11) == 10
+    for asked in ({"num_blocks": 11}, {"kv_cache_memory": 11 * layout.bytes_per_block}):
+        options = EngineOptions.from_mapping(asked)
+        with pytest.raises(InsufficientMemoryError, match=r"11 KV blocks .* at most 10 blocks"):
+            host_part.host_blocks(options, layout, 11)

@@ -148,10 +148,22 @@ def _check_host(host_bytes: int) -> None:
         )
 
 
-def host_blocks(layout: KVCacheLayout) -> int:
-    """The most KV blocks whose host part fits into the machine's memory; the weights must be loaded
-    already."""
-    return int(available_memory_bytes() * HOST_KV_SHARE) // max(1, layout.host_bytes_per_block)
+def host_blocks(options: EngineOptions, layout: KVCacheLayout, num_blocks: int) -> int:
+    """The most KV blocks, up to num_blocks, whose host part fits into the machine's memory. The
+    weights must be loaded already. Raises InsufficientMemoryError if fewer fit than the options ask
+    for."""
+    room, page = int(available_memory_bytes() * HOST_KV_SHARE), layout.host_bytes_per_block
+    if num_blocks * page <= room:
+        return num_blocks
+    most = room // page
+    if options.num_blocks is not None or options.kv_cache_bytes is not None:
+        raise InsufficientMemoryError(
+            f"{num_blocks} KV blocks were asked for, and their layers on the CPU take"
+            f" {format_bytes(num_blocks * page)}, but there is room for {format_bytes(room)};"
+            f" lower num_blocks or kv_cache_memory to at most {most} blocks"
+            f" ({most * layout.bytes_per_block} bytes), or lower cpu_layers"
+        )
+    return most
 
 
 def _parts_of(whole: TextModel, has_experts_only: bool) -> list[nn.Module]:

@@ -417,7 +417,7 @@ class _Builder:
         if self.group is not None:
             agree["agree"] = self.group.least
         elif self.layout.num_host_layers:
-            agree["agree"] = partial(min, host_blocks(self.layout))
+            agree["agree"] = partial(host_blocks, options, self.layout)
         sized = plan_on_device(needs, memory, partial(self._runner, model, adapters), **agree)
         runner, work = sized.runner, self._work(model)
         runner.contents = step_contents
