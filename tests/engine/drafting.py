@@ -40,8 +40,12 @@ class Recorded:
     def end(self, sequence: Sequence) -> None: ...
 
 
-def use_proposer(engine: Engine, answers: dict[Key, list[int]]) -> None:
-    """Have the engine's steps verify drafts of the answers, whatever they cost."""
+def use_proposer(engine: Engine, answers: dict[Key, list[int]], *, rests: bool = False) -> None:
+    """Have the engine's steps verify drafts of the answers, whatever they cost.
+
+    rests: whether each step, at random, asks for no drafts, so that rows that decode plainly and
+    rows with drafts take turns.
+    """
     scheduler = engine.scheduler
     if isinstance(scheduler.pacer, LearningPacer):
         scheduler.pacer = ConstantPacer()
@@ -56,10 +60,11 @@ def use_proposer(engine: Engine, answers: dict[Key, list[int]]) -> None:
         )
     drafting = scheduler.drafting
     drafting.speculator = Recorded(answers)
-    # Ask at each step, although that takes much of a tiny model's time.
+    # Ask whenever there is no rest, although that takes much of a tiny model's time.
+    rng = random.Random(6)
 
     def begin() -> None:
-        drafting._num_to_rest = 0
+        drafting._num_to_rest = 2 if rests and rng.random() < 0.5 else 0
         Drafting.begin(drafting)
 
     drafting.begin = begin

@@ -101,9 +101,10 @@ def test_drafts_change_nothing_of_an_answer(options: dict[str, Any]) -> None:
     llm = make_llm(**{**options, **NGRAMS})
     if "num_blocks" in options:  # so that much is preempted
         preempt_much(llm)
+    rests = "async_scheduling" in options or "scheduling_policy" in options
     for _ in range(2):  # the second time with a warm prefix cache
         assert seen(llm.generate(prompts, params, use_tqdm=False)) == seen(plain)
-        use_proposer(llm.engine, recorded(plain, params))
+        use_proposer(llm.engine, recorded(plain, params), rests=rests)
     check_counts(llm.engine)
     assert ("num_blocks" in options) == (llm.engine.stats().num_preemptions > 0)
 

@@ -1,9 +1,14 @@
 """Random worlds whose steps verify drafts, wrong at random positions, keep all laws."""
 
+import random
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from quire.core.scheduling.drafts import Drafting
+from quire.core.scheduling.step_results import StepInFlight
 from quire.simulation.report import add_up
 from quire.simulation.simulator import Simulator, run
 from quire.simulation.workload import SimulationConfig
@@ -41,6 +46,30 @@ def test_a_drafter_that_errs_keeps_all_laws(overlap: int) -> None:
         sum(getattr(drafting.counts["fake drafter"], name)) for name in ("verified", "accepted")
     )
     assert 0 < accepted < verified
+
+
+@pytest.mark.parametrize(("has_drafter", "overlap"), [(False, 0), (False, 1), (True, 1)])
+def test_plain_rows_and_rows_with_drafts_take_turns(
+    has_drafter: bool, overlap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some steps, at random, ask for no drafts, as steps of tiny models do."""
+    rng, counts = random.Random(overlap), Counter[str]()
+    begin, split = Drafting.begin, StepInFlight.split
+
+    def begin_or_rest(drafting: Drafting) -> None:
+        drafting._num_to_rest = 2 if rng.random() < 0.6 else 0
+        begin(drafting)
+
+    def split_and_count(step: StepInFlight, *args: Any) -> Any:
+        counts["plain"] += len(step.plain.rows)
+        counts["drafting"] += len(step.drafts or ())
+        return split(step, *args)
+
+    monkeypatch.setattr(Drafting, "begin", begin_or_rest)
+    monkeypatch.setattr(StepInFlight, "split", split_and_count)
+    report = run(replace(CONFIG, overlap=overlap, has_drafter=has_drafter))
+    assert counts["plain"] > 30 < counts["drafting"]
+    assert report.num_preemptions and report.num_failed_steps and report.num_forks
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
