@@ -27,7 +27,7 @@ import httpx
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as with_seed
-from hypothesis.errors import Unsatisfiable
+from hypothesis.errors import FlakyStrategyDefinition, Unsatisfiable
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -118,6 +118,8 @@ def fuzz(url: str, num_cases: int, seed: int = 0) -> Fuzzed:
                     _try(operation, mode, share, seed, fuzzed)
                 except Unsatisfiable:
                     pass  # an operation without parameters has no request that does not fit
+                except FlakyStrategyDefinition:
+                    pass  # schemathesis drew other data at a repetition; all answers were judged
                 except (Exception, BaseExceptionGroup) as error:  # whatever it is: for the report
                     failed.add(operation.label)
                     name = f"{operation.label} ({mode.value})"

@@ -24,7 +24,13 @@ def test_nothing_that_happens_in_a_tier_changes_a_token(
         alone = answers_alone(folder, number_format)
         if alone is None:
             pytest.skip("torch's products have other bits in other steps")
-        counts = run_case(folder, case, alone, tmp_path)
-    # Of all kinds together, a row takes so much at once that none has to grow.
-    assert counts.pop("preempted") > 0 or kind == "all kinds"
-    assert counts.total() == 9
+        # A busy machine loads contents late, and its sequences may then run one after the other.
+        for _ in range(3):
+            counts = run_case(folder, case, alone, tmp_path)
+            num_preempted = counts.pop("preempted")
+            assert counts.total() == 9
+            # Of all kinds together, a row takes so much at once that none has to grow.
+            if num_preempted or kind == "all kinds":
+                break
+        else:
+            pytest.fail("no sequence was preempted in three runs")
